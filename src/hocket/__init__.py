@@ -1,0 +1,45 @@
+"""Hocket: one model trained by many workers, over links that are not infinitely fast."""
+
+from hocket.compression import DGC, QSGD, Cast, Chain, LowRank, Natural, NoCompression, RandomK, Sign, Ternary, Threshold, TopK
+from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.session import init, leave, parallelize, shard
+from hocket.strategy import Strategy
+from hocket.sync import Bulk, DiLoCo, Local, PostLocal
+from hocket.topology import AllReduce, Gossip, Hierarchical
+from hocket.train.job import Job
+from hocket.train.simulate import Run, simulate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DGC",
+    "QSGD",
+    "AllReduce",
+    "Bulk",
+    "Cast",
+    "Chain",
+    "DiLoCo",
+    "Gossip",
+    "Hierarchical",
+    "HocketError",
+    "Job",
+    "Local",
+    "LowRank",
+    "Natural",
+    "NoCompression",
+    "NonFiniteGradient",
+    "PostLocal",
+    "RandomK",
+    "Run",
+    "Sign",
+    "Strategy",
+    "Ternary",
+    "Threshold",
+    "TopK",
+    "WorkerLost",
+    "init",
+    "leave",
+    "parallelize",
+    "shard",
+    "simulate",
+]

@@ -1,0 +1,193 @@
+"""What strategies may ask of a cluster: a handful of verbs on rows, and nothing else.
+
+Strategy code sees ``rows`` — tensors ``[workers hosted here, values]`` — and reaches other workers only through these verbs. A real
+process hosts one row (or several), a virtual cluster hosts all of them; the text of a strategy is the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.cluster.ledger import Ledger, Span
+from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, Message, ring_bytes
+
+
+class Team:
+    """A partition of all workers into groups of equal size that exchange among themselves.
+
+    ``members`` is ``[groups, size]`` worker ids; the team of everybody is one group.
+
+    >>> Team.everybody(3).members.tolist(), Team.blocks(4, 2).members.tolist(), Team.across(4, 2).members.tolist()
+    ([[0, 1, 2]], [[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    """
+
+    def __init__(self, members: Tensor) -> None:
+        self.members = members
+        self.groups, self.size = members.shape
+        self.group_of = torch.empty(members.numel(), dtype=torch.int64)
+        self.place_of = torch.empty_like(self.group_of)
+        self.group_of[members.flatten()] = torch.arange(self.groups).repeat_interleave(self.size)
+        self.place_of[members.flatten()] = torch.arange(self.size).repeat(self.groups)
+
+    @classmethod
+    def everybody(cls, workers: int) -> Team:
+        return cls(torch.arange(workers).unsqueeze(0))
+
+    @classmethod
+    def blocks(cls, workers: int, size: int) -> Team:
+        """Neighbours of one host: ``size`` consecutive workers each."""
+        return cls(torch.arange(workers).view(-1, size))
+
+    @classmethod
+    def across(cls, workers: int, size: int) -> Team:
+        """Workers with the same place on different hosts of ``size`` workers."""
+        return cls(torch.arange(workers).view(-1, size).t().contiguous())
+
+    @property
+    def whole(self) -> bool:
+        return self.groups == 1
+
+
+class Exchange:
+    """One exchange of one step: work is submitted bucket by bucket, in bucket order, and awaited as a whole."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._tickets: list[Callable[[], Any]] = []
+        self._first = self._last = 0.0
+
+    def submit(self, work: Callable[[], Any]) -> None:
+        """Start ``work`` (it may use any verb); it runs after everything submitted before it."""
+        self._last = self._cluster.ledger.now()
+        if not self._tickets:
+            self._first = self._last
+        self._tickets.append(self._cluster.start(work))
+
+    def wait(self) -> list[Any]:
+        """Block until all of it has ended; the results in the order of submission."""
+        ledger = self._cluster.ledger
+        blocked = ledger.now()
+        results = [ticket() for ticket in self._tickets]
+        ledger.record(Span(self._first, self._last, blocked, ledger.now()) if ledger.timed and self._tickets else None)
+        return results
+
+
+class Cluster(ABC):
+    """Who the workers are. Only clusters write the ledger."""
+
+    def __init__(self, size: int, workers: range, device: torch.device, timed: bool) -> None:
+        self.size = size
+        self.workers = workers
+        self.device = device
+        self.everybody = Team.everybody(size)
+        self.ledger = Ledger(torch.zeros(len(workers), dtype=torch.int64, device=device), timed)
+
+    @property
+    def rows(self) -> int:
+        """How many workers are hosted here."""
+        return len(self.workers)
+
+    @property
+    def host_size(self) -> int:
+        """Workers per host, as far as the cluster knows (hierarchical topologies use it by default)."""
+        return self.size
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What happens inside is not training (evaluation, checkpoints): neither bytes nor time count."""
+        ledger = self.ledger
+        sent, spans, exchanges, running = ledger.sent.clone(), len(ledger.spans), ledger.exchanges, ledger.running
+        ledger.pause()
+        try:
+            yield
+        finally:
+            ledger.sent.copy_(sent)
+            del ledger.spans[spans:]
+            ledger.exchanges = exchanges
+            if running:
+                ledger.resume()
+
+    def exchange(self) -> Exchange:
+        """Open an exchange."""
+        return Exchange(self)
+
+    # --- verbs -----------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Run ``work`` in order with all other work; returns what waits for its result."""
+
+    @abstractmethod
+    def mean(self, rows: Tensor, team: Team) -> Tensor:
+        """Every row becomes the mean over its group (in place)."""
+
+    @abstractmethod
+    def hear(self, message: Message, sources: Tensor, capacities: list[int] | None = None) -> Message:
+        """Receive one message from each source: ``sources[slot, worker]`` is whom a worker hears (−1: nobody).
+
+        Returns rows in slot-major order, ``[slots · rows here]``; where nobody was heard the row is the worker's own message.
+        """
+
+    @abstractmethod
+    def scatter(self, message: Message, team: Team, capacities: list[int] | None = None) -> Message:
+        """All-to-all inside each group: row ``(i, k)`` of ``[rows here · group size]`` goes to the group's k-th member.
+
+        Returns rows ``(i, k)``: what worker ``i`` got from its group's k-th member.
+        """
+
+    @abstractmethod
+    def share(self, message: Message, team: Team, capacities: list[int] | None = None) -> Message:
+        """All-gather inside each group; rows ``(g, k)`` for the groups that have members here (see :meth:`groups_here`)."""
+
+    @abstractmethod
+    def any(self, flags: Tensor) -> Tensor:
+        """Bool flags ``[rows here, k]`` combined over all workers: ``[k]``."""
+
+    @abstractmethod
+    def collect(self, values: Tensor) -> Tensor:
+        """Values ``[rows here, …]`` of all workers in worker order; for figures, not for training data (uncounted)."""
+
+    @abstractmethod
+    def broadcast(self, rows: Tensor) -> None:
+        """Every row becomes worker 0's (in place; uncounted, it happens once)."""
+
+    def prepare(self, team: Team) -> None:  # noqa: B027 - clusters without set-up cost need not override
+        """Called by every process in the same order before the team is first used."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of threads and connections."""
+
+    # --- shared by implementations ---------------------------------------------------------------------------------------
+
+    def groups_here(self, team: Team) -> tuple[list[int], Tensor]:
+        """The groups that have members here and, for each row, the position of its group in that list."""
+        own = team.group_of[self.workers.start : self.workers.stop]
+        groups, position = own.unique(return_inverse=True)
+        return groups.tolist(), position
+
+    def _count_mean(self, rows: Tensor, team: Team) -> None:
+        self.ledger.sent += ring_bytes(rows.shape[1] * rows.element_size(), team.size)
+
+    def _count_messages(self, message: Message, copies: Tensor | int) -> None:
+        """``copies`` of each row's message leave the worker that sends it."""
+        payload = message.payload_bytes().to(self.ledger.sent.device)
+        copies = copies.to(payload.device) if isinstance(copies, Tensor) else copies
+        framed = payload + (payload * HEADER_SHARE).to(torch.int64) + FRAME_BYTES
+        self.ledger.sent += (framed * copies).view(self.rows, -1).sum(1)
+
+    def _copies_heard(self, sources: Tensor) -> Tensor:
+        """How many others hear each worker hosted here, per the table ``sources``."""
+        heard = sources[sources >= 0]
+        counts = torch.bincount(heard, minlength=self.size)
+        return counts[self.workers.start : self.workers.stop]
+
+    def _to_others(self, team: Team) -> Tensor:
+        """For rows ``(worker, place)``: 1 where the message leaves its worker, 0 where it stays."""
+        own = team.place_of[self.workers.start : self.workers.stop]
+        return (own.unsqueeze(1) != torch.arange(team.size)).to(torch.int64).flatten()

@@ -1,0 +1,121 @@
+"""Joining whatever started this process: torchrun, mpirun, Slurm, Ray, or nothing at all.
+
+Launchers announce ranks in the environment, each in its own words; this is the one place in the library that reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.processes import ProcessCluster
+from hocket.cluster.virtual import VirtualCluster
+from hocket.errors import HocketError
+
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the others, as its launcher announced it."""
+
+    launcher: str
+    rank: int
+    processes: int
+    local_rank: int
+    per_host: int
+    address: str
+    port: int
+
+
+def find_place(environ: Mapping[str, str]) -> Place | None:
+    """Who started us and where we stand; None when nobody did.
+
+    >>> find_place({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
+    1
+    """
+    for launcher, (rank, size, local, per_host) in _LAUNCHERS.items():
+        if rank in environ and size in environ and int(environ[size]) > 0:
+            processes = int(environ[size])
+            return Place(
+                launcher,
+                int(environ[rank]),
+                processes,
+                int(environ.get(local, 0)),
+                int(environ.get(per_host, "0").split("(")[0] or 0) or processes,
+                environ.get("MASTER_ADDR") or _first_host(environ),
+                int(environ.get("MASTER_PORT") or _port(environ)),
+            )
+    return None
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    """The first host of a Slurm allocation (``node[03-07,9]`` → ``node03``), or this one."""
+    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not nodes:
+        return "127.0.0.1"
+    head = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    return (head.group(1) + (head.group(2) or "")) if head else nodes
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    """The same port on all processes of a job, another for another job."""
+    job = environ.get("SLURM_JOB_ID") or environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "0"
+    return 20000 + sum(ord(c) * 31**k for k, c in enumerate(job)) % 20000
+
+
+def join(
+    backend: str | None = None,
+    device: torch.device | str | None = None,
+    workers: int | None = None,
+    exact: bool = False,
+    timeout_s: float = 1800.0,
+    patience_s: float = 10.0,
+) -> Cluster:
+    """The cluster this process belongs to; alone: one worker, or ``workers`` virtual ones."""
+    place = find_place(os.environ)
+    if not dist.is_initialized():
+        if place is None or place.processes == 1:
+            return VirtualCluster(workers or 1, device or "cpu", timed=(workers or 1) == 1)
+        _start_group(place, backend or ("nccl" if _on_cuda(device) else "gloo"), timeout_s)
+    device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", (place.local_rank if place else dist.get_rank()) % max(torch.cuda.device_count(), 1))
+        torch.cuda.set_device(device)
+    per_host = place.per_host if place is not None and dist.get_world_size() % place.per_host == 0 else None
+    if per_host is not None and workers is not None:
+        per_host = per_host * workers // dist.get_world_size() if workers % dist.get_world_size() == 0 else None
+    return ProcessCluster(workers, device, exact, per_host, patience_s)
+
+
+def _on_cuda(device: torch.device | str | None) -> bool:
+    return torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
+
+
+def _start_group(place: Place, backend: str, timeout_s: float) -> None:
+    os.environ.setdefault("MASTER_ADDR", place.address)
+    os.environ.setdefault("MASTER_PORT", str(place.port))
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.processes))
+    try:
+        dist.init_process_group(backend, rank=place.rank, world_size=place.processes, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        text = str(error).splitlines()[0]
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            port = os.environ["MASTER_PORT"]
+            raise HocketError(f"Port {port} on {os.environ['MASTER_ADDR']} is taken; choose another with MASTER_PORT.") from None
+        raise HocketError(
+            f"Process {place.rank} of {place.processes} could not join the others at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} by {backend} ({text}); check that all were started and reach that address."
+        ) from None

@@ -1,0 +1,129 @@
+"""Buckets: how the parameters of a model lie in flat rows.
+
+A layout is a pure function of the parameters' names, shapes, dtypes, devices, groups and of a cap. It is recorded in run.json
+and never rebuilt while training: top-k, QSGD and their kin see buckets, so another cap is another result.
+
+Each bucket holds parameters of one group, dtype and device, in the reverse of their registration order (gradients become ready
+in about that order), and is closed as soon as it holds ``cap`` bytes; the first one already at ``first_cap`` bytes, so that the
+exchange can start early in the backward pass. Storage of a bucket is one contiguous tensor ``[rows, values]``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+CAP_BYTES = 25 * 2**20
+FIRST_CAP_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies inside its bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one group, dtype and device that travel together."""
+
+    index: int
+    group: int
+    dtype: torch.dtype
+    device: torch.device
+    slots: tuple[Slot, ...]
+
+    @property
+    def size(self) -> int:
+        """Values in one row."""
+        return self.slots[-1].offset + self.slots[-1].size
+
+    def empty(self, rows: int) -> Tensor:
+        """Fresh zeroed storage ``[rows, values]``."""
+        return torch.zeros(rows, self.size, dtype=self.dtype, device=self.device)
+
+    def views(self, storage: Tensor, row: int) -> list[Tensor]:
+        """One row of ``storage`` as tensors of the parameters' shapes (no copies)."""
+        return [storage[row, s.offset : s.offset + s.size].view(s.shape) for s in self.slots]
+
+    def stacked(self, storage: Tensor) -> list[Tensor]:
+        """All rows of ``storage`` as tensors ``[rows, *shape]`` (no copies; strided when there are several rows)."""
+        return [storage[:, s.offset : s.offset + s.size].view(storage.shape[0], *s.shape) for s in self.slots]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All buckets of a model, in the order in which they are exchanged."""
+
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def parameters(self) -> int:
+        """How many values all buckets hold together."""
+        return sum(b.size for b in self.buckets)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one replica's parameters."""
+        return sum(b.size * b.dtype.itemsize for b in self.buckets)
+
+    def describe(self) -> list[dict[str, object]]:
+        """Plain data for run.json: per bucket its group, dtype and the parameters with their shapes."""
+        return [
+            {"group": b.group, "dtype": str(b.dtype).removeprefix("torch."), "parameters": {s.name: list(s.shape) for s in b.slots}}
+            for b in self.buckets
+        ]
+
+    def digest(self) -> str:
+        """Equal on two workers exactly when their layouts are equal (devices aside)."""
+        return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
+
+
+def layout_of(
+    named: Iterable[tuple[str, nn.Parameter]],
+    groups: Sequence[Sequence[nn.Parameter]] | None = None,
+    cap_bytes: int = CAP_BYTES,
+    first_cap_bytes: int = FIRST_CAP_BYTES,
+) -> Layout:
+    """The layout of the trainable parameters among ``named``, split by the optimiser's parameter ``groups``.
+
+    Shared parameters appear once (``named_parameters`` already sees to that); frozen ones and, when groups are given, those
+    that no group holds are left out.
+
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    >>> [[s.name for s in b.slots] for b in layout_of(model.named_parameters()).buckets]
+    [['1.bias', '1.weight', '0.bias', '0.weight']]
+    """
+    group_of = None if groups is None else {id(p): g for g, group in enumerate(groups) for p in group}
+    chosen = [
+        (name, p, 0 if group_of is None else group_of[id(p)])
+        for name, p in named
+        if p.requires_grad and (group_of is None or id(p) in group_of)
+    ]
+    open_: dict[tuple[int, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    closed: list[tuple[tuple[int, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]]] = []
+    for name, p, group in reversed(chosen):
+        key = (group, p.dtype, p.device)
+        held = open_.setdefault(key, [])
+        held.append((name, p))
+        if sum(q.numel() * q.element_size() for _, q in held) >= (cap_bytes if closed else first_cap_bytes):
+            closed.append((key, open_.pop(key)))
+    closed += list(open_.items())
+    return Layout(tuple(_bucket(i, key, held) for i, (key, held) in enumerate(closed)))
+
+
+def _bucket(index: int, key: tuple[int, torch.dtype, torch.device], held: list[tuple[str, nn.Parameter]]) -> Bucket:
+    group, dtype, device = key
+    slots, offset = [], 0
+    for name, p in held:
+        slots.append(Slot(name, tuple(p.shape), offset, p.numel()))
+        offset += p.numel()
+    return Bucket(index, group, dtype, device, tuple(slots))

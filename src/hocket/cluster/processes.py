@@ -1,0 +1,355 @@
+"""Real processes over torch.distributed: Gloo or NCCL, one worker each or several.
+
+On Gloo one thread of our own launches everything, strictly in the order of submission: collectives that start in another order
+on another process give silently wrong sums. Messages are raw bytes between pairs; one of variable size travels into a receive
+buffer of its largest size. On NCCL the calling thread launches, work overlaps on the device, and time stamps are CUDA events.
+
+``exact=True`` gathers and sums in worker order instead of the backend's ring: slower, and equal bit for bit to virtual workers.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hocket.cluster.base import Cluster, Team
+from hocket.cluster.heartbeat import Heartbeat, boot_id
+from hocket.cluster.message import Message, ordered_mean, ring_bytes
+from hocket.errors import HocketError, WorkerLost
+
+_MAX_TAG = 2**30
+
+
+def split_workers(workers: int, processes: int) -> list[range]:
+    """Which workers each process hosts: consecutive ones, as evenly as possible.
+
+    >>> split_workers(5, 2)
+    [range(0, 3), range(3, 5)]
+    """
+    base, extra = divmod(workers, processes)
+    starts = [r * base + min(r, extra) for r in range(processes + 1)]
+    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+
+
+class ProcessCluster(Cluster):
+    """The workers of an initialised ``torch.distributed`` process group."""
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        device: torch.device | str = "cpu",
+        exact: bool = False,
+        host_size: int | None = None,
+        patience_s: float = 10.0,
+    ) -> None:
+        self.rank, self.processes = dist.get_rank(), dist.get_world_size()
+        size = workers or self.processes
+        if size < self.processes:
+            raise HocketError(
+                f"{size} workers on {self.processes} processes leave some without work: start {size} processes or fewer."
+            )
+        self.hosting = split_workers(size, self.processes)
+        super().__init__(size, self.hosting[self.rank], torch.device(device), timed=True)
+        self.exact = exact
+        self.backend = str(dist.get_backend())
+        self._owner = [r for r, hosted in enumerate(self.hosting) for _ in hosted]
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(size)): dist.group.WORLD}
+        self._sequence = 0
+        self._host_size = host_size or size
+        self._threaded = "gloo" in self.backend and "nccl" not in self.backend
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], _Ticket] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.ledger.offset_s = self._clock_offset()
+        self.heartbeat = Heartbeat(self.rank, self.processes, self.hosting, patience_s)
+
+    @property
+    def host_size(self) -> int:
+        return self._host_size
+
+    # --- order -----------------------------------------------------------------------------------------------------------
+
+    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        if not self._threaded:
+            result = self._guarded(work)
+            return lambda: self._guarded(result.wait) if isinstance(result, _Pending) else result
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hocket-exchange", daemon=True)
+            self._thread.start()
+        ticket = _Ticket(self)
+        self._queue.put((work, ticket))
+        return ticket
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, ticket = item
+            try:
+                ticket.result = work()
+            except BaseException as error:
+                ticket.error = error
+            ticket.done.set()
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """Run a collective; a broken connection becomes a sentence that names the worker."""
+        try:
+            return work()
+        except (HocketError, WorkerLost):
+            raise
+        except RuntimeError as error:
+            raise self.heartbeat.explain(error) from error
+
+    def _now(self, work: Callable[[], Any]) -> Any:
+        """Small agreements go through the same queue, in order with everything else."""
+        if threading.current_thread() is self._thread:
+            return work()
+        return self.start(work)()
+
+    # --- verbs -----------------------------------------------------------------------------------------------------------
+
+    def mean(self, rows: Tensor, team: Team) -> Tensor:
+        pending = self.mean_later(rows, team)
+        return rows if pending is None else pending.wait()
+
+    def mean_later(self, rows: Tensor, team: Team) -> _Pending | None:
+        """Start a mean; the backend's own all-reduce runs on, anything else has ended on return (then ``None``)."""
+        self._count_mean(rows, team)
+        group = self._group(team)
+        if self.exact or group is None:
+            self._gathered_mean(rows, team)
+            return None
+        total = rows
+        if self.rows > 1:
+            total = rows[0].clone()
+            for row in rows[1:]:
+                total += row
+        work = dist.all_reduce(total, group=group, async_op=True)
+        return _Pending(work, lambda: rows.copy_(total.div_(team.size).expand_as(rows)) if self.rows > 1 else rows.div_(team.size))
+
+    def _gathered_mean(self, rows: Tensor, team: Team) -> None:
+        groups, position = self.groups_here(team)
+        everything = self._share(Message((rows,)), team, None).parts[0].view(len(groups), team.size, -1)
+        means = torch.stack([ordered_mean(group) for group in everything])
+        rows.copy_(means[position.to(means.device)])
+
+    def hear(self, message: Message, sources: Tensor, capacities: list[int] | None = None) -> Message:
+        self._count_messages(message, self._copies_heard(sources))
+        wanted = [(int(sources[slot, i]), i, slot) for slot in range(sources.shape[0]) for i in self.workers]
+        offered = [
+            (i, j, slot)
+            for slot in range(sources.shape[0])
+            for j in range(self.size)
+            if (i := int(sources[slot, j])) in self.workers
+        ]
+        own = self.workers.start
+        return self._route(
+            message,
+            [(i - own, i, j, s) for i, j, s in offered],
+            [(i, j, s, (i if i >= 0 else j) - own) for i, j, s in wanted],
+            capacities,
+        )
+
+    def scatter(self, message: Message, team: Team, capacities: list[int] | None = None) -> Message:
+        self._count_messages(message, self._to_others(team))
+        offered, wanted, own = [], [], self.workers.start
+        for i in self.workers:
+            mates = team.members[team.group_of[i]].tolist()
+            place = int(team.place_of[i])
+            offered += [((i - own) * team.size + k, i, j, 0) for k, j in enumerate(mates)]
+            wanted += [(j, i, 0, (j - own) * team.size + place) for j in mates]
+        return self._route(message, offered, wanted, capacities)
+
+    def share(self, message: Message, team: Team, capacities: list[int] | None = None) -> Message:
+        self._count_messages(message, team.size - 1)
+        return self._share(message, team, capacities)
+
+    def _share(self, message: Message, team: Team, capacities: list[int] | None) -> Message:
+        groups, _ = self.groups_here(team)
+        own = self.workers.start
+        offered, wanted = [], []
+        for i in self.workers:
+            # A process gets each message once, whoever of its workers it is for.
+            mates = team.members[team.group_of[i]].tolist()
+            offered += [(i - own, i, self.hosting[r].start, 0) for r in sorted({self._owner[j] for j in mates})]
+        for g in groups:
+            wanted += [(j, own, 0, j - own) for j in team.members[g].tolist()]
+        return self._route(message, offered, wanted, capacities)
+
+    def any(self, flags: Tensor) -> Tensor:
+        self.ledger.sent += ring_bytes(flags.shape[1], self.size)
+        mine = flags.any(0).to(torch.uint8)
+
+        def agree() -> Tensor:
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+            return mine
+
+        return self._now(agree).to(torch.bool)
+
+    def collect(self, values: Tensor) -> Tensor:
+        most = max(len(hosted) for hosted in self.hosting)
+        padded = torch.zeros(most, *values.shape[1:], dtype=values.dtype)
+        padded[: values.shape[0]] = values.cpu()
+        padded = padded.to(self._wire_device)
+
+        def gather() -> list[Tensor]:
+            everyone = [torch.empty_like(padded) for _ in range(self.processes)]
+            dist.all_gather(everyone, padded)
+            return everyone
+
+        return torch.cat([t[: len(h)] for t, h in zip(self._now(gather), self.hosting, strict=True)]).to(values.device)
+
+    def broadcast(self, rows: Tensor) -> None:
+        first = rows[0].clone()
+        self._now(lambda: dist.broadcast(first, 0))
+        rows.copy_(first.expand_as(rows))
+
+    def prepare(self, team: Team) -> None:
+        if team.whole or self.rows > 1 or self.size != self.processes:
+            return
+        for group in team.members.tolist():
+            if tuple(group) not in self._groups:
+                self._groups[tuple(group)] = self._now(lambda ranks=group: dist.new_group(ranks))
+
+    def close(self) -> None:
+        self.heartbeat.stop()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # --- messages --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _wire_device(self) -> torch.device:
+        return self.device if "nccl" in self.backend else torch.device("cpu")
+
+    def _route(
+        self,
+        message: Message,
+        offered: list[tuple[int, int, int, int]],
+        wanted: list[tuple[int, int, int, int]],
+        capacities: list[int] | None,
+    ) -> Message:
+        """Send rows to others and gather what is wanted, in order.
+
+        ``offered``: (row of ``message``, from worker, to worker, slot); ``wanted``: (from worker, to worker, slot, row of
+        ``message`` if it is ours).
+        """
+        self._sequence += 1
+        device = message.parts[0].device
+        room = message.capacity_bytes(capacities or [p.shape[1] for p in message.parts])
+        if message.lengths is not None and "nccl" in self.backend:
+            room = self._largest(message)
+        operations, packed, kept = [], {}, []
+        for row, source, target, slot in sorted(offered, key=lambda o: o[1:]):
+            if target in self.workers:
+                continue
+            if row not in packed:
+                packed[row] = message.pack(row).to(self._wire_device)
+                if "nccl" in self.backend:
+                    packed[row] = torch.nn.functional.pad(packed[row], (0, room - packed[row].numel()))
+            operations.append(dist.P2POp(dist.isend, packed[row], self._owner[target], tag=self._tag(source, target, slot)))
+        remote = sorted((w for w in wanted if w[0] >= 0 and w[0] not in self.workers), key=lambda w: w[:3])
+        blobs = torch.empty(len(remote), room, dtype=torch.uint8, device=self._wire_device)
+        for k, (source, target, slot, _) in enumerate(remote):
+            operations.append(dist.P2POp(dist.irecv, blobs[k], self._owner[source], tag=self._tag(source, target, slot)))
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        place = {w[:3]: k for k, w in enumerate(remote)}
+        kept = [place[w[:3]] if w[:3] in place else len(remote) + w[3] for w in wanted]
+        if not remote:
+            return message.select(torch.tensor([w[3] for w in wanted], dtype=torch.int64))
+        received = message.unpack(blobs.to(device))
+        if not any(w[:3] not in place for w in wanted) and kept == list(range(len(remote))):
+            return received
+        return _stack(received, message).select(torch.tensor(kept, dtype=torch.int64))
+
+    def _tag(self, source: int, target: int, slot: int) -> int:
+        return ((self._sequence * 4 + slot) * self.size * self.size + source * self.size + target) % _MAX_TAG
+
+    def _largest(self, message: Message) -> int:
+        largest = (message.payload_bytes().max()).to(self._wire_device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
+    def _group(self, team: Team) -> dist.ProcessGroup | None:
+        if team.whole:
+            return dist.group.WORLD
+        return self._groups.get(tuple(team.members[team.group_of[self.workers.start]].tolist())) if self.rows == 1 else None
+
+    def _clock_offset(self) -> float:
+        """What to add to this process's monotonic clock to get process 0's: nothing on one kernel, else the best of some pings."""
+        boots: list[str] = [""] * self.processes
+        dist.all_gather_object(boots, boot_id())
+        offset = 0.0
+        for peer in range(1, self.processes):
+            if boots[peer] != boots[0]:
+                offset = _ping(self.rank, peer, self._wire_device, offset)
+        return offset
+
+
+class _Pending:
+    """A collective under way in the backend's own threads or streams."""
+
+    def __init__(self, work: Any, finish: Callable[[], Tensor]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._finish()
+
+
+class _Ticket:
+    """Waits for work that the exchange thread runs; raises here what went wrong there."""
+
+    def __init__(self, cluster: ProcessCluster) -> None:
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._cluster = cluster
+
+    def __call__(self) -> Any:
+        self.done.wait()
+        return self._cluster._guarded(self._finish)
+
+    def _finish(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.result.wait() if isinstance(self.result, _Pending) else self.result
+
+
+def _stack(first: Message, second: Message) -> Message:
+    """The rows of both messages, padded to the wider capacity."""
+    parts = []
+    for a, b in zip(first.parts, second.parts, strict=True):
+        width = max(a.shape[1], b.shape[1])
+        parts.append(torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in (a, b)]))
+    lengths = None
+    if first.lengths is not None and second.lengths is not None:
+        lengths = torch.cat([first.lengths, second.lengths])
+    return Message(tuple(parts), lengths)
+
+
+def _ping(rank: int, peer: int, device: torch.device, own: float, rounds: int = 10) -> float:
+    """Process 0 and ``peer`` measure the offset between their clocks; the round trip that was shortest counts."""
+    import time
+
+    best = (float("inf"), own)
+    for _ in range(rounds):
+        stamp = torch.zeros(1, dtype=torch.float64, device=device)
+        if rank == 0:
+            dist.recv(stamp, peer)
+            stamp[0] = time.monotonic()
+            dist.send(stamp, peer)
+        elif rank == peer:
+            start = time.monotonic()
+            dist.send(stamp, 0)
+            dist.recv(stamp, 0)
+            end = time.monotonic()
+            best = min(best, (end - start, float(stamp) - (start + end) / 2))
+    return best[1] if rank == peer else own

@@ -1,0 +1,40 @@
+"""What is sent: one file per method."""
+
+from hocket.compression.base import Codec, Compressor, Context, Precision, Selection
+from hocket.compression.cast import Cast
+from hocket.compression.chain import Chain
+from hocket.compression.dgc import DGC
+from hocket.compression.lowrank import LowRank
+from hocket.compression.natural import Natural
+from hocket.compression.none import NoCompression
+from hocket.compression.qsgd import QSGD
+from hocket.compression.randomk import RandomK
+from hocket.compression.sign import Sign
+from hocket.compression.ternary import Ternary
+from hocket.compression.threshold import Threshold
+from hocket.compression.topk import TopK
+
+METHODS: dict[str, type[Compressor]] = {
+    c.name: c for c in (NoCompression, Cast, QSGD, Ternary, Sign, Natural, Threshold, TopK, RandomK, LowRank, DGC)
+}
+
+__all__ = [
+    "DGC",
+    "METHODS",
+    "QSGD",
+    "Cast",
+    "Chain",
+    "Codec",
+    "Compressor",
+    "Context",
+    "LowRank",
+    "Natural",
+    "NoCompression",
+    "Precision",
+    "RandomK",
+    "Selection",
+    "Sign",
+    "Ternary",
+    "Threshold",
+    "TopK",
+]

@@ -1,0 +1,189 @@
+"""What a compressor is: a cheaper mean.
+
+A compressor receives rows and the channel (topology and cluster) and returns what was heard and what the others heard of each
+row (``sent``). So error feedback is a wrapper that knows nothing of the method. Simple compressors are codecs: they turn rows into
+a message and back, and every channel knows how to mix coded rows. Low rank needs two means, so it is not a codec there.
+
+Specs are frozen dataclasses; what they must remember between exchanges (their *memory*, a dict of tensors whose first dimension
+is the rows) goes in and comes out.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hocket.cluster.layout import Bucket
+from hocket.cluster.message import Message
+from hocket.compression.places import place_capacities, put, read_places, with_places
+from hocket.errors import HocketError
+from hocket.noise import bits, fold
+
+Memory = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where in the run an exchange stands; randomness is a function of this alone."""
+
+    seed: int
+    step: int
+    exchange: int
+    bucket: int
+    workers: Tensor
+    """Ids of the workers whose rows these are, int64 ``[rows]``."""
+    world: int = 1
+    """How many workers there are in all."""
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    """Shapes of the parameters in the bucket, where rows are whole buckets."""
+
+    def keys(self, salt: int = 0) -> Tensor:
+        """One random key per row: a hash of (seed, worker, step, bucket, salt)."""
+        common = torch.tensor([fold(self.seed, self.step, self.bucket, salt)], device=self.workers.device)
+        return bits(common, self.world)[0].to(torch.int64)[self.workers]
+
+    def common_key(self, salt: int = 0) -> int:
+        """A random key that all workers share."""
+        return fold(self.seed, self.step, self.bucket, salt, -1)
+
+
+class Heard(NamedTuple):
+    """The outcome of a mean: what each row heard, what others heard of it, and what to remember."""
+
+    heard: Tensor
+    sent: Tensor
+    memory: Memory
+
+
+class Channel(Protocol):
+    """A topology on a cluster, as compressors see it."""
+
+    @property
+    def uniform(self) -> bool:
+        """Whether everybody hears the same (a mean of all)."""
+
+    def mean(self, rows: Tensor, context: Context) -> Tensor:
+        """Plain mixing of rows (in place where possible)."""
+
+    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+        """Mixing of coded rows."""
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Base of all compressors."""
+
+    biased: ClassVar[bool] = True
+    """Whether the decoded value differs from the original in expectation; error feedback is for these."""
+    paper: ClassVar[str] = ""
+    name: ClassVar[str] = ""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing is lost (then the method equals no compression)."""
+        return False
+
+    @property
+    def remembers(self) -> bool:
+        """Whether error feedback is on."""
+        return False
+
+    @property
+    def for_gradients_only(self) -> bool:
+        """Whether exchanging weights with it makes no sense."""
+        return False
+
+    @abstractmethod
+    def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
+        """What this compressor's mean of ``rows`` gives over ``channel``."""
+
+
+@dataclass(frozen=True)
+class Codec(Compressor):
+    """A compressor that is an encoding of rows, the same for every channel."""
+
+    @abstractmethod
+    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+        """Float32 rows ``[rows, n]`` as a message; ``keys`` seed each row's randomness."""
+
+    @abstractmethod
+    def decode(self, message: Message, size: int, context: Context) -> Tensor:
+        """The float32 rows ``[rows, size]`` that a message stands for."""
+
+    def capacities(self, size: int) -> list[int] | None:
+        """The most values each part can hold for rows of ``size``; ``None`` where the size never varies."""
+        return None
+
+    def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
+        return channel.coded(self, rows, memory, context)
+
+
+@dataclass(frozen=True)
+class Precision(Codec):
+    """A codec of *how precisely*: every value is sent, each in fewer bits. May stand second in a chain."""
+
+    def parts(self, size: int) -> list[int]:
+        """How many values each part of a message holds for rows of ``size`` values."""
+        return [int(n) for n in self.lengths(torch.tensor([size]))[0]]
+
+    @abstractmethod
+    def lengths(self, counts: Tensor) -> Tensor:
+        """For rows of ``counts`` values each: how many values each part holds, ``[rows, parts]``."""
+
+
+class Selected(NamedTuple):
+    """Some values of each row: their places, sorted, and themselves, both padded to one width with zeros."""
+
+    places: Tensor
+    """int64 ``[rows, width]``"""
+    values: Tensor
+    """float32 ``[rows, width]``"""
+    counts: Tensor | None
+    """How many of each row are real, int64 ``[rows]``; ``None`` when all are."""
+
+
+@dataclass(frozen=True)
+class Selection(Codec):
+    """A codec of *what*: some values are sent, with their places. May stand first in a chain."""
+
+    @abstractmethod
+    def select(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Selected, Memory]:
+        """Choose the values to send."""
+
+    @abstractmethod
+    def most(self, size: int) -> int:
+        """The most values that can be chosen of a row of ``size``."""
+
+    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+        chosen, memory = self.select(rows, keys, memory, context)
+        return with_places(chosen, Message((chosen.values,), _column(chosen.counts)), rows.shape[1]), memory
+
+    def decode(self, message: Message, size: int, context: Context) -> Tensor:
+        return put(read_places(message, size), message.parts[2], size)
+
+    def capacities(self, size: int) -> list[int] | None:
+        return [*place_capacities(size, self.most(size)), self.most(size)]
+
+
+def _column(counts: Tensor | None) -> Tensor | None:
+    return None if counts is None else counts.unsqueeze(1)
+
+
+def share_of(value: float, name: str) -> None:
+    """Refuse a share outside (0, 1]."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+        raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1]; for one percent write {name}(0.01).")
+
+
+def fresh_memory() -> Memory:
+    """An empty memory; compressors fill it at their first exchange."""
+    return {}
+
+
+def slot_shapes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a bucket's parameters, in order."""
+    return tuple(s.shape for s in bucket.slots)

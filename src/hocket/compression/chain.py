@@ -1,0 +1,72 @@
+"""Chains: first *what*, then *how precisely* — ``topk(0.01) | qsgd(4)``.
+
+The selection chooses values and places; the precision codes the chosen values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hocket.cluster.message import Message
+from hocket.compression.base import Codec, Compressor, Context, Memory, Precision, Selection
+from hocket.compression.places import place_capacities, put, read_places, with_places
+from hocket.compression.randomk import RandomK
+from hocket.errors import HocketError
+
+
+@dataclass(frozen=True)
+class Chain(Codec):
+    """A selection followed by a precision."""
+
+    first: Selection
+    second: Precision
+    name: ClassVar[str] = "chain"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.first, Selection) or not isinstance(self.second, Precision):
+            raise HocketError(
+                f"{_name(self.first)} | {_name(self.second)}: a chain goes from what is sent (topk, randomk, threshold, dgc) "
+                "to how precisely (cast, qsgd, ternary, sign, natural), for example topk(0.01) | qsgd(4)."
+            )
+
+    @property
+    def remembers(self) -> bool:
+        # Feedback covers the loss of both links; a selection without it, or an unbiased one, leaves the chain without it.
+        if isinstance(self.first, RandomK) and self.first.unbiased:
+            return False
+        return getattr(self.first, "feedback", None) is not False
+
+    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+        chosen, memory = self.first.select(rows, keys, memory, context)
+        coded, _ = self.second.encode(chosen.values, keys, {}, context)
+        if isinstance(self.first, RandomK):
+            return coded, memory
+        if chosen.counts is not None:
+            coded = Message(coded.parts, self.second.lengths(chosen.counts))
+        return with_places(chosen, coded, rows.shape[1]), memory
+
+    def decode(self, message: Message, size: int, context: Context) -> Tensor:
+        if isinstance(self.first, RandomK):
+            return self.first.put_values(self.second.decode(message, self.first.most(size), context), size, context)
+        width = message.parts[1].shape[1]
+        values = self.second.decode(Message(message.parts[2:]), width, context)
+        if message.lengths is not None:
+            values = values * (_index(values) < message.lengths[:, 1:2])  # a precision may decode padding to something
+        return put(read_places(message, size), values, size)
+
+    def capacities(self, size: int) -> list[int] | None:
+        if self.first.capacities(size) is None:
+            return None
+        most = self.first.most(size)
+        return [*place_capacities(size, most), *self.second.parts(most)]
+
+
+def _index(values: Tensor) -> Tensor:
+    return values.new_ones(values.shape[1]).cumsum(0).sub_(1)
+
+
+def _name(compressor: Compressor) -> str:
+    return getattr(compressor, "name", type(compressor).__name__)

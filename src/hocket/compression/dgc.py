@@ -1,0 +1,74 @@
+"""Deep gradient compression: top-k that keeps momentum honest (Lin 2018, arXiv:1712.01887).
+
+*Momentum correction*: each worker accumulates ``u ← m·u + g`` and ``v ← v + u`` and sends the largest of ``v``. *Factor masking*: where a
+value was sent, ``u`` and ``v`` start again from zero. *Local clipping*: with ``clip=c`` a worker's gradient is clipped to norm ``c/√N``
+before it is accumulated. *Warm-up*: over the first ``warmup`` exchanges the share goes 25 → 6.25 → 1.56 → 0.39 % down to its own.
+The momentum is in here, so the optimiser's own must be zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hocket.compression.base import Channel, Codec, Compressor, Context, Heard, Memory, Precision, share_of
+from hocket.compression.chain import Chain
+from hocket.compression.topk import TopK
+from hocket.errors import HocketError
+
+_STAGES = 4
+
+
+@dataclass(frozen=True)
+class DGC(Compressor):
+    """``dgc(share, warmup=0, momentum=0.9, clip=None)``."""
+
+    share: float = 0.001
+    warmup: int = 0
+    momentum: float = 0.9
+    clip: float | None = None
+    precision: Precision | None = None
+    name: ClassVar[str] = "dgc"
+    paper: ClassVar[str] = (
+        "Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR 2018"
+    )
+
+    def __post_init__(self) -> None:
+        share_of(self.share, "dgc")
+        if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 0:
+            raise HocketError(f"dgc(warmup={self.warmup!r}): the warm-up is a whole number of exchanges, 0 for none.")
+        if not isinstance(self.momentum, (int, float)) or isinstance(self.momentum, bool) or not 0 <= self.momentum < 1:
+            raise HocketError(f"dgc(momentum={self.momentum!r}): the momentum must lie in [0, 1), such as 0.9.")
+        if self.clip is not None and (not isinstance(self.clip, (int, float)) or isinstance(self.clip, bool) or not self.clip > 0):
+            raise HocketError(f"dgc(clip={self.clip!r}): the clipping norm must be above 0, or None for no clipping.")
+
+    @property
+    def for_gradients_only(self) -> bool:
+        return True
+
+    def share_at(self, exchange: int) -> float:
+        """The share of values sent at an exchange (they count from 0).
+
+        >>> [DGC(0.001, warmup=8).share_at(e) for e in (0, 2, 4, 6, 8)]
+        [0.25, 0.0625, 0.015625, 0.00390625, 0.001]
+        """
+        if exchange >= self.warmup:
+            return self.share
+        return max(self.share, 0.25 ** (1 + exchange * _STAGES // self.warmup))
+
+    def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
+        gradient = rows if self.clip is None else _clipped(rows, self.clip / math.sqrt(max(context.world, 1)))
+        u = gradient if "u" not in memory else memory["u"] * self.momentum + gradient
+        v = u.clone() if "v" not in memory else memory["v"] + u
+        top = TopK(self.share_at(context.exchange))
+        codec: Codec = top if self.precision is None else Chain(top, self.precision)
+        heard, sent, inner = channel.coded(codec, v, memory.get("inner", {}), context)
+        return Heard(heard, sent, {"u": u * (sent == 0), "v": v - sent, "inner": inner})
+
+
+def _clipped(rows: Tensor, norm: float) -> Tensor:
+    return rows * (norm / rows.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)

@@ -1,0 +1,166 @@
+"""Low rank (PowerSGD): each matrix as the product of two thin ones (Vogels 2019, arXiv:1905.13727).
+
+For a parameter as a matrix ``M`` (first dimension × the rest) and last exchange's ``Q``: ``P = mean(M Q)``, ``P`` made orthonormal,
+``Q = mean(Mᵀ P)``, and everybody hears ``P Qᵀ``. One power iteration per exchange, warm-started: two small means per matrix.
+Vectors, and matrices that would not get smaller, travel plain with the first mean. Where there is no common mean (gossip), each
+worker does the iteration alone and sends its own ``P`` and ``Q``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hocket.cluster.message import Message
+from hocket.compression.base import Channel, Codec, Context, Heard, Memory
+from hocket.errors import HocketError
+from hocket.noise import fold, uniform
+
+
+class _Piece(NamedTuple):
+    """One parameter in the row: ``height`` × ``width`` and low rank, or plain when ``width`` is 0."""
+
+    offset: int
+    size: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class LowRank(Codec):
+    """``lowrank(matrix_rank)``."""
+
+    matrix_rank: int = 2
+    feedback: bool | None = None
+    name: ClassVar[str] = "lowrank"
+    paper: ClassVar[str] = (
+        "Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019"
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.matrix_rank, int) or isinstance(self.matrix_rank, bool) or self.matrix_rank < 1:
+            raise HocketError(f"lowrank({self.matrix_rank!r}): the matrix rank must be a whole number of at least 1, such as 2.")
+
+    @property
+    def remembers(self) -> bool:
+        return self.feedback is not False
+
+    def pieces(self, size: int, context: Context) -> list[_Piece]:
+        """How the row is cut: by the parameters' shapes, or as one square where rows are not whole buckets."""
+        shapes = context.shapes
+        if shapes is None or sum(math.prod(s) for s in shapes) != size:
+            side = math.isqrt(size - 1) + 1 if size > 1 else 1
+            shapes = ((side, side),) if size == side * side else ((size // side, side), (size % side,)) if side else ((size,),)
+        pieces, offset = [], 0
+        for shape in shapes:
+            count = math.prod(shape)
+            height, width = (shape[0], count // max(shape[0], 1)) if len(shape) > 1 else (count, 0)
+            if self.matrix_rank * (height + width) >= count:
+                width = 0
+            pieces.append(_Piece(offset, count, height, width))
+            offset += count
+        return pieces
+
+    def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
+        if not channel.uniform:
+            return channel.coded(self, rows, memory, context)
+        pieces = self.pieces(rows.shape[1], context)
+        thin = [p for p in pieces if p.width]
+        plain = [p for p in pieces if not p.width]
+        q_old = _bases(memory, thin, self.matrix_rank, rows, context)
+        ps = [_matmul(_matrix(rows, piece), q) for piece, q in zip(thin, q_old, strict=True)]
+        first = torch.cat([*(p.flatten(1) for p in ps), *(rows[:, p.offset : p.offset + p.size] for p in plain)], 1)
+        first = channel.mean(first, context)
+        ps_mean, rest = _cut(first, [(p.height, self.matrix_rank) for p in thin])
+        ps_mean = [_orthonormal(p) for p in ps_mean]
+        q_own = [_matmul(_matrix(rows, piece).transpose(1, 2), p) for piece, p in zip(thin, ps_mean, strict=True)]
+        q_mean = q_own
+        if thin:
+            second = channel.mean(torch.cat([q.flatten(1) for q in q_own], 1), context)
+            q_mean, _ = _cut(second, [(p.width, self.matrix_rank) for p in thin])
+        heard, sent = torch.empty_like(rows), rows.clone()
+        for piece, p, own, common in zip(thin, ps_mean, q_own, q_mean, strict=True):
+            span = slice(piece.offset, piece.offset + piece.size)
+            heard[:, span] = _matmul(p, common.transpose(1, 2)).flatten(1)
+            sent[:, span] = _matmul(p, own.transpose(1, 2)).flatten(1)
+        start = 0
+        for piece in plain:
+            heard[:, piece.offset : piece.offset + piece.size] = rest[:, start : start + piece.size]
+            start += piece.size
+        return Heard(heard, sent, {f"q{k}": q for k, q in enumerate(q_mean)})
+
+    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+        pieces = self.pieces(rows.shape[1], context)
+        thin = [p for p in pieces if p.width]
+        parts, remembered = [], {}
+        for k, (piece, q) in enumerate(zip(thin, _bases(memory, thin, self.matrix_rank, rows, context), strict=True)):
+            matrix = _matrix(rows, piece)
+            p = _orthonormal(_matmul(matrix, q))
+            q = _matmul(matrix.transpose(1, 2), p)
+            remembered[f"q{k}"] = q
+            parts += [p.flatten(1), q.flatten(1)]
+        parts += [rows[:, p.offset : p.offset + p.size] for p in pieces if not p.width]
+        return Message((torch.cat(parts, 1),)), remembered
+
+    def decode(self, message: Message, size: int, context: Context) -> Tensor:
+        pieces = self.pieces(size, context)
+        shapes = [s for p in pieces if p.width for s in ((p.height, self.matrix_rank), (p.width, self.matrix_rank))]
+        factors, rest = _cut(message.parts[0], shapes)
+        rows = torch.empty(message.rows, size, dtype=rest.dtype, device=rest.device)
+        start = k = 0
+        for piece in pieces:
+            span = slice(piece.offset, piece.offset + piece.size)
+            if piece.width:
+                rows[:, span] = _matmul(factors[k], factors[k + 1].transpose(1, 2)).flatten(1)
+                k += 2
+            else:
+                rows[:, span] = rest[:, start : start + piece.size]
+                start += piece.size
+        return rows
+
+
+def _matrix(rows: Tensor, piece: _Piece) -> Tensor:
+    return rows[:, piece.offset : piece.offset + piece.size].view(-1, piece.height, piece.width)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product; row by row on the CPU, where a batch may round differently from its rows."""
+    return torch.stack([x @ y for x, y in zip(a, b, strict=True)]) if a.device.type == "cpu" else a @ b
+
+
+def _cut(flat: Tensor, shapes: list[tuple[int, int]]) -> tuple[list[Tensor], Tensor]:
+    """The leading matrices of each row, and what is left of the rows."""
+    sizes = [h * w for h, w in shapes]
+    parts = flat.split([*sizes, flat.shape[1] - sum(sizes)], 1)
+    return [p.reshape(-1, h, w) for p, (h, w) in zip(parts[:-1], shapes, strict=True)], parts[-1]
+
+
+def _bases(memory: Memory, thin: list[_Piece], matrix_rank: int, rows: Tensor, context: Context) -> list[Tensor]:
+    """Last exchange's Q of each matrix or, at first, the same random one for everybody."""
+    if not memory:
+        memory = {f"q{k}": _random(context, k, p.width, matrix_rank, rows) for k, p in enumerate(thin)}
+    return [memory[f"q{k}"] for k in range(len(thin))]
+
+
+def _random(context: Context, k: int, width: int, matrix_rank: int, rows: Tensor) -> Tensor:
+    key = torch.tensor([fold(context.common_key(), k)], device=rows.device)
+    # A sum of four uniforms is normal enough for a start.
+    draws = uniform(key, 4 * width * matrix_rank).view(4, width, matrix_rank).sum(0) - 2
+    return draws.expand(rows.shape[0], -1, -1).contiguous()
+
+
+def _orthonormal(matrices: Tensor) -> Tensor:
+    """Gram–Schmidt on the columns of each matrix, twice over for stability; a column that vanishes becomes zero."""
+    columns: list[Tensor] = []
+    for k in range(matrices.shape[2]):
+        column = matrices[:, :, k]
+        for _ in range(2):
+            for other in columns:
+                column = column - (column * other).sum(1, keepdim=True) * other
+        norm = column.norm(dim=1, keepdim=True)
+        columns.append(torch.where(norm > 1e-30, column / norm.clamp(min=1e-30), torch.zeros_like(column)))
+    return torch.stack(columns, 2)

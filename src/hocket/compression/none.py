@@ -1,0 +1,25 @@
+"""No compression: rows travel as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hocket.compression.base import Channel, Compressor, Context, Heard, Memory
+
+
+@dataclass(frozen=True)
+class NoCompression(Compressor):
+    """The plain mean."""
+
+    name: ClassVar[str] = "none"
+    biased: ClassVar[bool] = False
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
+        return Heard(channel.mean(rows, context), rows, memory)

@@ -1,0 +1,63 @@
+"""How sparse messages carry places: sixteen low bits per value, and a count per block of 65,536.
+
+A message with places has two leading parts: ``blocks`` (how many of the places fall into each block; left out where a row is no
+longer than one block) and ``low`` (the places' low bits). Two bytes per place instead of four.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hocket.cluster.message import Message
+
+if TYPE_CHECKING:
+    from hocket.compression.base import Selected
+
+BLOCK = 1 << 16
+
+
+def block_count(size: int) -> int:
+    """Blocks of a row of ``size`` values; 0 when one block holds it all."""
+    return 0 if size <= BLOCK else -(-size // BLOCK)
+
+
+def place_capacities(size: int, most: int) -> list[int]:
+    """The most values the two leading parts hold."""
+    return [block_count(size), most]
+
+
+def with_places(chosen: Selected, values: Message, size: int) -> Message:
+    """``values`` preceded by their places."""
+    places, counts = chosen.places, chosen.counts
+    rows, width = places.shape
+    blocks = places.new_zeros((rows, block_count(size)), dtype=torch.int32)
+    if blocks.shape[1]:
+        real = torch.ones_like(places, dtype=torch.int32)
+        if counts is not None:
+            real = (torch.arange(width, device=places.device) < counts.unsqueeze(1)).to(torch.int32)
+        blocks.scatter_add_(1, places >> 16, real)
+    low = places & (BLOCK - 1)
+    low = torch.where(low >= BLOCK // 2, low - BLOCK, low).to(torch.int16)
+    lengths = None
+    if counts is not None and values.lengths is not None:
+        lengths = torch.cat([torch.full_like(counts, blocks.shape[1]).unsqueeze(1), counts.unsqueeze(1), values.lengths], 1)
+    return Message((blocks, low, *values.parts), lengths)
+
+
+def read_places(message: Message, size: int) -> Tensor:
+    """The places in rows of ``size``, int64 ``[rows, width]`` (anything in the padding, but inside the row)."""
+    blocks, low = message.parts[0], message.parts[1]
+    places = low.to(torch.int64) & (BLOCK - 1)
+    if blocks.shape[1]:
+        ends = blocks.to(torch.int64).cumsum(1)
+        index = torch.arange(low.shape[1], device=low.device).expand(low.shape[0], -1).contiguous()
+        places += torch.searchsorted(ends, index, right=True) << 16
+    return places.clamp_(max=size - 1)
+
+
+def put(places: Tensor, values: Tensor, size: int) -> Tensor:
+    """Values at their places, zeros elsewhere (padding holds zeros, so adding it does no harm)."""
+    return values.new_zeros(values.shape[0], size).scatter_add_(1, places, values)

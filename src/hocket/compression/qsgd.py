@@ -1,0 +1,59 @@
+"""QSGD: stochastic rounding to a few levels of a block's norm (Alistarh 2017, arXiv:1610.02132).
+
+Rows are cut into blocks of ``block`` values. With ``s = 2**(bits-1) - 1`` levels and the block's largest magnitude ``m``, a value
+``x`` becomes ``sign(x) · m · ξ/s`` where ``ξ`` is ``s|x|/m`` rounded up or down at random, so that its expectation is ``x``: unbiased.
+On the wire: one float32 per block and ``bits`` bits per value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hocket.cluster.message import Message
+from hocket.compression.base import Context, Memory, Precision
+from hocket.compression.bitpack import pack, unpack
+from hocket.errors import HocketError
+from hocket.noise import uniform
+
+
+@dataclass(frozen=True)
+class QSGD(Precision):
+    """``qsgd(bits, block=512)``."""
+
+    bits: int = 4
+    block: int = 512
+    name: ClassVar[str] = "qsgd"
+    biased: ClassVar[bool] = False
+    paper: ClassVar[str] = "Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NeurIPS 2017"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 8:
+            raise HocketError(f"qsgd({self.bits!r}): bits must be a whole number from 2 to 8 (for one bit use sign).")
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 8:
+            raise HocketError(f"qsgd(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
+
+    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+        levels = 2 ** (self.bits - 1) - 1
+        size = rows.shape[1]
+        blocks = pad(rows, (0, -size % self.block)).view(rows.shape[0], -1, self.block)
+        norms = blocks.abs().amax(2)
+        scaled = blocks * (levels / norms.clamp(min=torch.finfo(torch.float32).tiny)).unsqueeze(2)
+        rounded = torch.floor(scaled.view(rows.shape[0], -1)[:, :size] + uniform(keys, size))
+        codes = rounded.clamp_(-levels, levels).add_(levels).to(torch.uint8)
+        return Message((norms, pack(codes, self.bits))), memory
+
+    def decode(self, message: Message, size: int, context: Context) -> Tensor:
+        levels = 2 ** (self.bits - 1) - 1
+        norms, packed = message.parts
+        codes = unpack(packed, self.bits, size).to(torch.float32).sub_(levels)
+        scale = (norms / levels).repeat_interleave(self.block, 1)[:, :size]
+        return codes * scale
+
+    def lengths(self, counts: Tensor) -> Tensor:
+        packed = -(-counts * self.bits // 8) if 8 % self.bits == 0 else -(-counts // 8) * self.bits
+        return torch.stack([-(-counts // self.block), packed], 1)

@@ -1,0 +1,78 @@
+"""Random-k: a random share of the values, the same places for everybody, so that no places travel (Stich 2018, arXiv:1809.07599).
+
+The places are an arithmetic progression modulo the row's length, with a random start and a random step that shares no factor with
+the length: each place is equally likely. With ``unbiased=True`` values are multiplied by ``1/share`` and no feedback is used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hocket.cluster.message import Message
+from hocket.compression.base import Context, Memory, Selected, Selection, share_of
+from hocket.errors import HocketError
+from hocket.noise import fold
+
+
+@dataclass(frozen=True)
+class RandomK(Selection):
+    """``randomk(share)``."""
+
+    share: float = 0.01
+    unbiased: bool = False
+    feedback: bool | None = None
+    name: ClassVar[str] = "randomk"
+    paper: ClassVar[str] = "Stich et al., Sparsified SGD with Memory, NeurIPS 2018"
+
+    def __post_init__(self) -> None:
+        share_of(self.share, "randomk")
+        if self.unbiased and self.feedback:
+            raise HocketError(
+                "randomk(unbiased=True, feedback=True): an unbiased code diverges with feedback; drop one of the two."
+            )
+
+    @property
+    def lossless(self) -> bool:
+        return self.share == 1
+
+    @property
+    def remembers(self) -> bool:
+        return self.feedback is not False and not self.unbiased and not self.lossless
+
+    def most(self, size: int) -> int:
+        return max(1, math.ceil(self.share * size))
+
+    def places(self, size: int, context: Context, device: torch.device) -> Tensor:
+        """The places that everybody sends at this exchange, ``[most]``."""
+        key = context.common_key(size)
+        start, step = fold(key, 1) % size, fold(key, 2) % size
+        while math.gcd(step, size) != 1:
+            step += 1
+        return (start + step * torch.arange(self.most(size), device=device)) % size
+
+    def select(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Selected, Memory]:
+        places = self.places(rows.shape[1], context, rows.device)
+        values = rows.index_select(1, places)
+        if self.unbiased:
+            values = values * (rows.shape[1] / places.numel())
+        return Selected(places.expand(rows.shape[0], -1), values, None), memory
+
+    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+        chosen, memory = self.select(rows, keys, memory, context)
+        return Message((chosen.values,)), memory
+
+    def decode(self, message: Message, size: int, context: Context) -> Tensor:
+        return self.put_values(message.parts[0], size, context)
+
+    def put_values(self, values: Tensor, size: int, context: Context) -> Tensor:
+        """Values at this exchange's places."""
+        places = self.places(size, context, values.device)
+        return values.new_zeros(values.shape[0], size).index_copy_(1, places, values)
+
+    def capacities(self, size: int) -> list[int] | None:
+        return None

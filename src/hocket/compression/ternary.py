@@ -1,0 +1,40 @@
+"""TernGrad: every value becomes −m, 0 or +m, unbiased (Wen 2017, arXiv:1705.07878).
+
+With ``m`` the row's largest magnitude, ``x`` becomes ``sign(x)·m`` with probability ``|x|/m`` and 0 otherwise. Five values share a byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hocket.cluster.message import Message
+from hocket.compression.base import Context, Memory, Precision
+from hocket.compression.bitpack import pack_trits, unpack_trits
+from hocket.noise import uniform
+
+
+@dataclass(frozen=True)
+class Ternary(Precision):
+    """``ternary``."""
+
+    name: ClassVar[str] = "ternary"
+    biased: ClassVar[bool] = False
+    paper: ClassVar[str] = (
+        "Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning, NeurIPS 2017"
+    )
+
+    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+        scale = rows.abs().amax(1, keepdim=True)
+        hit = uniform(keys, rows.shape[1]) * scale < rows.abs()
+        return Message((scale, pack_trits((rows.sign() * hit).add_(1).to(torch.uint8)))), memory
+
+    def decode(self, message: Message, size: int, context: Context) -> Tensor:
+        scale, packed = message.parts
+        return unpack_trits(packed, size).to(torch.float32).sub_(1).mul_(scale)
+
+    def lengths(self, counts: Tensor) -> Tensor:
+        return torch.stack([torch.ones_like(counts), -(-counts // 5)], 1)

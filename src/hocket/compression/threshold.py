@@ -1,0 +1,84 @@
+"""Threshold: values with |x| ≤ t are not sent.
+
+``threshold(t)`` is static. ``threshold(keep=0.05)`` is adaptive: each row's t starts at the magnitude that keeps this share and then
+follows, multiplied after each exchange by ``(kept/wanted)^½``, bounded to [½, 2]. Only as many values travel as exceed t: none at
+all, if so. (Magnitudes, not values, are compared: a peer that compares ``max(x)`` sends an all-negative gradient whole.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hocket.compression.base import Context, Memory, Selected, Selection, share_of
+from hocket.errors import HocketError
+
+
+@dataclass(frozen=True)
+class Threshold(Selection):
+    """``threshold(t)`` or ``threshold(keep=share)``."""
+
+    t: float | None = None
+    keep: float | None = None
+    feedback: bool | None = None
+    name: ClassVar[str] = "threshold"
+    paper: ClassVar[str] = "Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017"
+
+    def __post_init__(self) -> None:
+        if (self.t is None) == (self.keep is None):
+            raise HocketError("threshold needs exactly one of t and keep: threshold(0.01) or threshold(keep=0.05).")
+        if self.keep is not None:
+            share_of(self.keep, "threshold")
+        elif not isinstance(self.t, (int, float)) or isinstance(self.t, bool) or not 0 <= self.t < float("inf"):
+            raise HocketError(f"threshold({self.t!r}): t must be a finite number of at least 0, such as 0.01.")
+
+    @property
+    def lossless(self) -> bool:
+        return self.t == 0 or self.keep == 1
+
+    @property
+    def remembers(self) -> bool:
+        return self.feedback is not False and not self.lossless
+
+    def most(self, size: int) -> int:
+        return size
+
+    def select(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Selected, Memory]:
+        magnitude = rows.abs()
+        if self.lossless:
+            level = rows.new_full((rows.shape[0], 1), 0.0)
+        elif self.t is not None:
+            level = rows.new_full((rows.shape[0], 1), float(self.t))
+        else:
+            level = memory["level"] if "level" in memory else _level_keeping(magnitude, self.keep or 1.0)
+        mask = magnitude > level
+        chosen = compact(rows, mask)
+        if self.keep is None or chosen.counts is None or self.lossless:
+            return chosen, memory
+        kept = chosen.counts.to(torch.float32).unsqueeze(1) / rows.shape[1]
+        # Where most values were zero the level is zero: once there are more to send, it starts from the mean magnitude.
+        start = torch.where((level == 0) & (kept > self.keep), magnitude.mean(1, keepdim=True), level)
+        return chosen, {"level": start * (kept / self.keep).sqrt().clamp(0.5, 2.0)}
+
+
+def compact(rows: Tensor, mask: Tensor) -> Selected:
+    """The masked values of each row moved to its front, in order, padded to the longest row."""
+    counts = mask.sum(1)
+    width = int(counts.max()) if counts.numel() else 0
+    row, place = mask.nonzero(as_tuple=True)
+    starts = counts.cumsum(0) - counts
+    position = torch.arange(row.numel(), device=rows.device) - starts[row]
+    places = torch.zeros(rows.shape[0], width, dtype=torch.int64, device=rows.device)
+    values = rows.new_zeros(rows.shape[0], width)
+    places[row, position] = place
+    values[row, position] = rows[row, place]
+    return Selected(places, values, counts)
+
+
+def _level_keeping(magnitude: Tensor, keep: float) -> Tensor:
+    """Each row's threshold that keeps about this share of it."""
+    size = magnitude.shape[1]
+    return magnitude.kthvalue(max(1, min(size, round((1 - keep) * size))), dim=1, keepdim=True).values

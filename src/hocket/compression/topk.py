@@ -1,0 +1,45 @@
+"""Top-k: the share of values with the largest magnitude, with their places (Aji 2017; Stich 2018, arXiv:1809.07599).
+
+At least one value of each row is sent. With feedback (on by default) what was not sent is added next time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hocket.compression.base import Context, Memory, Selected, Selection, share_of
+
+
+@dataclass(frozen=True)
+class TopK(Selection):
+    """``topk(share)``."""
+
+    share: float = 0.01
+    feedback: bool | None = None
+    name: ClassVar[str] = "topk"
+    paper: ClassVar[str] = "Stich et al., Sparsified SGD with Memory, NeurIPS 2018"
+
+    def __post_init__(self) -> None:
+        share_of(self.share, "topk")
+
+    @property
+    def lossless(self) -> bool:
+        return self.share == 1
+
+    @property
+    def remembers(self) -> bool:
+        return self.feedback is not False and not self.lossless
+
+    def most(self, size: int) -> int:
+        return max(1, math.ceil(self.share * size))
+
+    def select(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Selected, Memory]:
+        places = rows.abs().topk(self.most(rows.shape[1]), dim=1, sorted=False).indices.sort(1).values
+        return Selected(places, rows.gather(1, places), None), memory
+
+    def capacities(self, size: int) -> list[int] | None:
+        return None

@@ -1,0 +1,22 @@
+"""Data: sets by name, and who gets which part of them."""
+
+from hocket.data.base import CropFlip, DataSet, Normalise, identity
+from hocket.data.partition import Partition, Round, stacked
+from hocket.data.registry import DATA_SETS, load
+from hocket.data.shard import shard_loader
+from hocket.data.tensors import as_tensors, from_parts
+
+__all__ = [
+    "DATA_SETS",
+    "CropFlip",
+    "DataSet",
+    "Normalise",
+    "Partition",
+    "Round",
+    "as_tensors",
+    "from_parts",
+    "identity",
+    "load",
+    "shard_loader",
+    "stacked",
+]

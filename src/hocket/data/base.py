@@ -1,0 +1,132 @@
+"""A data set in memory: raw inputs, and the functions that turn a batch of them into what a model reads.
+
+Images stay uint8 ``[n, C, H, W]`` and texts int64 ``[n, T]``, so that a whole set fits beside the model on any device; ``prepare``
+normalises a batch after it was picked, ``augment`` (if any) changes it before. Both work on any device and keep leading axes, so
+that one call serves all workers hosted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hocket import noise
+from hocket.errors import HocketError
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class DataSet:
+    """Training and test examples with what is needed to feed them to a model.
+
+    ``prepare(x)`` takes ``[..., *shape]`` raw inputs to what the model reads. ``augment(x, keys)`` takes ``[rows, B, *shape]`` raw
+    inputs and one int64 key per row to changed raw inputs; row ``r`` depends on ``x[r]`` and ``keys[r]`` alone.
+
+    >>> pair = torch.zeros(6, 1, 8, 8, dtype=torch.uint8), torch.arange(6) % 3
+    >>> data = DataSet("mine", pair, pair, classes=3, prepare=Normalise((0.5,), (0.25,)))
+    >>> data.shape, data.example.shape, data.text
+    ((1, 8, 8), torch.Size([1, 1, 8, 8]), False)
+    """
+
+    name: str
+    train: Pair
+    test: Pair
+    classes: int
+    prepare: Callable[[Tensor], Tensor]
+    augment: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        for part, (inputs, targets) in (("train", self.train), ("test", self.test)):
+            if len(inputs) != len(targets) or not len(inputs):
+                raise HocketError(
+                    f"The {part} part of data set '{self.name}' needs as many targets as inputs, at least one; "
+                    f"got {len(inputs)} inputs and {len(targets)} targets: correct the pair of tensors."
+                )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one raw input: ``(C, H, W)`` of an image, ``(T,)`` of a text."""
+        return tuple(self.train[0].shape[1:])
+
+    @property
+    def text(self) -> bool:
+        """Whether inputs are tokens (int64) rather than values."""
+        return self.train[0].dtype == torch.int64
+
+    @property
+    def example(self) -> Tensor:
+        """A batch of one training input as the model reads it."""
+        return self.prepare(self.train[0][:1])
+
+
+def identity(x: Tensor) -> Tensor:
+    """What ``prepare`` is for inputs that need no preparation."""
+    return x
+
+
+@dataclass(frozen=True)
+class Normalise:
+    """``(x / scale − mean_c) / std_c`` per channel ``c`` as float32, for ``x`` of shape ``[..., C, H, W]``.
+
+    >>> Normalise((0.5,), (0.25,))(torch.full((2, 3, 1, 1, 1), 255, dtype=torch.uint8)).unique()
+    tensor([2.])
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = 255.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shift = _channels(tuple(m * self.scale for m in self.mean), x.device)
+        factor = _channels(tuple(1.0 / (s * self.scale) for s in self.std), x.device)
+        return x.to(torch.float32).sub(shift).mul(factor)
+
+
+# Cached because a copy to the device in every step would stall its queue.
+@lru_cache(maxsize=64)
+def _channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
+
+
+def normalise_by(x: Tensor) -> Normalise:
+    """The ``Normalise`` that gives the uint8 images ``x`` of shape ``[n, C, H, W]`` mean 0 and deviation 1 in every channel."""
+    values = x.to(torch.float64).transpose(0, 1).flatten(1).div(255.0)
+    std = values.std(1).clamp(min=1 / 255)
+    return Normalise(tuple(values.mean(1).tolist()), tuple(std.tolist()))
+
+
+@dataclass(frozen=True)
+class CropFlip:
+    """Random crop out of the image padded with zeros by ``pad``, then a horizontal flip for every other image.
+
+    Sample ``b`` of row ``r`` uses numbers ``3b … 3b+2`` of ``noise.uniform`` under ``keys[r]``: the same on any device and any
+    hosting, whatever the size of the batch.
+
+    >>> x = torch.ones(2, 5, 3, 8, 8, dtype=torch.uint8)
+    >>> CropFlip()(x, torch.tensor([1, 2])).shape
+    torch.Size([2, 5, 3, 8, 8])
+    """
+
+    pad: int = 4
+    flip: bool = True
+
+    def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
+        rows, batch, channels, height, width = x.shape
+        draws = noise.uniform(keys.to(x.device), 3 * batch).view(rows * batch, 3)
+        offsets = (draws[:, :2] * (2 * self.pad + 1)).long().clamp(max=2 * self.pad)
+        across = torch.arange(width, device=x.device).expand(rows * batch, width)
+        if self.flip:
+            across = torch.where(draws[:, 2:] < 0.5, across.flip(1), across)
+        down = offsets[:, :1] + torch.arange(height, device=x.device)
+        across = offsets[:, 1:] + across
+        # Two gathers with expanded indices: no index tensor of the size of the images is ever made.
+        out = F.pad(x.flatten(0, 1), [self.pad] * 4)
+        out = out.gather(2, down[:, None, :, None].expand(-1, channels, -1, width + 2 * self.pad))
+        out = out.gather(3, across[:, None, None, :].expand(-1, channels, height, -1))
+        return out.view(x.shape)

@@ -1,0 +1,97 @@
+"""CIFAR-10 and CIFAR-100: 50,000 + 10,000 colour images 32×32 in 10 or 100 classes.
+
+A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. Read from the published binary version:
+``cifar-10-batches-bin`` and ``cifar-100-binary`` under the data folder, or their .tar.gz there. A record is the label bytes
+(CIFAR-100: coarse, fine; the fine one is used), then the red, green and blue planes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hocket.data import files
+from hocket.data.base import CropFlip, DataSet, Normalise, Pair
+
+ADDRESS = "https://www.cs.toronto.edu/~kriz/"
+_IMAGE = 3 * 32 * 32
+
+
+@dataclass(frozen=True)
+class _Kind:
+    name: str
+    label: str
+    classes: int
+    label_bytes: int
+    prepare: Normalise
+    archive: tuple[str, str]
+    train: dict[str, str]
+    test: dict[str, str]
+
+
+_CIFAR10 = _Kind(
+    name="cifar10",
+    label="CIFAR-10",
+    classes=10,
+    label_bytes=1,
+    prepare=Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    archive=("cifar-10-binary.tar.gz", "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),
+    train={
+        "cifar-10-batches-bin/data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+        "cifar-10-batches-bin/data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+        "cifar-10-batches-bin/data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+        "cifar-10-batches-bin/data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+        "cifar-10-batches-bin/data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+    },
+    test={"cifar-10-batches-bin/test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"},
+)
+_CIFAR100 = _Kind(
+    name="cifar100",
+    label="CIFAR-100",
+    classes=100,
+    label_bytes=2,
+    prepare=Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    archive=("cifar-100-binary.tar.gz", "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"),
+    train={"cifar-100-binary/train.bin": "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29"},
+    test={"cifar-100-binary/test.bin": "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a"},
+)
+
+
+def load_10(data_dir: Path) -> DataSet:
+    """CIFAR-10, downloaded into ``data_dir`` when it is not there."""
+    return _load(data_dir, _CIFAR10)
+
+
+def load_100(data_dir: Path) -> DataSet:
+    """CIFAR-100 with its fine labels, downloaded into ``data_dir`` when it is not there."""
+    return _load(data_dir, _CIFAR100)
+
+
+def _load(data_dir: Path, kind: _Kind) -> DataSet:
+    _obtain(data_dir, kind)
+    train, test = _part(data_dir, kind.train, kind.label_bytes), _part(data_dir, kind.test, kind.label_bytes)
+    return DataSet(kind.name, train, test, kind.classes, kind.prepare, CropFlip())
+
+
+def _obtain(data_dir: Path, kind: _Kind) -> None:
+    archive, sha256 = kind.archive
+
+    def absent() -> dict[str, str]:
+        return {path: digest for path, digest in (kind.train | kind.test).items() if not (data_dir / path).exists()}
+
+    def missing() -> list[files.Remote]:
+        there = not absent() or (data_dir / archive).exists()
+        return [] if there else [files.Remote(ADDRESS + archive, archive, sha256)]
+
+    files.obtain(kind.label, data_dir, missing)
+    if absent():
+        with files.locked(data_dir):
+            files.unpack(data_dir / archive, data_dir, absent())
+
+
+def _part(data_dir: Path, paths: dict[str, str], label_bytes: int) -> Pair:
+    content = bytearray(b"".join(files.read(data_dir / path, digest) for path, digest in paths.items()))
+    records = torch.frombuffer(content, dtype=torch.uint8).view(-1, label_bytes + _IMAGE)
+    return records[:, label_bytes:].reshape(-1, 3, 32, 32), records[:, label_bytes - 1].to(torch.int64)

@@ -1,0 +1,97 @@
+"""Who gets which samples: a pure function of (samples, workers, batch, seed, epoch), the same on every process.
+
+Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``. Round ``r`` takes the next ``workers · batch`` of
+it and worker ``i`` the ``i``-th consecutive part. What is left at the end is shared out as evenly as possible (``last="even"``), so
+that sizes differ by at most one, or dropped: always under ``last="drop"``, and when there are fewer samples left than workers. So
+no worker ever has a round that another has not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hocket import noise
+from hocket.errors import HocketError
+
+Last = Literal["even", "drop"]
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """The samples of one step: ``indices[i]`` are those of worker ``i``."""
+
+    indices: list[Tensor]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each worker."""
+        return tuple(len(part) for part in self.indices)
+
+    @property
+    def even(self) -> bool:
+        """Whether all workers have equally many."""
+        return len(set(self.sizes)) == 1
+
+    @property
+    def weights(self) -> list[float]:
+        """``b_i · N / Σ b``: the weight of each worker's mean gradient, whose plain mean is then the mean over all samples."""
+        sizes = self.sizes
+        total = sum(sizes)
+        return [size * len(sizes) / total for size in sizes]
+
+
+class Partition:
+    """Rounds of samples for ``workers`` workers.
+
+    >>> partition = Partition(samples=11, workers=2, batch=4, seed=0)
+    >>> [r.sizes for r in partition.rounds(epoch=0)], len(partition)
+    ([(4, 4), (2, 1)], 2)
+    """
+
+    def __init__(self, samples: int, workers: int, batch: int, seed: int, last: Last = "even", *, shuffle: bool = True) -> None:
+        if workers < 1 or batch < 1:
+            raise HocketError(f"Workers and batch must be at least 1; got {workers} workers and batch {batch}: raise them.")
+        if last not in get_args(Last):
+            raise HocketError(f"The last round is dealt with as 'even' or 'drop'; got '{last}': choose one of the two.")
+        if samples < workers:
+            raise HocketError(f"{samples} samples are too few for {workers} workers: use at most {samples} workers or more data.")
+        if last == "drop" and samples < workers * batch:
+            raise HocketError(
+                f"{samples} samples do not fill one round of {workers} workers with batch {batch}, so last='drop' drops all: "
+                f"use a batch of at most {samples // workers} or last='even'."
+            )
+        self.samples, self.workers, self.batch, self.seed = samples, workers, batch, seed
+        self.last, self.shuffle = last, shuffle
+
+    def __len__(self) -> int:
+        """Rounds in an epoch."""
+        full, rest = divmod(self.samples, self.workers * self.batch)
+        return full + (self.last == "even" and rest >= self.workers)
+
+    def rounds(self, epoch: int) -> list[Round]:
+        """The rounds of an epoch, in order."""
+        order = self._order(epoch)
+        size = self.workers * self.batch
+        return [Round(list(order[r * size : (r + 1) * size].tensor_split(self.workers))) for r in range(len(self))]
+
+    def _order(self, epoch: int) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(self.samples)
+        generator = torch.Generator().manual_seed(noise.fold(self.seed, epoch))
+        return torch.randperm(self.samples, generator=generator)
+
+
+def stacked(round: Round) -> Tensor:
+    """The indices of an even round as one tensor ``[workers, b]``.
+
+    >>> stacked(Partition(4, workers=2, batch=2, seed=0, shuffle=False).rounds(0)[0])
+    tensor([[0, 1],
+            [2, 3]])
+    """
+    if not round.even:
+        raise HocketError(f"Only an even round can be stacked; got sizes {round.sizes}: use its indices worker by worker.")
+    return torch.stack(round.indices)

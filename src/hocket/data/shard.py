@@ -1,0 +1,79 @@
+"""One worker's part of a ``DataLoader`` or of any other iterable of batches.
+
+A loader over a map-style data set, shuffled or in order, is dealt out sample by sample with ``Partition``: every worker computes
+the same rounds without a word to the others. Anything else (iterable data sets, samplers of the user's own, lists of batches) is
+dealt out batch by batch: worker ``i`` takes batches ``i, i + N, …``, and keeps its batch until it has seen the rest of that
+round, because an incomplete last round is dropped. For this every worker must see the same batches in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from hocket.data.partition import Last, Partition, Round
+from hocket.errors import HocketError
+
+
+def shard_loader(loader: Iterable[Any], workers: int, worker: int, seed: int, epoch: int) -> Iterator[tuple[Any, float]]:
+    """Batches of ``worker`` with their weights ``b_i · N / Σ b`` in the mean over all workers.
+
+    >>> [batch for batch, _ in shard_loader(["a", "b", "c", "d", "e"], workers=2, worker=1, seed=0, epoch=0)]
+    ['b', 'd']
+    """
+    if not 0 <= worker < workers:
+        raise HocketError(f"A worker's number lies between 0 and {workers - 1}; got {worker}: pass this process's own.")
+    if isinstance(loader, DataLoader):
+        if isinstance(loader.sampler, DistributedSampler):
+            raise HocketError("The loader has a DistributedSampler, so it is shared out already: remove it and use shuffle=True.")
+        if _re_partitionable(loader):
+            return _by_samples(loader, workers, worker, seed, epoch)
+    return _by_batches(loader, workers, worker)
+
+
+def _re_partitionable(loader: DataLoader[Any]) -> bool:
+    """Whether the loader goes once through a map-style data set, so that any other order of it serves as well."""
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return False
+    sampler = loader.sampler
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    return isinstance(sampler, SequentialSampler)
+
+
+def _by_samples(loader: DataLoader[Any], workers: int, worker: int, seed: int, epoch: int) -> Iterator[tuple[Any, float]]:
+    assert loader.batch_size is not None
+    last: Last = "drop" if loader.drop_last else "even"
+    shuffle = not isinstance(loader.sampler, SequentialSampler)
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    rounds = Partition(samples, workers, loader.batch_size, seed, last, shuffle=shuffle).rounds(epoch)
+    return zip(_with_batches(loader, rounds, worker), [r.weights[worker] for r in rounds], strict=True)
+
+
+def _with_batches(loader: DataLoader[Any], rounds: list[Round], worker: int) -> DataLoader[Any]:
+    """The same loader with other batches."""
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=[r.indices[worker].tolist() for r in rounds],
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+    )
+
+
+def _by_batches(batches: Iterable[Any], workers: int, worker: int) -> Iterator[tuple[Any, float]]:
+    mine = None
+    for number, batch in enumerate(batches):
+        place = number % workers
+        if place == worker:
+            mine = batch
+        if place == workers - 1:
+            yield mine, 1.0
+            mine = None

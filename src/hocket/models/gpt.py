@@ -1,0 +1,96 @@
+"""A small GPT: a decoder-only transformer that predicts the next token at every place.
+
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (GPT-2), in the form of Karpathy's nanoGPT: LayerNorm
+before attention and before the perceptron, learnt positions, no biases, the embedding is also the head. 804,096 parameters for Tiny
+Shakespeare.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hocket.errors import HocketError
+
+
+def gpt(vocabulary: int, context: int = 64, layers: int = 4, heads: int = 4, width: int = 128, dropout: float = 0.0) -> GPT:
+    """A transformer from tokens ``[B, T]``, ``T ≤ context``, to logits ``[B, T, vocabulary]``.
+
+    >>> import torch
+    >>> gpt(65)(torch.zeros(2, 10, dtype=torch.int64)).shape
+    torch.Size([2, 10, 65])
+    """
+    return GPT(vocabulary, context, layers, heads, width, dropout)
+
+
+class GPT(nn.Module):
+    """Embeddings, ``layers`` blocks, and the logits of the next token."""
+
+    def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float) -> None:
+        super().__init__()
+        if width % heads:
+            raise HocketError(
+                f"gpt's width must be a multiple of its heads; got width {width} and {heads} heads: use {heads * 32}."
+            )
+        self.context = context
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(heads, width, dropout) for _ in range(layers)))
+        self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(width, bias=False)
+        self._initialise(layers)
+
+    def _initialise(self, layers: int) -> None:
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                # Layers that write into the residual stream start smaller, so that its variance does not grow with depth.
+                nn.init.normal_(weight, std=0.02 * ((2 * layers) ** -0.5 if name.endswith("out.weight") else 1.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[-1]
+        if length > self.context:
+            raise HocketError(f"gpt has {self.context} positions; got a text of {length} tokens: build it with context={length}.")
+        x = self.token(tokens) + self.position.weight[:length]
+        # One parameter under one name: tied weights under two names are easily copied apart.
+        return F.linear(self.norm(self.blocks(self.dropout(x))), self.token.weight)
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + perceptron(norm(x))``."""
+
+    def __init__(self, heads: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width, bias=False), Attention(heads, width, dropout)
+        self.norm2, self.perceptron = nn.LayerNorm(width, bias=False), Perceptron(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        x = x + self.dropout(self.perceptron(self.norm2(x)))
+        return x
+
+
+class Attention(nn.Module):
+    """Causal self-attention with several heads."""
+
+    def __init__(self, heads: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.into, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.into(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class Perceptron(nn.Module):
+    """Two layers with GELU between them, four times as wide inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(F.gelu(self.into(x)))
+        return out

@@ -1,0 +1,59 @@
+"""Randomness as a hash of (seed, worker, step, bucket, index).
+
+It depends neither on who hosts whom nor on the device, so a virtual worker and a real one draw the same numbers. The mixing is
+the 32-bit finaliser "lowbias32" (Wellons, 2018); keys are folded with the same function in plain Python.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def _mix(x: int) -> int:
+    x ^= x >> 16
+    x = (x * 0x7FEB352D) & _MASK
+    x ^= x >> 15
+    x = (x * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def fold(*parts: int) -> int:
+    """One 32-bit key out of several integers.
+
+    >>> fold(1, 2) == fold(1, 2), fold(1, 2) == fold(2, 1)
+    (True, False)
+    """
+    key = 0x9E3779B9
+    for part in parts:
+        key = _mix(key ^ _mix((part & _MASK) ^ ((part >> 32) & _MASK)))
+    return key
+
+
+def bits(keys: Tensor, size: int) -> Tensor:
+    """``[len(keys), size]`` pseudo-random int32 values: row ``r`` depends on ``keys[r]`` alone."""
+    index = torch.arange(size, dtype=torch.int32, device=keys.device)
+    start = keys.to(torch.int64) & _MASK
+    key = torch.where(start >= 2**31, start - 2**32, start).to(torch.int32).unsqueeze(1)
+    x = index.unsqueeze(0) ^ key
+    # Two rounds with the key between them: after one alone, rows whose keys differ in low bits are permutations of each other.
+    for _ in range(2):
+        x ^= (x >> 16) & 0xFFFF
+        x *= 0x7FEB352D
+        x ^= (x >> 15) & 0x1FFFF
+        x *= 0x846CA68B - 2**32
+        x ^= (x >> 16) & 0xFFFF
+        x += key * (0x9E3779B1 - 2**32)
+    return x
+
+
+def uniform(keys: Tensor, size: int) -> Tensor:
+    """``[len(keys), size]`` float32 values, uniform in [0, 1) with 24 random bits each.
+
+    >>> u = uniform(torch.tensor([1, 2]), 10_000)
+    >>> bool((u >= 0).all() and (u < 1).all()), round(u.mean().item(), 1)
+    (True, 0.5)
+    """
+    return ((bits(keys, size) >> 8) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)

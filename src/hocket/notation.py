@@ -1,0 +1,169 @@
+"""The notation of strategies: terms joined by ``+``, chains by ``|``, arguments in parentheses.
+
+Reads text into terms and prints terms as text; it knows nothing of what they mean.
+
+    term   = name [ "(" argument { "," argument } ")" ]  |  name "=" name
+    argument = [ name "=" ] value
+    value  = number | word | True | False | None | list | chain of terms
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from hocket.errors import HocketError
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![A-Za-z_0-9.]))|(?P<word>[A-Za-z_][A-Za-z_0-9]*)|(?P<mark>[-+|(),=\[\]]))"
+)
+_WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "none": None}
+_MAX_DEPTH = 20
+
+
+@dataclass(frozen=True)
+class Term:
+    """``name(arguments)``; ``called`` tells ``name()`` from ``name``."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def read(text: str) -> list[list[Term]]:
+    """The terms of a strategy, each a chain of one or more.
+
+    >>> [[t.name for t in chain] for chain in read("local(4) + topk(0.01) | qsgd(4)")]
+    [['local'], ['topk', 'qsgd']]
+    """
+    reader = _Reader(text)
+    chains = [reader.chain()]
+    while reader.take("+"):
+        chains.append(reader.chain())
+    reader.finish()
+    return chains
+
+
+class _Reader:
+    """Walks over the tokens of one text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens: list[tuple[str, str, int]] = []
+        position = 0
+        while text[position:].strip():
+            match = _TOKEN.match(text, position)
+            if match is None:
+                start = position + len(text[position:]) - len(text[position:].lstrip())
+                raise HocketError(f"Cannot read the strategy {_short(text)}: unexpected {text[start]!r} at position {start + 1}.")
+            kind = match.lastgroup or ""
+            self.tokens.append((kind, match.group(kind), match.start(kind)))
+            position = match.end()
+        self.at = 0
+
+    def peek(self) -> tuple[str, str]:
+        return self.tokens[self.at][:2] if self.at < len(self.tokens) else ("end", "")
+
+    def take(self, mark: str) -> bool:
+        if self.peek() == ("mark", mark):
+            self.at += 1
+            return True
+        # "local(4) +0.5" reads a sign as part of a number; a sign where a term should start is a plus.
+        return False
+
+    def need(self, mark: str) -> None:
+        if not self.take(mark):
+            raise self.wrong(f"'{mark}'")
+
+    def wrong(self, wanted: str) -> HocketError:
+        kind, token = self.peek()
+        got = "the end" if kind == "end" else repr(token)
+        where = f" at position {self.tokens[self.at][2] + 1}" if kind != "end" else ""
+        return HocketError(f"Cannot read the strategy {_short(self.text)}: expected {wanted}, got {got}{where}.")
+
+    def finish(self) -> None:
+        if self.at < len(self.tokens):
+            raise self.wrong("'+' or the end")
+
+    def chain(self, depth: int = 0) -> list[Term]:
+        links = [self.term(depth)]
+        while self.take("|"):
+            links.append(self.term(depth))
+        return links
+
+    def term(self, depth: int) -> Term:
+        kind, name = self.peek()
+        if kind != "word":
+            raise self.wrong("a method's name, such as bulk, gossip or topk(0.01)")
+        self.at += 1
+        if self.take("="):
+            return Term(name, (self.value(depth + 1),), (("=", True),))
+        if not self.take("("):
+            return Term(name)
+        arguments: list[Any] = []
+        options: list[tuple[str, Any]] = []
+        while not self.take(")"):
+            if arguments or options:
+                self.need(",")
+            word = self.peek()
+            if word[0] == "word" and self.at + 1 < len(self.tokens) and self.tokens[self.at + 1][1] == "=":
+                self.at += 2
+                if word[1] in dict(options):
+                    raise HocketError(f"Cannot read the strategy {_short(self.text)}: {name} is given {word[1]} twice.")
+                options.append((word[1], self.value(depth + 1)))
+            elif options:
+                raise HocketError(f"Cannot read the strategy {_short(self.text)}: in {name}(…) values without a name come first.")
+            else:
+                arguments.append(self.value(depth + 1))
+        return Term(name, tuple(arguments), tuple(options))
+
+    def value(self, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise HocketError(f"Cannot read the strategy {_short(self.text)}: it is nested too deeply.")
+        kind, token = self.peek()
+        if kind == "number":
+            self.at += 1
+            return float(token) if any(c in token for c in ".eE") else int(token)
+        if kind == "word":
+            chain = self.chain(depth)
+            only = chain[0]
+            if len(chain) == 1 and only.name in _WORDS and only == Term(only.name):
+                return _WORDS[only.name]
+            return chain
+        if self.take("["):
+            values: list[Any] = []
+            while not self.take("]"):
+                if values:
+                    self.need(",")
+                values.append(self.value(depth + 1))
+            return tuple(values)
+        raise self.wrong("a value")
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "…")
+
+
+def write(spec: Any) -> str:
+    """A spec (a frozen dataclass with a ``name``) in the notation; defaults are left out, but for a leading number or ``spelled`` word."""
+    arguments, positional = [], True
+    for f in fields(spec):
+        value = getattr(spec, f.name)
+        default = f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else MISSING
+        leading = f is fields(spec)[0] and (
+            (isinstance(value, (int, float)) and not isinstance(value, bool)) or hasattr(spec, "spelled")
+        )
+        if value == default and type(value) is type(default) and not leading:
+            positional = False
+            continue
+        arguments.append(_value(value) if positional else f"{f.name}={_value(value)}")
+    return f"{spec.name}({', '.join(arguments)})" if arguments else spec.name
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
+    if hasattr(value, "name") and hasattr(value, "__dataclass_fields__"):
+        return write(value)
+    return repr(value) if isinstance(value, (int, float)) else str(value)

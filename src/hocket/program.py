@@ -1,0 +1,211 @@
+"""A strategy at work: its state, and what it does to rows of gradients and weights at each moment of a step.
+
+One text for real processes and for virtual workers. The owner of the rows (a job on hooks, or the stacked trainer) calls, per step:
+
+1. ``gradient_ready(bucket, rows)`` for every bucket in order, then ``gradients_done()``: bulk exchanges end here;
+2. ``before_update(weights)``: the mix of the weights from before this step's gradient lands;
+3. the optimiser's update;
+4. ``after_update(weights)``: the step is counted; the next mix is launched; exchanges of updated weights happen here.
+
+Everything a program must remember is in ``memory`` (tensors whose first dimension is the rows hosted here) and two counters.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.cluster.base import Cluster, Exchange
+from hocket.cluster.layout import Layout
+from hocket.compression.base import Context, Memory, slot_shapes
+from hocket.errors import HocketError
+from hocket.strategy import Strategy
+from hocket.sync import Moment
+from hocket.topology.base import plain
+
+
+class Program:
+    """``strategy`` bound to a cluster and a layout, starting from ``weights`` that are equal on all workers."""
+
+    def __init__(self, strategy: Strategy, layout: Layout, cluster: Cluster, weights: list[Tensor], seed: int = 0) -> None:
+        self.strategy, self.layout, self.cluster, self.seed = strategy, layout, cluster, seed
+        self.alone = cluster.size == 1
+        self.step = 0
+        self.exchanges = 0
+        self.channel = strategy.topology.bind(cluster, cluster.everybody, seed)
+        self._workers = torch.arange(cluster.workers.start, cluster.workers.stop, device=cluster.device)
+        self._shapes = [slot_shapes(b) for b in layout.buckets]
+        self._exchange: Exchange | None = None
+        self._in_flight = False
+        self._landing: list[Tensor] | None = None
+        self._plain = plain(strategy.compression)
+        self.gradient_memory: list[Memory] = [{} for _ in layout.buckets]
+        self.weight_memory: list[Memory] = [self.channel.start_memory(strategy.compression, _f32(w)) for w in weights]
+        self.outer_memory: list[Memory] = [strategy.sync.start_memory(w) for w in weights]
+
+    # --- gradients ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def mixes_gradients(self) -> bool:
+        """Whether the step now under way exchanges gradients."""
+        return not self.alone and self.strategy.moment(self.step + 1) is Moment.GRADIENTS
+
+    def gradient_ready(self, bucket: int, rows: Tensor) -> None:
+        """Gradients of one bucket are complete on all workers hosted here; call in bucket order."""
+        if not self.mixes_gradients:
+            return
+        if self._exchange is None:
+            self._exchange = self.cluster.exchange()
+        self._exchange.submit(lambda: self._mix_gradients(bucket, rows))
+
+    def flags_ready(self, flags: Tensor) -> None:
+        """Bool flags ``[rows, k]`` to be combined over all workers, as the last part of the exchange of gradients."""
+        assert self._exchange is not None
+        self._exchange.submit(lambda: self.cluster.any(flags))
+
+    def gradients_done(self) -> list[Any]:
+        """Wait until the gradients handed in are mixed, in place; the exchange's results, combined flags last."""
+        results: list[Any] = []
+        if self._exchange is not None and not self._in_flight:
+            results = self._exchange.wait()
+            self._exchange = None
+            self.exchanges += 1
+        return results
+
+    def _mix_gradients(self, bucket: int, rows: Tensor) -> Any:
+        context = self._context(bucket)
+        if self._plain and self.channel.uniform:
+            return self.channel.mean_later(rows, context)
+        mixed, self.gradient_memory[bucket] = self.channel.gradients(
+            self.strategy.compression, _f32(rows), self.gradient_memory[bucket], context
+        )
+        return rows.copy_(mixed) if mixed is not rows else rows
+
+    # --- weights -----------------------------------------------------------------------------------------------------------
+
+    def before_update(self, weights: list[Tensor]) -> None:
+        """Land the mix of the weights from before this step's gradient, where this step has one."""
+        if self.alone or self.strategy.moment(self.step + 1) is not Moment.BEFORE:
+            return
+        if not self._in_flight and self._landing is None:
+            self._launch(weights)  # the very first step of a period of one: nothing could be launched earlier
+        self.drain()
+        assert self._landing is not None
+        for rows, mixed in zip(weights, self._landing, strict=True):
+            rows.copy_(mixed)
+        self._landing = None
+
+    def after_update(self, weights: list[Tensor]) -> None:
+        """Count the step; exchange updated weights where the strategy does; launch the next step's mix."""
+        self.step += 1
+        moment = self.strategy.moment(self.step)
+        if moment is Moment.AFTER:
+            self._exchange_now(weights)
+        if self.strategy.sync.rebases(self.step):
+            self.weight_memory = [self.channel.rebase(m, _f32(w)) for m, w in zip(self.weight_memory, weights, strict=True)]
+        if not self.alone and self.strategy.moment(self.step + 1) is Moment.BEFORE:
+            self._launch(weights)
+
+    def drain(self) -> None:
+        """Wait for a mix under way; its result is kept until its step comes."""
+        if self._in_flight:
+            assert self._exchange is not None
+            self._landing = self._exchange.wait()
+            self._exchange, self._in_flight = None, False
+            self.exchanges += 1
+
+    def _launch(self, weights: list[Tensor]) -> None:
+        self._exchange = self.cluster.exchange()
+        self._in_flight = True
+        for bucket, rows in enumerate(weights):
+            # A copy: the forward pass reads the weights while they travel.
+            copied = rows.clone()
+            self._exchange.submit(lambda bucket=bucket, copied=copied: self._mix_weights(bucket, copied))
+
+    def _exchange_now(self, weights: list[Tensor]) -> None:
+        mixed = weights
+        if not self.alone:
+            self._launch(weights)
+            self.drain()
+            assert self._landing is not None
+            mixed, self._landing = self._landing, None
+        for k, (rows, result) in enumerate(zip(weights, mixed, strict=True)):
+            landed, self.outer_memory[k] = self.strategy.sync.land(result, self.outer_memory[k])
+            rows.copy_(landed)
+
+    def _mix_weights(self, bucket: int, rows: Tensor) -> Any:
+        context = self._context(bucket)
+        if self._plain and self.channel.uniform:
+            return self.channel.mean_later(rows, context)
+        mixed, self.weight_memory[bucket] = self.channel.weights(
+            self.strategy.compression, _f32(rows), self.weight_memory[bucket], context
+        )
+        return mixed.to(rows.dtype)
+
+    # --- state -------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on as if never stopped (a mix under way is awaited and kept)."""
+        self.drain()
+        return copy.deepcopy(
+            {
+                "strategy": str(self.strategy),
+                "layout": self.layout.digest(),
+                "workers": [self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size],
+                "seed": self.seed,
+                "step": self.step,
+                "exchanges": self.exchanges,
+                "landing": self._landing,
+                "gradient_memory": self.gradient_memory,
+                "weight_memory": self.weight_memory,
+                "outer_memory": self.outer_memory,
+            }
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of the same strategy, model and hosting."""
+        own = {
+            "strategy": str(self.strategy),
+            "layout": self.layout.digest(),
+            "workers": [self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size],
+        }
+        for name, value in own.items():
+            if state.get(name) != value:
+                raise HocketError(
+                    f"The checkpoint's {name} is {state.get(name)}, this job's is {value}; resume with what it was saved with."
+                )
+        self.drain()
+        state = _to(copy.deepcopy(state), self.cluster.device)
+        self.seed, self.step, self.exchanges = state["seed"], state["step"], state["exchanges"]
+        self._landing = state["landing"]
+        self.gradient_memory, self.weight_memory = state["gradient_memory"], state["weight_memory"]
+        self.outer_memory = state["outer_memory"]
+
+    def _context(self, bucket: int) -> Context:
+        return Context(
+            seed=self.seed,
+            step=self.step,
+            exchange=self.exchanges,
+            bucket=bucket,
+            workers=self._workers,
+            world=self.cluster.size,
+            shapes=self._shapes[bucket],
+        )
+
+
+def _f32(rows: Tensor) -> Tensor:
+    """Compression works in float32 (float64 rows keep theirs only without it)."""
+    return rows if rows.dtype == torch.float32 else rows.to(torch.float32)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {k: _to(v, device) for k, v in value.items()}
+    if isinstance(value, list) and not all(isinstance(v, (int, str)) for v in value):
+        return [_to(v, device) for v in value]
+    return value

@@ -1,0 +1,198 @@
+"""Where the axes meet: a strategy is *when* × *whom* × *what*, and what is exchanged.
+
+A :class:`Strategy` is frozen data. Combinations that make no sense are refused here, when it is built, with the reason and what to
+use instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from hocket import compression, sync, topology
+from hocket.compression import DGC, Chain, Compressor, NoCompression, Precision
+from hocket.errors import HocketError, nearest
+from hocket.notation import Term, read, write
+from hocket.sync import Bulk, Moment, PostLocal, Sync
+from hocket.topology import AllReduce, Topology
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train in parallel.
+
+    >>> s = Strategy.parse("topk(0.01) | qsgd(4) + local(4)")
+    >>> str(s), s.weights
+    ('local(4) + allreduce + topk(0.01) | qsgd(4)', True)
+    >>> Strategy.parse(str(s)) == s
+    True
+    """
+
+    sync: Sync = field(default_factory=Bulk)
+    topology: Topology = field(default_factory=AllReduce)
+    compression: Compressor = field(default_factory=NoCompression)
+    exchange: str | None = None
+    """``"weights"`` or ``"gradients"``; None: gradients for bulk+allreduce, weights for local steps and for gossip."""
+
+    def __post_init__(self) -> None:
+        for part, kind, what in (
+            (self.sync, Sync, "sync"),
+            (self.topology, Topology, "topology"),
+            (self.compression, Compressor, "compression"),
+        ):
+            if not isinstance(part, kind):
+                raise HocketError(f"Strategy({what}={part!r}): expected a {kind.__name__}; to write it as text use Strategy.parse.")
+        if self.exchange not in (None, "weights", "gradients"):
+            words = nearest(str(self.exchange), ("weights", "gradients"))
+            raise HocketError(f"exchange={self.exchange}: what is exchanged is weights or gradients{words}.")
+        if reason := self._refusal():
+            raise HocketError(f"{self}: {reason}.")
+
+    @property
+    def weights(self) -> bool:
+        """Whether weights are exchanged (otherwise gradients)."""
+        if self.exchange is not None:
+            return self.exchange == "weights"
+        if isinstance(self.topology, AllReduce) or self.topology.uniform:
+            return self.sync.default_weights
+        return True
+
+    @classmethod
+    def parse(cls, text: str | Strategy) -> Strategy:
+        """Read the notation, for example ``"local(16) + gossip + threshold(keep=0.05)"``."""
+        if isinstance(text, Strategy):
+            return text
+        if not isinstance(text, str):
+            raise HocketError(
+                f"A strategy is text or a hocket.Strategy, not {type(text).__name__}; for example 'local(4) + gossip'."
+            )
+        parts: dict[str, Any] = {}
+        for chain in read(text):
+            axis, spec = _axis_and_spec(chain)
+            if axis in parts:
+                raise HocketError(
+                    f"{_short(text)} names two of one kind ({axis}): {_text(parts[axis])} and {_text(spec)}; keep one."
+                )
+            parts[axis] = spec
+        return cls(**parts)
+
+    def __str__(self) -> str:
+        parts = [write(self.sync), write(self.topology)]
+        if not isinstance(self.compression, NoCompression):
+            parts.append(_text(self.compression))
+        if self.exchange is not None:
+            parts.append(f"exchange={self.exchange}")
+        return " + ".join(parts)
+
+    def citation(self) -> list[str]:
+        """The papers behind this strategy.
+
+        >>> len(Strategy.parse("local(4) + gossip + topk(0.01)").citation())
+        3
+        """
+        links = [self.compression.first, self.compression.second] if isinstance(self.compression, Chain) else [self.compression]
+        return list(dict.fromkeys(p for p in (self.sync.paper, self.topology.paper, *(c.paper for c in links)) if p))
+
+    def moment(self, step: int) -> Moment:
+        """When in step ``step`` (from 1) workers exchange; printable and testable without running anything.
+
+        >>> [Strategy.parse("local(2)").moment(t).value for t in (1, 2, 3, 4)]
+        ['never', 'before', 'never', 'before']
+        """
+        moment = self.sync.moment(step, self.weights)
+        if moment is Moment.GRADIENTS and isinstance(self.sync, PostLocal) and not self.topology.uniform and self.weights:
+            return Moment.BEFORE  # gossip of weights in the bulk phase, too
+        return moment
+
+    def _refusal(self) -> str | None:
+        """Why this combination makes no sense and what to use instead, or None."""
+        compressor = self.compression
+        if self.sync.only_weights and self.exchange == "gradients":
+            return (
+                f"{self.sync.name} exchanges weights by definition; leave exchange=gradients out, or use local({self.sync.period})"
+            )
+        gradients = not self.weights or isinstance(self.sync, PostLocal)
+        if compressor.for_gradients_only and (self.weights or not gradients):
+            return f"{compressor.name} accumulates gradients and cannot carry weights; use bulk, exchange=gradients, or topk({DGC().share})"
+        feedback = getattr(compressor, "feedback", None)
+        if feedback is True and not compressor.biased:
+            return f"{compressor.name} is unbiased, and feedback makes unbiased codes diverge; leave feedback out"
+        return self.topology.refusal(compressor, self.weights)
+
+
+def _axis_and_spec(chain: list[Term]) -> tuple[str, Any]:
+    first = chain[0]
+    if first.name == "exchange" or (len(chain) == 1 and first in (Term("weights"), Term("gradients"))):
+        if len(chain) > 1:
+            raise HocketError("exchange=… stands alone, for example 'bulk + gossip + exchange=gradients'.")
+        if first.name != "exchange":
+            return "exchange", first.name
+        value = first.arguments[0] if len(first.arguments) == 1 else None
+        return "exchange", value[0].name if isinstance(value, list) and len(value) == 1 else _text(value)
+    specs = [_spec(term) for term in chain]
+    for axis, kind in (("sync", Sync), ("topology", Topology)):
+        if isinstance(specs[0], kind):
+            if len(specs) > 1:
+                raise HocketError(f"{first.name} | …: only compressions are chained; join the axes with +.")
+            return axis, specs[0]
+    return "compression", _chained(specs)
+
+
+def _chained(specs: list[Any]) -> Compressor:
+    if len(specs) == 1:
+        return specs[0]
+    if len(specs) > 2:
+        raise HocketError("A chain has two links, what and how precisely, for example topk(0.01) | qsgd(4).")
+    first, second = specs
+    if isinstance(first, DGC) and isinstance(second, Precision):
+        return DGC(first.share, first.warmup, first.momentum, first.clip, second)
+    return Chain(first, second)
+
+
+_KNOWN: dict[str, type] = {**sync.METHODS, **topology.METHODS, **compression.METHODS}
+
+
+def _spec(term: Term) -> Any:
+    """The spec that a term names."""
+    if term.name not in _KNOWN:
+        known = (*_KNOWN, "exchange")
+        raise HocketError(f"Unknown method '{term.name}'{nearest(term.name, known)}; known are {', '.join(sorted(_KNOWN))}.")
+    kind = _KNOWN[term.name]
+    names = [f.name for f in fields(kind) if f.name != "precision"]
+    if ("=", True) in term.options:
+        raise HocketError(f"{term.name}=…: write {term.name}(…) with its arguments in parentheses.")
+    if len(term.arguments) > len(names):
+        raise HocketError(f"{term.name} takes at most {len(names)} arguments ({', '.join(names)}), got {len(term.arguments)}.")
+    values = dict(zip(names, term.arguments, strict=False))
+    for name, value in term.options:
+        if name not in names:
+            takes = f"it takes {', '.join(names)}" if names else "it takes none"
+            raise HocketError(f"{term.name} has no argument '{name}'{nearest(name, names)}; {takes}.")
+        if name in values:
+            raise HocketError(f"{term.name} is given {name} twice.")
+        values[name] = value
+    return kind(**{name: _argument(term.name, name, value) for name, value in values.items()})
+
+
+def _argument(method: str, name: str, value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    if method == "hierarchical" and name in ("inner", "outer"):
+        return _chained([_spec(t) for t in value]) if len(value) > 1 else _spec(value[0])
+    if len(value) == 1 and value[0] == Term(value[0].name):
+        return value[0].name
+    raise HocketError(f"{method}({name}=…): expected a plain value, not a method with arguments.")
+
+
+def _text(spec: Any) -> str:
+    if isinstance(spec, Chain):
+        return f"{write(spec.first)} | {write(spec.second)}"
+    if isinstance(spec, DGC) and spec.precision is not None:
+        return f"{write(DGC(spec.share, spec.warmup, spec.momentum, spec.clip))} | {write(spec.precision)}"
+    return write(spec) if hasattr(spec, "__dataclass_fields__") else str(spec)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "…")

@@ -1,0 +1,73 @@
+"""When workers talk: a schedule that can be printed and tested.
+
+A synchronisation says, for each step ``t`` = 1, 2, …, at which moment of the step an exchange happens, if any:
+
+- ``GRADIENTS``: after the backward pass the optimiser receives ``Σ_j K_ij g_j`` instead of ``g_i``;
+- ``BEFORE``: ``w_t = Σ_j K_ij w_{t−1,j} + u_i``; the mix uses the weights from before this step's gradient, so it travels meanwhile;
+- ``AFTER``: the update first, then the mix of the updated weights.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from torch import Tensor
+
+from hocket.errors import HocketError
+
+
+class Moment(Enum):
+    """At which moment of a step workers exchange."""
+
+    NEVER = "never"
+    GRADIENTS = "gradients"
+    BEFORE = "before"
+    AFTER = "after"
+
+
+@dataclass(frozen=True)
+class Sync(ABC):
+    """Base of all synchronisations."""
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    only_weights: ClassVar[bool] = False
+    """Whether exchanging gradients makes no sense under it."""
+    default_weights: ClassVar[bool] = True
+    """Whether weights are exchanged unless told otherwise (gossip always defaults to weights)."""
+
+    @property
+    def period(self) -> int:
+        """Steps between exchanges."""
+        return 1
+
+    @abstractmethod
+    def moment(self, step: int, weights: bool) -> Moment:
+        """When in step ``step`` (from 1) workers exchange ``weights`` (or gradients)."""
+
+    def rebases(self, step: int) -> bool:
+        """Whether all replicas stand at the same weights after ``step``, from which displacements count anew."""
+        return False
+
+    def land(self, mixed: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the weights become, given the mixed weights (an outer optimiser may have a say)."""
+        return mixed, memory
+
+    def start_memory(self, rows: Tensor) -> dict[str, Tensor]:
+        """What :meth:`land` remembers, before the first step."""
+        return {}
+
+
+def whole(value: object, name: str, argument: str, least: int = 1) -> None:
+    """Refuse anything but a whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise HocketError(f"{name}({argument}={value!r}): {argument} must be a whole number of at least {least}.")
+
+
+def number(value: object, name: str, argument: str, low: float, high: float) -> None:
+    """Refuse anything but a number in [low, high)."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value < high:
+        raise HocketError(f"{name}({argument}={value!r}): {argument} must be a number in [{low:g}, {high:g}).")

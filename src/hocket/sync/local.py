@@ -1,0 +1,49 @@
+"""Local SGD: steps are local; every ``p``-th exchanges (Stich 2019, arXiv:1805.09767; Yu 2018; Lin 2020).
+
+When ``t mod p = 0``: ``w̄ = mean_j w_{t−1,j}`` and ``w_{t,i} = w̄ + u_i``, with ``u_i`` computed at ``w_{t−1,i}``. The mean uses the weights from
+*before* this step's gradient, so it travels while the gradient is computed. At p = 1 replicas stay one update apart (under bulk
+they do not). ``local(p, mean=after)`` averages after the update and does not overlap. Optimiser state stays local.
+
+Convergence is proven for ``p ≤ T^¼ / N^¾`` (Yu 2018): sufficient, not necessary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hocket.errors import HocketError, nearest
+from hocket.sync.base import Moment, Sync, whole
+
+
+@dataclass(frozen=True)
+class Local(Sync):
+    """``local(p)``, ``local(p, mean=after)``."""
+
+    p: int = 1
+    mean: str = "before"
+    name: ClassVar[str] = "local"
+    paper: ClassVar[str] = "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019"
+
+    def __post_init__(self) -> None:
+        whole(self.p, "local", "p")
+        if self.mean not in ("before", "after"):
+            raise HocketError(f"local(mean={self.mean!r}): mean is before or after{nearest(str(self.mean), ('before', 'after'))}.")
+
+    @property
+    def period(self) -> int:
+        return self.p
+
+    def moment(self, step: int, weights: bool) -> Moment:
+        if step % self.p:
+            return Moment.NEVER
+        return Moment.GRADIENTS if not weights else Moment.BEFORE if self.mean == "before" else Moment.AFTER
+
+
+def proven_period(steps: int, workers: int) -> float:
+    """The period up to which convergence is proven: ``T^¼ / N^¾``.
+
+    >>> round(proven_period(10_000, 4), 2)
+    3.54
+    """
+    return steps**0.25 / workers**0.75

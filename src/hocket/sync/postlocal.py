@@ -1,0 +1,36 @@
+"""Post-local SGD: bulk until step ``after``, then ``local(p)`` (Lin 2020, arXiv:1808.07217). Closes large batches' generalisation gap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hocket.sync.base import Moment, Sync, whole
+
+
+@dataclass(frozen=True)
+class PostLocal(Sync):
+    """``postlocal(p, after)``."""
+
+    p: int = 16
+    after: int = 0
+    name: ClassVar[str] = "postlocal"
+    paper: ClassVar[str] = "Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020"
+
+    def __post_init__(self) -> None:
+        whole(self.p, "postlocal", "p")
+        whole(self.after, "postlocal", "after", least=0)
+
+    @property
+    def period(self) -> int:
+        return self.p
+
+    def moment(self, step: int, weights: bool) -> Moment:
+        if step <= self.after:
+            return Moment.GRADIENTS
+        if step % self.p:
+            return Moment.NEVER
+        return Moment.BEFORE if weights else Moment.GRADIENTS
+
+    def rebases(self, step: int) -> bool:
+        return step == self.after

@@ -1,0 +1,94 @@
+"""All-reduce: everyone gets the mean of everyone (ring: Patarasuk 2009; Gibiansky 2017).
+
+Plain rows ride on the backend's all-reduce, ``2(N−1)/N · M`` bytes per worker. Coded rows go in two phases, so that a worker's
+traffic does not grow with N: each row is cut into N slices; a worker sends each slice, coded, to its owner; the owner decodes and
+averages what it got, codes the mean, and shares it with all. Slice owners keep an error memory of their own where the code has
+feedback (with both memories 93.6 %, with one 91.0 % in an early trial on MNIST).
+
+Compressed weights travel as displacement from the last common mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hocket.cluster.base import Cluster, Team
+from hocket.cluster.message import Message, ordered_mean
+from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
+from hocket.compression.feedback import mean_with_feedback
+from hocket.compression.sign import Sign
+from hocket.topology.base import Channel, Topology, plain, slice_keys, without_shapes
+
+
+@dataclass(frozen=True)
+class AllReduce(Topology):
+    """``allreduce``."""
+
+    name: ClassVar[str] = "allreduce"
+    paper: ClassVar[str] = "Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 2009"
+
+    @property
+    def uniform(self) -> bool:
+        return True
+
+    def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
+        return AllReduceChannel(cluster, team)
+
+
+class AllReduceChannel(Channel):
+    """The mean of each group of the team."""
+
+    uniform = True
+
+    def mean(self, rows: Tensor, context: Context) -> Tensor:
+        return self.cluster.mean(rows, self.team)
+
+    def mean_later(self, rows: Tensor, context: Context) -> Any:
+        later = getattr(self.cluster, "mean_later", None)
+        pending = self.cluster.mean(rows, self.team) if later is None else later(rows, self.team)
+        return rows if pending is None else pending
+
+    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+        count, size = rows.shape
+        team, cluster = self.team, self.cluster
+        width = -(-size // team.size)
+        context = without_shapes(context)
+        slices = pad(rows, (0, width * team.size - size)).view(count * team.size, width)
+        capacities = codec.capacities(width)
+        message, sender = codec.encode(slices, slice_keys(context.keys(1), team.size), memory.get("sender", {}), context)
+        sent = codec.decode(message, width, context).view(count, -1)[:, :size]
+        owned = _combine(codec, cluster.scatter(message, team, capacities), team.size, width, context)
+        if codec.remembers and "error" in memory:
+            owned += memory["error"]
+        message, owner = codec.encode(owned, context.keys(2), memory.get("owner", {}), context)
+        remembered: Memory = {"sender": sender, "owner": owner}
+        if codec.remembers:
+            remembered["error"] = owned - codec.decode(message, width, context)
+        _, position = cluster.groups_here(team)
+        shared = codec.decode(cluster.share(message, team, capacities), width, context).view(-1, team.size * width)[:, :size]
+        return Heard(shared[position.to(shared.device)], sent, remembered)
+
+    def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
+        if plain(compressor):
+            return self.mean(rows, context), memory
+        reference = memory["reference"]
+        heard, _, inner = mean_with_feedback(compressor, rows - reference, self, memory.get("inner", {}), context)
+        mixed = reference + heard
+        return mixed, {"reference": mixed.clone(), "inner": inner}
+
+    def start_memory(self, compressor: Compressor, rows: Tensor) -> Memory:
+        return {} if plain(compressor) else {"reference": rows.clone()}
+
+    def rebase(self, memory: Memory, rows: Tensor) -> Memory:
+        return {**memory, "reference": rows.clone()} if "reference" in memory else memory
+
+
+def _combine(codec: Codec, got: Message, senders: int, width: int, context: Context) -> Tensor:
+    """The mean of what each owner got, ``[rows, width]``."""
+    if isinstance(codec, Sign):
+        return codec.combine(got, senders, width, context)
+    return ordered_mean(codec.decode(got, width, context).view(-1, senders, width).transpose(0, 1))

@@ -1,0 +1,96 @@
+"""Whom workers talk to: a frozen spec, and the channel it becomes on a cluster.
+
+A channel mixes rows linearly, ``x_i ← Σ_j K_ij x_j``: plainly (``mean``), coded (``coded``), or as what training exchanges: gradients
+through a compressor with its feedback, weights in the way that keeps compression and consensus together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hocket.cluster.base import Cluster, Team
+from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
+from hocket.compression.feedback import mean_with_feedback
+from hocket.compression.none import NoCompression
+
+
+@dataclass(frozen=True)
+class Topology(ABC):
+    """Base of all topologies."""
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+
+    @property
+    def uniform(self) -> bool:
+        """Whether everybody hears the same."""
+        return False
+
+    @abstractmethod
+    def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
+        """This topology among the members of each group of ``team``."""
+
+    def refusal(self, compressor: Compressor, weights: bool) -> str | None:
+        """Why this topology cannot carry ``compressor`` (exchanging weights or gradients), or None."""
+        return None
+
+
+class Channel(ABC):
+    """A topology bound to a cluster and a team."""
+
+    uniform: bool = False
+
+    def __init__(self, cluster: Cluster, team: Team) -> None:
+        self.cluster, self.team = cluster, team
+        cluster.prepare(team)
+
+    @abstractmethod
+    def mean(self, rows: Tensor, context: Context) -> Tensor:
+        """Plain mixing (may work in place)."""
+
+    @abstractmethod
+    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+        """Mixing of coded rows; a worker's own value counts as it was sent."""
+
+    def mean_later(self, rows: Tensor, context: Context) -> Any:
+        """Plain mixing that may go on in the background: a result, or something to wait for."""
+        return self.mean(rows, context)
+
+    def gradients(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
+        """Mix gradients through a compressor, with its error feedback."""
+        heard, _, memory = mean_with_feedback(compressor, rows, self, memory, context)
+        return heard, memory
+
+    @abstractmethod
+    def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
+        """Mix weights through a compressor."""
+
+    def start_memory(self, compressor: Compressor, rows: Tensor) -> Memory:
+        """What to remember before the first exchange of weights; ``rows`` are equal on all workers then."""
+        return {}
+
+    def rebase(self, memory: Memory, rows: Tensor) -> Memory:
+        """All workers now stand at the same ``rows``: measure displacements from there."""
+        return memory
+
+
+def plain(compressor: Compressor) -> bool:
+    """Whether nothing is compressed."""
+    return isinstance(compressor, NoCompression)
+
+
+def slice_keys(keys: Tensor, slices: int) -> Tensor:
+    """One key per (row, slice), flattened."""
+    from hocket.noise import bits
+
+    return bits(keys, slices).to(torch.int64).flatten()
+
+
+def without_shapes(context: Context) -> Context:
+    """The context of rows that are not whole buckets."""
+    return replace(context, shapes=None)

@@ -1,0 +1,121 @@
+"""Hierarchical: one topology inside a host, another between hosts.
+
+First the inner mixing inside each host of ``size`` workers, plain, because links there are fast. Then, every ``every``-th exchange, the
+outer mixing between hosts, with the strategy's compression, because links there are slow: each of a host's workers exchanges one slice
+of 1/size with its counterparts, and the slices are gathered inside. (Where the inner topology is gossip, workers of a host differ,
+so each exchanges its whole row.) The mixing matrix is ``K_outer ⊗ K_inner``. ``every > 1`` means local steps between hosts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hocket.cluster.base import Cluster, Team
+from hocket.cluster.message import Message
+from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
+from hocket.compression.none import NoCompression
+from hocket.errors import HocketError
+from hocket.topology.allreduce import AllReduce
+from hocket.topology.base import Channel, Topology, plain, without_shapes
+
+
+@dataclass(frozen=True)
+class Hierarchical(Topology):
+    """``hierarchical(inner, outer, size=workers per host, every=1)``."""
+
+    inner: Topology = field(default_factory=AllReduce)
+    outer: Topology = field(default_factory=AllReduce)
+    size: int | None = None
+    every: int = 1
+    name: ClassVar[str] = "hierarchical"
+    paper: ClassVar[str] = "Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020"
+
+    def __post_init__(self) -> None:
+        for part, which in ((self.inner, "inner"), (self.outer, "outer")):
+            if not isinstance(part, Topology) or isinstance(part, Hierarchical):
+                raise HocketError(
+                    f"hierarchical({which}={part}): it must be allreduce or a gossip, for example hierarchical(allreduce, gossip)."
+                )
+        for value, which in ((self.size, "size"), (self.every, "every")):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise HocketError(f"hierarchical({which}={value!r}): {which} must be a whole number of at least 1.")
+
+    @property
+    def uniform(self) -> bool:
+        return self.inner.uniform and self.outer.uniform and self.every == 1
+
+    def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
+        size = self.size or cluster.host_size
+        if team.size % size:
+            raise HocketError(
+                f"hierarchical(size={size}): {team.size} workers do not divide into hosts of {size}; choose a size that divides."
+            )
+        return HierarchicalChannel(self, cluster, seed, size)
+
+    def refusal(self, compressor: Compressor, weights: bool) -> str | None:
+        return self.outer.refusal(compressor, weights)
+
+
+class HierarchicalChannel(Channel):
+    """Inner and outer channels on complementary teams."""
+
+    def __init__(self, spec: Hierarchical, cluster: Cluster, seed: int, size: int) -> None:
+        super().__init__(cluster, cluster.everybody)
+        self.uniform = spec.uniform
+        self.spec, self.size = spec, size
+        self.hosts = Team.blocks(cluster.size, size)
+        self.inner = spec.inner.bind(cluster, self.hosts, seed)
+        self.outer = spec.outer.bind(cluster, Team.across(cluster.size, size), seed)
+        self.sliced = spec.inner.uniform and size > 1
+
+    def mean(self, rows: Tensor, context: Context) -> Tensor:
+        mixed, _ = self._through(NoCompression(), rows, {}, context, weights=False)
+        return mixed
+
+    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+        raise AssertionError("hierarchical channels compress on the outer links only; gradients() and weights() see to it")
+
+    def gradients(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
+        return self._through(compressor, rows, memory, context, weights=False)
+
+    def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
+        return self._through(compressor, rows, memory, context, weights=True)
+
+    def start_memory(self, compressor: Compressor, rows: Tensor) -> Memory:
+        return {} if plain(compressor) else self.outer.start_memory(compressor, self._slice(rows))
+
+    def rebase(self, memory: Memory, rows: Tensor) -> Memory:
+        return self.outer.rebase(memory, self._slice(rows))
+
+    def _through(
+        self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context, weights: bool
+    ) -> tuple[Tensor, Memory]:
+        mixed = self.inner.mean(rows, context) if self.size > 1 else rows
+        if (context.exchange + 1) % self.spec.every:
+            return mixed, memory
+        outer = without_shapes(context) if self.sliced else context
+        outer = replace(outer, exchange=context.exchange // self.spec.every)
+        exchange = self.outer.weights if weights else self.outer.gradients
+        part, memory = exchange(compressor, self._slice(mixed), memory, outer)
+        return self._gather(part, rows), memory
+
+    def _slice(self, rows: Tensor) -> Tensor:
+        """Each worker's slice of its row."""
+        if not self.sliced:
+            return rows
+        width = -(-rows.shape[1] // self.size)
+        cells = pad(rows, (0, width * self.size - rows.shape[1])).view(rows.shape[0], self.size, width)
+        place = self.hosts.place_of[self.cluster.workers.start : self.cluster.workers.stop].to(rows.device)
+        return cells.gather(1, place.view(-1, 1, 1).expand(-1, 1, width)).squeeze(1)
+
+    def _gather(self, part: Tensor, rows: Tensor) -> Tensor:
+        """The slices of a host put together again."""
+        if not self.sliced:
+            return part
+        _, position = self.cluster.groups_here(self.hosts)
+        whole = self.cluster.share(Message((part.contiguous(),)), self.hosts).parts[0].view(-1, self.size * part.shape[1])
+        return whole[:, : rows.shape[1]][position.to(rows.device)]

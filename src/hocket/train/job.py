@@ -1,0 +1,326 @@
+"""``parallelize``: an ordinary loop on real workers, the strategy at work behind the optimiser's and autograd's own hooks.
+
+- Parameters become views of contiguous rows, one per bucket; on exchange steps gradients do, too.
+- A post-accumulate-grad hook per parameter fills the buckets; full ones are launched in bucket order, during the backward pass.
+- Bulk exchanges end in the end-of-backward callback, before ``backward()`` returns, so that gradient clipping sees mixed values.
+- Mixed weights land in the optimiser's step pre-hook; the next mix is launched in its post-hook.
+
+A gradient stays None only if the parameter was unused by all workers. Reentrant checkpointing would fire the callback too early and is
+refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.layout import CAP_BYTES, FIRST_CAP_BYTES, Layout, layout_of
+from hocket.compression import DGC
+from hocket.errors import HocketError
+from hocket.program import Program
+from hocket.strategy import Strategy
+from hocket.sync import Bulk, Local, PostLocal, proven_period
+from hocket.train.report import LedgerView
+from hocket.train.watch import NonFinite
+
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction.backward.__code__
+
+
+class Job:
+    """A model in parallel training; made by :func:`hocket.parallelize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        cluster: Cluster,
+        accumulate: int = 1,
+        nonfinite: str = "raise",
+        check: bool = True,
+        steps: int | None = None,
+        seed: int = 0,
+        scaler: Any = None,
+        cap_bytes: int = CAP_BYTES,
+        first_cap_bytes: int = FIRST_CAP_BYTES,
+    ) -> None:
+        if cluster.rows != 1:
+            raise HocketError(
+                f"parallelize trains one worker per process, but {cluster.rows} are hosted here; use hocket.simulate."
+            )
+        check_job(model, optimizer, strategy, accumulate, nonfinite)
+        self.model, self.optimizer, self.strategy, self.cluster = model, optimizer, strategy, cluster
+        self.accumulate, self.check = accumulate, check
+        self.weight = 1.0
+        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.shard`)."""
+        _check_device(model, cluster)
+        self.layout = layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap_bytes, first_cap_bytes)
+        if not self.layout.buckets:
+            raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
+        _check_equal(self.layout, cluster)
+        self._nonfinite = NonFinite(nonfinite, self.layout, cluster)
+        named = dict(model.named_parameters())
+        self._params = [[named[s.name] for s in b.slots] for b in self.layout.buckets]
+        self.weights = [b.empty(1) for b in self.layout.buckets]
+        self.grads = [b.empty(1) for b in self.layout.buckets]
+        self._grad_views = [b.views(g, 0) for b, g in zip(self.layout.buckets, self.grads, strict=True)]
+        self._adopt()
+        self.program = Program(strategy, self.layout, cluster, self.weights, seed)
+        self.ledger = LedgerView(cluster)
+        self._ready: list[set[int]] = [set() for _ in self.layout.buckets]
+        self._launched = 0
+        self._backwards = 0
+        self._called_back = False
+        self._handles = self._hook()
+        if scaler is not None:
+            self._share_overflow(scaler)
+        mention_period(strategy, steps, cluster.size)
+        cluster.ledger.resume()
+
+    # --- what users call ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All strategy state of this worker (save it beside the model's and the optimiser's)."""
+        return self.program.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.program.load_state_dict(state)
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """The mean model, for evaluation and checkpoints: mean weights and mean float buffers; all workers must enter together."""
+        with self.cluster.uncounted():
+            self.program.drain()
+            buffers = [b for b in self.model.buffers() if b.is_floating_point()]
+            kept = [t.clone() for t in (*self.weights, *buffers)]
+            self._average(buffers)
+            try:
+                yield self.model
+            finally:
+                for tensor, old in zip((*self.weights, *buffers), kept, strict=True):
+                    tensor.data.copy_(old)
+
+    def finish(self) -> nn.Module:
+        """End the training: every worker's model becomes the mean model, hooks go; all workers must call it."""
+        self.program.drain()
+        with self.cluster.uncounted():
+            self._average([b for b in self.model.buffers() if b.is_floating_point()])
+        self.detach()
+        return self.model
+
+    def detach(self) -> None:
+        """Remove all hooks; the model goes on alone, from the weights it has."""
+        self.program.drain()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.cluster.ledger.pause()
+
+    # --- set-up --------------------------------------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Move parameters into rows and make all replicas equal to worker 0's."""
+        for bucket, rows, params in zip(self.layout.buckets, self.weights, self._params, strict=True):
+            for view, p in zip(bucket.views(rows, 0), params, strict=True):
+                view.copy_(p.data)
+                p.data = view
+            self.cluster.broadcast(rows)
+        ours = {id(p) for params in self._params for p in params}
+        for tensor in (*(p for p in self.model.parameters() if id(p) not in ours), *self.model.buffers()):
+            rows = tensor.data.reshape(1, -1).clone()
+            self.cluster.broadcast(rows)
+            tensor.data.copy_(rows.view(tensor.shape))
+
+    def _hook(self) -> list[Any]:
+        handles: list[Any] = []
+        if self.cluster.size > 1:
+            for b, params in enumerate(self._params):
+                for s, p in enumerate(params):
+                    handles.append(p.register_post_accumulate_grad_hook(lambda p, b=b, s=s: self._on_gradient(b, s, p)))
+        handles.append(self.optimizer.register_step_pre_hook(lambda *_: self._before_step()))
+        handles.append(self.optimizer.register_step_post_hook(lambda *_: self._after_step()))
+        return handles
+
+    def _share_overflow(self, scaler: Any) -> None:
+        """GradScaler finds overflow per process; all must skip together, or their exchanges no longer meet."""
+        unscale = scaler._unscale_grads_
+
+        def agreed(*args: Any, **kwargs: Any) -> Any:
+            found = unscale(*args, **kwargs)
+            for overflow in found.values():
+                overflow.fill_(float(self.cluster.any((overflow > 0).view(1, 1)).item()))
+            return found
+
+        scaler._unscale_grads_ = agreed
+
+    # --- gradients -----------------------------------------------------------------------------------------------------------
+
+    def _on_gradient(self, bucket: int, slot: int, p: nn.Parameter) -> None:
+        if not self._called_back:
+            self._called_back = True
+            Variable._execution_engine.queue_callback(self._end_of_backward)
+        if self._backwards + 1 < self.accumulate or not self.program.mixes_gradients:
+            return
+        view = self._grad_views[bucket][slot]
+        assert p.grad is not None
+        if p.grad.is_sparse:
+            raise HocketError("A gradient is sparse; exchanges are dense, so build the embedding with sparse=False.")
+        if p.grad.data_ptr() != view.data_ptr():
+            view.copy_(p.grad)
+            p.grad = view
+        self._ready[bucket].add(slot)
+        while self._launched < len(self._ready) and len(self._ready[self._launched]) == len(self._params[self._launched]):
+            self._launch()
+
+    def _launch(self) -> None:
+        rows = self.grads[self._launched]
+        if self.check:
+            self._nonfinite.look(self._launched, rows, self.program.step + 1)
+        if self.weight != 1.0:
+            rows.mul_(self.weight)
+        self.program.gradient_ready(self._launched, rows)
+        self._launched += 1
+
+    def _end_of_backward(self) -> None:
+        self._called_back = False
+        _refuse_reentrant(sys._getframe())
+        self._backwards += 1
+        if self._backwards < self.accumulate:
+            return
+        if not self.program.mixes_gradients:
+            return
+        used = [[s in ready for s in range(len(params))] for ready, params in zip(self._ready, self._params, strict=True)]
+        while self._launched < len(self._ready):
+            for slot, view in enumerate(self._grad_views[self._launched]):
+                if slot not in self._ready[self._launched]:
+                    view.zero_()
+            self._launch()
+        self._ready = [set() for _ in self._ready]
+        self._launched = 0
+        if self.check:
+            # Which parameters anybody used, and whether anybody's gradient was not finite: agreed in one small message.
+            flat = [f for row in used for f in row]
+            self.program.flags_ready(torch.tensor([[*flat, self._nonfinite.found]], device=self.cluster.device))
+            agreed = self.program.gradients_done()[-1].tolist()
+            self._nonfinite.judge(agreed.pop())
+            used = [[agreed.pop(0) for _ in row] for row in used]
+        else:
+            self.program.gradients_done()
+        for views, params, flags in zip(self._grad_views, self._params, used, strict=True):
+            for view, p, flag in zip(views, params, flags, strict=True):
+                if p.grad is None and flag:
+                    p.grad = view
+
+    # --- steps ---------------------------------------------------------------------------------------------------------------
+
+    def _before_step(self) -> None:
+        if self._backwards and self._backwards < self.accumulate:
+            raise HocketError(
+                f"optimizer.step() after {self._backwards} backward passes, but accumulate={self.accumulate}; make them agree."
+            )
+        if self.check and not self.program.mixes_gradients:
+            self._nonfinite.check_local(self._params, self.program.step + 1)
+        self.program.before_update(self.weights)
+
+    def _after_step(self) -> None:
+        self._backwards = 0
+        self.program.after_update(self.weights)
+
+    def _average(self, buffers: list[Tensor]) -> None:
+        if self.cluster.size == 1:
+            return
+        if not (isinstance(self.strategy.sync, Bulk) and self.strategy.topology.uniform and not self.strategy.weights):
+            for rows in self.weights:
+                self._mean(rows)
+        for buffer in buffers:
+            rows = buffer.data.reshape(1, -1).clone()
+            self._mean(rows)
+            buffer.data.copy_(rows.view(buffer.shape))
+
+    def _mean(self, rows: Tensor) -> None:
+        exchange = self.cluster.exchange()
+        exchange.submit(lambda: self.cluster.mean(rows, self.cluster.everybody))
+        exchange.wait()
+
+
+def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, accumulate: int, nonfinite: str) -> None:
+    """Refuse what cannot work, in one sentence each."""
+    if not isinstance(model, nn.Module):
+        raise HocketError(f"parallelize needs an nn.Module, got {type(model).__name__}.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise HocketError(f"parallelize needs a torch.optim optimiser, got {type(optimizer).__name__}.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise HocketError(
+            "LBFGS calls its closure a different number of times on each worker, which would hang; use a first-order optimiser."
+        )
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise HocketError(
+            f"accumulate={accumulate!r}: the number of backward passes per step must be a whole number of at least 1."
+        )
+    if nonfinite not in ("raise", "skip"):
+        raise HocketError(
+            f"nonfinite={nonfinite!r}: use 'raise' (end with the parameter's name) or 'skip' (leave that gradient out)."
+        )
+    if isinstance(strategy.compression, DGC) and any(g.get("momentum", 0) for g in optimizer.param_groups):
+        raise HocketError("dgc carries the momentum itself: use SGD(momentum=0) and dgc(…, momentum=0.9).")
+
+
+def mention_period(strategy: Strategy, steps: int | None, workers: int) -> None:
+    """Mention once the period up to which convergence is proven, where it is exceeded and the number of steps is known."""
+    period = strategy.sync.period
+    if not isinstance(strategy.sync, (Local, PostLocal)) or steps is None or workers == 1:
+        return
+    if period > 1 and period > (bound := proven_period(steps, workers)):
+        warnings.warn(
+            f"{strategy.sync.name} with a period of {period}: convergence is proven up to T^(1/4)/N^(3/4) = {bound:.2f} steps "
+            f"for T = {steps} and N = {workers}; that is sufficient, not necessary.",
+            stacklevel=3,
+        )
+
+
+def _refuse_reentrant(frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code is _REENTRANT:
+            raise HocketError("Reentrant checkpointing ends the backward pass early; use checkpoint(…, use_reentrant=False).")
+        frame = frame.f_back
+
+
+def _check_device(model: nn.Module, cluster: Cluster) -> None:
+    for name, p in model.named_parameters():
+        if p.device.type != cluster.device.type:
+            raise HocketError(
+                f"Parameter {name} is on {p.device}, but this job exchanges on {cluster.device}; "
+                f"move the model there before building the optimiser, or call hocket.init(device='{p.device.type}')."
+            )
+
+
+def _check_equal(layout: Layout, cluster: Cluster) -> None:
+    """All workers must have the same parameters in the same order."""
+    digest = torch.tensor([list(bytes.fromhex(layout.digest()))], dtype=torch.uint8)
+    everyone = cluster.collect(digest)
+    odd = (everyone != everyone[0]).any(1).nonzero().flatten().tolist()
+    if not odd:
+        return
+    mine = [f"{s.name} {tuple(s.shape)} {str(b.dtype).removeprefix('torch.')}" for b in layout.buckets for s in b.slots]
+    text = "\n".join(mine).encode()
+    sizes = cluster.collect(torch.tensor([[len(text)]]))
+    padded = torch.tensor([list(text.ljust(int(sizes.max()), b"\n"))], dtype=torch.uint8)
+    texts = [bytes(row.tolist()).decode().split("\n") for row in cluster.collect(padded)]
+    first, other = texts[0], texts[odd[0]]
+    a, b = next(
+        ((a, b) for a, b in zip(first, other, strict=False) if a != b), (f"{len(first)} parameters", f"{len(other)} parameters")
+    )
+    raise HocketError(
+        f"Worker {odd[0]}'s model differs from worker 0's: {b or 'nothing'} against {a or 'nothing'}; build the same model everywhere."
+    )

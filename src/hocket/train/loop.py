@@ -1,0 +1,210 @@
+"""The training loop, in plain sight: epochs of rounds, one step each, then an evaluation of the mean model.
+
+It serves real processes and virtual workers alike; what differs is in the replicas and in the cluster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.data.base import DataSet
+from hocket.data.partition import Partition, Round
+from hocket.errors import HocketError
+from hocket.noise import bits, fold
+from hocket.train.replicas import Loss, Replicas
+from hocket.train.report import LedgerView
+from hocket.train.schedule import scheduler
+
+_EVALUATION_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and on what mini-batches to train."""
+
+    epochs: int = 1
+    batch: int = 100
+    seed: int = 0
+    schedule: str = "constant"
+    warmup_epochs: float = 0.0
+    max_steps: int | None = None
+    augment: bool = True
+    last: str = "even"
+    evaluate: bool = True
+    """Evaluate the mean model after every epoch (the worst replica only after the last)."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise HocketError(f"{name}={value!r}: it must be a whole number of at least 1.")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise HocketError(f"max_steps={self.max_steps!r}: it must be a whole number of at least 1, or left out.")
+
+
+@dataclass
+class Progress:
+    """Where a training stands; handed to whoever watches."""
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    loss: float | None = None
+
+
+@dataclass
+class Training:
+    """A training under way: the loop's own state is the epoch and the step."""
+
+    replicas: Replicas
+    cluster: Cluster
+    data: DataSet
+    loss: Loss
+    plan: Plan
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    epoch: int = 0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        plan, samples = self.plan, len(self.data.train[0])
+        last: Any = plan.last
+        self.partition = Partition(samples, self.cluster.size, plan.batch, plan.seed, last)
+        if not len(self.partition):
+            raise HocketError(f"{samples} samples give no round for {self.cluster.size} workers; use fewer workers or more data.")
+        total = len(self.partition) * plan.epochs
+        self.steps = total if plan.max_steps is None else min(total, plan.max_steps)
+        self.scheduler = scheduler(
+            self.replicas.optimizer, plan.schedule, self.steps, round(plan.warmup_epochs * len(self.partition))
+        )
+        self.ledger = LedgerView(self.cluster)
+        device = self.cluster.device
+        self._train = tuple(t.to(device) for t in self.data.train)
+        self._test = tuple(t.to(device) for t in self.data.test)
+        self._workers = torch.arange(self.cluster.workers.start, self.cluster.workers.stop)
+
+    def run(self, watch: Callable[[Progress], None] = lambda _: None) -> Iterator[dict[str, Any]]:
+        """Train on; yields each epoch's metrics as it ends."""
+        while self.epoch < self.plan.epochs and self.step < self.steps:
+            yield self._run_epoch(watch)
+
+    def _run_epoch(self, watch: Callable[[Progress], None]) -> dict[str, Any]:
+        begun = time.perf_counter()
+        losses: list[Tensor] = []
+        self.cluster.ledger.resume()
+        for round_ in self.partition.rounds(self.epoch):
+            if self.step >= self.steps:
+                break
+            losses.append(self._step(round_))
+            watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))
+        self.cluster.ledger.pause()
+        entry = self.ledger.close_epoch()
+        self.epoch += 1
+        mean_loss = self.cluster.collect(torch.stack(losses).mean(0).to("cpu", torch.float64).unsqueeze(1)).mean().item()
+        wall = time.perf_counter() - begun
+        over = self.epoch == self.plan.epochs or self.step >= self.steps
+        accuracy = self._evaluate() if self.plan.evaluate or over else None
+        metrics: dict[str, Any] = {"epoch": self.epoch, "accuracy": accuracy, "loss": mean_loss, **vars(entry), "wall_s": wall}
+        if over:
+            worst = self._worst()
+            if worst is not None and worst != accuracy:
+                metrics["accuracy_worst"] = worst
+        self.metrics.append(metrics)
+        return metrics
+
+    def _step(self, round_: Round) -> Tensor:
+        here = slice(self.cluster.workers.start, self.cluster.workers.stop)
+        keys = self._keys()
+        indices = round_.indices[here]
+        x, y = self._train
+        weights = [1.0] * len(indices) if round_.even else round_.weights[here]
+        inputs: Any
+        if len({len(i) for i in indices}) == 1:
+            index = torch.stack(indices).to(x.device)
+            inputs, targets = self._prepared(x[index], keys), y[index]
+        else:
+            inputs = [self._prepared(x[i.to(x.device)].unsqueeze(0), keys[r : r + 1])[0] for r, i in enumerate(indices)]
+            targets = [y[i.to(y.device)] for i in indices]
+        losses = self.replicas.step(inputs, targets, keys, weights)
+        self.scheduler.step()
+        self.step += 1
+        return losses
+
+    def _prepared(self, x: Tensor, keys: Tensor) -> Tensor:
+        if self.plan.augment and self.data.augment is not None:
+            x = self.data.augment(x, keys)
+        return self.data.prepare(x)
+
+    def _keys(self) -> Tensor:
+        """One key per hosted worker for this step's augmentation and dropout: the same whoever hosts it."""
+        common = torch.tensor([fold(self.plan.seed, self.step, 0x5EED)])
+        return bits(common, self.cluster.size)[0].to(torch.int64)[self._workers] & 0x7FFFFFFF
+
+    def _evaluate(self) -> float | None:
+        with self.replicas.averaged() as model:
+            right, seen = accuracy_of(model, self._share(), self.data)
+        rows = torch.zeros(self.cluster.rows, 2, dtype=torch.float64)
+        rows[0] = torch.tensor([right, seen])
+        right, seen = self.cluster.collect(rows).sum(0).tolist()
+        return right / seen if seen else None
+
+    def _share(self) -> tuple[Tensor, Tensor]:
+        """This process's part of the test set."""
+        x, y = self._test
+        start, stop, size = self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size
+        part = slice(start * len(x) // size, stop * len(x) // size)
+        return x[part], y[part]
+
+    def _worst(self) -> float | None:
+        if self.cluster.size == 1 or not _countable(self._test[1]):
+            return None
+        own = [r / n for r, n in (accuracy_of(model, self._test_pair(), self.data) for model in self.replicas.each())]
+        return float(self.cluster.collect(torch.tensor(own, dtype=torch.float64).unsqueeze(1)).min())
+
+    def _test_pair(self) -> tuple[Tensor, Tensor]:
+        return self._test[0], self._test[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to resume from, after an epoch."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "metrics": self.metrics,
+            "scheduler": self.scheduler.state_dict(),
+            "replicas": self.replicas.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume; the training goes on as if it had never stopped."""
+        self.epoch, self.step, self.metrics = state["epoch"], state["step"], list(state["metrics"])
+        self.replicas.load_state_dict(state["replicas"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _countable(targets: Tensor) -> bool:
+    return not targets.is_floating_point()
+
+
+@torch.no_grad()
+def accuracy_of(model: nn.Module, pair: tuple[Tensor, Tensor], data: DataSet) -> tuple[float, float]:
+    """Right answers and questions; ``(0, 0)`` where targets are not classes."""
+    x, y = pair
+    if not _countable(y):
+        return 0.0, 0.0
+    training = model.training
+    model.eval()
+    right = torch.zeros((), dtype=torch.int64, device=x.device)
+    try:
+        for start in range(0, len(x), _EVALUATION_BATCH):
+            part = slice(start, start + _EVALUATION_BATCH)
+            right += (model(data.prepare(x[part])).argmax(-1) == y[part]).sum()
+    finally:
+        model.train(training)
+    return float(right), float(y.numel())

@@ -1,0 +1,268 @@
+"""The workers hosted here as the training loop sees them: one on hooks, or many as rows.
+
+``LiveReplica`` is a model and an optimiser with a job on their hooks, as in a user's own loop: exchanges overlap with the backward pass.
+``StackedReplicas`` holds any number of workers as rows, a gradient engine and a stacked optimiser, and calls the same program itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.layout import CAP_BYTES, FIRST_CAP_BYTES, Layout, layout_of
+from hocket.program import Program
+from hocket.strategy import Strategy
+from hocket.train.engines import choose, stack_buffers
+from hocket.train.engines import _forked as forked
+from hocket.train.engines import _random_modules as random_modules
+from hocket.train.job import Job, check_job
+from hocket.train.stacked import StackedOptimizer, clip_rows_
+from hocket.train.watch import NonFinite
+
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+class Replicas(Protocol):
+    """What the loop needs of the workers hosted here."""
+
+    layout: Layout
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimiser to schedule."""
+
+    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float]) -> Tensor:
+        """One step of every worker hosted here; the losses ``[rows]``."""
+
+    def averaged(self) -> Any:
+        """Context manager with the mean model."""
+
+    def each(self) -> Iterator[nn.Module]:
+        """Each hosted worker's own model, in turn."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimiser and strategy state of the workers hosted here."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class LiveReplica:
+    """One worker: model, optimiser, and a job on their hooks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Factory,
+        strategy: Strategy,
+        cluster: Cluster,
+        *,
+        seed: int = 0,
+        clip: float | None = None,
+        autocast: torch.dtype | None = None,
+        nonfinite: str = "raise",
+        steps: int | None = None,
+        cap_bytes: int = CAP_BYTES,
+        first_cap_bytes: int = FIRST_CAP_BYTES,
+    ) -> None:
+        self.model, self.loss, self.clip, self.autocast, self.cluster = model, loss, clip, autocast, cluster
+        self._optimizer = optimizer(list(model.parameters()))
+        self.job = Job(
+            model,
+            self._optimizer,
+            strategy,
+            cluster,
+            nonfinite=nonfinite,
+            steps=steps,
+            seed=seed,
+            cap_bytes=cap_bytes,
+            first_cap_bytes=first_cap_bytes,
+        )
+        self.layout = self.job.layout
+        self._random = random_modules(model)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float]) -> Tensor:
+        self.job.weight = weights[0]
+        self._optimizer.zero_grad()
+        x, y = inputs[0], targets[0]
+        with forked(bool(self._random), x.device), torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+            if self._random:
+                torch.manual_seed(int(keys[0]))
+            loss = self.loss(self.model(x), y)
+        loss.backward()
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self._optimizer.step()
+        return loss.detach().view(1)
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        with self.job.averaged() as model:
+            yield model
+
+    def each(self) -> Iterator[nn.Module]:
+        with self.cluster.uncounted():
+            self.job.program.drain()
+            yield self.model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "job": self.job.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.job.load_state_dict(state["job"])
+
+
+class StackedReplicas:
+    """Several workers as rows: gradient engine, program and stacked optimiser."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Factory,
+        strategy: Strategy,
+        cluster: Cluster,
+        *,
+        seed: int = 0,
+        clip: float | None = None,
+        autocast: torch.dtype | None = None,
+        nonfinite: str = "raise",
+        engine: str = "auto",
+        cap_bytes: int = CAP_BYTES,
+        first_cap_bytes: int = FIRST_CAP_BYTES,
+    ) -> None:
+        self.cluster, self.clip, self.strategy = cluster, clip, strategy
+        self.model = model.to(cluster.device)
+        template = optimizer(list(model.parameters()))
+        check_job(model, template, strategy, 1, nonfinite)
+        self.layout = layout_of(model.named_parameters(), [g["params"] for g in template.param_groups], cap_bytes, first_cap_bytes)
+        self.weights = [b.empty(cluster.rows) for b in self.layout.buckets]
+        self.grads = [b.empty(cluster.rows) for b in self.layout.buckets]
+        self._fill()
+        self.buffers = stack_buffers(model, cluster.rows)
+        self.engine = choose(model, loss, self.layout, cluster.rows, cluster.device, engine, autocast=autocast)
+        vectorised = cluster.device.type == "cuda"
+        self._stacked = StackedOptimizer(
+            optimizer,
+            self.layout,
+            self.weights,
+            self.grads,
+            "buckets" if vectorised else "slots",
+            names=[n for n, _ in model.named_parameters()],
+        )
+        self.program = Program(strategy, self.layout, cluster, self.weights, seed)
+        # On CUDA a look at every step would stall the queue: there only "skip" looks.
+        self._watch = NonFinite(nonfinite, self.layout, cluster) if not vectorised or nonfinite == "skip" else None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._stacked.optimizer
+
+    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float]) -> Tensor:
+        losses, used = self.engine.gradients(self.weights, self.buffers, inputs, targets, self.grads, keys)
+        mixing = self.program.mixes_gradients
+        for b, rows in enumerate(self.grads):
+            if self._watch is not None:
+                self._watch.look(b, rows, self.program.step + 1)
+            if mixing and any(w != 1.0 for w in weights):
+                rows.mul_(torch.tensor(weights, dtype=rows.dtype, device=rows.device).unsqueeze(1))
+            self.program.gradient_ready(b, rows)
+        if mixing:
+            self.program.flags_ready(self._flags(used))
+            agreed = self.program.gradients_done()[-1]
+            used = agreed[:-1].view(1, -1).expand(self.cluster.rows, -1)
+            if self._watch is not None:
+                self._watch.judge(bool(agreed[-1]))
+        elif self._watch is not None:
+            self._watch.judge(self._watch.found)
+        if self.clip is not None:
+            clip_rows_(self.grads, self.clip)
+        self.program.before_update(self.weights)
+        self._stacked.step(used)
+        self.program.after_update(self.weights)
+        return losses
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        with self.cluster.uncounted():
+            self.program.drain()
+            with self._lent([self._mean(w) for w in self.weights], {n: self._mean_buffer(b) for n, b in self.buffers.items()}):
+                yield self.model
+
+    def each(self) -> Iterator[nn.Module]:
+        with self.cluster.uncounted():
+            self.program.drain()
+            for row in range(self.cluster.rows):
+                with self._lent([w[row : row + 1] for w in self.weights], {n: b[row] for n, b in self.buffers.items()}):
+                    yield self.model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "weights": [w.clone() for w in self.weights],
+            "buffers": {n: b.clone() for n, b in self.buffers.items()},
+            "optimizer": self._stacked.state_dict(),
+            "job": self.program.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for own, saved in zip(self.weights, state["weights"], strict=True):
+            own.copy_(saved)
+        for name, saved in state["buffers"].items():
+            self.buffers[name].copy_(saved)
+        self._stacked.load_state_dict(state["optimizer"])
+        self.program.load_state_dict(state["job"])
+
+    def _fill(self) -> None:
+        """All rows start at worker 0's weights."""
+        named = dict(self.model.named_parameters())
+        for bucket, rows in zip(self.layout.buckets, self.weights, strict=True):
+            for stacked, slot in zip(bucket.stacked(rows), bucket.slots, strict=True):
+                stacked.copy_(named[slot.name].data.expand_as(stacked))
+            self.cluster.broadcast(rows)
+
+    def _flags(self, used: Tensor) -> Tensor:
+        found = self._watch is not None and self._watch.found
+        column = torch.full((used.shape[0], 1), found)
+        return torch.cat([used, column], 1)
+
+    def _mean(self, rows: Tensor) -> Tensor:
+        exchange = self.cluster.exchange()
+        copied = rows.clone()
+        exchange.submit(lambda: self.cluster.mean(copied, self.cluster.everybody))
+        exchange.wait()
+        return copied[:1]
+
+    def _mean_buffer(self, buffer: Tensor) -> Tensor:
+        """Float buffers (BatchNorm statistics) are averaged, others are the first worker's."""
+        if not buffer.is_floating_point():
+            return buffer[0]
+        return self._mean(buffer.reshape(buffer.shape[0], -1)).view(buffer.shape[1:])
+
+    @contextmanager
+    def _lent(self, rows: list[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
+        """The template with these weights and buffers."""
+        named, own = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        kept = [(t, t.data) for t in (*named.values(), *own.values())]
+        for bucket, storage in zip(self.layout.buckets, rows, strict=True):
+            for view, slot in zip(bucket.views(storage, 0), bucket.slots, strict=True):
+                named[slot.name].data = view
+        for name, value in buffers.items():
+            own[name].data = value
+        try:
+            yield
+        finally:
+            for tensor, data in kept:
+                tensor.data = data

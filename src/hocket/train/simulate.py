@@ -1,0 +1,142 @@
+"""``simulate``: hundreds of virtual workers in this process, with the strategy's own code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.layout import CAP_BYTES, FIRST_CAP_BYTES
+from hocket.cluster.ledger import Entry
+from hocket.cluster.virtual import VirtualCluster
+from hocket.data.base import DataSet, identity
+from hocket.data.tensors import as_tensors
+from hocket.errors import HocketError
+from hocket.strategy import Strategy
+from hocket.train.job import mention_period
+from hocket.train.loop import Plan, Progress, Training
+from hocket.train.replicas import Factory, Loss, StackedReplicas
+
+
+@dataclass
+class Run:
+    """What a simulated training gave: ``metrics`` one dict per epoch, the mean ``model``, the ``ledger``'s totals."""
+
+    metrics: list[dict[str, Any]]
+    model: nn.Module
+    ledger: Entry
+    replicas: StackedReplicas
+
+    @property
+    def accuracy(self) -> float | None:
+        """Of the mean model, after the last epoch."""
+        return self.metrics[-1]["accuracy"]
+
+
+def simulate(
+    model: Callable[[], nn.Module],
+    loss: Loss,
+    train_set: Any,
+    test_set: Any = None,
+    *,
+    strategy: str | Strategy = "bulk + allreduce",
+    workers: int = 4,
+    optimizer: Factory = lambda params: torch.optim.SGD(params, 0.1),
+    batch: int = 100,
+    epochs: int = 1,
+    seed: int = 0,
+    schedule: str = "constant",
+    warmup_epochs: float = 0.0,
+    max_steps: int | None = None,
+    clip: float | None = None,
+    autocast: torch.dtype | None = None,
+    nonfinite: str = "raise",
+    device: torch.device | str = "cpu",
+    engine: str = "auto",
+    host_size: int | None = None,
+    last: str = "even",
+    evaluate: bool = True,
+    cap_bytes: int = CAP_BYTES,
+    first_cap_bytes: int = FIRST_CAP_BYTES,
+    watch: Callable[[Progress], None] = lambda _: None,
+) -> Run:
+    """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
+
+    ``train_set`` and ``test_set`` are map-style data sets or pairs of tensors (inputs, targets). Every worker steps with ``optimizer``
+    on its own ``batch`` samples; means, gossip and compression are those of ``strategy``, the same code that real processes run.
+
+    >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
+    >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",
+    ...                workers=8, optimizer=lambda p: torch.optim.SGD(p, 1.0), batch=4, epochs=10)
+    >>> run.accuracy > 0.9, run.ledger.bytes_sent > 0
+    (True, True)
+    """
+    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
+        raise HocketError(f"workers={workers!r}: the number of workers must be a whole number of at least 1.")
+    parsed = Strategy.parse(strategy)
+    train = as_tensors(train_set)
+    test = train if test_set is None else as_tensors(test_set)
+    data = DataSet("simulated", train, test, 0, identity)
+    cluster = VirtualCluster(workers, device, host_size)
+    training = train_stacked(
+        model,
+        loss,
+        optimizer,
+        data,
+        parsed,
+        cluster,
+        Plan(epochs, batch, seed, schedule, warmup_epochs, max_steps, True, last, evaluate),
+        clip=clip,
+        autocast=autocast,
+        nonfinite=nonfinite,
+        engine=engine,
+        cap_bytes=cap_bytes,
+        first_cap_bytes=first_cap_bytes,
+    )
+    mention_period(parsed, training.steps, workers)
+    for _ in training.run(watch):
+        pass
+    return Run(training.metrics, mean_model(training), training.ledger.total(), stacked_of(training))
+
+
+def train_stacked(
+    model: Callable[[], nn.Module],
+    loss: Loss,
+    optimizer: Factory,
+    data: DataSet,
+    strategy: Strategy,
+    cluster: Cluster,
+    plan: Plan,
+    **options: Any,
+) -> Training:
+    """A training of the workers that ``cluster`` hosts here, as rows."""
+    replicas = StackedReplicas(
+        seeded(model, plan.seed).to(cluster.device), loss, optimizer, strategy, cluster, seed=plan.seed, **options
+    )
+    return Training(replicas, cluster, data, loss, plan)
+
+
+def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A model with weights drawn from ``seed``, torch's own random state left as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        built = model()
+    if not isinstance(built, nn.Module):
+        raise HocketError(f"The model factory must return an nn.Module, got {type(built).__name__}; pass a class or a function.")
+    return built
+
+
+def mean_model(training: Training) -> nn.Module:
+    """A copy of the mean model of all workers."""
+    with training.replicas.averaged() as model:
+        return copy.deepcopy(model)
+
+
+def stacked_of(training: Training) -> StackedReplicas:
+    assert isinstance(training.replicas, StackedReplicas)
+    return training.replicas

@@ -1,0 +1,68 @@
+"""NaN and Inf in gradients: counted, named, and raised or left out.
+
+A sum that is finite clears a bucket cheaply; only a bad one is looked at closely.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.layout import Layout
+from hocket.errors import NonFiniteGradient
+
+
+class NonFinite:
+    """Looks at gradients before they travel; ``policy`` is ``"raise"`` or ``"skip"``."""
+
+    def __init__(self, policy: str, layout: Layout, cluster: Cluster) -> None:
+        self.policy, self.layout, self.cluster = policy, layout, cluster
+        self.found = False
+        self.sentence = ""
+
+    def look(self, bucket: int, rows: Tensor, step: int) -> None:
+        """Rows that hold NaN or Inf are zeroed (so nobody else catches it), counted, and described."""
+        if bool(torch.isfinite(rows.sum())):
+            return
+        bad = ~torch.isfinite(rows)
+        if not bool(bad.any()):
+            return
+        for row in bad.any(1).nonzero().flatten().tolist():
+            self._describe(self._names(bucket, bad[row]), row, step)
+            rows[row].zero_()
+
+    def check_local(self, params: list[list[nn.Parameter]], step: int) -> None:
+        """The same for gradients that do not travel this step: this worker's own."""
+        grads = [p.grad for group in params for p in group if p.grad is not None]
+        if not grads or bool(torch.isfinite(torch.stack([g.sum().float() for g in grads]).sum())):
+            return
+        names = [s.name for b in self.layout.buckets for s in b.slots]
+        flat = [p for group in params for p in group]
+        bad = [n for n, p in zip(names, flat, strict=True) if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        if bad:
+            self._describe(bad, 0, step)
+            if self.policy == "skip":
+                for grad in grads:
+                    grad.zero_()
+            self.judge(True)
+
+    def judge(self, found_by_any: bool) -> None:
+        """Raise, if somebody found something and the policy says so."""
+        own, self.found = self.found, False
+        if found_by_any and self.policy == "raise":
+            raise NonFiniteGradient(
+                self.sentence if own else "Another worker's gradient holds NaN or Inf; its message names the parameter."
+            )
+
+    def _names(self, bucket: int, bad: Tensor) -> list[str]:
+        return [s.name for s in self.layout.buckets[bucket].slots if bool(bad[s.offset : s.offset + s.size].any())]
+
+    def _describe(self, names: list[str], row: int, step: int) -> None:
+        self.cluster.ledger.nonfinite += 1
+        self.found = True
+        which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        self.sentence = (
+            f"The gradient of {which} holds NaN or Inf at step {step} on worker {self.cluster.workers.start + row}; "
+            "lower the rate, clip gradients, or use nonfinite='skip' to leave such gradients out."
+        )

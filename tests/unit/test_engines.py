@@ -1,0 +1,484 @@
+"""Laws of the gradient engines and of the optimisers on rows: both equal N separate models, the loop bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hocket.cluster.layout import Layout, layout_of
+from hocket.errors import HocketError
+from hocket.train import engines
+from hocket.train.engines import LoopEngine, VmapEngine, choose, stack_buffers
+from hocket.train.stacked import ELEMENTWISE, StackedOptimizer, clip_rows_
+
+ROWS, BATCH, CLASSES = 3, 6, 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class Unused(nn.Module):
+    """A layer that no forward pass touches, and one that only some batches do."""
+
+    def __init__(self, conditional: bool = False) -> None:
+        super().__init__()
+        self.a, self.idle, self.sometimes = nn.Linear(8, CLASSES), nn.Linear(3, 3), nn.Linear(8, CLASSES)
+        self.conditional = conditional
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.conditional and x.sum() < 0:
+            return self.a(x)
+        return self.a(x) + self.sometimes(x)
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 5), nn.Linear(5, CLASSES, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)).double())
+
+
+def _convolutions() -> nn.Module:
+    body = [nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 4, 3, bias=False)]
+    return nn.Sequential(*body, nn.Flatten(), nn.Linear(16, CLASSES))
+
+
+def _frozen() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(144, CLASSES))
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    return model
+
+
+def _dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, CLASSES))
+
+
+IMAGES = {"convolutions", "frozen"}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "convolutions": _convolutions,
+    "frozen": _frozen,
+    "dropout": _dropout,
+    "tied": Tied,
+    "unused": Unused,
+    "mixed": Mixed,
+}
+
+
+class Setup:
+    """The same workers twice: as separate models and as rows."""
+
+    def __init__(self, build: Callable[[], nn.Module], images: bool = False, groups: bool = False, rows: int = ROWS) -> None:
+        torch.manual_seed(0)
+        self.template = build()
+        self.models = [copy.deepcopy(self.template) for _ in range(rows)]
+        for model in self.models:
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.data.add_(0.1 * torch.randn_like(p))
+        named = list(self.template.named_parameters())
+        two = [[p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim <= 1]] if groups else None
+        self.layout = layout_of(named, two, first_cap_bytes=64)
+        self.weights, self.grads = ([b.empty(rows) for b in self.layout.buckets] for _ in range(2))
+        fill(self.layout, self.weights, self.models)
+        self.buffers = stack_buffers(self.template, rows)
+        shape = (3, 8, 8) if images else (8,)
+        self.x, self.y = torch.randn(rows, BATCH, *shape), torch.randint(0, CLASSES, (rows, BATCH))
+        self.keys = torch.arange(rows) + 11
+
+    def arguments(self) -> tuple[list[Tensor], dict[str, Tensor], Tensor, Tensor, list[Tensor], Tensor]:
+        return self.weights, self.buffers, self.x, self.y, self.grads, self.keys
+
+    def plain(self, xs: list[Tensor] | Tensor, ys: list[Tensor] | Tensor) -> list[Tensor]:
+        losses = []
+        for model, x, y, key in zip(self.models, xs, ys, self.keys, strict=True):
+            torch.manual_seed(int(key))
+            model.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+
+def fill(layout: Layout, storages: list[Tensor], models: list[nn.Module]) -> None:
+    for row, model in enumerate(models):
+        named = dict(model.named_parameters())
+        for bucket, storage in zip(layout.buckets, storages, strict=True):
+            for slot, view in zip(bucket.slots, bucket.views(storage, row), strict=True):
+                view.copy_(named[slot.name].detach())
+
+
+def same_gradients(s: Setup, used: Tensor) -> None:
+    for row, model in enumerate(s.models):
+        named, column = dict(model.named_parameters()), 0
+        for bucket, storage in zip(s.layout.buckets, s.grads, strict=True):
+            for slot, view in zip(bucket.slots, bucket.views(storage, row), strict=True):
+                grad = named[slot.name].grad
+                assert used[row, column] == (grad is not None), slot.name
+                assert same_bits(view, torch.zeros_like(view) if grad is None else grad), slot.name
+                column += 1
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal including the sign of zero."""
+    return torch.equal(a, b) and torch.equal(torch.signbit(a), torch.signbit(b))
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loop_equals_separate_models_bit_for_bit(name: str, groups: bool) -> None:
+    s = Setup(MODELS[name], name in IMAGES, groups)
+    engine = LoopEngine(s.template, F.cross_entropy, s.layout)
+    own = [p.detach().clone() for p in s.template.parameters()]
+    for _ in range(3):
+        for g in s.grads:
+            g.fill_(float("nan"))
+        state = torch.get_rng_state()
+        losses, used = engine.gradients(*s.arguments())
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(losses, torch.stack(s.plain(s.x, s.y)))
+        same_gradients(s, used)
+        for row, model in enumerate(s.models):
+            assert all(torch.equal(s.buffers[n][row], b) for n, b in model.named_buffers())
+    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(s.template.parameters(), own, strict=True))
+
+
+def test_uneven_batches_and_conditional_use() -> None:
+    s = Setup(lambda: Unused(conditional=True))
+    xs = [s.x[0, :2] - 5, s.x[1, :5] + 5, s.x[2]]
+    ys = [s.y[0, :2], s.y[1, :5], s.y[2]]
+    for engine in (
+        LoopEngine(s.template, F.cross_entropy, s.layout),
+        VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False),
+    ):
+        losses, used = engine.gradients(s.weights, s.buffers, xs, ys, s.grads, s.keys)
+        assert torch.equal(losses, torch.stack(s.plain(xs, ys)))
+        same_gradients(s, used)
+        assert not torch.equal(used[0], used[1])
+
+
+def test_moved_storage_is_noticed() -> None:
+    s = Setup(Tied)
+    engine = LoopEngine(s.template, F.cross_entropy, s.layout)
+    engine.gradients(*s.arguments())
+    expected = [g.clone() for g in s.grads]
+    s.weights, s.grads = [w.clone() for w in s.weights], [torch.zeros_like(g) for g in s.grads]
+    engine.gradients(*s.arguments())
+    assert all(torch.equal(g, e) for g, e in zip(s.grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("parts", [2, 4, 100])
+def test_micro_batches_give_the_gradient_of_the_whole(parts: int) -> None:
+    s = Setup(Tied)
+    whole, _ = LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
+    expected = [g.clone() for g in s.grads]
+    for engine in (
+        LoopEngine(s.template, F.cross_entropy, s.layout, accumulate=parts),
+        VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False, accumulate=parts),
+    ):
+        losses, _ = engine.gradients(*s.arguments())
+        torch.testing.assert_close(losses, whole)
+        for g, e in zip(s.grads, expected, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_lowers_the_precision_of_both_engines() -> None:
+    s = Setup(Tied)
+    LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
+    full = torch.cat([g.clone() for g in s.grads], 1)
+    for engine in (
+        LoopEngine(s.template, F.cross_entropy, s.layout, autocast=torch.bfloat16),
+        VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False, autocast=torch.bfloat16),
+    ):
+        engine.gradients(*s.arguments())
+        distance = (torch.cat(s.grads, 1) - full).norm() / full.norm()
+        assert 1e-4 < distance < 2e-2
+
+
+@pytest.mark.parametrize("row_convolutions", [False, True])
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"dropout"}))
+def test_vmap_equals_the_loop(name: str, chunk: int | None, row_convolutions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if row_convolutions:
+        monkeypatch.setattr(engines, "_eligible", lambda m: type(m) is nn.Conv2d)
+    s = Setup(MODELS[name], name in IMAGES)
+    losses, used = LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
+    expected, statistics = [g.clone() for g in s.grads], {n: b.clone() for n, b in s.buffers.items()}
+    s.buffers = stack_buffers(s.template, ROWS)
+    engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False, chunk=chunk)
+    for turn in range(2):
+        got, flags = engine.gradients(*s.arguments())
+        torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-5)
+        assert torch.equal(flags, used)
+        for g, e in zip(s.grads, expected, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-5)
+        for n, b in s.buffers.items():
+            if turn == 0:
+                torch.testing.assert_close(b, statistics[n], rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_follows_train_and_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_eligible", lambda m: type(m) is nn.Conv2d)
+    s = Setup(_convolutions, images=True)
+    engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False)
+    engine.gradients(*s.arguments())
+    s.template.eval()
+    before = {n: b.clone() for n, b in s.buffers.items()}
+    losses, _ = engine.gradients(*s.arguments())
+    expected, _ = LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
+    torch.testing.assert_close(losses, expected)
+    assert all(torch.equal(b, before[n]) for n, b in s.buffers.items())
+
+
+def test_vmap_dropout_differs_by_row_and_repeats_for_the_same_keys() -> None:
+    s = Setup(_dropout)
+    for storage in s.weights:
+        storage[:] = storage[:1].clone()
+    s.x[:], s.y[:] = s.x[:1].clone(), s.y[:1].clone()
+    engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False)
+    state = torch.get_rng_state()
+    first, second = engine.gradients(*s.arguments())[0], engine.gradients(*s.arguments())[0]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, second)
+    assert len(set(first.tolist())) == ROWS
+    s.keys += 1
+    assert not torch.equal(first, engine.gradients(*s.arguments())[0])
+
+
+def test_a_model_that_vmap_cannot_do_goes_to_the_loop_with_a_note() -> None:
+    s = Setup(lambda: Unused(conditional=True))
+    engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False, fall_back=True)
+    with pytest.warns(UserWarning, match="one after another"):
+        losses, used = engine.gradients(*s.arguments())
+    assert torch.equal(losses, torch.stack(s.plain(s.x, s.y)))
+    same_gradients(s, used)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.gradients(*s.arguments())
+    with pytest.raises(HocketError, match="engine='loop'"):
+        VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False).gradients(*s.arguments())
+
+
+def test_choose() -> None:
+    s = Setup(Tied)
+    assert isinstance(choose(s.template, F.cross_entropy, s.layout, ROWS, "cpu"), LoopEngine)
+    assert isinstance(choose(s.template, F.cross_entropy, s.layout, ROWS, "cpu", "vmap"), VmapEngine)
+    assert isinstance(choose(s.template, F.cross_entropy, s.layout, ROWS, "cuda", "loop"), LoopEngine)
+    recurrent = nn.LSTM(4, 4)
+    layout = layout_of(recurrent.named_parameters())
+    with pytest.warns(UserWarning, match="LSTM"):
+        assert isinstance(choose(recurrent, F.mse_loss, layout, ROWS, "cuda"), LoopEngine)
+    with pytest.raises(HocketError, match="LSTM"):
+        choose(recurrent, F.mse_loss, layout, ROWS, "cuda", "vmap")
+    with pytest.raises(HocketError, match="no gradient engine 'fast'"):
+        choose(s.template, F.cross_entropy, s.layout, ROWS, "cpu", "fast")
+
+
+class Shapes(nn.Module):
+    """Parameters of all kinds of shapes, scalars and single values among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, shape in enumerate([(5, 3), (1,), (), (7,), (4, 2, 3, 3), (1, 1), (33,)]):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape)))
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Adam": {"amsgrad": True, "weight_decay": 0.1},
+    "Adagrad": {"initial_accumulator_value": 0.1, "lr_decay": 0.1},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "ASGD": {"t0": 2},
+}
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def _by_kind(cls: type[torch.optim.Optimizer], options: dict[str, object]) -> Factory:
+    """Matrices and vectors in groups of their own, with different rates."""
+
+    def factory(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        high, flat = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
+        return cls([{"params": high}, {"params": flat, "lr": 0.003}], **options)  # type: ignore[call-arg]
+
+    return factory
+
+
+def _train(
+    s: Setup, factory: Factory, stacked: StackedOptimizer, steps: int, others: list[torch.optim.Optimizer] | None = None
+) -> list[torch.optim.Optimizer]:
+    """Steps with random gradients, in both worlds; the parameter p3 is unused in the first and in the last step."""
+    others = others or [factory(list(m.parameters())) for m in s.models]
+    names = [slot.name for b in s.layout.buckets for slot in b.slots]
+    for t in range(steps):
+        used = torch.ones(len(s.models), len(names), dtype=torch.bool)
+        used[:, names.index("p3")] = t not in (0, steps - 1)
+        for g in s.grads:
+            g.normal_()
+        for row, (model, optimizer) in enumerate(zip(s.models, others, strict=True)):
+            named = dict(model.named_parameters())
+            for bucket, storage in zip(s.layout.buckets, s.grads, strict=True):
+                for slot, view in zip(bucket.slots, bucket.views(storage, row), strict=True):
+                    named[slot.name].grad = view.clone() if used[row, names.index(slot.name)] else None
+            optimizer.step()
+        stacked.step(used)
+    return others
+
+
+def _same_weights(s: Setup) -> bool:
+    expected = [torch.empty_like(w) for w in s.weights]
+    fill(s.layout, expected, s.models)
+    return all(torch.equal(w, e) for w, e in zip(s.weights, expected, strict=True))
+
+
+@pytest.mark.parametrize("granularity", ["slots", "buckets"])
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("cls", ELEMENTWISE, ids=lambda c: c.__name__)
+def test_stacked_optimisers_equal_one_per_worker_bit_for_bit(
+    cls: type[torch.optim.Optimizer], groups: bool, granularity: str
+) -> None:
+    options = OPTIONS.get(cls.__name__, {})
+    factory: Factory = _by_kind(cls, options) if groups else lambda params: cls(params, **options)  # type: ignore[call-arg]
+    s = Setup(Shapes, groups=groups)
+    names = [n for n, _ in s.template.named_parameters()]
+    stacked = StackedOptimizer(factory, s.layout, s.weights, s.grads, granularity, names=names)
+    assert stacked.stacked
+    assert len(stacked.param_groups) == (2 if groups else 1)
+    others = _train(s, factory, stacked, 5)
+    assert _same_weights(s)
+    # A new optimiser that takes up the saved state goes on as if nothing had happened.
+    resumed = StackedOptimizer(factory, s.layout, s.weights, s.grads, granularity, names=names)
+    resumed.load_state_dict(copy.deepcopy(stacked.state_dict()))
+    _train(s, factory, resumed, 3, others)
+    assert _same_weights(s)
+
+
+class OfTheUser(torch.optim.SGD):
+    """A class we do not know, though it derives from one we do."""
+
+
+PER_ROW: dict[str, Factory] = {
+    "Adafactor": lambda params: torch.optim.Adafactor(params, 0.05),
+    "fused": lambda params: torch.optim.Adam(params, 0.1, fused=True),
+    "the user's": lambda params: OfTheUser(params, 0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", PER_ROW)
+def test_other_optimisers_run_once_per_row(name: str) -> None:
+    s = Setup(Shapes)
+    stacked = StackedOptimizer(PER_ROW[name], s.layout, s.weights, s.grads, "buckets")
+    assert not stacked.stacked
+    others = _train(s, PER_ROW[name], stacked, 3)
+    assert _same_weights(s)
+    for optimizer in (stacked.optimizer, *others):
+        optimizer.param_groups[0]["lr"] *= 0.5
+    saved = copy.deepcopy(stacked.state_dict())
+    stacked = StackedOptimizer(PER_ROW[name], s.layout, s.weights, s.grads)
+    stacked.load_state_dict(saved)
+    _train(s, PER_ROW[name], stacked, 3, others)
+    assert _same_weights(s)
+
+
+def test_muon_sees_true_matrices() -> None:
+    def muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Muon([p for p in params if p.ndim == 2], 0.05)
+
+    s = Setup(Shapes)
+    stacked = StackedOptimizer(muon, s.layout, s.weights, s.grads)
+    assert not stacked.stacked
+    _train(s, muon, stacked, 2)
+    assert _same_weights(s)
+
+
+def test_schedulers_drive_stacked_optimisers() -> None:
+    s = Setup(Shapes)
+    factory: Factory = lambda params: torch.optim.SGD(params, 0.1)  # noqa: E731
+    stacked = StackedOptimizer(factory, s.layout, s.weights, s.grads)
+    scheduler = torch.optim.lr_scheduler.StepLR(stacked.optimizer, 1, 0.5)
+    others = None
+    for t in range(3):
+        others = _train(s, factory, stacked, 1, others)
+        scheduler.step()
+        for optimizer in others:
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (t + 1)
+    assert _same_weights(s)
+
+
+def test_refusals_of_optimisers() -> None:
+    s = Setup(Shapes)
+    with pytest.raises(HocketError, match="LBFGS"):
+        StackedOptimizer(lambda params: torch.optim.LBFGS(params), s.layout, s.weights, s.grads)
+    with pytest.raises(HocketError, match="granularity"):
+        StackedOptimizer(lambda params: torch.optim.SGD(params), s.layout, s.weights, s.grads, "rows")
+    with pytest.raises(HocketError, match="names lacks"):
+        StackedOptimizer(lambda params: torch.optim.SGD(params), s.layout, s.weights, s.grads, names=["p0"])
+
+
+@pytest.mark.parametrize("build", [Shapes, Mixed])
+def test_clipping_rows_equals_clip_grad_norm(build: Callable[[], nn.Module]) -> None:
+    s = Setup(build)
+    for g in s.grads:
+        g.normal_()
+        g[0] *= 0.001  # this row stays below the limit
+    for row, model in enumerate(s.models):
+        named = dict(model.named_parameters())
+        for bucket, storage in zip(s.layout.buckets, s.grads, strict=True):
+            for slot, view in zip(bucket.slots, bucket.views(storage, row), strict=True):
+                named[slot.name].grad = view.clone()
+    norms = clip_rows_(s.grads, 0.5)
+    for row, model in enumerate(s.models):
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(norms[row].float(), expected.float())
+        named = dict(model.named_parameters())
+        for bucket, storage in zip(s.layout.buckets, s.grads, strict=True):
+            for slot, view in zip(bucket.slots, bucket.views(storage, row), strict=True):
+                torch.testing.assert_close(view, named[slot.name].grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_compiled_vmap_equals_the_loop_on_cuda() -> None:
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        s = Setup(lambda: _convolutions().cuda(), images=True)
+        s.x, s.y = s.x.cuda(), s.y.cuda()
+        losses, _ = LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
+        expected = [g.clone() for g in s.grads]
+        engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS)
+        for _ in range(4):  # plain, recorded, replayed, replayed
+            for g in s.grads:
+                g.zero_()
+            torch.testing.assert_close(engine.gradients(*s.arguments())[0], losses, rtol=1e-4, atol=1e-5)
+            for g, e in zip(s.grads, expected, strict=True):
+                torch.testing.assert_close(g, e, rtol=1e-3, atol=1e-4)
+        assert s.buffers["1.num_batches_tracked"].tolist() == [5] * ROWS
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed
