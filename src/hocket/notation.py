@@ -16,10 +16,12 @@ from typing import Any
 from hocket.errors import HocketError
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![A-Za-z_0-9.]))|(?P<word>[A-Za-z_][A-Za-z_0-9]*)|(?P<mark>[-+|(),=\[\]]))"
+    r"\s*(?:(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![A-Za-z_0-9.]))|(?P<word>[A-Za-z_][A-Za-z_0-9]*)|(?P<mark>[-+|(),=\[\]]))"
 )
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "none": None}
 _MAX_DEPTH = 20
+_MAX_TOKEN = 100
+"""No name is as long; longer integers than this fit no float, and from 4300 digits on Python itself refuses them."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,17 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens: list[tuple[str, str, int]] = []
-        position = 0
-        while text[position:].strip():
+        position, end = 0, len(text.rstrip())
+        while position < end:
             match = _TOKEN.match(text, position)
             if match is None:
-                start = position + len(text[position:]) - len(text[position:].lstrip())
+                start = end - len(text[position:end].lstrip())
                 raise HocketError(f"Cannot read the strategy {_short(text)}: unexpected {text[start]!r} at position {start + 1}.")
             kind = match.lastgroup or ""
+            if len(match.group(kind)) > _MAX_TOKEN:
+                raise HocketError(
+                    f"Cannot read the strategy {_short(text)}: a word or number is longer than {_MAX_TOKEN} characters."
+                )
             self.tokens.append((kind, match.group(kind), match.start(kind)))
             position = match.end()
         self.at = 0

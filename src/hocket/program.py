@@ -80,7 +80,7 @@ class Program:
         if self._plain and self.channel.uniform:
             return self.channel.mean_later(rows, context)
         mixed, self.gradient_memory[bucket] = self.channel.gradients(
-            self.strategy.compression, _f32(rows), self.gradient_memory[bucket], context
+            self.strategy.compression, rows if self._plain else _f32(rows), self.gradient_memory[bucket], context
         )
         return rows.copy_(mixed) if mixed is not rows else rows
 
@@ -104,7 +104,7 @@ class Program:
         moment = self.strategy.moment(self.step)
         if moment is Moment.AFTER:
             self._exchange_now(weights)
-        if self.strategy.sync.rebases(self.step):
+        if self.strategy.sync.rebases(self.step) and self.channel.uniform:
             self.weight_memory = [self.channel.rebase(m, _f32(w)) for m, w in zip(self.weight_memory, weights, strict=True)]
         if not self.alone and self.strategy.moment(self.step + 1) is Moment.BEFORE:
             self._launch(weights)
@@ -141,7 +141,7 @@ class Program:
         if self._plain and self.channel.uniform:
             return self.channel.mean_later(rows, context)
         mixed, self.weight_memory[bucket] = self.channel.weights(
-            self.strategy.compression, _f32(rows), self.weight_memory[bucket], context
+            self.strategy.compression, rows if self._plain else _f32(rows), self.weight_memory[bucket], context
         )
         return mixed.to(rows.dtype)
 

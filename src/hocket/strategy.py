@@ -13,7 +13,7 @@ from hocket import compression, sync, topology
 from hocket.compression import DGC, Chain, Compressor, NoCompression, Precision
 from hocket.errors import HocketError, nearest
 from hocket.notation import Term, read, write
-from hocket.sync import Bulk, Moment, PostLocal, Sync
+from hocket.sync import Bulk, Local, Moment, PostLocal, Sync
 from hocket.topology import AllReduce, Topology
 
 T = TypeVar("T")
@@ -113,8 +113,9 @@ class Strategy:
             return (
                 f"{self.sync.name} exchanges weights by definition; leave exchange=gradients out, or use local({self.sync.period})"
             )
-        gradients = not self.weights or isinstance(self.sync, PostLocal)
-        if compressor.for_gradients_only and (self.weights or not gradients):
+        if isinstance(self.sync, Local) and self.sync.mean == "after" and not self.weights:
+            return "mean=after is about weights; leave it out, or use exchange=weights"
+        if compressor.for_gradients_only and self.weights:
             return f"{compressor.name} accumulates gradients and cannot carry weights; use bulk, exchange=gradients, or topk({DGC().share})"
         feedback = getattr(compressor, "feedback", None)
         if feedback is True and not compressor.biased:
@@ -124,13 +125,14 @@ class Strategy:
 
 def _axis_and_spec(chain: list[Term]) -> tuple[str, Any]:
     first = chain[0]
-    if first.name == "exchange" or (len(chain) == 1 and first in (Term("weights"), Term("gradients"))):
-        if len(chain) > 1:
-            raise HocketError("exchange=… stands alone, for example 'bulk + gossip + exchange=gradients'.")
-        if first.name != "exchange":
-            return "exchange", first.name
-        value = first.arguments[0] if len(first.arguments) == 1 else None
-        return "exchange", value[0].name if isinstance(value, list) and len(value) == 1 else _text(value)
+    if len(chain) == 1 and first in (Term("weights"), Term("gradients")):
+        return "exchange", first.name
+    if any(term.name == "exchange" for term in chain):
+        if len(chain) == 1:
+            for what in ("weights", "gradients"):
+                if first.arguments == ([Term(what)],) and first.options in ((), (("=", True),)):
+                    return "exchange", what
+        raise HocketError("exchange stands alone, as exchange=weights or exchange=gradients: 'bulk + gossip + exchange=gradients'.")
     specs = [_spec(term) for term in chain]
     for axis, kind in (("sync", Sync), ("topology", Topology)):
         if isinstance(specs[0], kind):
@@ -177,6 +179,8 @@ def _spec(term: Term) -> Any:
 
 
 def _argument(method: str, name: str, value: Any) -> Any:
+    if isinstance(value, tuple) and name != "matrix":
+        raise HocketError(f"{method}({name}=[…]): expected one value, not a list.")
     if not isinstance(value, list):
         return value
     if method == "hierarchical" and name in ("inner", "outer"):

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from hocket.cluster.layout import Layout, layout_of
 from hocket.errors import HocketError
-from hocket.train import engines
-from hocket.train.engines import LoopEngine, VmapEngine, choose, stack_buffers
+from hocket.train.engines import LoopEngine, VmapEngine, choose, convolution, stack_buffers
 from hocket.train.stacked import ELEMENTWISE, StackedOptimizer, clip_rows_
 
 ROWS, BATCH, CLASSES = 3, 6, 4
@@ -77,14 +76,26 @@ def _frozen() -> nn.Module:
     return model
 
 
+def _pooled() -> nn.Module:
+    body = [
+        nn.Conv2d(3, 5, 3, padding="same"),
+        nn.ReLU(),
+        nn.Conv2d(5, 7, 3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(7, 6, (1, 3), padding=(0, 1)),
+    ]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, CLASSES))
+
+
 def _dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, CLASSES))
 
 
-IMAGES = {"convolutions", "frozen"}
+IMAGES = {"convolutions", "frozen", "pooled"}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "convolutions": _convolutions,
     "frozen": _frozen,
+    "pooled": _pooled,
     "dropout": _dropout,
     "tied": Tied,
     "unused": Unused,
@@ -184,6 +195,20 @@ def test_uneven_batches_and_conditional_use() -> None:
         assert not torch.equal(used[0], used[1])
 
 
+def test_the_loop_keeps_the_sign_of_zero() -> None:
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.p * -0.0
+
+    s = Setup(Nothing)
+    LoopEngine(s.template, lambda out, y: out.sum(), s.layout).gradients(*s.arguments())
+    assert same_bits(s.grads[0], torch.full((ROWS, 4), -0.0))
+
+
 def test_moved_storage_is_noticed() -> None:
     s = Setup(Tied)
     engine = LoopEngine(s.template, F.cross_entropy, s.layout)
@@ -227,7 +252,7 @@ def test_autocast_lowers_the_precision_of_both_engines() -> None:
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"dropout"}))
 def test_vmap_equals_the_loop(name: str, chunk: int | None, row_convolutions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if row_convolutions:
-        monkeypatch.setattr(engines, "_eligible", lambda m: type(m) is nn.Conv2d)
+        monkeypatch.setattr(convolution, "_eligible", lambda m: type(m) is nn.Conv2d and m.stride == (1, 1))
     s = Setup(MODELS[name], name in IMAGES)
     losses, used = LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
     expected, statistics = [g.clone() for g in s.grads], {n: b.clone() for n, b in s.buffers.items()}
@@ -245,7 +270,7 @@ def test_vmap_equals_the_loop(name: str, chunk: int | None, row_convolutions: bo
 
 
 def test_vmap_follows_train_and_eval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_eligible", lambda m: type(m) is nn.Conv2d)
+    monkeypatch.setattr(convolution, "_eligible", lambda m: type(m) is nn.Conv2d and m.stride == (1, 1))
     s = Setup(_convolutions, images=True)
     engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False)
     engine.gradients(*s.arguments())
@@ -273,12 +298,14 @@ def test_vmap_dropout_differs_by_row_and_repeats_for_the_same_keys() -> None:
 
 
 def test_a_model_that_vmap_cannot_do_goes_to_the_loop_with_a_note() -> None:
-    s = Setup(lambda: Unused(conditional=True))
+    s = Setup(lambda: nn.Sequential(nn.BatchNorm1d(8), Unused(conditional=True)))
     engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False, fall_back=True)
     with pytest.warns(UserWarning, match="one after another"):
         losses, used = engine.gradients(*s.arguments())
     assert torch.equal(losses, torch.stack(s.plain(s.x, s.y)))
     same_gradients(s, used)
+    for row, model in enumerate(s.models):
+        assert all(torch.equal(s.buffers[n][row], b) for n, b in model.named_buffers()), "the failed attempt left traces"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.gradients(*s.arguments())
@@ -464,21 +491,20 @@ def test_clipping_rows_equals_clip_grad_norm(build: Callable[[], nn.Module]) -> 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_compiled_vmap_equals_the_loop_on_cuda() -> None:
-    allowed = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        s = Setup(lambda: _convolutions().cuda(), images=True)
-        s.x, s.y = s.x.cuda(), s.y.cuda()
-        losses, _ = LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
-        expected = [g.clone() for g in s.grads]
-        engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS)
-        for _ in range(4):  # plain, recorded, replayed, replayed
-            for g in s.grads:
-                g.zero_()
-            torch.testing.assert_close(engine.gradients(*s.arguments())[0], losses, rtol=1e-4, atol=1e-5)
-            for g, e in zip(s.grads, expected, strict=True):
-                torch.testing.assert_close(g, e, rtol=1e-3, atol=1e-4)
-        assert s.buffers["1.num_batches_tracked"].tolist() == [5] * ROWS
-    finally:
-        torch.backends.cudnn.allow_tf32 = allowed
+@pytest.mark.parametrize("name, row_convolutions", [("convolutions", False), ("convolutions", True), ("pooled", True)])
+def test_compiled_vmap_equals_the_loop_on_cuda(name: str, row_convolutions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(convolution, "_eligible", lambda m: row_convolutions and type(m) is nn.Conv2d and m.stride == (1, 1))
+    s = Setup(lambda: MODELS[name]().cuda(), images=True)
+    s.x, s.y = s.x.cuda(), s.y.cuda()
+    losses, _ = LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
+    expected = [g.clone() for g in s.grads]
+    engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS)
+    for _ in range(4):  # plain, recorded, replayed, replayed
+        for g in s.grads:
+            g.zero_()
+        torch.testing.assert_close(engine.gradients(*s.arguments())[0], losses, rtol=1e-4, atol=1e-5)
+        for g, e in zip(s.grads, expected, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-3, atol=1e-4)
+    assert all(b.tolist() == [5] * ROWS for n, b in s.buffers.items() if n.endswith("num_batches_tracked"))
+    assert (engine._model is not s.template) == row_convolutions, "the row kernels were given up"

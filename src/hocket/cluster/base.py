@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.ledger import Ledger, Span
-from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, Message, ring_bytes
+from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, LENGTH_BYTES, Message, ring_bytes
 
 
 class Team:
@@ -86,7 +86,8 @@ class Cluster(ABC):
         self.workers = workers
         self.device = device
         self.everybody = Team.everybody(size)
-        self.ledger = Ledger(torch.zeros(len(workers), dtype=torch.int64, device=device), timed)
+        none = torch.zeros(len(workers), dtype=torch.int64)
+        self.ledger = Ledger(none, none.to(device, copy=True), timed)
 
     @property
     def rows(self) -> int:
@@ -102,12 +103,14 @@ class Cluster(ABC):
     def uncounted(self) -> Iterator[None]:
         """What happens inside is not training (evaluation, checkpoints): neither bytes nor time count."""
         ledger = self.ledger
-        sent, spans, exchanges, running = ledger.sent.clone(), len(ledger.spans), ledger.exchanges, ledger.running
+        sent, varying = ledger.sent.clone(), ledger.sent_varying.clone()
+        spans, exchanges, running = len(ledger.spans), ledger.exchanges, ledger.running
         ledger.pause()
         try:
             yield
         finally:
             ledger.sent.copy_(sent)
+            ledger.sent_varying.copy_(varying)
             del ledger.spans[spans:]
             ledger.exchanges = exchanges
             if running:
@@ -176,10 +179,13 @@ class Cluster(ABC):
 
     def _count_messages(self, message: Message, copies: Tensor | int) -> None:
         """``copies`` of each row's message leave the worker that sends it."""
-        payload = message.payload_bytes().to(self.ledger.sent.device)
+        payload = message.payload_bytes()
+        sent = self.ledger.sent if message.lengths is None else self.ledger.sent_varying
+        # A message of varying size is announced by a small one.
+        frame = FRAME_BYTES if message.lengths is None else 2 * FRAME_BYTES + LENGTH_BYTES
+        framed = payload + (payload * HEADER_SHARE).to(torch.int64) + frame
         copies = copies.to(payload.device) if isinstance(copies, Tensor) else copies
-        framed = payload + (payload * HEADER_SHARE).to(torch.int64) + FRAME_BYTES
-        self.ledger.sent += (framed * copies).view(self.rows, -1).sum(1)
+        sent += (framed * copies).view(self.rows, -1).sum(1)
 
     def _copies_heard(self, sources: Tensor) -> Tensor:
         """How many others hear each worker hosted here, per the table ``sources``."""

@@ -1,16 +1,22 @@
 """Who is still there: each process leaves a beat in the job's store; who falls silent is named.
 
 Gloo tells only a dead process's ring neighbours, and only that *a* connection closed; a stopped process is noticed at the timeout.
-So each process writes a counter every second, process 0 watches the counters, and the first to find a silent one writes its name
-where all look. A process that finds the name while it is stuck in a collective says so and ends itself: Gloo cannot abort.
+So each process writes a counter twice a second and watches that of the process before it; the first to find a silent one writes its
+name where all look. A process that finds the name while it is stuck in a collective says so and ends itself: Gloo cannot abort.
+
+The store is reached over a connection of its own, with a timeout of its own: a stopped process may be the one that keeps it.
+Process 0, which may keep it, leaves last.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +25,7 @@ import torch.distributed as dist
 from hocket.errors import WorkerLost
 
 _BEAT_S = 0.5
+_GRACE_S = 3.0
 
 
 def boot_id() -> str:
@@ -33,24 +40,26 @@ class Heartbeat:
     def __init__(self, rank: int, processes: int, hosting: list[range], patience_s: float) -> None:
         self.rank, self.processes, self.hosting, self.patience_s = rank, processes, hosting, patience_s
         self._stop = threading.Event()
+        self._told = False
         self._thread: threading.Thread | None = None
         self._store: Any = None
-        self._seen: dict[int, tuple[bytes | None, float]] = {}
         if processes > 1:
-            self._store = dist.PrefixStore(f"hocket/{_generation()}", dist.distributed_c10d._get_default_store())
+            store: Any = dist.distributed_c10d._get_default_store()
+            store = store.clone()
+            store.set_timeout(timedelta(seconds=patience_s))
+            self._store = dist.PrefixStore(f"hocket/{_generation()}", store)
             self._store.set(f"beat/{rank}", "0")
             self._thread = threading.Thread(target=self._run, name="hocket-heartbeat", daemon=True)
             self._thread.start()
+            atexit.register(self._at_exit)
 
     def stop(self) -> None:
         """Leave in good order: this process will no longer be missed."""
         if self._thread is None or self._stop.is_set():
             return
         self._stop.set()
-        try:
+        with contextlib.suppress(RuntimeError):  # the store may have gone first
             self._store.set(f"left/{self.rank}", "1")
-        except RuntimeError:
-            pass  # The store went first: everybody is leaving.
         self._thread.join(timeout=5)
 
     def explain(self, error: BaseException) -> BaseException:
@@ -60,62 +69,96 @@ class Heartbeat:
         text = str(error).splitlines()[0]
         if not any(sign in text.lower() for sign in ("connection", "peer", "timed out", "timeout", "socket", "broken pipe")):
             return error
-        deadline = time.monotonic() + self.patience_s + 2
-        self._seen = {}
-        while time.monotonic() < deadline:
+        self._told = True
+        gone = self._find()
+        if gone is not None:
+            return WorkerLost(self._sentence(gone), self.hosting[gone].start if gone >= 0 else -1)
+        return WorkerLost(f"An exchange failed and no process could be named as lost ({text}); see the other processes' output.")
+
+    def _find(self) -> int | None:
+        """Who is gone, after a collective has failed: whoever was named, is silent, or has left; −1 for the keeper of the store."""
+        others = [rank for rank in range(self.processes) if rank != self.rank]
+        seen: dict[int, tuple[bytes, float]] = {}
+        start = time.monotonic()
+        while (now := time.monotonic()) - start < self.patience_s + 2:
             try:
                 gone = self._named()
                 if gone is None:
-                    gone = self._silent(5 * _BEAT_S)
+                    gone = self._silent(others, 5 * _BEAT_S, seen)
+                if gone is None and now - start > 6 * _BEAT_S:
+                    gone = next((rank for rank in others if self._has_left(rank)), None)
+                    if gone is not None:
+                        self._store.set("gone", str(gone))
             except RuntimeError:
                 gone = -1
             if gone is not None:
-                return WorkerLost(self._sentence(gone), self.hosting[gone].start if gone >= 0 else -1)
+                return gone
             time.sleep(_BEAT_S / 5)
-        return WorkerLost(f"An exchange failed and no process could be named as lost ({text}); see the other processes' output.")
+        return None
 
     def _sentence(self, gone: int) -> str:
-        if gone < 0:
-            return "The process that keeps the job's store is gone (worker 0 died, or its host did); this worker ends too."
-        hosted = self.hosting[gone]
+        hosted = self.hosting[max(gone, 0)]
         who = f"Worker {hosted.start}" if len(hosted) == 1 else f"Workers {hosted.start} to {hosted.stop - 1}"
-        return f"{who} (process {gone}) died or stopped answering; the others cannot go on without it and end. Restart from a checkpoint."
+        which = f"{who} (process {gone})" if gone >= 0 else f"{who} (process 0), or the launcher if it keeps the job's store,"
+        return f"{which} died, ended early or stopped answering; the others cannot go on and end. Restart from a checkpoint."
 
     def _run(self) -> None:
         beats, found_at = 0, None
+        seen: dict[int, tuple[bytes, float]] = {}
         while not self._stop.wait(_BEAT_S):
             beats += 1
             try:
                 self._store.set(f"beat/{self.rank}", str(beats))
                 gone = self._named()
-                if gone is None and self.rank == 0:
-                    gone = self._silent(self.patience_s)
+                if gone is None:
+                    gone = self._silent(self._watched(), self.patience_s, seen)
             except RuntimeError:
                 gone = -1
             if gone is not None:
-                # Give the main thread a moment to end by itself with the same sentence.
+                # The main thread gets a moment to end by itself with the same sentence; once told, it may take its time to save.
                 found_at = found_at or time.monotonic()
-                if time.monotonic() - found_at > 3 and not self._stop.is_set():
+                if time.monotonic() - found_at > _GRACE_S and not self._stop.is_set() and not self._told:
                     print(f"hocket: {self._sentence(gone)}", file=sys.stderr, flush=True)
                     os._exit(1)
+
+    def _watched(self) -> list[int]:
+        """The nearest process before this one that has not left."""
+        before = ((self.rank - k) % self.processes for k in range(1, self.processes))
+        return next(([rank] for rank in before if not self._has_left(rank)), [])
 
     def _named(self) -> int | None:
         return int(self._store.get("gone")) if self._store.check(["gone"]) else None
 
-    def _silent(self, patience_s: float) -> int | None:
-        """A process whose counter has stood still for ``patience_s`` (and announce it)."""
-        now = time.monotonic()
-        for rank in range(self.processes):
-            if rank == self.rank or self._store.check([f"left/{rank}"]):
+    def _has_left(self, rank: int) -> bool:
+        return bool(self._store.check([f"left/{rank}"]))
+
+    def _silent(self, ranks: list[int], patience_s: float, seen: dict[int, tuple[bytes, float]]) -> int | None:
+        """A process whose counter has stood still for ``patience_s`` (and announce it); ``seen`` is kept between calls."""
+        for rank in ranks:
+            if self._has_left(rank):
                 continue
             beat = self._store.get(f"beat/{rank}") if self._store.check([f"beat/{rank}"]) else b""
-            value, since = self._seen.get(rank, (None, now))
+            now = time.monotonic()
+            value, since = seen.get(rank, (None, now))
             if value != beat:
-                self._seen[rank] = (beat, now)
+                seen[rank] = (beat, now)
             elif now - since > patience_s:
                 self._store.set("gone", str(rank))
                 return rank
         return None
+
+    def _at_exit(self) -> None:
+        """Leave, unless the program died of an exception: then the others are to notice. Process 0 sees everybody off."""
+        if hasattr(sys, "last_value"):
+            return
+        self.stop()
+        seen: dict[int, tuple[bytes, float]] = {}
+        with contextlib.suppress(RuntimeError):  # the launcher kept the store, and it is gone
+            while self.rank == 0 and not self._told:
+                here = [rank for rank in range(1, self.processes) if not self._has_left(rank)]
+                if not here or self._named() is not None or self._silent(here, self.patience_s, seen) is not None:
+                    break
+                time.sleep(_BEAT_S / 5)
 
 
 _generations = 0

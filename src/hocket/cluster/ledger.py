@@ -70,7 +70,9 @@ class Ledger:
     """Written by the cluster alone; read it with :meth:`summary`."""
 
     sent: Tensor
-    """Bytes sent by each worker hosted here since the last :meth:`close`."""
+    """Bytes sent by each worker hosted here since the last :meth:`close`, where their number is known on the CPU; int64 ``[rows]``."""
+    sent_varying: Tensor
+    """The same for messages whose size depends on the data, on the cluster's device (reading it at once would stall the device)."""
     timed: bool
     spans: list[Span] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
@@ -79,6 +81,11 @@ class Ledger:
     offset_s: float = 0.0
     _seconds: float = 0.0
     _since: float | None = None
+
+    @property
+    def bytes_sent(self) -> Tensor:
+        """All bytes sent by each worker hosted here since the last :meth:`close`."""
+        return self.sent + self.sent_varying.cpu()
 
     def now(self) -> float:
         """This process's time on the clock that all share."""
@@ -117,7 +124,7 @@ class Ledger:
             latest = collect(starts).amax(0) if self.spans else starts.new_zeros(0)
             wait, transfer, hidden = split(self.spans, latest)
             figures[:, :4] = torch.tensor([self._seconds, wait, transfer, hidden], dtype=torch.float64)
-        figures[:, 4] = self.sent.to("cpu", torch.float64)
+        figures[:, 4] = self.bytes_sent.to(torch.float64)
         figures[0, 5] = self.nonfinite
         everyone = collect(figures)
         seconds, wait, transfer, hidden = everyone[:, :4].mean(0).tolist()
@@ -128,6 +135,7 @@ class Ledger:
             entry.compute_s = max(seconds - wait - transfer, 0.0)
         self.entries.append(entry)
         self.sent.zero_()
+        self.sent_varying.zero_()
         self.spans, self.nonfinite, self.exchanges, self._seconds = [], 0, 0, 0.0
         if running:
             self.resume()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 FRAME_BYTES = 350
-"""What TCP, IP and Gloo add to one message (acknowledgements included), as counted on network interfaces; see benchmarks/bytes.py."""
+"""What TCP, IP and Gloo add to one message (acknowledgements included), as counted on network interfaces; see benchmarks/steps.py."""
 HEADER_SHARE = 0.033
 """Packet headers per payload byte: between 0.5 % where network cards take large segments and 6.5 % where every packet is counted."""
 LENGTH_BYTES = 4
@@ -32,11 +32,15 @@ class Message:
     def rows(self) -> int:
         return self.parts[0].shape[0]
 
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of a row whose size does not vary."""
+        return sum(p.shape[1] * p.element_size() for p in self.parts)
+
     def payload_bytes(self) -> Tensor:
         """Bytes of each row on the wire, frame excluded: int64 ``[rows]``."""
         if self.lengths is None:
-            total = sum(p.shape[1] * p.element_size() for p in self.parts)
-            return torch.full((self.rows,), total, dtype=torch.int64)
+            return torch.full((self.rows,), self.fixed_bytes, dtype=torch.int64)
         sizes = torch.tensor([p.element_size() for p in self.parts], device=self.lengths.device)
         return (self.lengths * sizes).sum(1) + LENGTH_BYTES * len(self.parts)
 
@@ -84,7 +88,8 @@ def _cut(blobs: Tensor, shapes: list[tuple[torch.dtype, int]]) -> tuple[Tensor, 
     parts, start = [], 0
     for dtype, count in shapes:
         end = start + count * dtype.itemsize
-        parts.append(blobs[:, start:end].contiguous().view(dtype))
+        # Flat and fresh: a view as another dtype wants aligned storage, and an empty part has none.
+        parts.append(blobs[:, start:end].flatten().clone().view(dtype).view(blobs.shape[0], count))
         start = end
     return tuple(parts)
 

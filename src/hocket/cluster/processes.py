@@ -1,8 +1,8 @@
 """Real processes over torch.distributed: Gloo or NCCL, one worker each or several.
 
 On Gloo one thread of our own launches everything, strictly in the order of submission: collectives that start in another order
-on another process give silently wrong sums. Messages are raw bytes between pairs; one of variable size travels into a receive
-buffer of its largest size. On NCCL the calling thread launches, work overlaps on the device, and time stamps are CUDA events.
+on another process give silently wrong sums. Messages are raw bytes between pairs; one of variable size is announced by a small one
+(not every Gloo takes a message smaller than its buffer). On NCCL the calling thread launches, work overlaps on the device, and time stamps are CUDA events.
 
 ``exact=True`` gathers and sums in worker order instead of the backend's ring: slower, and equal bit for bit to virtual workers.
 """
@@ -218,7 +218,7 @@ class ProcessCluster(Cluster):
         self.heartbeat.stop()
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            self._thread.join(timeout=self.heartbeat.patience_s)  # what is still under way needs the others; they may be gone
             self._thread = None
 
     # --- messages --------------------------------------------------------------------------------------------------------
@@ -239,24 +239,21 @@ class ProcessCluster(Cluster):
         ``offered``: (row of ``message``, from worker, to worker, slot); ``wanted``: (from worker, to worker, slot, row of
         ``message`` if it is ours).
         """
+        remote = sorted((w for w in wanted if w[0] >= 0 and w[0] not in self.workers), key=lambda w: w[:3])
+        sizes = self._sizes(message, offered, wanted, remote)
         self._sequence += 1
         device = message.parts[0].device
-        room = message.capacity_bytes(capacities or [p.shape[1] for p in message.parts])
-        if message.lengths is not None and "nccl" in self.backend:
-            room = self._largest(message)
-        operations, packed, kept = [], {}, []
+        operations, packed = [], {}
         for row, source, target, slot in sorted(offered, key=lambda o: o[1:]):
             if target in self.workers:
                 continue
             if row not in packed:
                 packed[row] = message.pack(row).to(self._wire_device)
-                if "nccl" in self.backend:
-                    packed[row] = torch.nn.functional.pad(packed[row], (0, room - packed[row].numel()))
             operations.append(dist.P2POp(dist.isend, packed[row], self._owner[target], tag=self._tag(source, target, slot)))
-        remote = sorted((w for w in wanted if w[0] >= 0 and w[0] not in self.workers), key=lambda w: w[:3])
-        blobs = torch.empty(len(remote), room, dtype=torch.uint8, device=self._wire_device)
+        blobs = torch.empty(len(remote), max(sizes, default=0), dtype=torch.uint8, device=self._wire_device)
         for k, (source, target, slot, _) in enumerate(remote):
-            operations.append(dist.P2POp(dist.irecv, blobs[k], self._owner[source], tag=self._tag(source, target, slot)))
+            tag = self._tag(source, target, slot)
+            operations.append(dist.P2POp(dist.irecv, blobs[k, : sizes[k]], self._owner[source], tag=tag))
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
@@ -272,10 +269,16 @@ class ProcessCluster(Cluster):
     def _tag(self, source: int, target: int, slot: int) -> int:
         return ((self._sequence * 4 + slot) * self.size * self.size + source * self.size + target) % _MAX_TAG
 
-    def _largest(self, message: Message) -> int:
-        largest = (message.payload_bytes().max()).to(self._wire_device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
+    def _sizes(
+        self, message: Message, offered: list[tuple[int, int, int, int]], wanted: list[tuple[int, int, int, int]], remote: list[Any]
+    ) -> list[int]:
+        """How many bytes each remote row will take; where that varies, senders say so in a small message beforehand."""
+        if message.lengths is None:
+            return [message.fixed_bytes] * len(remote)
+        own = message.payload_bytes().to("cpu", torch.int32).unsqueeze(1)
+        told = self._route(Message((own,)), offered, wanted, None).parts[0].flatten().tolist()
+        by_route = {w[:3]: size for w, size in zip(wanted, told, strict=True)}
+        return [by_route[w[:3]] for w in remote]
 
     def _group(self, team: Team) -> dist.ProcessGroup | None:
         if team.whole:

@@ -24,6 +24,7 @@ from hocket.errors import HocketError
 from hocket.noise import bits, fold
 
 Memory = dict[str, Any]
+CONSENSUS_STEP = 0.4
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,15 @@ class Compressor:
         """Whether exchanging weights with it makes no sense."""
         return False
 
+    @property
+    def contracts(self) -> bool:
+        """Whether ``‖C(x) − x‖ ≤ ‖x‖`` always; what is added up (public copies) must, or it grows without bound."""
+        return self.biased
+
+    def consensus_step(self, size: int, context: Context) -> float:
+        """CHOCO's γ for rows of ``size``: the less of a difference each message carries, the smaller it must be."""
+        return 1.0 if self.lossless else CONSENSUS_STEP
+
     @abstractmethod
     def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
         """What this compressor's mean of ``rows`` gives over ``channel``."""
@@ -129,6 +139,10 @@ class Precision(Codec):
     def parts(self, size: int) -> list[int]:
         """How many values each part of a message holds for rows of ``size`` values."""
         return [int(n) for n in self.lengths(torch.tensor([size]))[0]]
+
+    def encode_some(self, rows: Tensor, counts: Tensor | None, keys: Tensor, context: Context) -> Message:
+        """As :meth:`encode`, where only the first ``counts`` values of each row are real and the others zero."""
+        return self.encode(rows, keys, {}, context)[0]
 
     @abstractmethod
     def lengths(self, counts: Tensor) -> Tensor:
@@ -177,6 +191,12 @@ def share_of(value: float, name: str) -> None:
     """Refuse a share outside (0, 1]."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
         raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1]; for one percent write {name}(0.01).")
+
+
+def flag(value: object, name: str, argument: str, *, unset: bool = True) -> None:
+    """Refuse anything but True, False and, where it may stay unset, None."""
+    if not (isinstance(value, bool) or (unset and value is None)):
+        raise HocketError(f"{name}({argument}={value!r}): {argument} must be True or False.")
 
 
 def fresh_memory() -> Memory:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Context, Memory, Precision
+from hocket.compression.base import Context, Memory, Precision, flag
 from hocket.errors import HocketError, nearest
 
 FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -29,7 +29,8 @@ class Cast(Precision):
     spelled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
+        flag(self.feedback, "cast", "feedback")
+        if not isinstance(self.format, str) or self.format not in FORMATS:
             raise HocketError(f"cast({self.format}): unknown format{nearest(str(self.format), FORMATS)}; use fp16, bf16 or fp8.")
 
     @property

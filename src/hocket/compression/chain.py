@@ -14,6 +14,7 @@ from hocket.cluster.message import Message
 from hocket.compression.base import Codec, Compressor, Context, Memory, Precision, Selection
 from hocket.compression.places import place_capacities, put, read_places, with_places
 from hocket.compression.randomk import RandomK
+from hocket.compression.sign import Sign
 from hocket.errors import HocketError
 
 
@@ -31,17 +32,31 @@ class Chain(Codec):
                 f"{_name(self.first)} | {_name(self.second)}: a chain goes from what is sent (topk, randomk, threshold, dgc) "
                 "to how precisely (cast, qsgd, ternary, sign, natural), for example topk(0.01) | qsgd(4)."
             )
+        if isinstance(self.second, Sign) and self.second.vote:
+            raise HocketError(f"{self.first.name} | sign(vote=True): workers send different places, so there is no vote; use sign.")
+        if getattr(self.second, "feedback", None) is not None:
+            first = self.first.name
+            raise HocketError(f"{first} | {self.second.name}(feedback=…): feedback covers the whole chain; say it in {first}(…).")
 
     @property
     def remembers(self) -> bool:
-        # Feedback covers the loss of both links; a selection without it, or an unbiased one, leaves the chain without it.
+        # Feedback covers the loss of both links; a selection without it, or an unbiased chain, leaves the chain without it.
         if isinstance(self.first, RandomK) and self.first.unbiased:
             return False
+        if self.first.lossless:
+            return self.second.remembers
         return getattr(self.first, "feedback", None) is not False
+
+    @property
+    def contracts(self) -> bool:
+        return self.first.contracts and self.second.contracts
+
+    def consensus_step(self, size: int, context: Context) -> float:
+        return self.first.consensus_step(size, context) * self.second.consensus_step(self.first.most(size), context)
 
     def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
         chosen, memory = self.first.select(rows, keys, memory, context)
-        coded, _ = self.second.encode(chosen.values, keys, {}, context)
+        coded = self.second.encode_some(chosen.values, chosen.counts, keys, context)
         if isinstance(self.first, RandomK):
             return coded, memory
         if chosen.counts is not None:

@@ -41,10 +41,12 @@ class DGC(Compressor):
         share_of(self.share, "dgc")
         if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 0:
             raise HocketError(f"dgc(warmup={self.warmup!r}): the warm-up is a whole number of exchanges, 0 for none.")
-        if not isinstance(self.momentum, (int, float)) or isinstance(self.momentum, bool) or not 0 <= self.momentum < 1:
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise HocketError(f"dgc(momentum={self.momentum!r}): the momentum must lie in [0, 1), such as 0.9.")
-        if self.clip is not None and (not isinstance(self.clip, (int, float)) or isinstance(self.clip, bool) or not self.clip > 0):
-            raise HocketError(f"dgc(clip={self.clip!r}): the clipping norm must be above 0, or None for no clipping.")
+        if self.clip is not None and (
+            not isinstance(self.clip, (int, float)) or isinstance(self.clip, bool) or not 0 < self.clip < math.inf
+        ):
+            raise HocketError(f"dgc(clip={self.clip!r}): the clipping norm must be above 0 and finite, or None for no clipping.")
 
     @property
     def for_gradients_only(self) -> bool:
@@ -68,6 +70,10 @@ class DGC(Compressor):
         codec: Codec = top if self.precision is None else Chain(top, self.precision)
         heard, sent, inner = channel.coded(codec, v, memory.get("inner", {}), context)
         return Heard(heard, sent, {"u": u * (sent == 0), "v": v - sent, "inner": inner})
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _clipped(rows: Tensor, norm: float) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Channel, Codec, Context, Heard, Memory
+from hocket.compression.base import CONSENSUS_STEP, Channel, Codec, Context, Heard, Memory, flag
 from hocket.errors import HocketError
 from hocket.noise import fold, uniform
 
@@ -44,10 +44,15 @@ class LowRank(Codec):
     def __post_init__(self) -> None:
         if not isinstance(self.matrix_rank, int) or isinstance(self.matrix_rank, bool) or self.matrix_rank < 1:
             raise HocketError(f"lowrank({self.matrix_rank!r}): the matrix rank must be a whole number of at least 1, such as 2.")
+        flag(self.feedback, "lowrank", "feedback")
 
     @property
     def remembers(self) -> bool:
         return self.feedback is not False
+
+    def consensus_step(self, size: int, context: Context) -> float:
+        # A message carries about this share of a matrix whose directions are all alike.
+        return min([CONSENSUS_STEP, *(self.matrix_rank / min(p.height, p.width) for p in self.pieces(size, context) if p.width)])
 
     def pieces(self, size: int, context: Context) -> list[_Piece]:
         """How the row is cut: by the parameters' shapes, or as one square where rows are not whole buckets."""
@@ -154,13 +159,17 @@ def _random(context: Context, k: int, width: int, matrix_rank: int, rows: Tensor
 
 
 def _orthonormal(matrices: Tensor) -> Tensor:
-    """Gram–Schmidt on the columns of each matrix, twice over for stability; a column that vanishes becomes zero."""
+    """Gram–Schmidt on the columns of each matrix, twice over for stability; a column that vanishes becomes zero.
+
+    What is left of a column that the others span is rounding noise: as a direction of its own it would count them twice.
+    """
     columns: list[Tensor] = []
     for k in range(matrices.shape[2]):
         column = matrices[:, :, k]
+        noise = (column.norm(dim=1, keepdim=True) * 1e-5).clamp(min=1e-30)
         for _ in range(2):
             for other in columns:
                 column = column - (column * other).sum(1, keepdim=True) * other
         norm = column.norm(dim=1, keepdim=True)
-        columns.append(torch.where(norm > 1e-30, column / norm.clamp(min=1e-30), torch.zeros_like(column)))
+        columns.append(torch.where(norm > noise, column / norm.clamp(min=1e-30), torch.zeros_like(column)))
     return torch.stack(columns, 2)

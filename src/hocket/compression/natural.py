@@ -26,6 +26,10 @@ class Natural(Precision):
     biased: ClassVar[bool] = False
     paper: ClassVar[str] = "Horváth et al., Natural Compression for Distributed Deep Learning, MSML 2022"
 
+    @property
+    def contracts(self) -> bool:
+        return True  # unbiased, and yet no value moves by more than itself
+
     def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
         # The mantissa is the distance to the power below, so adding 23 random bits to it carries with the right probability.
         # Zeros and denormal numbers have no power below: they are sent as zero (exponent 0).

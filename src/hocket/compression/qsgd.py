@@ -40,9 +40,11 @@ class QSGD(Precision):
     def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
         levels = 2 ** (self.bits - 1) - 1
         size = rows.shape[1]
-        blocks = pad(rows, (0, -size % self.block)).view(rows.shape[0], -1, self.block)
+        block = min(self.block, max(size, 1))
+        blocks = pad(rows, (0, -size % block)).view(rows.shape[0], -1, block)
         norms = blocks.abs().amax(2)
-        scaled = blocks * (levels / norms.clamp(min=torch.finfo(torch.float32).tiny)).unsqueeze(2)
+        # Divide first: levels / norm overflows for the smallest norms.
+        scaled = blocks / norms.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2) * levels
         rounded = torch.floor(scaled.view(rows.shape[0], -1)[:, :size] + uniform(keys, size))
         codes = rounded.clamp_(-levels, levels).add_(levels).to(torch.uint8)
         return Message((norms, pack(codes, self.bits))), memory
@@ -51,7 +53,7 @@ class QSGD(Precision):
         levels = 2 ** (self.bits - 1) - 1
         norms, packed = message.parts
         codes = unpack(packed, self.bits, size).to(torch.float32).sub_(levels)
-        scale = (norms / levels).repeat_interleave(self.block, 1)[:, :size]
+        scale = (norms / levels).repeat_interleave(min(self.block, max(size, 1)), 1)[:, :size]
         return codes * scale
 
     def lengths(self, counts: Tensor) -> Tensor:

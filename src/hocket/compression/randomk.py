@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Context, Memory, Selected, Selection, share_of
+from hocket.compression.base import CONSENSUS_STEP, Context, Memory, Selected, Selection, flag, share_of
 from hocket.errors import HocketError
 from hocket.noise import fold
 
@@ -31,6 +31,8 @@ class RandomK(Selection):
 
     def __post_init__(self) -> None:
         share_of(self.share, "randomk")
+        flag(self.unbiased, "randomk", "unbiased", unset=False)
+        flag(self.feedback, "randomk", "feedback")
         if self.unbiased and self.feedback:
             raise HocketError(
                 "randomk(unbiased=True, feedback=True): an unbiased code diverges with feedback; drop one of the two."
@@ -43,6 +45,14 @@ class RandomK(Selection):
     @property
     def remembers(self) -> bool:
         return self.feedback is not False and not self.unbiased and not self.lossless
+
+    @property
+    def contracts(self) -> bool:
+        return not self.unbiased
+
+    def consensus_step(self, size: int, context: Context) -> float:
+        # A place comes up every 1/share exchanges and until then the same old difference is applied: beyond share/2 it overshoots.
+        return 1.0 if self.lossless else min(CONSENSUS_STEP, self.share / 2)
 
     def most(self, size: int) -> int:
         return max(1, math.ceil(self.share * size))

@@ -1,19 +1,21 @@
 """Threshold: values with |x| ≤ t are not sent.
 
-``threshold(t)`` is static. ``threshold(keep=0.05)`` is adaptive: each row's t starts at the magnitude that keeps this share and then
-follows, multiplied after each exchange by ``(kept/wanted)^½``, bounded to [½, 2]. Only as many values travel as exceed t: none at
-all, if so. (Magnitudes, not values, are compared: a peer that compares ``max(x)`` sends an all-negative gradient whole.)
+``threshold(t)`` is static. ``threshold(keep=0.05)`` is adaptive: each row's t starts at the magnitude that keeps this share and
+then follows, multiplied after each exchange by ``(kept/wanted)^(1/(1 − ln keep))``, bounded to [½, 2]. Only as many values travel as
+exceed t: none at all, if so. (Magnitudes, not values, are compared: a peer that compares ``max(x)`` sends an all-negative gradient
+whole.)
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hocket.compression.base import Context, Memory, Selected, Selection, share_of
+from hocket.compression.base import CONSENSUS_STEP, Context, Memory, Selected, Selection, flag, share_of
 from hocket.errors import HocketError
 
 
@@ -34,6 +36,7 @@ class Threshold(Selection):
             share_of(self.keep, "threshold")
         elif not isinstance(self.t, (int, float)) or isinstance(self.t, bool) or not 0 <= self.t < float("inf"):
             raise HocketError(f"threshold({self.t!r}): t must be a finite number of at least 0, such as 0.01.")
+        flag(self.feedback, "threshold", "feedback")
 
     @property
     def lossless(self) -> bool:
@@ -42,6 +45,9 @@ class Threshold(Selection):
     @property
     def remembers(self) -> bool:
         return self.feedback is not False and not self.lossless
+
+    def consensus_step(self, size: int, context: Context) -> float:
+        return 1.0 if self.lossless else min(CONSENSUS_STEP, 2 * (self.keep or 1.0))
 
     def most(self, size: int) -> int:
         return size
@@ -61,13 +67,17 @@ class Threshold(Selection):
         kept = chosen.counts.to(torch.float32).unsqueeze(1) / rows.shape[1]
         # Where most values were zero the level is zero: once there are more to send, it starts from the mean magnitude.
         start = torch.where((level == 0) & (kept > self.keep), magnitude.mean(1, keepdim=True), level)
-        return chosen, {"level": start * (kept / self.keep).sqrt().clamp(0.5, 2.0)}
+        # The exponent undoes how steeply the kept share falls with t (for exponential tails, exactly ln(1/keep)): a larger one, such as
+        # ½, overshoots from exchange to exchange. Half a value on both sides keeps short rows, which often send none, unbiased.
+        size = rows.shape[1]
+        ratio = (kept * size + 0.5) / (self.keep * size + 0.5)
+        return chosen, {"level": start * ratio.pow(1 / (1 - math.log(self.keep))).clamp(0.5, 2.0)}
 
 
 def compact(rows: Tensor, mask: Tensor) -> Selected:
-    """The masked values of each row moved to its front, in order, padded to the longest row."""
+    """The masked values of each row moved to its front, in order, padded to the longest row (one value at least)."""
     counts = mask.sum(1)
-    width = int(counts.max()) if counts.numel() else 0
+    width = max(1, int(counts.max())) if counts.numel() else 1
     row, place = mask.nonzero(as_tuple=True)
     starts = counts.cumsum(0) - counts
     position = torch.arange(row.numel(), device=rows.device) - starts[row]

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hocket.compression.base import Context, Memory, Selected, Selection, share_of
+from hocket.compression.base import CONSENSUS_STEP, Context, Memory, Selected, Selection, flag, share_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class TopK(Selection):
 
     def __post_init__(self) -> None:
         share_of(self.share, "topk")
+        flag(self.feedback, "topk", "feedback")
 
     @property
     def lossless(self) -> bool:
@@ -40,6 +41,10 @@ class TopK(Selection):
     def select(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Selected, Memory]:
         places = rows.abs().topk(self.most(rows.shape[1]), dim=1, sorted=False).indices.sort(1).values
         return Selected(places, rows.gather(1, places), None), memory
+
+    def consensus_step(self, size: int, context: Context) -> float:
+        # Between two visits to a place the same old difference is applied again and again; large ones are visited more often.
+        return 1.0 if self.lossless else min(CONSENSUS_STEP, 2 * self.share)
 
     def capacities(self, size: int) -> list[int] | None:
         return None

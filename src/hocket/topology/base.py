@@ -58,8 +58,9 @@ class Channel(ABC):
         """Mixing of coded rows; a worker's own value counts as it was sent."""
 
     def mean_later(self, rows: Tensor, context: Context) -> Any:
-        """Plain mixing that may go on in the background: a result, or something to wait for."""
-        return self.mean(rows, context)
+        """Plain mixing of ``rows``, in place, that may go on in the background: the rows, or something to wait for."""
+        mixed = self.mean(rows, context)
+        return rows if mixed is rows else rows.copy_(mixed)
 
     def gradients(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
         """Mix gradients through a compressor, with its error feedback."""

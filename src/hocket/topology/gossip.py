@@ -23,12 +23,13 @@ from torch import Tensor
 from hocket.cluster.base import Cluster, Team
 from hocket.cluster.message import Message
 from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
+from hocket.compression.damped import Damped
+from hocket.compression.sign import Sign
 from hocket.errors import HocketError, nearest
 from hocket.noise import bits, fold
 from hocket.topology.base import Channel, Topology, plain
 
 KINDS = ("rotating", "ring", "exponential", "random")
-CHOCO_STEP = 0.4
 CHOCO_DISTANCES = 4
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -48,7 +49,7 @@ class Gossip(Topology):
     kind: str = "rotating"
     matrix: Matrix | tuple[Matrix, ...] | None = None
     step: float | None = None
-    """CHOCO's γ for compressed weights; 0.4 unless given (1 where nothing is lost)."""
+    """CHOCO's γ for compressed weights; unless given, as large as the compressor bears, at most 0.4 (1 where nothing is lost)."""
     name: ClassVar[str] = "gossip"
     paper: ClassVar[str] = "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017"
 
@@ -65,6 +66,8 @@ class Gossip(Topology):
                 raise HocketError(f"gossip({self.kind}, matrix=…): give either a kind or a matrix.")
             for matrix in self._matrices():
                 _check_matrix(matrix)
+            if len({len(matrix) for matrix in self._matrices()}) > 1:
+                raise HocketError("gossip(matrix=…): the matrices are for different numbers of workers; give them one size.")
 
     def _matrices(self) -> list[Matrix]:
         first = self.matrix[0] if isinstance(self.matrix, tuple) and self.matrix else None
@@ -117,6 +120,8 @@ class Gossip(Topology):
         return GossipChannel(self, cluster, team, seed)
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
+        if isinstance(compressor, Sign) and compressor.vote:
+            return "a majority vote needs everybody; use allreduce, or sign without vote"
         if weights and self.kind == "random" and not plain(compressor):
             return (
                 "gossip(random) with compressed weights: public copies (CHOCO) need partners that come back; "
@@ -172,12 +177,13 @@ class GossipChannel(Channel):
         entry = str(context.exchange % period)
         table = self.partners(context.exchange, few=True)
         slots, (count, size) = table.sources.shape[0], rows.shape
+        codec = compressor if compressor.contracts else Damped(compressor)
         old = memory.get(entry) or {"own": memory["start"], "heard": memory["start"].expand(slots, -1, -1), "codec": {}}
-        message, codec_memory = compressor.encode(rows - old["own"], context.keys(1), old["codec"], context)
-        own = old["own"] + compressor.decode(message, size, context)
-        news = self.cluster.hear(message, table.sources, compressor.capacities(size))
-        heard = old["heard"] + compressor.decode(news, size, context).view(slots, count, size)
-        step = self.spec.step or (1.0 if compressor.lossless else CHOCO_STEP)
+        message, codec_memory = codec.encode(rows - old["own"], context.keys(1), old["codec"], context)
+        own = old["own"] + codec.decode(message, size, context)
+        news = self.cluster.hear(message, table.sources, codec.capacities(size))
+        heard = old["heard"] + codec.decode(news, size, context).view(slots, count, size)
+        step = self.spec.step or compressor.consensus_step(size, context)
         mixed = rows.clone()
         for slot in range(slots):
             mixed += step * table.shares[slot] * (heard[slot] - own)
@@ -201,8 +207,9 @@ def _mixed(own: Tensor, heard: Tensor, table: Partners) -> Tensor:
 def _circulant(workers: int, offsets: list[int]) -> Partners:
     index = torch.arange(workers)
     sources = torch.stack([(index + o) % workers for o in offsets])
-    share = 1 / (len(offsets) + 1)
-    return Partners(sources, torch.full(sources.shape, share), torch.full((workers,), share))
+    shares = torch.full(sources.shape, 1 / (len(offsets) + 1))
+    # What is left, not another third: in float32 three thirds are more than 1, and the mean would grow.
+    return Partners(sources, shares, 1 - shares.sum(0))
 
 
 def _matching(workers: int, key: int) -> Partners:
@@ -226,7 +233,7 @@ def _from_matrix(matrix: Matrix, workers: int) -> Partners:
         partners = off[i].nonzero().flatten()
         sources[: len(partners), i] = partners
         shares[: len(partners), i] = off[i, partners]
-    return Partners(sources, shares, k.diagonal().clone())
+    return Partners(sources, shares, 1 - shares.sum(0))
 
 
 def _frozen(matrix: object) -> object:

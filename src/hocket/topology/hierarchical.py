@@ -95,7 +95,7 @@ class HierarchicalChannel(Channel):
         self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context, weights: bool
     ) -> tuple[Tensor, Memory]:
         mixed = self.inner.mean(rows, context) if self.size > 1 else rows
-        if (context.exchange + 1) % self.spec.every:
+        if self.outer.team.size == 1 or (context.exchange + 1) % self.spec.every:
             return mixed, memory
         outer = without_shapes(context) if self.sliced else context
         outer = replace(outer, exchange=context.exchange // self.spec.every)

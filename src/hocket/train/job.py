@@ -11,10 +11,12 @@ refused.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from types import FrameType
 from typing import Any
 
@@ -67,8 +69,11 @@ class Job:
         self.layout = layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap_bytes, first_cap_bytes)
         if not self.layout.buckets:
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
-        _check_equal(self.layout, cluster)
-        self._nonfinite = NonFinite(nonfinite, self.layout, cluster)
+        _check_optimizer(model, optimizer)
+        check_equal(model, self.layout, cluster, [str(strategy), f"accumulate={accumulate}", f"check={check}"])
+        # With a scaler overflow is expected: it leads to a skipped step, not to an end.
+        self._nonfinite = NonFinite(nonfinite if scaler is None else "skip", self.layout, cluster)
+        self._overflow = False
         named = dict(model.named_parameters())
         self._params = [[named[s.name] for s in b.slots] for b in self.layout.buckets]
         self.weights = [b.empty(1) for b in self.layout.buckets]
@@ -100,8 +105,8 @@ class Job:
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
         """The mean model, for evaluation and checkpoints: mean weights and mean float buffers; all workers must enter together."""
+        self.program.drain()
         with self.cluster.uncounted():
-            self.program.drain()
             buffers = [b for b in self.model.buffers() if b.is_floating_point()]
             kept = [t.clone() for t in (*self.weights, *buffers)]
             self._average(buffers)
@@ -136,8 +141,8 @@ class Job:
                 view.copy_(p.data)
                 p.data = view
             self.cluster.broadcast(rows)
-        ours = {id(p) for params in self._params for p in params}
-        for tensor in (*(p for p in self.model.parameters() if id(p) not in ours), *self.model.buffers()):
+        self._ours = {id(p) for params in self._params for p in params}
+        for tensor in (*(p for p in self.model.parameters() if id(p) not in self._ours), *self.model.buffers()):
             rows = tensor.data.reshape(1, -1).clone()
             self.cluster.broadcast(rows)
             tensor.data.copy_(rows.view(tensor.shape))
@@ -153,13 +158,24 @@ class Job:
         return handles
 
     def _share_overflow(self, scaler: Any) -> None:
-        """GradScaler finds overflow per process; all must skip together, or their exchanges no longer meet."""
+        """GradScaler finds overflow per process; all must skip together, or their exchanges no longer meet.
+
+        A skipped step counts as one whose update is zero, so that a mix under way lands and the next one is launched.
+        """
         unscale = scaler._unscale_grads_
 
-        def agreed(*args: Any, **kwargs: Any) -> Any:
-            found = unscale(*args, **kwargs)
+        def agreed(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            found = unscale(optimizer, *args, **kwargs)
+            if optimizer is not self.optimizer or not self._handles:
+                return found
+            own = self._overflow or any(bool(overflow > 0) for overflow in found.values())
+            self._overflow = False
+            skips = bool(self.cluster.any(torch.tensor([[own]], device=self.cluster.device)))
             for overflow in found.values():
-                overflow.fill_(float(self.cluster.any((overflow > 0).view(1, 1)).item()))
+                overflow.fill_(float(skips))
+            if skips and not getattr(optimizer, "_step_supports_amp_scaling", False):  # those are called, and skip by themselves
+                self.program.before_update(self.weights)
+                self._after_step()
             return found
 
         scaler._unscale_grads_ = agreed
@@ -176,6 +192,11 @@ class Job:
         assert p.grad is not None
         if p.grad.is_sparse:
             raise HocketError("A gradient is sparse; exchanges are dense, so build the embedding with sparse=False.")
+        if slot in self._ready[bucket]:
+            raise HocketError(
+                f"The gradient of {self.layout.buckets[bucket].slots[slot].name} came twice in one backward pass, as under "
+                "reentrant checkpointing of a module that is used twice; use checkpoint(…, use_reentrant=False)."
+            )
         if p.grad.data_ptr() != view.data_ptr():
             view.copy_(p.grad)
             p.grad = view
@@ -200,11 +221,17 @@ class Job:
             return
         if not self.program.mixes_gradients:
             return
-        used = [[s in ready for s in range(len(params))] for ready, params in zip(self._ready, self._params, strict=True)]
+        used = [[p.grad is not None for p in params] for params in self._params]
         while self._launched < len(self._ready):
-            for slot, view in enumerate(self._grad_views[self._launched]):
-                if slot not in self._ready[self._launched]:
+            for slot, (view, p) in enumerate(zip(self._grad_views[self._launched], self._params[self._launched], strict=True)):
+                if slot in self._ready[self._launched]:
+                    continue
+                # Unused in this pass; an earlier one of the same step may have left something.
+                if p.grad is None:
                     view.zero_()
+                elif p.grad.data_ptr() != view.data_ptr():
+                    view.copy_(p.grad)
+                    p.grad = view
             self._launch()
         self._ready = [set() for _ in self._ready]
         self._launched = 0
@@ -213,7 +240,8 @@ class Job:
             flat = [f for row in used for f in row]
             self.program.flags_ready(torch.tensor([[*flat, self._nonfinite.found]], device=self.cluster.device))
             agreed = self.program.gradients_done()[-1].tolist()
-            self._nonfinite.judge(agreed.pop())
+            self._overflow = agreed.pop()
+            self._nonfinite.judge(self._overflow)
             used = [[agreed.pop(0) for _ in row] for row in used]
         else:
             self.program.gradients_done()
@@ -229,9 +257,20 @@ class Job:
             raise HocketError(
                 f"optimizer.step() after {self._backwards} backward passes, but accumulate={self.accumulate}; make them agree."
             )
+        if self.cluster.size > 1:
+            self._refuse_newcomers()
         if self.check and not self.program.mixes_gradients:
             self._nonfinite.check_local(self._params, self.program.step + 1)
         self.program.before_update(self.weights)
+
+    def _refuse_newcomers(self) -> None:
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and id(p) not in self._ours:
+                    raise HocketError(
+                        "The optimiser got a parameter, or one was unfrozen, after hocket.parallelize(…), so it is not exchanged; "
+                        "call job.detach() and parallelize again."
+                    )
 
     def _after_step(self) -> None:
         self._backwards = 0
@@ -305,22 +344,40 @@ def _check_device(model: nn.Module, cluster: Cluster) -> None:
             )
 
 
-def _check_equal(layout: Layout, cluster: Cluster) -> None:
-    """All workers must have the same parameters in the same order."""
-    digest = torch.tensor([list(bytes.fromhex(layout.digest()))], dtype=torch.uint8)
-    everyone = cluster.collect(digest)
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = {id(p) for p in model.parameters()}
+    strange = next((p for g in optimizer.param_groups for p in g["params"] if id(p) not in known), None)
+    if strange is not None:
+        raise HocketError(
+            f"The optimiser holds a parameter of shape {tuple(strange.shape)} that this model lacks, so it would not be exchanged; "
+            "build the optimiser from model.parameters(), after the model is complete."
+        )
+
+
+def check_equal(model: nn.Module, layout: Layout, cluster: Cluster, terms: Sequence[str] = ()) -> None:
+    """All workers must have the same parameters and buffers in the same order, and the same ``terms``; a collective."""
+    trained = {s.name: b for b in layout.buckets for s in b.slots}
+    lines = [f"the terms {term}" for term in terms]
+    lines += [
+        _line("parameter", n, p) + (f" in group {trained[n].group}" if n in trained else " (frozen)")
+        for n, p in model.named_parameters()
+    ]
+    lines += [_line("buffer", n, b) for n, b in model.named_buffers()]
+    text = "\n".join(lines).encode()
+    digest = torch.tensor([list(hashlib.sha256(text + layout.digest().encode()).digest())], dtype=torch.uint8)
+    everyone = cluster.collect(digest.expand(cluster.rows, -1))
     odd = (everyone != everyone[0]).any(1).nonzero().flatten().tolist()
     if not odd:
         return
-    mine = [f"{s.name} {tuple(s.shape)} {str(b.dtype).removeprefix('torch.')}" for b in layout.buckets for s in b.slots]
-    text = "\n".join(mine).encode()
-    sizes = cluster.collect(torch.tensor([[len(text)]]))
+    sizes = cluster.collect(torch.full((cluster.rows, 1), len(text)))
     padded = torch.tensor([list(text.ljust(int(sizes.max()), b"\n"))], dtype=torch.uint8)
-    texts = [bytes(row.tolist()).decode().split("\n") for row in cluster.collect(padded)]
-    first, other = texts[0], texts[odd[0]]
-    a, b = next(
-        ((a, b) for a, b in zip(first, other, strict=False) if a != b), (f"{len(first)} parameters", f"{len(other)} parameters")
-    )
+    texts = [bytes(row.tolist()).decode().rstrip("\n").split("\n") for row in cluster.collect(padded.expand(cluster.rows, -1))]
+    pairs = zip_longest(texts[0], texts[odd[0]], fillvalue="nothing")
+    first, other = next(((a, b) for a, b in pairs if a != b), ("other buckets", "other buckets"))
     raise HocketError(
-        f"Worker {odd[0]}'s model differs from worker 0's: {b or 'nothing'} against {a or 'nothing'}; build the same model everywhere."
+        f"Worker {odd[0]}'s model or job differs from worker 0's: {other} against {first}; build the same everywhere."
     )
+
+
+def _line(kind: str, name: str, tensor: Tensor) -> str:
+    return f"{kind} {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -5,6 +5,7 @@ It serves real processes and virtual workers alike; what differs is in the repli
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -99,15 +100,15 @@ class Training:
         begun = time.perf_counter()
         losses: list[Tensor] = []
         self.cluster.ledger.resume()
-        for round_ in self.partition.rounds(self.epoch):
+        for round_, index in zip(rounds := self.partition.rounds(self.epoch), self._indices(rounds), strict=True):
             if self.step >= self.steps:
                 break
-            losses.append(self._step(round_))
+            losses.append(self._step(round_, index))
             watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))
         self.cluster.ledger.pause()
         entry = self.ledger.close_epoch()
         self.epoch += 1
-        mean_loss = self.cluster.collect(torch.stack(losses).mean(0).to("cpu", torch.float64).unsqueeze(1)).mean().item()
+        mean_loss = self._mean_loss(losses)
         wall = time.perf_counter() - begun
         over = self.epoch == self.plan.epochs or self.step >= self.steps
         accuracy = self._evaluate() if self.plan.evaluate or over else None
@@ -119,19 +120,37 @@ class Training:
         self.metrics.append(metrics)
         return metrics
 
-    def _step(self, round_: Round) -> Tensor:
+    def _mean_loss(self, losses: list[Tensor]) -> float:
+        """The mean over steps and workers, summed exactly so that it does not depend on who hosts whom."""
+        own = [[math.fsum(column) / len(losses)] for column in torch.stack(losses, 1).tolist()]
+        everyone = self.cluster.collect(torch.tensor(own, dtype=torch.float64))
+        return math.fsum(everyone.flatten().tolist()) / self.cluster.size
+
+    def _indices(self, rounds: list[Round]) -> list[list[Tensor] | Tensor]:
+        """Per round, the samples of the workers hosted here: one tensor where all have equally many. One copy to the device."""
+        here = slice(self.cluster.workers.start, self.cluster.workers.stop)
+        device = self._train[0].device
+        own = [r.indices[here] for r in rounds]
+        even = [k for k, parts in enumerate(own) if len({len(p) for p in parts}) == 1 and len(parts[0]) == self.plan.batch]
+        stacked = torch.stack([torch.stack(own[k]) for k in even]).to(device) if even else None
+        place = {k: j for j, k in enumerate(even)}
+        return [
+            stacked[place[k]] if stacked is not None and k in place else [p.to(device) for p in parts]
+            for k, parts in enumerate(own)
+        ]
+
+    def _step(self, round_: Round, index: list[Tensor] | Tensor) -> Tensor:
         here = slice(self.cluster.workers.start, self.cluster.workers.stop)
         keys = self._keys()
-        indices = round_.indices[here]
         x, y = self._train
-        weights = [1.0] * len(indices) if round_.even else round_.weights[here]
+        weights = [1.0] * self.cluster.rows if round_.even else round_.weights[here]
         inputs: Any
-        if len({len(i) for i in indices}) == 1:
-            index = torch.stack(indices).to(x.device)
+        targets: Any
+        if isinstance(index, Tensor):
             inputs, targets = self._prepared(x[index], keys), y[index]
         else:
-            inputs = [self._prepared(x[i.to(x.device)].unsqueeze(0), keys[r : r + 1])[0] for r, i in enumerate(indices)]
-            targets = [y[i.to(y.device)] for i in indices]
+            inputs = [self._prepared(x[i].unsqueeze(0), keys[r : r + 1])[0] for r, i in enumerate(index)]
+            targets = [y[i] for i in index]
         losses = self.replicas.step(inputs, targets, keys, weights)
         self.scheduler.step()
         self.step += 1

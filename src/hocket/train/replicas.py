@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +17,12 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import CAP_BYTES, FIRST_CAP_BYTES, Layout, layout_of
+from hocket.errors import HocketError
 from hocket.program import Program
 from hocket.strategy import Strategy
 from hocket.train.engines import choose, stack_buffers
-from hocket.train.engines import _forked as forked
-from hocket.train.engines import _random_modules as random_modules
-from hocket.train.job import Job, check_job
+from hocket.train.engines.loop import forked, random_modules
+from hocket.train.job import Job, check_equal, check_job
 from hocket.train.stacked import StackedOptimizer, clip_rows_
 from hocket.train.watch import NonFinite
 
@@ -112,8 +114,8 @@ class LiveReplica:
             yield model
 
     def each(self) -> Iterator[nn.Module]:
+        self.job.program.drain()
         with self.cluster.uncounted():
-            self.job.program.drain()
             yield self.model
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,6 +151,8 @@ class StackedReplicas:
         template = optimizer(list(model.parameters()))
         check_job(model, template, strategy, 1, nonfinite)
         self.layout = layout_of(model.named_parameters(), [g["params"] for g in template.param_groups], cap_bytes, first_cap_bytes)
+        check_equal(model, self.layout, cluster, [str(strategy)])
+        _check_memory(self.layout, cluster)
         self.weights = [b.empty(cluster.rows) for b in self.layout.buckets]
         self.grads = [b.empty(cluster.rows) for b in self.layout.buckets]
         self._fill()
@@ -189,7 +193,7 @@ class StackedReplicas:
         elif self._watch is not None:
             self._watch.judge(self._watch.found)
         if self.clip is not None:
-            clip_rows_(self.grads, self.clip)
+            self._clip(used, self.clip)
         self.program.before_update(self.weights)
         self._stacked.step(used)
         self.program.after_update(self.weights)
@@ -197,14 +201,15 @@ class StackedReplicas:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
+        self.program.drain()
         with self.cluster.uncounted():
-            self.program.drain()
-            with self._lent([self._mean(w) for w in self.weights], {n: self._mean_buffer(b) for n, b in self.buffers.items()}):
+            means = [self._mean(w) for w in self.weights], {n: self._mean_buffer(b) for n, b in self.buffers.items()}
+            with self._lent(*means):
                 yield self.model
 
     def each(self) -> Iterator[nn.Module]:
+        self.program.drain()
         with self.cluster.uncounted():
-            self.program.drain()
             for row in range(self.cluster.rows):
                 with self._lent([w[row : row + 1] for w in self.weights], {n: b[row] for n, b in self.buffers.items()}):
                     yield self.model
@@ -232,6 +237,26 @@ class StackedReplicas:
             for stacked, slot in zip(bucket.stacked(rows), bucket.slots, strict=True):
                 stacked.copy_(named[slot.name].data.expand_as(stacked))
             self.cluster.broadcast(rows)
+        trained = {s.name for b in self.layout.buckets for s in b.slots}
+        for tensor in (*(p for n, p in named.items() if n not in trained), *self.model.buffers()):
+            rows = tensor.data.reshape(1, -1).clone()
+            self.cluster.broadcast(rows)
+            tensor.data.copy_(rows.view(tensor.shape))
+
+    def _clip(self, used: Tensor, max_norm: float) -> None:
+        """Each row's gradient down to ``max_norm``; on a CPU in ``clip_grad_norm_``'s own order of summation, for equal bits."""
+        if self.cluster.device.type != "cpu":
+            clip_rows_(self.grads, max_norm)
+            return
+        places = {s.name: (b, i) for b, bucket in enumerate(self.layout.buckets) for i, s in enumerate(bucket.slots)}
+        starts = [0, *accumulate(len(b.slots) for b in self.layout.buckets)]
+        order = [places[n] for n, _ in self.model.named_parameters() if n in places]
+        for row, flags in enumerate(used.tolist()):
+            views = [b.views(g, row) for b, g in zip(self.layout.buckets, self.grads, strict=True)]
+            grads = [views[b][i] for b, i in order if flags[starts[b] + i]]
+            scale = (max_norm / (torch.nn.utils.get_total_norm(grads) + 1e-6)).clamp(max=1.0)
+            for grad in grads:
+                grad.mul_(scale.to(grad.dtype))
 
     def _flags(self, used: Tensor) -> Tensor:
         found = self._watch is not None and self._watch.found
@@ -266,3 +291,17 @@ class StackedReplicas:
         finally:
             for tensor, data in kept:
                 tensor.data = data
+
+
+def _check_memory(layout: Layout, cluster: Cluster) -> None:
+    """Weights, gradients and one optimiser state must fit; the system would otherwise end the process without a word."""
+    needed = 3 * cluster.rows * layout.bytes
+    if cluster.device.type == "cuda":
+        total = torch.cuda.get_device_properties(cluster.device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > total:
+        raise HocketError(
+            f"{cluster.rows} workers of {layout.bytes / 1e6:.0f} MB each need {needed / 1e9:.1f} GB for weights, gradients and momentum, "
+            f"but {cluster.device} has {total / 1e9:.1f} GB; use fewer workers, a smaller model, or several processes."
+        )

@@ -19,6 +19,7 @@ class LedgerView:
 
     def close_epoch(self) -> Entry:
         """The figures since the last call, combined over all workers (a collective)."""
+        self._cluster.start(lambda: None)()  # what was launched before this has been counted
         return self._cluster.ledger.close(self._cluster.collect)
 
     def total(self) -> Entry:

@@ -37,15 +37,18 @@ class NonFinite:
         grads = [p.grad for group in params for p in group if p.grad is not None]
         if not grads or bool(torch.isfinite(torch.stack([g.sum().float() for g in grads]).sum())):
             return
-        names = [s.name for b in self.layout.buckets for s in b.slots]
-        flat = [p for group in params for p in group]
-        bad = [n for n, p in zip(names, flat, strict=True) if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
-        if bad:
-            self._describe(bad, 0, step)
-            if self.policy == "skip":
-                for grad in grads:
-                    grad.zero_()
-            self.judge(True)
+        for bucket, group in zip(self.layout.buckets, params, strict=True):
+            bad = [
+                s.name
+                for s, p in zip(bucket.slots, group, strict=True)
+                if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+            ]
+            if bad:
+                self._describe(bad, 0, step)
+                for p in group:  # the whole bucket, as when it travels
+                    if p.grad is not None:
+                        p.grad.zero_()
+        self.judge(self.found)
 
     def judge(self, found_by_any: bool) -> None:
         """Raise, if somebody found something and the policy says so."""

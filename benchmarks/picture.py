@@ -1,0 +1,67 @@
+"""Draws accuracy against bytes sent from what benchmarks/cifar.py left.
+
+    python benchmarks/picture.py docs/results/cifar10-16.json docs/results/frontier.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# Okabe and Ito's palette: told apart by colour-blind readers.
+COLOURS = {"none": "#0072B2", "sparse": "#D55E00", "other": "#009E73"}
+
+
+def main(source: Path, target: Path) -> None:
+    rows = json.loads(source.read_text())
+    figure, axes = plt.subplots(figsize=(9, 5.2), dpi=140)
+    seen = set()
+    for row in rows:
+        kind = kind_of(row["strategy"])
+        label = {"none": "not compressed", "sparse": "sparsified", "other": "quantised or low rank"}[kind] if kind not in seen else None
+        seen.add(kind)
+        axes.scatter(row["mb_per_worker"], 100 * row["accuracy"], s=60, color=COLOURS[kind], label=label, zorder=3)
+    place_names(axes, rows)
+    axes.set_xscale("log")
+    axes.invert_xaxis()
+    axes.set_xlabel("MB sent per worker in the whole training (log scale; less traffic to the right)")
+    axes.set_ylabel("test accuracy of the mean model, %")
+    axes.set_title("CIFAR-10, small CNN, 16 virtual workers, 20 epochs: what each strategy sends and gives", fontsize=10.5, loc="left")
+    axes.grid(alpha=0.3, zorder=0)
+    axes.legend(loc="lower left", frameon=False)
+    axes.margins(x=0.16, y=0.16)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(target)
+
+
+def kind_of(strategy: str) -> str:
+    if any(word in strategy for word in ("topk", "dgc", "threshold", "randomk")):
+        return "sparse"
+    return "other" if any(word in strategy for word in ("qsgd", "lowrank", "sign", "cast", "ternary")) else "none"
+
+
+def place_names(axes: "plt.Axes", rows: list[dict[str, object]]) -> None:
+    """Names beside their points, moved up or down where neighbours are close."""
+    taken: list[tuple[float, float]] = []
+    import math
+
+    for row in sorted(rows, key=lambda r: -float(r["accuracy"])):  # type: ignore[arg-type]
+        x, y = math.log10(float(row["mb_per_worker"])), 100 * float(row["accuracy"])  # type: ignore[arg-type]
+        offset = 7
+        while any(abs(x - a) < 0.75 and abs(y + offset / 60 - b) < 0.22 for a, b in taken) and abs(offset) < 60:
+            offset = -offset - 12 if offset > 0 else -offset + 2
+        taken.append((x, y + offset / 60))
+        name = str(row["strategy"]).replace("bulk + ", "") if row["strategy"] != "bulk + allreduce" else "bulk + allreduce"
+        axes.annotate(name, (10**x, y), xytext=(0, offset), textcoords="offset points", fontsize=8, ha="center", va="center")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

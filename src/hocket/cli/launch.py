@@ -1,0 +1,81 @@
+"""Starting real workers on this machine through torch's own elastic launcher."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from hocket.errors import HocketError
+
+
+def launch(arguments: list[str], processes: int) -> None:
+    """Run ``hocket`` with these arguments in ``processes`` processes; returns when all are done.
+
+    When one dies the launcher ends the others; the first cause becomes one sentence.
+    """
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ["HOCKET_LAUNCHED"] = "1"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "hocket.cli.main", *arguments)
+    except ChildFailedError as error:
+        raise HocketError(_cause(error.failures)) from None
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise HocketError(f"Ended by signal {error.sigval.name}; the workers were ended too.") from None
+
+
+def _cause(failures: dict[int, ProcessFailure]) -> str:
+    """The sentence of the worker that failed first, of those that were not ended by the launcher or merely left alone."""
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
+        rank, failure = item
+        return failure.exitcode == -signal.SIGTERM, _kind(failure) == "WorkerLost", failure.timestamp, rank
+
+    rank, first = min(failures.items(), key=order)
+    if message := _message(first):
+        return message
+    if first.exitcode < 0:
+        how = f"was ended by signal {signal.Signals(-first.exitcode).name}"
+    else:
+        how = f"ended with exit code {first.exitcode} (its own output says why)"
+    return f"Process {rank} of the job (pid {first.pid}) {how}; the others were ended too."
+
+
+def _kind(failure: ProcessFailure) -> str:
+    return str(_error(failure).get("kind", ""))
+
+
+def _message(failure: ProcessFailure) -> str:
+    message = _error(failure).get("message", {})
+    return str(message.get("message", "")) if isinstance(message, dict) else ""
+
+
+def _error(failure: ProcessFailure) -> dict[str, object]:
+    path = Path(failure.error_file)
+    try:
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
+    except (ValueError, OSError):
+        return {}

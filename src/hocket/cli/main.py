@@ -1,0 +1,71 @@
+"""``hocket``: the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import typer
+
+from hocket.cli import demo, train
+from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+
+app = typer.Typer(
+    name="hocket",
+    help="Parallel training of neural networks when links are slow, machines differ and workers fail.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("train")(train.command)
+app.command("demo")(demo.command)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        import hocket
+
+        print(hocket.__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command; every expected failure is one sentence on standard error and a non-zero exit."""
+    try:
+        app()
+    except (HocketError, WorkerLost, NonFiniteGradient) as error:
+        _end(error, 2 if isinstance(error, HocketError) else 1)
+    except KeyboardInterrupt:
+        _say("interrupted.")
+        _quit(130)
+
+
+def _end(error: Exception, code: int) -> None:
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # Started by a launcher: it prints one sentence for all workers.
+        message = {"message": str(error), "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
+        with open(path, "w") as file:
+            json.dump({"message": message, "kind": type(error).__name__}, file)
+        if not os.environ.get("HOCKET_LAUNCHED"):
+            _say(str(error))
+    else:
+        _say(str(error))
+    _quit(code)
+
+
+def _say(text: str) -> None:
+    print(f"hocket: {text}", file=sys.stderr, flush=True)
+
+
+def _quit(code: int) -> None:
+    """Leave at once: a process whose peers are gone must not wait for them in exit handlers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""``hocket train``: one run, on real processes or on virtual workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from hocket.cli.display import LEGEND, Display, add_result, plain_notes, results_table
+from hocket.cli.launch import launch
+from hocket.cluster.base import Cluster
+from hocket.cluster.join import find_place, join
+from hocket.cluster.virtual import VirtualCluster
+from hocket.data import load
+from hocket.errors import HocketError
+from hocket.models import build
+from hocket.strategy import Strategy
+from hocket.train.run import Settings, bulk_bytes, run
+
+
+def command(
+    strategy: Annotated[str, typer.Option("--strategy", "-s", help="For example 'local(4) + gossip + topk(0.01)'.")] = "bulk + allreduce",
+    workers: Annotated[int | None, typer.Option("--workers", "-n", help="How many workers [default: 1, or what the launcher started].")] = None,
+    virtual: Annotated[bool, typer.Option("--virtual", help="Virtual workers in this one process.")] = False,
+    processes: Annotated[int | None, typer.Option(help="Real processes, if fewer than workers (each then hosts several).")] = None,
+    data: Annotated[str, typer.Option(help="digits, mnist, cifar10, cifar100, shakespeare or module:factory.")] = "digits",
+    model: Annotated[str, typer.Option(help="mlp, cnn, resnet20, vgg11, gpt or module:factory.")] = "mlp",
+    data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, adam, adamw, …: torch.optim's names in lower case.")] = "sgd",
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
+    momentum: Annotated[float, typer.Option(help="Momentum of sgd and rmsprop.")] = 0.0,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.0,
+    schedule: Annotated[str, typer.Option(help="constant, cosine, linear or step.")] = "constant",
+    warmup: Annotated[float, typer.Option(help="Epochs of linear warm-up.")] = 0.0,
+    scale_lr: Annotated[bool, typer.Option("--scale-lr", help="Multiply the rate by the number of workers (linear scaling).")] = False,
+    batch: Annotated[int, typer.Option(help="Mini-batch per worker.")] = 100,
+    epochs: Annotated[int, typer.Option(help="Epochs.")] = 10,
+    max_steps: Annotated[int | None, typer.Option(help="End after this many steps.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
+    autocast: Annotated[str, typer.Option(help="none, bf16 or fp16.")] = "none",
+    augment: Annotated[bool, typer.Option(help="Random crops and flips, where the data set has them.")] = True,
+    seed: Annotated[int, typer.Option(help="Decides weights, partition and codecs.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cuda if there is one].")] = None,
+    engine: Annotated[str, typer.Option(help="Gradients of virtual workers: auto, loop or vmap.")] = "auto",
+    nonfinite: Annotated[str, typer.Option(help="NaN or Inf gradients: raise or skip.")] = "raise",
+    exact: Annotated[bool, typer.Option("--exact", help="Sum in worker order: equal bit for bit to virtual workers.")] = False,
+    host_size: Annotated[int | None, typer.Option(help="Workers per host, for hierarchical topologies.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for run.json, metrics.jsonl and checkpoints.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+) -> None:
+    """Train a model with one strategy, on real processes or on virtual workers."""
+    plain_notes()
+    sys.path.insert(0, os.getcwd())  # for module:factory
+    place = find_place(os.environ)
+    joined = place is not None and not virtual
+    size = workers if workers is not None else place.processes if joined and place is not None else 1
+    settings = Settings(
+        strategy=strategy,
+        workers=size,
+        virtual=virtual,
+        data=data,
+        model=model,
+        optimizer=optimizer,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        warmup=warmup,
+        scale_lr=scale_lr,
+        batch=batch,
+        epochs=epochs,
+        max_steps=max_steps,
+        clip=clip,
+        autocast=autocast,
+        augment=augment,
+        seed=seed,
+        engine=engine,
+        nonfinite=nonfinite,
+        exact=exact,
+        host_size=host_size,
+    )
+    parsed = settings.check()
+    if resume and out is None:
+        raise HocketError("--resume needs --out, the folder of the run to go on with.")
+    where = _device(device)
+    count = size if processes is None else processes
+    if not 1 <= count <= size:
+        raise HocketError(f"--processes {count}: there must be at least one and at most one per worker (--workers {size}).")
+    if not joined and not virtual and count > 1:
+        _check_before_start(settings, data_dir, out, resume)
+        launch(sys.argv[1:], count)
+        return
+    cluster = _cluster(settings, where, joined, count)
+    try:
+        _train(settings, parsed, cluster, data_dir, out, resume)
+    finally:
+        cluster.close()
+
+
+def _train(settings: Settings, strategy: Strategy, cluster: Cluster, data_dir: Path | None, out: Path | None, resume: bool) -> None:
+    speaks = cluster.workers.start == 0
+    with Display(str(strategy), speaks, settings.epochs) as display:
+        training = run(settings, cluster, data_dir, out, resume, display.step, display.epoch)
+    if speaks:
+        kind = "virtual workers" if settings.virtual else "workers"
+        table = results_table(f"{settings.model} on {settings.data}, {cluster.size} {kind}, {training.step} steps")
+        add_result(table, str(strategy), training.metrics[-1], training.ledger.total(), bulk_bytes(training))
+        console = Console()
+        console.print(table)
+        console.print(LEGEND + " There: computed, not measured.", style="dim")
+        if out is not None:
+            console.print(f"Records in {out}/run.json and {out}/metrics.jsonl")
+
+
+def _cluster(settings: Settings, device: torch.device, joined: bool, processes: int) -> Cluster:
+    if settings.virtual:
+        return VirtualCluster(settings.workers, device, settings.host_size)
+    if joined or processes > 1:
+        cluster = join(device=device, workers=settings.workers, exact=settings.exact)
+        if settings.host_size is not None:
+            setattr(cluster, "_host_size", settings.host_size)  # noqa: B010
+        return cluster
+    return VirtualCluster(settings.workers, device, settings.host_size, timed=settings.workers == 1)
+
+
+def _check_before_start(settings: Settings, data_dir: Path | None, out: Path | None, resume: bool) -> None:
+    """Say what is wrong once, before any process is started."""
+    if out is not None and (out / "run.json").exists() and not resume:
+        raise HocketError(f"{out} holds a run already; choose another --out, or --resume to go on with it.")
+    build(settings.model, load(settings.data, data_dir))
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise HocketError(f"--device {name}: unknown; use cpu or cuda.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise HocketError(f"--device {name}: torch sees no CUDA device here; use --device cpu.")
+    return device

@@ -1,0 +1,41 @@
+"""Damped: a code times the factor that brings it nearest to what it stands for.
+
+``τ = ⟨C(x), x⟩ / ‖C(x)‖²`` travels with the message, so that ``‖τC(x) − x‖ ≤ ‖x‖`` whatever the code. Unbiased codes can be
+further from ``x`` than 0 is (ternary on many values is), and public copies made of such messages grow without bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hocket.cluster.message import Message
+from hocket.compression.base import Codec, Context, Memory
+
+
+@dataclass(frozen=True)
+class Damped(Codec):
+    """``codec`` with one more value per message, the factor."""
+
+    codec: Codec
+
+    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+        message, memory = self.codec.encode(rows, keys, memory, context)
+        decoded = self.codec.decode(message, rows.shape[1], context)
+        # Relative to the row's largest code: squares of very small or large values leave float32's range.
+        peak = decoded.abs().amax(1, keepdim=True)
+        peak = torch.where(peak > 0, peak, 1.0)
+        unit = decoded / peak
+        factor = (unit * rows).sum(1, keepdim=True) / peak / (unit * unit).sum(1, keepdim=True).clamp(min=1.0)
+        lengths = None if message.lengths is None else torch.cat([message.lengths, torch.ones_like(message.lengths[:, :1])], 1)
+        return Message((*message.parts, factor), lengths), memory
+
+    def decode(self, message: Message, size: int, context: Context) -> Tensor:
+        lengths = None if message.lengths is None else message.lengths[:, :-1]
+        return self.codec.decode(Message(message.parts[:-1], lengths), size, context) * message.parts[-1]
+
+    def capacities(self, size: int) -> list[int] | None:
+        inner = self.codec.capacities(size)
+        return None if inner is None else [*inner, 1]

@@ -1,0 +1,44 @@
+"""Gradient engines for workers as rows; :func:`choose` picks the one for a device."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from hocket.cluster.layout import Layout
+from hocket.errors import HocketError
+from hocket.train.engines.base import Engine, Loss, stack_buffers
+from hocket.train.engines.loop import LoopEngine
+from hocket.train.engines.vmap import VmapEngine, obstacle
+
+__all__ = ["Engine", "LoopEngine", "VmapEngine", "choose", "stack_buffers"]
+
+
+def choose(
+    model: nn.Module,
+    loss: Loss,
+    layout: Layout,
+    rows: int,
+    device: torch.device | str,
+    name: str = "auto",
+    *,
+    autocast: torch.dtype | None = None,
+    accumulate: int = 1,
+) -> LoopEngine | VmapEngine:
+    """The engine for ``device``: the loop on a CPU, compiled vmap on CUDA, unless ``name`` says ``"loop"`` or ``"vmap"``."""
+    if name not in ("auto", "loop", "vmap"):
+        raise HocketError(f"there is no gradient engine {name!r}; use 'auto', 'loop' or 'vmap'.")
+    cuda = torch.device(device).type == "cuda"
+    if name == "loop" or (name == "auto" and not (cuda and rows > 1)):
+        return LoopEngine(model, loss, layout, autocast=autocast, accumulate=accumulate)
+    found = obstacle(model)
+    if found is None:
+        return VmapEngine(
+            model, loss, layout, rows, compile=cuda, autocast=autocast, accumulate=accumulate, fall_back=name == "auto"
+        )
+    if name == "vmap":
+        raise HocketError(f"the vmap engine cannot run a model with {found}; use engine='loop' or 'auto'.")
+    warnings.warn(f"the model has {found}, which vmap cannot do: its workers are computed one after another.", stacklevel=2)
+    return LoopEngine(model, loss, layout, autocast=autocast, accumulate=accumulate)

@@ -1,0 +1,194 @@
+"""The loop engine: one template module re-pointed to row after row, ordinary autograd, bit-equal to a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.layout import Layout
+from hocket.errors import HocketError
+from hocket.train.engines.base import Batches, Buffers, Loss, Rows
+
+
+class LoopEngine:
+    """One worker after another on one template module; bit-equal to plain training of each.
+
+    While a gradient is computed the template's parameters and buffers are views of the row; afterwards it has its own back.
+    Models with active dropout run each row under ``torch.manual_seed(keys[row])``, as a process of its own would; ``seeded``
+    forces that on or off. ``autocast`` is the dtype of mixed precision, ``accumulate`` cuts each batch into that many parts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        layout: Layout,
+        *,
+        seeded: bool | None = None,
+        autocast: torch.dtype | None = None,
+        accumulate: int = 1,
+    ) -> None:
+        if accumulate < 1:
+            raise HocketError(f"accumulate must be at least 1, got {accumulate}.")
+        self.model, self.loss, self.layout = model, loss, layout
+        self.autocast, self.accumulate = autocast, accumulate
+        self._random = random_modules(model)
+        self._seeded = seeded
+        self._parameters = _parameters(model, layout)
+        self._bound: _Bound | None = None
+
+    def gradients(
+        self, weights: Rows, buffers: Buffers, inputs: Batches, targets: Batches, grads: Rows, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`Engine`."""
+        bound = self._bind(weights, buffers, grads)
+        seeds = keys.tolist() if self.is_seeded() else None
+        losses: list[Tensor] = []
+        missing: list[tuple[int, int]] = []
+        with forked(seeds is not None, weights[0].device), bound.home(self._parameters):
+            for row in range(bound.rows):
+                if seeds is not None:
+                    torch.manual_seed(seeds[row])
+                bound.move_in(self._parameters, row)
+                losses.append(self._backward(inputs[row], targets[row]))
+                missing += [(row, slot) for slot in bound.collect(self._parameters, row)]
+        return torch.stack(losses), _used(bound.rows, len(self._parameters), missing)
+
+    def is_seeded(self) -> bool:
+        return any(m.training for m in self._random) if self._seeded is None else self._seeded
+
+    def _bind(self, weights: Rows, buffers: Buffers, grads: Rows) -> _Bound:
+        """The views of all rows; made anew only when the storage has moved."""
+        key = tuple((t.data_ptr(), t.shape[0]) for t in (*weights, *grads, *buffers.values()))
+        if self._bound is None or self._bound.key != key:
+            self._bound = _Bound(key, self.model, self.layout, weights, buffers, grads)
+        return self._bound
+
+    def _backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if self.accumulate == 1:
+            loss = self._forward(inputs, targets)
+            loss.backward()
+            return loss.detach()
+        total = torch.zeros((), device=inputs.device)
+        n = min(self.accumulate, len(inputs))
+        for x, y in zip(inputs.tensor_split(n), targets.tensor_split(n), strict=True):
+            loss = self._forward(x, y) * (len(x) / len(inputs))
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    def _forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if self.autocast is None:
+            return self.loss(self.model(inputs), targets)
+        with torch.autocast(inputs.device.type, self.autocast):
+            return self.loss(self.model(inputs), targets)
+
+
+class _Bound:
+    """The views of every row of one set of storages, and where the template keeps its buffers."""
+
+    def __init__(
+        self,
+        key: tuple[tuple[int, int], ...],
+        model: nn.Module,
+        layout: Layout,
+        weights: Rows,
+        buffers: Buffers,
+        grads: Rows,
+    ) -> None:
+        self.key, self.rows = key, weights[0].shape[0]
+        self.weights = [_views(layout, weights, row) for row in range(self.rows)]
+        self.grads = [_views(layout, grads, row) for row in range(self.rows)]
+        places = _buffer_places(model)
+        self.places = [(owner, name, full) for full in buffers for owner, name in places[full]]
+        self.buffers = [[buffers[full][row] for _, _, full in self.places] for row in range(self.rows)]
+
+    def move_in(self, parameters: list[nn.Parameter], row: int) -> None:
+        """Points the template's parameters and buffers to one row."""
+        for p, view in zip(parameters, self.weights[row], strict=True):
+            p.data = view
+            p.grad = None
+        for (owner, name, _), view in zip(self.places, self.buffers[row], strict=True):
+            owner._buffers[name] = view
+
+    def collect(self, parameters: list[nn.Parameter], row: int) -> list[int]:
+        """Copies the gradients into their row; returns the slots that have none.
+
+        Copying keeps the bits (adding to zeros turns -0.0 into 0.0) and costs no more than zeroing and accumulating in place.
+        """
+        found = [(view, p.grad) for view, p in zip(self.grads[row], parameters, strict=True) if p.grad is not None]
+        if found:
+            torch._foreach_copy_([view for view, _ in found], [g for _, g in found])
+        missing = [slot for slot, p in enumerate(parameters) if p.grad is None]
+        for slot in missing:
+            self.grads[row][slot].zero_()
+        return missing
+
+    @contextlib.contextmanager
+    def home(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Gives the template its own tensors back at the end."""
+        own = [p.data for p in parameters]
+        kept = [owner._buffers[name] for owner, name, _ in self.places]
+        try:
+            yield
+        finally:
+            for p, data in zip(parameters, own, strict=True):
+                p.data = data
+                p.grad = None
+            for (owner, name, _), buffer in zip(self.places, kept, strict=True):
+                owner._buffers[name] = buffer
+
+
+def _views(layout: Layout, storages: Rows, row: int) -> list[Tensor]:
+    return [view for bucket, storage in zip(layout.buckets, storages, strict=True) for view in bucket.views(storage, row)]
+
+
+def _parameters(model: nn.Module, layout: Layout) -> list[nn.Parameter]:
+    """The template's parameters in the layout's order."""
+    named = dict(model.named_parameters())
+    names = [s.name for b in layout.buckets for s in b.slots]
+    unknown = [n for n in names if n not in named]
+    if unknown:
+        raise HocketError(f"the layout has a parameter {unknown[0]!r} that the model lacks; build the layout from this model.")
+    return [named[n] for n in names]
+
+
+def _buffer_places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Per buffer name all modules that hold it, under which attribute (one tensor may be registered twice)."""
+    holders: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, b in module._buffers.items():
+            if b is not None:
+                holders.setdefault(id(b), []).append((module, name))
+    return {full: holders[id(b)] for full, b in model.named_buffers()}
+
+
+def random_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules that draw random numbers while training."""
+
+    def draws(m: nn.Module) -> bool:
+        rate = getattr(m, "dropout", 0)
+        numeric = isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0
+        return numeric or (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or isinstance(m, nn.RReLU)
+
+    return [m for m in model.modules() if draws(m)]
+
+
+@contextlib.contextmanager
+def forked(seeded: bool, device: torch.device) -> Iterator[None]:
+    """Leaves the global generators as they were."""
+    if not seeded:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+
+
+def _used(rows: int, slots: int, missing: list[tuple[int, int]]) -> Tensor:
+    used = torch.ones(rows, slots, dtype=torch.bool)
+    for row, slot in missing:
+        used[row, slot] = False
+    return used

@@ -1,0 +1,210 @@
+"""The vmap engine: all rows at once with ``torch.func.vmap``, compiled into one forward and one backward graph on CUDA.
+
+It equals the loop within rounding. Workers with their own weights turn every convolution into a grouped one, which cuDNN does slowly;
+see :mod:`hocket.train.engines.convolution` for what runs instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from hocket.cluster.layout import Layout
+from hocket.errors import HocketError
+from hocket.train.engines.base import Batches, Buffers, Loss, Rows
+from hocket.train.engines.convolution import with_row_convolutions
+from hocket.train.engines.loop import LoopEngine, forked
+
+
+class VmapEngine:
+    """All workers at once: ``vmap`` of the loss over the flat rows, ordinary autograd around it, compiled on CUDA.
+
+    Rounds with batches of different sizes go to the loop. ``chunk`` computes that many rows at a time, which bounds memory.
+    Dropout differs from row to row and step to step, is repeatable for the same keys, but does not equal the loop's.
+    With ``fall_back`` a model that vmap cannot do is noted once and computed by the loop; otherwise it is refused.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        layout: Layout,
+        rows: int,
+        compile: bool = True,
+        *,
+        chunk: int | None = None,
+        autocast: torch.dtype | None = None,
+        accumulate: int = 1,
+        fall_back: bool = False,
+        graph: bool = True,
+    ) -> None:
+        if chunk is not None and chunk < 1:
+            raise HocketError(f"chunk must be at least 1 row, got {chunk}.")
+        self.loop = LoopEngine(model, loss, layout, autocast=autocast, accumulate=accumulate)
+        self.loss, self.layout, self.rows, self.chunk = loss, layout, rows, chunk or rows
+        self.autocast, self.accumulate, self.fall_back = autocast, accumulate, fall_back
+        self._compile, self._graph = compile, graph and compile
+        self._take(model if autocast else with_row_convolutions(model))
+        self._used: Tensor | None = None
+        self._refused = False
+
+    def gradients(
+        self, weights: Rows, buffers: Buffers, inputs: Batches, targets: Batches, grads: Rows, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`Engine`."""
+        for theirs, own in zip(self.loop.model.modules(), self._model.modules(), strict=True):
+            own.training = theirs.training
+        x, y = _stack(inputs), _stack(targets)
+        if self._refused or x is None or y is None:
+            return self.loop.gradients(weights, buffers, inputs, targets, grads, keys)
+        if self._used is None:
+            return self._first(weights, buffers, x, y, grads, keys)
+        return self._all(weights, buffers, x, y, grads, keys), self._used
+
+    def _take(self, model: nn.Module) -> None:
+        """Computes with this module tree from now on."""
+        self._model = model
+        self._captured: dict[tuple[Any, ...], _Captured | None] = {}
+        losses = vmap(self._loss_of_one, randomness="different")
+        self._losses = torch.compile(losses, dynamic=False) if self._compile else losses
+
+    def _first(self, weights: Rows, buffers: Buffers, x: Tensor, y: Tensor, grads: Rows, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The first round: finds the unused slots with one eager backward, and learns whether vmap can do this model."""
+        before = {name: b.clone() for name, b in buffers.items()}
+        alone = {name: b[:1].clone() for name, b in buffers.items()}
+        scratch = [torch.empty_like(g[:1]) for g in grads]
+        _, used = self.loop.gradients([w[:1] for w in weights], alone, x[:1], y[:1], scratch, keys[:1])
+        try:
+            losses = self._all(weights, buffers, x, y, grads, keys)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            for name, b in buffers.items():
+                b.copy_(before[name])
+            if self._model is not self.loop.model:  # once more with torch's own convolutions
+                self._take(self.loop.model)
+                return self._first(weights, buffers, x, y, grads, keys)
+            self._refuse(error)
+            return self.loop.gradients(weights, buffers, x, y, grads, keys)
+        self._used = used.expand(len(x), -1)
+        return losses, self._used
+
+    def _refuse(self, error: Exception) -> None:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if not self.fall_back:
+            raise HocketError(f"vmap cannot compute this model ({reason}); use engine='loop' or 'auto'.") from error
+        warnings.warn(f"vmap cannot compute this model ({reason}): its workers are computed one after another.", stacklevel=4)
+        self._refused = True
+
+    def _all(self, weights: Rows, buffers: Buffers, x: Tensor, y: Tensor, grads: Rows, keys: Tensor) -> Tensor:
+        if self.loop.is_seeded():
+            with forked(True, weights[0].device):
+                torch.manual_seed(int(keys[0]))
+                return self._chunks(weights, buffers, x, y, grads)
+        if self._graph and x.is_cuda:
+            return self._replay(weights, buffers, x, y, grads)
+        return self._chunks(weights, buffers, x, y, grads)
+
+    def _replay(self, weights: Rows, buffers: Buffers, x: Tensor, y: Tensor, grads: Rows) -> Tensor:
+        """The same as one CUDA graph: a few workers are otherwise bound by the CPU that launches their kernels.
+
+        The first round of a shape runs plainly (it compiles), the second is recorded, and then replayed while the storage stays.
+        """
+        pointers = tuple(t.data_ptr() for t in (*weights, *grads, *buffers.values()))
+        training = tuple(m.training for m in self.loop.model.modules())
+        key = (x.shape, x.dtype, y.shape, y.dtype, pointers, training)
+        if key not in self._captured:
+            if len(self._captured) == _GRAPHS:
+                self._captured.clear()
+            self._captured[key] = None
+            return self._chunks(weights, buffers, x, y, grads)
+        captured = self._captured[key]
+        if captured is None:
+            try:
+                captured = self._captured[key] = _Captured(lambda a, b: self._chunks(weights, buffers, a, b, grads), x, y)
+            except RuntimeError:  # the model waits for the device somewhere: it runs as it is
+                self._graph = False
+                return self._chunks(weights, buffers, x, y, grads)
+        return captured(x, y)
+
+    def _chunks(self, weights: Rows, buffers: Buffers, x: Tensor, y: Tensor, grads: Rows) -> Tensor:
+        parts = [slice(i, i + self.chunk) for i in range(0, len(x), self.chunk)]
+        losses = [self._some(weights, buffers, x, y, grads, part) for part in parts]
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
+
+    def _some(self, weights: Rows, buffers: Buffers, x: Tensor, y: Tensor, grads: Rows, part: slice) -> Tensor:
+        """The rows of one chunk, in ``accumulate`` micro-batches."""
+        leaves = [w[part].detach().requires_grad_() for w in weights]
+        own = {name: b[part] for name, b in buffers.items()}
+        total = None
+        n = min(self.accumulate, x.shape[1])
+        for i, (xi, yi) in enumerate(zip(x[part].tensor_split(n, 1), y[part].tensor_split(n, 1), strict=True)):
+            losses = self._losses(leaves, own, xi, yi)
+            scale = torch.full_like(losses, xi.shape[1] / x.shape[1])
+            for g, new in zip(grads, torch.autograd.grad(losses, leaves, scale, allow_unused=True), strict=True):
+                _put(g[part], new, first=i == 0)
+            losses = losses.detach() * scale if n > 1 else losses.detach()
+            total = losses if total is None else total + losses
+        assert total is not None
+        return total
+
+    def _loss_of_one(self, flats: Rows, buffers: Buffers, x: Tensor, y: Tensor) -> Tensor:
+        values = dict(buffers)
+        for bucket, flat in zip(self.layout.buckets, flats, strict=True):
+            # One split, not one slice per slot: its backward is a single concatenation.
+            pieces = flat.split([s.size for s in bucket.slots])
+            values.update({s.name: piece.view(s.shape) for s, piece in zip(bucket.slots, pieces, strict=True)})
+        if self.autocast is None:
+            return self.loss(functional_call(self._model, values, (x,)), y)
+        with torch.autocast(x.device.type, self.autocast):
+            return self.loss(functional_call(self._model, values, (x,)), y)
+
+
+_GRAPHS = 4  # shapes and storages recorded at a time; each keeps its activations
+
+
+class _Captured:
+    """A recorded CUDA graph with the places of its inputs and of its losses."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.graph = x.clone(), y.clone(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.losses = function(self.x, self.y)
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.graph.replay()
+        return self.losses.clone()
+
+
+def _stack(batches: Batches) -> Tensor | None:
+    """One tensor ``[rows, batch, ...]``, or None when the batches differ in shape."""
+    if isinstance(batches, Tensor):
+        return batches
+    return torch.stack(list(batches)) if len({b.shape for b in batches}) == 1 else None
+
+
+def _put(storage: Tensor, new: Tensor | None, first: bool) -> None:
+    if first:
+        storage.zero_() if new is None else storage.copy_(new)
+    elif new is not None:
+        storage.add_(new)
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """What in the model is known not to work under vmap."""
+    for m in model.modules():
+        if isinstance(m, nn.RNNBase):
+            return f"a {type(m).__name__} layer"
+        if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats and m.momentum is None:
+            return f"a {type(m).__name__} layer with momentum=None"
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse:
+            return "sparse gradients"
+    return None

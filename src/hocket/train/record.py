@@ -1,0 +1,79 @@
+"""What a run leaves behind: run.json, metrics.jsonl and checkpoints. Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hocket.errors import HocketError
+
+
+class Record:
+    """The folder of one run, written by the process that hosts worker 0 (checkpoints: by every process)."""
+
+    def __init__(self, folder: Path, process: int, resume: bool = False) -> None:
+        self.folder, self.process = folder, process
+        if process == 0:
+            if (folder / "run.json").exists() and not resume:
+                raise HocketError(f"{folder} holds a run already; choose another --out, or --resume to go on with it.")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise HocketError(f"Cannot make the folder {folder} ({error.strerror}); choose another --out.") from None
+
+    def write_run(self, run: dict[str, Any]) -> None:
+        """Everything needed to repeat the run."""
+        if self.process == 0:
+            write_whole(self.folder / "run.json", (json.dumps(run, indent=2) + "\n").encode())
+
+    def write_metrics(self, metrics: list[dict[str, Any]]) -> None:
+        """One line per epoch."""
+        if self.process == 0:
+            write_whole(self.folder / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in metrics).encode())
+
+    def save(self, state: dict[str, Any]) -> None:
+        """This process's checkpoint."""
+        temporary = self._checkpoint.with_suffix(".tmp")
+        torch.save(state, temporary)
+        os.replace(temporary, self._checkpoint)
+
+    def load(self) -> dict[str, Any]:
+        """This process's checkpoint."""
+        if not self._checkpoint.exists():
+            raise HocketError(f"There is no checkpoint {self._checkpoint}; start without --resume.")
+        try:
+            return torch.load(self._checkpoint, weights_only=True)
+        except Exception as error:
+            raise HocketError(
+                f"The checkpoint {self._checkpoint} is damaged ({type(error).__name__}); start without --resume."
+            ) from None
+
+    @property
+    def _checkpoint(self) -> Path:
+        return self.folder / f"checkpoint-{self.process}.pt"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write to a temporary name, then rename: a reader never sees half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def versions() -> dict[str, str]:
+    """What the run ran on."""
+    import hocket
+
+    return {
+        "hocket": hocket.__version__,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+    }

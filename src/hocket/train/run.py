@@ -1,0 +1,174 @@
+"""One run from its settings: what ``hocket train`` does in every process, real or virtual."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.message import ring_bytes
+from hocket.data import DataSet, Partition, load
+from hocket.errors import HocketError, nearest
+from hocket.models import build, loss_for
+from hocket.strategy import Strategy
+from hocket.train.job import mention_period
+from hocket.train.loop import Plan, Progress, Training
+from hocket.train.record import Record, versions
+from hocket.train.replicas import LiveReplica, Replicas, StackedReplicas
+from hocket.train.simulate import seeded
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    name.lower(): getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor")
+}
+AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what a run does."""
+
+    strategy: str = "bulk + allreduce"
+    workers: int = 1
+    virtual: bool = False
+    data: str = "digits"
+    model: str = "mlp"
+    optimizer: str = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup: float = 0.0
+    scale_lr: bool = False
+    batch: int = 100
+    epochs: int = 1
+    max_steps: int | None = None
+    clip: float | None = None
+    autocast: str = "none"
+    augment: bool = True
+    seed: int = 0
+    engine: str = "auto"
+    nonfinite: str = "raise"
+    exact: bool = False
+    host_size: int | None = None
+    bucket_bytes: int = 25 * 2**20
+    first_bucket_bytes: int = 2**20
+
+    def check(self) -> Strategy:
+        """Refuse what cannot work before anything is started; returns the parsed strategy."""
+        strategy = Strategy.parse(self.strategy)
+        if self.workers < 1:
+            raise HocketError(f"--workers {self.workers}: there must be at least one worker.")
+        if self.optimizer not in OPTIMIZERS:
+            hint = nearest(self.optimizer, OPTIMIZERS)
+            raise HocketError(f"--optimizer {self.optimizer}: unknown{hint}; use one of {', '.join(OPTIMIZERS)}.")
+        if self.autocast not in AUTOCAST:
+            raise HocketError(f"--autocast {self.autocast}: use none, bf16 or fp16.")
+        if not self.lr > 0:
+            raise HocketError(f"--lr {self.lr}: the rate must be above 0.")
+        self.plan()
+        return strategy
+
+    def plan(self) -> Plan:
+        """The part that the loop needs."""
+        return Plan(self.epochs, self.batch, self.seed, self.schedule, self.warmup, self.max_steps, self.augment)
+
+    def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimiser over ``params``, with the rate scaled by the workers where asked (Goyal 2017)."""
+        options: dict[str, Any] = {"lr": self.lr * (self.workers if self.scale_lr else 1)}
+        if self.optimizer in ("sgd", "rmsprop"):
+            options["momentum"] = self.momentum
+        if self.optimizer != "rprop":
+            options["weight_decay"] = self.weight_decay
+        return OPTIMIZERS[self.optimizer](params, **options)
+
+
+def make_training(settings: Settings, cluster: Cluster, data: DataSet) -> Training:
+    """A training ready to run on the workers hosted here."""
+    strategy = settings.check()
+    Partition(len(data.train[0]), settings.workers, settings.batch, settings.seed)  # too few samples are refused before anything is built
+    loss = loss_for(data)
+    model = seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
+    options: dict[str, Any] = {
+        "seed": settings.seed,
+        "clip": settings.clip,
+        "autocast": AUTOCAST[settings.autocast],
+        "nonfinite": settings.nonfinite,
+        "cap_bytes": settings.bucket_bytes,
+        "first_cap_bytes": settings.first_bucket_bytes,
+    }
+    live = cluster.rows == 1 and not settings.virtual
+    replicas: Replicas
+    if live:
+        replicas = LiveReplica(model, loss, settings.make_optimizer, strategy, cluster, **options)
+    else:
+        replicas = StackedReplicas(model, loss, settings.make_optimizer, strategy, cluster, engine=settings.engine, **options)
+    training = Training(replicas, cluster, data, loss, settings.plan())
+    if cluster.workers.start == 0:
+        mention_period(strategy, training.steps, cluster.size)
+    return training
+
+
+def run(
+    settings: Settings,
+    cluster: Cluster,
+    data_dir: Path | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    watch: Callable[[Progress], None] = lambda _: None,
+    on_epoch: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> Training:
+    """Train as ``settings`` say, leaving records in ``out``."""
+    process = getattr(cluster, "rank", 0)
+    record = None if out is None else Record(out, process, resume)
+    data = load(settings.data, data_dir)
+    with warnings.catch_warnings():
+        if process:
+            warnings.simplefilter("ignore")
+        training = make_training(settings, cluster, data)
+    if record is not None and resume:
+        training.load_state_dict(record.load())
+    if record is not None:
+        record.write_run(describe(settings, cluster, training))
+    for metrics in training.run(watch):
+        if record is not None:
+            record.write_metrics(training.metrics)
+            with cluster.uncounted():
+                record.save(training.state_dict())
+        on_epoch(metrics)
+    return training
+
+
+def describe(settings: Settings, cluster: Cluster, training: Training) -> dict[str, Any]:
+    """run.json: everything needed to repeat the run."""
+    strategy = settings.check()
+    return {
+        **asdict(settings),
+        "strategy": str(strategy),
+        "exchange": "weights" if strategy.weights else "gradients",
+        "cluster": {
+            "kind": "virtual" if settings.virtual else "processes",
+            "workers": cluster.size,
+            "processes": getattr(cluster, "processes", 1),
+            "device": str(cluster.device),
+            "backend": getattr(cluster, "backend", None),
+        },
+        "steps": training.steps,
+        "buckets": training.replicas.layout.describe(),
+        "parameters": training.replicas.layout.parameters,
+        "versions": versions(),
+        "citations": strategy.citation(),
+    }
+
+
+def bulk_bytes(training: Training) -> int:
+    """What ``bulk + allreduce`` would send in the same number of steps, all workers together (computed, not measured)."""
+    size = training.cluster.size
+    per_step = sum(ring_bytes(b.size * b.dtype.itemsize, size) for b in training.replicas.layout.buckets)
+    return per_step * training.step * size

@@ -1,0 +1,204 @@
+"""The trainings whose outcome must not depend on who hosts whom: a table, and the worker functions that run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.join import join
+from hocket.cluster.processes import ProcessCluster
+from hocket.cluster.virtual import VirtualCluster
+from hocket.data import load
+from hocket.data.partition import Partition
+from hocket.models.loss import cross_entropy
+from hocket.noise import fold
+from hocket.strategy import Strategy
+from hocket.train.replicas import LiveReplica, StackedReplicas
+from hocket.train.simulate import seeded
+
+WORKERS, STEPS, BATCH = 4, 20, 5
+SAMPLES = (STEPS - 1) * WORKERS * BATCH + 17  # the last round is uneven: 5, 4, 4, 4
+MATRIX = "[[0.5, 0.25, 0, 0.25], [0.25, 0.5, 0.25, 0], [0, 0.25, 0.5, 0.25], [0.25, 0, 0.25, 0.5]]"
+FULL = "[[0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]]"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training; dgc has its own momentum, so it takes plain SGD."""
+
+    strategy: str
+    optimizer: str = "momentum"
+    model: str = "mlp"
+    clip: float | None = None
+
+    @property
+    def name(self) -> str:
+        extras = [self.optimizer, self.model if self.model != "mlp" else "", f"clip={self.clip}" if self.clip else ""]
+        return " ".join([self.strategy, *filter(None, extras)])
+
+
+CASES = [
+    # every compressor under the two-phase all-reduce
+    Case("bulk"),
+    Case("bulk", "adam"),
+    Case("bulk + cast(fp16)"),
+    Case("bulk + cast(bf16)", "adam"),
+    Case("bulk + cast(fp8)"),
+    Case("bulk + qsgd(4)", "adam"),
+    Case("bulk + qsgd(2)"),
+    Case("bulk + ternary", "adam"),
+    Case("bulk + sign"),
+    Case("bulk + natural", "adam"),
+    Case("bulk + threshold(0.01)"),
+    Case("bulk + threshold(keep=0.05)", "adam"),
+    Case("bulk + topk(0.05)"),
+    Case("bulk + topk(0.05, feedback=False)", "adam"),
+    Case("bulk + randomk(0.1)"),
+    Case("bulk + lowrank(2)", "adam"),
+    Case("bulk + topk(0.05) | qsgd(4)"),
+    Case("bulk + threshold(keep=0.1) | cast(fp16)", "adam"),
+    Case("bulk + randomk(0.1) | natural"),
+    Case("bulk + topk(0.05) | sign"),
+    Case("bulk + dgc(0.05, warmup=8)", "sgd"),
+    Case("bulk + dgc(0.05, clip=1.0) | qsgd(4)", "sgd"),
+    # gossip: weights plainly, weights the CHOCO way, gradients
+    Case("bulk + gossip"),
+    Case("bulk + gossip(ring)", "adam"),
+    Case("bulk + gossip(exponential)"),
+    Case("bulk + gossip(random)", "adam"),
+    Case(f"bulk + gossip(matrix={MATRIX})"),
+    Case(f"bulk + gossip(matrix={FULL}) + exchange=gradients"),
+    Case("bulk + gossip + topk(0.05)", "adam"),
+    Case("bulk + gossip(ring) + sign"),
+    Case("bulk + gossip + threshold(keep=0.05)"),
+    Case("bulk + gossip + topk(0.05) | qsgd(4)", "adam"),
+    Case("bulk + gossip + lowrank(1)"),
+    Case("bulk + gossip + exchange=gradients"),
+    Case("bulk + gossip + threshold(0.01, feedback=False) + exchange=gradients", "adam"),
+    Case("bulk + gossip(random) + topk(0.05) + exchange=gradients"),
+    Case("bulk + gossip + dgc(0.05) + exchange=gradients", "sgd"),
+    # local steps
+    Case("local(1)"),
+    Case("local(4)"),
+    Case("local(3, mean=after)", "adam"),
+    Case("local(4) + topk(0.05)", "adam"),
+    Case("local(4) + lowrank(1)"),
+    Case("local(4) + gossip"),
+    Case("local(4) + gossip + topk(0.05)"),
+    Case("local(2) + gossip(exponential) + qsgd(4)", "adam"),
+    Case("local(4) + gossip + threshold(0.01, feedback=False) + exchange=gradients"),
+    Case("local(4) + topk(0.05) + exchange=gradients"),
+    Case("postlocal(4, after=6)"),
+    Case("postlocal(3, after=5) + topk(0.05)", "adam"),
+    Case("postlocal(2, after=6) + gossip"),
+    Case("diloco(5)"),
+    Case("diloco(5) + topk(0.1)", "adam"),
+    Case("diloco(5) + gossip", "adam"),
+    Case("diloco(4) + cast(bf16)"),
+    # two hosts of two workers
+    Case("bulk + hierarchical(allreduce, allreduce, size=2)"),
+    Case("bulk + hierarchical(allreduce, gossip, size=2) + topk(0.05)", "adam"),
+    Case("bulk + hierarchical(allreduce, allreduce, size=2, every=2) + qsgd(4) + exchange=gradients"),
+    Case("bulk + hierarchical(gossip, allreduce, size=2)"),
+    Case("local(2) + hierarchical(allreduce, gossip, size=2, every=2)"),
+    # BatchNorm and dropout; clipping
+    Case("bulk", "momentum", "norm"),
+    Case("local(4)", "adam", "norm"),
+    Case("bulk + gossip + topk(0.05)", "momentum", "norm"),
+    Case("diloco(5)", "momentum", "norm"),
+    Case("bulk + topk(0.05)", "adam", clip=0.5),
+    Case("local(4) + gossip", "momentum", clip=0.5),
+]
+
+
+def build(case: Case, cluster: Cluster, live: bool) -> Any:
+    """The workers of a case that a cluster hosts here."""
+    kind: Any = LiveReplica if live else StackedReplicas
+    caps = {"cap_bytes": 4096, "first_cap_bytes": 900}  # several buckets
+    strategy = Strategy.parse(case.strategy)
+    model = seeded({"mlp": _mlp, "norm": _norm}[case.model], 3)
+    replicas = kind(model, cross_entropy, OPTIMIZERS[case.optimizer], strategy, cluster, seed=3, clip=case.clip, **caps)
+    assert len(replicas.layout.buckets) > 1
+    return replicas
+
+
+def steps(replicas: Any, cluster: Cluster) -> None:
+    """Twenty rounds of a few digits each; the seeds of dropout are a function of worker and step."""
+    x, y = digits()
+    rounds = Partition(SAMPLES, WORKERS, BATCH, seed=3).rounds(epoch=0)
+    assert len(rounds) == STEPS
+    for t, round_ in enumerate(rounds):
+        here = [(i, round_.indices[i]) for i in cluster.workers]
+        keys = torch.tensor([fold(t, i) & 0x7FFFFFFF for i, _ in here])
+        replicas.step([x[k] for _, k in here], [y[k] for _, k in here], keys, [round_.weights[i] for i, _ in here])
+
+
+def outcome(case: Case, cluster: Cluster, live: bool) -> dict[str, Tensor]:
+    """Rows of weights and of float buffers after all steps, the mean model, and bytes sent by each worker hosted here."""
+    cluster.ledger.sent.zero_()
+    cluster.ledger.sent_varying.zero_()
+    replicas = build(case, cluster, live)
+    steps(replicas, cluster)
+    owner = replicas.job if live else replicas
+    owner.program.drain()
+    found = {"weights": torch.cat(owner.weights, 1).clone(), "sent": cluster.ledger.bytes_sent.clone()}
+    if live:
+        buffers = [b.reshape(1, -1) for b in replicas.model.buffers() if b.is_floating_point()]
+    else:
+        buffers = [b.flatten(1) for b in replicas.buffers.values() if b.is_floating_point()]
+    found["buffers"] = torch.cat(buffers, 1).clone() if buffers else torch.zeros(cluster.rows, 0)
+    with replicas.averaged() as model:
+        tensors = [*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())]
+        found["mean"] = torch.cat([t.detach().flatten() for t in tensors]).expand(cluster.rows, -1).clone()
+    assert torch.equal(cluster.ledger.bytes_sent, found["sent"]), "evaluation must not count"
+    if live:
+        owner.detach()
+    return found
+
+
+def real(rank: int, folder: str, workers: int, kinds: list[str]) -> None:
+    """All cases on this process, for each way of hosting: live or rows, exact or the backend's own ring."""
+    results: dict[str, dict[str, dict[str, Tensor]]] = {}
+    join(device="cpu").close()  # starts the process group
+    for kind in kinds:
+        cluster = ProcessCluster(workers, exact="ring" not in kind)
+        results[kind] = {case.name: outcome(case, cluster, "live" in kind) for case in CASES}
+        cluster.close()
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+
+
+def virtual(rank: int, folder: str) -> None:
+    """All cases on virtual workers, and where they started."""
+    results = {case.name: outcome(case, VirtualCluster(WORKERS), live=False) for case in CASES}
+    starts = {case.name: torch.cat(build(case, VirtualCluster(WORKERS), live=False).weights, 1) for case in CASES}
+    torch.save({"virtual": results, "start": starts}, f"{folder}/{rank}.pt")
+
+
+@lru_cache
+def digits() -> tuple[Tensor, Tensor]:
+    """A few hundred digits, as models read them."""
+    data = load("digits")
+    return data.prepare(data.train[0][:SAMPLES]), data.train[1][:SAMPLES]
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.05),
+    "momentum": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda params: torch.optim.Adam(params, 0.003),
+}
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))
+
+
+def _norm() -> nn.Module:
+    convolution = nn.Sequential(nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.3), nn.Flatten())
+    return nn.Sequential(*convolution, nn.Linear(216, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))

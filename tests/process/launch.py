@@ -1,0 +1,143 @@
+"""Groups of real worker processes for tests: started together, watched, and never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TESTS = Path(__file__).parents[1]
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    ENVIRON.pop(name, None)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether a condition comes true before the deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def left_behind(leaders: list[int]) -> list[int]:
+    """Processes that still run in the sessions of ``leaders`` (zombies do not count)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(session) in leaders and state != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+class Group:
+    """Worker processes that run one function each."""
+
+    def __init__(self, nursery: Nursery, folder: Path, pids: list[int]) -> None:
+        self.nursery, self.folder, self.pids = nursery, folder, pids
+        self.codes: list[int | None] = [None] * len(pids)
+
+    def poll(self) -> list[int | None]:
+        """The exit codes so far."""
+        running = [k for k, code in enumerate(self.codes) if code is None]
+        if running:
+            for k, code in zip(running, self.nursery.ask({"do": "poll", "pids": [self.pids[k] for k in running]}), strict=True):
+                self.codes[k] = code
+        return self.codes
+
+    def wait(self, timeout_s: float, together: bool = False) -> list[int]:
+        """Block until all have ended; ``together`` ends everybody as soon as one fails. Nobody is left behind."""
+
+        def over() -> bool:
+            codes = self.poll()
+            return None not in codes or (together and any(codes))
+
+        ended = eventually(over, timeout_s)
+        running = [pid for pid, code in zip(self.pids, self.codes, strict=True) if code is None]
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: None not in self.poll())
+        assert ended, f"after {timeout_s} s {running} of {self.pids} still ran:\n{self.said()}"
+        assert not left_behind(self.pids)
+        return [code for code in self.codes if code is not None]
+
+    def said(self, rank: int | None = None) -> str:
+        """What a worker (or everybody) wrote to stderr and stdout."""
+        files = sorted(self.folder.glob("*.err" if rank is None else f"{rank}.err"))
+        return "".join(f"--- {f.stem}\n{f.read_text()}{f.with_suffix('.out').read_text()}" for f in files)
+
+    def results(self) -> list[Any]:
+        """What the workers saved as ``{rank}.pt``."""
+        return [torch.load(self.folder / f"{rank}.pt") for rank in range(len(self.pids))]
+
+
+class Nursery:
+    """The process that workers are forked from."""
+
+    def __init__(self) -> None:
+        program = [sys.executable, str(Path(__file__).with_name("nursery.py"))]
+        self.process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRON)
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, function: str, processes: int, folder: Path, environ: dict[str, str] | None = None, **arguments: Any) -> Group:
+        """Start ``function`` (``module:name``) on that many processes, with torchrun's variables in their environment."""
+        folder.mkdir(parents=True, exist_ok=True)
+        port = str(free_port())
+        common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(environ or {})}
+        environs = [{**common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(processes)]
+        request = {"do": "start", "function": function, "folder": str(folder), "arguments": arguments, "environ": environs}
+        return Group(self, folder, self.ask(request))
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(timeout=30) == 0
+
+
+def run_script(arguments: list[str], cwd: Path, timeout_s: float, environ: dict[str, str] | None = None) -> tuple[int, str]:
+    """Run a program in a session of its own; its exit code and output. Nothing of that session is left behind."""
+    with subprocess.Popen(
+        arguments,
+        cwd=cwd,
+        env={**ENVIRON, **(environ or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert not left_behind([process.pid]), output
+    return process.returncode, output

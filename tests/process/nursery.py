@@ -1,0 +1,65 @@
+"""Starts groups of worker processes quickly: torch is imported once, then every worker is a fork.
+
+Run as ``python nursery.py``; it reads one JSON request per line and answers each with one line. A worker runs its function at the
+interpreter's own top level, so that exceptions, exit codes and ``atexit`` are those of a script. Nothing here starts a thread or
+touches autograd before the fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo  # optimisers import it at their first step
+
+import hocket.session  # noqa: F401 - imported once for all
+
+
+def serve() -> Callable[[], Any]:
+    """Answer requests; returns only in a worker, with what it is to run."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "start":
+            pids = []
+            for rank in range(len(request["environ"])):
+                pid = os.fork()
+                if pid == 0:
+                    return worker(request, rank)
+                pids.append(pid)
+            answer: Any = pids
+        else:
+            answer = [poll(pid) for pid in request["pids"]]
+        print(json.dumps(answer), flush=True)
+    sys.exit()
+
+
+def poll(pid: int) -> int | None:
+    """The exit code of a worker that has ended (−9 for killed by signal 9), else None."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def worker(request: dict[str, Any], rank: int) -> Callable[[], Any]:
+    """Become a worker: own session, own output, own environment."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(f"{request['folder']}/{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(request["environ"][rank])
+    module, name = request["function"].split(":")
+    function = getattr(importlib.import_module(module), name)
+    return lambda: function(rank, request["folder"], **request["arguments"])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run = serve()
+    run()

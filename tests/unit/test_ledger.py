@@ -1,0 +1,97 @@
+"""Laws of the ledger: seconds add up, bytes are those of the messages, and what is uncounted leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hocket.cluster import Entry, Message, Team, VirtualCluster
+from hocket.cluster.ledger import Span, split
+from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, ring_bytes
+
+_times = st.lists(st.floats(0, 100), min_size=4, max_size=4).map(sorted)
+
+
+@given(_times, st.floats(0, 120))
+def test_wait_and_transfer_are_the_blocked_time_and_hidden_is_the_rest(times: list[float], late: float) -> None:
+    span = Span(*times)
+    wait, transfer, hidden = split([span], torch.tensor([late], dtype=torch.float64))
+    assert min(wait, transfer, hidden) >= 0
+    assert wait + transfer == pytest.approx(span.end - span.blocked)
+    assert transfer + hidden <= max(span.end - span.first_launch, transfer) + 1e-9
+
+
+@pytest.mark.parametrize("span, late, expected", [
+    (Span(0, 1, 2, 5), 3, (1, 2, 0)),  # the last worker came at 3, we stood from 2 to 5
+    (Span(0, 1, 5, 5), 1, (0, 0, 4)),  # all hidden behind computing
+    (Span(0, 1, 2, 5), 0, (0, 3, 2)),  # we were the last
+    (Span(0, 1, 2, 5), 9, (3, 0, 0)),  # clocks that disagree never give negative seconds
+])  # fmt: skip
+def test_the_parts_of_one_exchange(span: Span, late: float, expected: tuple[float, ...]) -> None:
+    assert split([span], torch.tensor([float(late)])) == expected
+
+
+def test_closing_an_epoch_adds_up_and_starts_anew() -> None:
+    ledger = VirtualCluster(2, timed=True).ledger
+    ledger.sent += torch.tensor([10, 30])
+    ledger.record(Span(0.0, 0.0, 0.0, 0.0))
+    ledger.nonfinite = 2
+    entry = ledger.close(lambda values: values)
+    assert (entry.bytes_sent, entry.exchanges, entry.nonfinite) == (40, 1, 2)
+    assert entry.seconds == pytest.approx(entry.compute_s + entry.wait_s + entry.transfer_s)
+    assert ledger.bytes_sent.tolist() == [0, 0] and ledger.spans == [] and not ledger.nonfinite and not ledger.exchanges
+    ledger.sent += 5
+    assert ledger.close(lambda values: values).bytes_sent == 10 and ledger.total().bytes_sent == 50
+
+
+def test_virtual_workers_have_no_seconds_and_totals_keep_none() -> None:
+    ledger = VirtualCluster(2).ledger
+    ledger.close(lambda values: values)
+    assert ledger.total().seconds is None and ledger.total().compute_s is None
+    assert (Entry(seconds=1.0) + Entry()).seconds == 1.0
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8, 32])
+def test_a_plain_mean_costs_the_ring(workers: int) -> None:
+    cluster = VirtualCluster(workers)
+    cluster.mean(torch.zeros(workers, 1000), cluster.everybody)
+    assert cluster.ledger.bytes_sent.tolist() == [ring_bytes(4000, workers)] * workers
+    payload = 2 * (workers - 1) / workers * 4000
+    assert ring_bytes(4000, workers) == pytest.approx(payload * (1 + HEADER_SHARE) + 2 * (workers - 1) * FRAME_BYTES, rel=0.01)
+    assert ring_bytes(4000, 1) == 0
+
+
+def test_messages_are_paid_by_who_sends_them() -> None:
+    cluster = VirtualCluster(3)
+    message = Message((torch.zeros(3, 10),))
+    one = 40 + int(40 * HEADER_SHARE) + FRAME_BYTES
+    cluster.hear(message, torch.tensor([[1, -1, 1], [2, -1, -1]]))  # 0 hears 1 and 2, 2 hears 1
+    assert cluster.ledger.bytes_sent.tolist() == [0, 2 * one, one]
+    cluster.ledger.sent.zero_()
+    cluster.share(message, cluster.everybody)
+    assert cluster.ledger.bytes_sent.tolist() == [2 * one] * 3
+    cluster.ledger.sent.zero_()
+    cluster.scatter(Message((torch.zeros(9, 10),)), cluster.everybody)
+    assert cluster.ledger.bytes_sent.tolist() == [2 * one] * 3  # what stays with its worker costs nothing
+
+
+def test_the_verbs_carry_rows_to_whom_they_say() -> None:
+    cluster, team = VirtualCluster(4), Team.across(4, 2)
+    rows = torch.arange(4.0).unsqueeze(1)
+    heard = cluster.hear(Message((rows,)), torch.tensor([[3, -1, 0, 1]])).parts[0].flatten().tolist()
+    assert heard == [3.0, 1.0, 0.0, 1.0]
+    assert cluster.share(Message((rows,)), team).parts[0].flatten().tolist() == [0.0, 2.0, 1.0, 3.0]
+    slices = torch.arange(8.0).unsqueeze(1)  # worker i's slice for its group's k-th member: 2i + k
+    assert cluster.scatter(Message((slices,)), team).parts[0].flatten().tolist() == [0.0, 4.0, 2.0, 6.0, 1.0, 5.0, 3.0, 7.0]
+    assert cluster.mean(rows.clone(), team).flatten().tolist() == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_what_is_uncounted_leaves_no_trace() -> None:
+    cluster = VirtualCluster(2)
+    with cluster.uncounted():
+        exchange = cluster.exchange()
+        exchange.submit(lambda: cluster.mean(torch.zeros(2, 5), cluster.everybody))
+        exchange.wait()
+    assert cluster.ledger.bytes_sent.sum() == 0 and cluster.ledger.exchanges == 0

@@ -1,0 +1,59 @@
+"""The table of methods that conformance and strategy tests share; a registered method without a row here fails the tests."""
+
+from __future__ import annotations
+
+from hocket import compression, sync, topology
+
+SYNC = ("bulk", "local(2)", "local(3, mean=after)", "postlocal(2, 2)", "diloco(2)")
+TOPOLOGY = (
+    "allreduce",
+    "gossip",
+    "gossip(ring)",
+    "gossip(exponential)",
+    "gossip(random)",
+    "gossip(matrix=[[0.5, 0.5, 0, 0], [0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5], [0, 0, 0.5, 0.5]])",
+    "hierarchical(size=2)",
+    "hierarchical(allreduce, gossip, size=2)",
+    "hierarchical(gossip, allreduce, size=2, every=2)",
+)
+LOSSLESS = ("none", "topk(1.0)", "threshold(0)", "randomk(1.0)")
+SINGLE = (
+    "none",
+    "cast(fp16)",
+    "cast(bf16)",
+    "cast(fp8)",
+    "qsgd(2)",
+    "qsgd(4, block=16)",
+    "ternary",
+    "sign",
+    "natural",
+    "threshold(0.01)",
+    "threshold(keep=0.2)",
+    "topk(0.1)",
+    "topk(0.1, feedback=False)",
+    "randomk(0.2)",
+    "randomk(0.2, unbiased=True)",
+    "lowrank(1)",
+    "dgc(0.1)",
+)
+CHAINS = (
+    "topk(0.2) | qsgd(4)",
+    "topk(0.2) | sign",
+    "threshold(keep=0.2) | ternary",
+    "threshold(0.02) | cast(fp8)",
+    "randomk(0.2) | natural",
+    "randomk(0.2, unbiased=True) | qsgd(8)",
+    "dgc(0.1, warmup=4) | cast(fp16)",
+)
+COMPRESSION = SINGLE + CHAINS
+
+
+def name(text: str) -> str:
+    """The registry's name of a term's first link."""
+    return text.split("(")[0].split(" ")[0]
+
+
+def missing() -> list[str]:
+    """Registered methods that no row of the table names."""
+    rows = {name(t) for t in (*SYNC, *TOPOLOGY, *COMPRESSION)}
+    return sorted({*sync.METHODS, *topology.METHODS, *compression.METHODS} - rows)

@@ -1,0 +1,295 @@
+"""Laws of strategies at work: each equals its formula, and in its trivial cases it equals plain training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from virtual.methods import COMPRESSION, SYNC, TOPOLOGY
+from virtual.world import FEATURES, Tiny, World, gradients, plain, row_of, seeded, sgd
+
+import hocket
+from hocket.cluster import Message, Team, VirtualCluster, layout_of
+from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, ring_bytes
+from hocket.errors import HocketError
+from hocket.program import Program
+from hocket.strategy import Strategy
+from hocket.topology import Gossip
+
+LR, STEPS = 0.2, 8
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def _valid(*parts: str) -> bool:
+    try:
+        Strategy.parse(" + ".join(parts))
+    except HocketError:
+        return False
+    return True
+
+
+# --- one worker ------------------------------------------------------------------------------------------------------------
+
+ALONE = [t for t in TOPOLOGY if "size" not in t and "matrix" not in t] + ["hierarchical(allreduce, gossip)"]
+
+
+@pytest.mark.parametrize("sync", [s for s in SYNC if "diloco" not in s])
+@pytest.mark.parametrize("exchange", ["", "exchange=weights", "exchange=gradients"])
+def test_one_worker_is_plain_training_bit_for_bit_and_sends_nothing(sync: str, exchange: str) -> None:
+    optimizer = sgd(LR)
+    expected = None
+    for topology in ALONE:
+        for compression in COMPRESSION:
+            parts = [p for p in (sync, topology, compression, exchange) if p]
+            if not _valid(*parts):
+                continue
+            world = World(" + ".join(parts), workers=1, optimizer=optimizer).step(STEPS)
+            expected = plain(world, steps=STEPS, optimizer=optimizer) if expected is None else expected
+            assert torch.equal(world.rows[0], expected), parts
+            assert world.sent == [0] and world.cluster.ledger.exchanges == 0, parts
+
+
+# --- exact definitions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", ["allreduce", "hierarchical(size=2)", "gossip(matrix=[[0.25,0.25,0.25,0.25],[0.25,0.25,0.25,0.25],"
+                                      "[0.25,0.25,0.25,0.25],[0.25,0.25,0.25,0.25]]) + gradients"])  # fmt: skip
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_bulk_is_one_model_on_the_whole_batch(topology: str, momentum: float) -> None:
+    world = World(f"bulk + {topology}", optimizer=sgd(LR, momentum=momentum)).step(STEPS)
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), LR, momentum=momentum)
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(world.x[t].flatten(0, 1)), world.y[t].flatten()).backward()
+        optimizer.step()
+    for row in world.rows:
+        torch.testing.assert_close(row, row_of(model, world), **CLOSE)
+
+
+def _reference(world: World, steps: int, mix, start: torch.Tensor) -> torch.Tensor:  # noqa: ANN001
+    """``w ← mix(t, w) − η g(w)``; ``mix`` says what the weights before the update become."""
+    rows = start.expand(world.cluster.size, -1).clone()
+    for t in range(1, steps + 1):
+        update = -LR * gradients(rows, world, t - 1)
+        rows = mix(t, rows) + update
+    return rows
+
+
+def _start(world: World) -> torch.Tensor:
+    return row_of(seeded(), world)
+
+
+@pytest.mark.parametrize("p", [1, 3])
+@pytest.mark.parametrize("caps", [(10**6, 10**6), (16, 16)], ids=["one bucket", "many buckets"])
+def test_local_is_its_formula(p: int, caps: tuple[int, int]) -> None:
+    """w_t = mean_j w_{t−1,j} + u_i when t mod p = 0, with u_i computed at w_{t−1,i}."""
+    world = World(f"local({p})", caps=caps).step(STEPS)
+    expected = _reference(world, STEPS, lambda t, w: w if t % p else w.mean(0).expand_as(w), _start(world))
+    torch.testing.assert_close(world.rows, expected, **CLOSE)
+    assert (world.rows[0] - world.rows[1]).norm() > 1e-3  # replicas stay an update apart
+
+
+def test_bulk_with_weights_is_local_of_one() -> None:
+    assert torch.equal(World("bulk + exchange=weights").step(STEPS).rows, World("local(1)").step(STEPS).rows)
+
+
+def test_local_with_the_mean_after_the_update() -> None:
+    world = World("local(3, mean=after)").step(STEPS)
+    rows = _start(world).expand(4, -1).clone()
+    for t in range(1, STEPS + 1):
+        rows = rows - LR * gradients(rows, world, t - 1)
+        rows = rows if t % 3 else rows.mean(0).expand_as(rows)
+    torch.testing.assert_close(world.rows, rows, **CLOSE)
+    assert torch.equal(*World("local(2, mean=after)").step(4).rows[:2])
+
+
+def test_local_exchange_of_gradients() -> None:
+    world = World("local(2) + exchange=gradients").step(STEPS)
+    rows = _start(world).expand(4, -1).clone()
+    for t in range(1, STEPS + 1):
+        g = gradients(rows, world, t - 1)
+        rows = rows - LR * (g if t % 2 else g.mean(0))
+    torch.testing.assert_close(world.rows, rows, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["rotating", "ring", "exponential", "random"])
+@pytest.mark.parametrize("sync, p", [("bulk", 1), ("local(2)", 2)])
+def test_gossip_of_weights_is_its_formula(kind: str, sync: str, p: int) -> None:
+    """w_t = Σ_j K_ij w_{t−1,j} + u_i, the partners advancing once per exchange."""
+    from unit.test_topology import matrix
+
+    world = World(f"{sync} + gossip({kind})", workers=5).step(STEPS)
+    expected = _reference(
+        world, STEPS, lambda t, w: w if t % p else matrix(Gossip(kind).partners(5, t // p - 1), 5) @ w, _start(world)
+    )
+    torch.testing.assert_close(world.rows, expected, **CLOSE)
+
+
+def test_gossip_of_gradients_is_its_formula() -> None:
+    from unit.test_topology import matrix
+
+    world = World("local(2) + gossip + exchange=gradients", workers=5).step(STEPS)
+    rows = _start(world).expand(5, -1).clone()
+    for t in range(1, STEPS + 1):
+        g = gradients(rows, world, t - 1)
+        rows = rows - LR * (g if t % 2 else matrix(Gossip().partners(5, t // 2 - 1), 5) @ g)
+    torch.testing.assert_close(world.rows, rows, **CLOSE)
+
+
+@pytest.mark.parametrize("after", [0, 3, 4])
+def test_postlocal_is_bulk_until_after_and_then_local(after: int) -> None:
+    world = World(f"postlocal(2, {after})")
+    if after:
+        assert torch.equal(world.step(after).rows, World("bulk").step(after).rows)
+        assert torch.equal(*world.rows[:2])
+    world.step(STEPS - after)
+    rows = World("bulk").step(after).rows if after else _start(world).expand(4, -1)
+    for t in range(after + 1, STEPS + 1):
+        update = -LR * gradients(rows, world, t - 1)
+        rows = (rows if t % 2 else rows.mean(0).expand_as(rows)) + update
+    torch.testing.assert_close(world.rows, rows, **CLOSE)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_diloco_is_torchs_nesterov_on_the_mean_displacement(workers: int) -> None:
+    world = World("diloco(2, lr=0.7, momentum=0.9)", workers=workers).step(STEPS)
+    outer = torch.nn.Parameter(_start(world))
+    optimizer = torch.optim.SGD([outer], 0.7, momentum=0.9, nesterov=True)
+    rows = outer.detach().expand(workers, -1).clone()
+    for t in range(1, STEPS + 1):
+        rows = rows - LR * gradients(rows, world, t - 1)
+        if t % 2 == 0:
+            outer.grad = outer.detach() - rows.mean(0)
+            optimizer.step()
+            rows = outer.detach().expand(workers, -1).clone()
+    torch.testing.assert_close(world.rows, rows, **CLOSE)
+
+
+# --- nothing lost is nothing changed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", ["topk(1.0)", "threshold(0)", "randomk(1.0)", "threshold(keep=1)"])
+@pytest.mark.parametrize("base", [
+    "bulk + allreduce", "bulk + gossip + exchange=gradients", "local(2) + allreduce", "local(2) + gossip", "diloco(2) + allreduce",
+    "postlocal(2, 3)", "bulk + gossip(ring)", "hierarchical(allreduce, gossip, size=2)", "diloco(2) + hierarchical(size=2, every=2)",
+])  # fmt: skip
+def test_a_code_that_loses_nothing_changes_nothing(base: str, compression: str) -> None:
+    plainly, coded = World(base).step(STEPS), World(f"{base} + {compression}").step(STEPS)
+    torch.testing.assert_close(coded.rows, plainly.rows, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sync", ["bulk", "local(2)", "local(2, mean=after)", "diloco(2)"])
+@pytest.mark.parametrize("exchange", ["weights", "gradients"])
+def test_the_full_matrix_is_allreduce(sync: str, exchange: str) -> None:
+    full = "gossip(matrix=[" + ", ".join(["[0.25, 0.25, 0.25, 0.25]"] * 4) + "])"
+    if not _valid(sync, f"exchange={exchange}"):
+        return  # diloco and mean=after are about weights
+    one, two = (World(f"{sync} + {t} + exchange={exchange}").step(STEPS) for t in (full, "allreduce"))
+    torch.testing.assert_close(one.rows, two.rows, **CLOSE)
+
+
+def test_float64_stays_float64_without_compression() -> None:
+    for text in ("bulk", "gossip", "local(2) + gossip", "gossip + gradients", "hierarchical(gossip, gossip, size=2)"):
+        world = World(text, make=lambda: Tiny().double(), loss=lambda out, y: F.cross_entropy(out, y))
+        world.x = world.x.double()
+        world.step(4)
+        fraction = world.rows - world.rows.float().double()
+        assert fraction.abs().max() > 1e-12, text
+
+
+@pytest.mark.parametrize("text", [
+    "postlocal(2, 3) + hierarchical(gossip, allreduce, size=2)", "diloco(2) + hierarchical(size=2, every=2)",
+    "diloco(2) + hierarchical(gossip, allreduce, size=2, every=2)",
+])  # fmt: skip
+def test_displacements_count_from_a_place_that_all_share(text: str) -> None:
+    """A nearly exact code changes nearly nothing: references that differ between workers would keep replicas apart for ever."""
+    one, two = (World(t, optimizer=sgd(0.05)).step(16) for t in (text, f"{text} + topk(0.98)"))
+    torch.testing.assert_close(two.rows, one.rows, rtol=0, atol=0.02)
+
+
+# --- uneven batches --------------------------------------------------------------------------------------------------------
+
+
+def test_uneven_last_batches_weigh_by_samples() -> None:
+    """Three workers, batches of 4 and a last round of 2, 2, 1: bulk equals one model on the same samples."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(29, FEATURES, generator=generator), torch.randint(0, 3, (29,), generator=generator)
+    options = {"optimizer": sgd(LR), "epochs": 2, "evaluate": False}
+    many = hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=3, batch=4, strategy="bulk", **options)
+    one = hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=1, batch=12, **options)
+    for a, b in zip(many.model.parameters(), one.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+# --- traffic ---------------------------------------------------------------------------------------------------------------
+
+CODED = [c for c in COMPRESSION if c != "none"]
+
+
+class _Bare(VirtualCluster):
+    """Counts what is in the messages, frames and headers aside."""
+
+    def _count_mean(self, rows: torch.Tensor, team: Team) -> None:
+        self.ledger.sent += 2 * (team.size - 1) * rows.shape[1] * rows.element_size() // team.size
+
+    def _count_messages(self, message: Message, copies: torch.Tensor | int) -> None:
+        self.ledger.sent += (message.payload_bytes() * copies).view(self.rows, -1).sum(1)
+
+
+def _payload(text: str, workers: int, size: int = 60_000) -> int:
+    """Bytes one worker sends for one exchange of gradients."""
+    cluster = _Bare(workers)
+    layout = layout_of(torch.nn.Linear(size // 200 - 1, 200).named_parameters())
+    program = Program(Strategy.parse(text), layout, cluster, [b.empty(workers) for b in layout.buckets])
+    rows = torch.randn(workers, layout.buckets[0].size, generator=torch.Generator().manual_seed(0)) * 0.01
+    program.gradient_ready(0, rows)
+    program.gradients_done()
+    return max(cluster.ledger.sent.tolist())
+
+
+@pytest.mark.parametrize("compression", CODED)
+def test_compressed_allreduce_does_not_grow_with_the_workers(compression: str) -> None:
+    two, eight, many = (_payload(f"bulk + {compression}", n) for n in (2, 8, 32))
+    plainly = _payload("bulk", 2)
+    assert two < 0.55 * plainly or "threshold(0.01)" in compression
+    # 2(N−1)/N of the message, and a few bytes per slice (scales, lengths, rounding up to whole places).
+    assert eight < 2.3 * two + 8 * 64 and many < 2.3 * two + 32 * 64
+    assert many < _payload("bulk", 32)
+
+
+@pytest.mark.parametrize("workers", [2, 8, 32])
+def test_plain_allreduce_sends_the_rings_bytes(workers: int) -> None:
+    world = World("bulk", workers=workers, steps=3)
+    world.step(3)
+    parameters = sum(p.numel() for p in Tiny().parameters())
+    flags = ring_bytes(5, workers)  # four parameters used or not, and one for what is not finite
+    assert world.sent == [3 * (ring_bytes(4 * parameters, workers) + flags)] * workers
+
+
+@pytest.mark.parametrize("workers", [4, 8, 32])
+def test_gossip_sends_two_messages_whatever_the_number_of_workers(workers: int) -> None:
+    world = World("gossip(ring)", workers=workers, steps=3).step(2)
+    parameters = sum(p.numel() for p in Tiny().parameters())
+    one = 4 * parameters + int(4 * parameters * HEADER_SHARE) + FRAME_BYTES
+    assert world.sent == [3 * 2 * one] * workers  # two steps, and the mix for the third is on its way
+
+
+# --- NaN and Inf -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "local(4)", "gossip + topk(0.1)"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_gradient_is_named_or_left_out(strategy: str, bad: float) -> None:
+    world = World(strategy)
+    world.x[1, 2, 0, 0] = bad
+    world.step()
+    with pytest.raises(hocket.NonFiniteGradient) as caught:
+        world.step()
+    for word in ("hidden.weight" if bad == float("inf") else "out.bias", "step 2", "worker 2"):
+        assert word in str(caught.value)
+
+    skipping = World(strategy, nonfinite="skip")
+    skipping.x[1, 2, 0, 0] = bad
+    skipping.step(6)
+    assert bool(torch.isfinite(skipping.rows).all()) and skipping.cluster.ledger.nonfinite >= 1
