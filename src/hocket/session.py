@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hocket.cluster import layout
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
 from hocket.data.shard import shard_loader
@@ -65,15 +64,15 @@ def parallelize(
     nonfinite: str = "raise",
     check: bool = True,
     steps: int | None = None,
-    bucket_bytes: int = layout.CAP_BYTES,
-    first_bucket_bytes: int = layout.FIRST_CAP_BYTES,
+    bucket_bytes: int | None = None,
+    first_bucket_bytes: int | None = None,
 ) -> Job:
     """Train ``model`` with ``optimizer`` in parallel; the loop stays as it is.
 
     ``accumulate`` backward passes make a step. ``scaler`` is the GradScaler, if one is used: all workers then skip together.
     ``nonfinite`` gradients raise or are left out. ``check=False`` drops the small agreement per exchange on unused parameters and
-    non-finite gradients. ``steps`` is the planned number of steps, if known. Buckets are closed at ``bucket_bytes``, the first
-    one already at ``first_bucket_bytes``.
+    non-finite gradients. ``steps`` is the planned number of steps, if known. Buckets are closed at ``bucket_bytes``
+    (25 MiB), the first one already at ``first_bucket_bytes`` (1 MiB); top-k and its kin have a single one unless told otherwise.
     """
     if _Session.cluster is None:
         raise HocketError("Call hocket.init() before hocket.parallelize(…).")
@@ -95,22 +94,40 @@ def parallelize(
     return job
 
 
-def shard(loader: Iterable[Any], epoch: int | None = None) -> Iterator[Any]:
-    """This worker's part of ``loader``: every round of N batches is dealt out evenly, so that nobody waits for a batch that is not there.
+def shard(loader: Iterable[Any], epoch: int | None = None) -> Shard:
+    """This worker's part of ``loader``: rounds of N batches are dealt out evenly, so nobody waits for a batch that is not there.
 
-    A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch (epochs count the calls unless given); the last,
-    incomplete round is split evenly, and gradients are weighted by samples. Of any other iterable each worker takes every N-th batch.
+    A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch (they count the iterations over this loader,
+    unless ``epoch`` is given); the last, incomplete round is split evenly, and gradients are weighted by samples. Of any other
+    iterable each worker takes every N-th batch.
     """
-    cluster = _Session.cluster
-    if cluster is None:
+    if _Session.cluster is None:
         raise HocketError("Call hocket.init() before hocket.shard(…).")
-    if epoch is None:
-        epoch = _Session.epochs.get(id(loader), 0)
-        _Session.epochs[id(loader)] = epoch + 1
-    for batch, weight in shard_loader(loader, cluster.size, cluster.workers.start, _Session.seed, epoch):
-        for job in _Session.jobs:
-            job.weight = weight
-        yield batch
+    return Shard(loader, epoch)
+
+
+class Shard:
+    """What :func:`shard` returns; each iteration over it is one epoch."""
+
+    def __init__(self, loader: Iterable[Any], epoch: int | None) -> None:
+        self.loader, self.epoch = loader, epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        cluster = _Session.cluster
+        if cluster is None:
+            raise HocketError("Call hocket.init() before iterating over hocket.shard(…).")
+        epoch = self.epoch
+        if epoch is None:
+            epoch = _Session.epochs.get(id(self.loader), 0)
+            _Session.epochs[id(self.loader)] = epoch + 1
+        try:
+            for batch, weight in shard_loader(self.loader, cluster.size, cluster.workers.start, _Session.seed, epoch):
+                for job in _Session.jobs:
+                    job.weight = weight
+                yield batch
+        finally:
+            for job in _Session.jobs:
+                job.weight = 1.0
 
 
 def _at_exit() -> None:

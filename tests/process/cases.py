@@ -99,7 +99,7 @@ def refusal(function: Callable[[], Any]) -> str:
     return ""
 
 
-# --- bulk equals what it should -----------------------------------------------------------------------------------------------
+# --- bulk equals what it should --------------------------------------------------------------------------------------------
 
 
 @case
@@ -183,7 +183,7 @@ def uneven(rank: int) -> dict[str, Any]:
     y = torch.cat([data.train[1], data.test[1]])
     ours, plain = net(), net()
     optimizers = sgd(ours), sgd(plain)
-    hocket.parallelize(ours, optimizers[0], "bulk")
+    job = hocket.parallelize(ours, optimizers[0], "bulk")
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
     sizes = []
     for epoch in range(2):
@@ -197,10 +197,10 @@ def uneven(rank: int) -> dict[str, Any]:
             optimizers[1].zero_grad()
             F.cross_entropy(plain(x[index]), y[index]).backward()
             optimizers[1].step()
-    return {"ours": flat(ours), "plain": flat(plain), "start": flat(net()), "sizes": sizes}
+    return {"ours": flat(ours), "plain": flat(plain), "start": flat(net()), "sizes": sizes, "weight": job.weight}
 
 
-# --- order and use of parameters ------------------------------------------------------------------------------------------
+# --- order and use of parameters -------------------------------------------------------------------------------------------
 
 
 class Paths(nn.Module):
@@ -259,7 +259,7 @@ def unused(rank: int) -> dict[str, Any]:
             seen = []
             for part in (rank, (rank + 1) % WORKERS):  # the other way round the second time: nothing stale may travel
                 optimizer.zero_grad(set_to_none=to_none)
-                own = own_gradient(model, lambda m, part=part: m(x, part).sum())
+                own = own_gradient(model, lambda m, x=x, part=part: m(x, part).sum())
                 model(x, part).sum().backward()
                 seen.append((own, {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}))
             optimizer.step()
@@ -279,7 +279,7 @@ def used_early(rank: int) -> dict[str, Any]:
         x = torch.ones(2, 3) * (rank + 1)
         for t in range(2):
             optimizer.zero_grad(set_to_none=to_none)
-            own = own_gradient(model, lambda m, t=t: m(x, (rank + t) % WORKERS).sum() + m(x, (rank + t + 1) % WORKERS).sum())
+            own = own_gradient(model, lambda m, x=x, t=t: m(x, (rank + t) % WORKERS).sum() + m(x, (rank + t + 1) % WORKERS).sum())
             model(x, (rank + t) % WORKERS).sum().backward()
             model(x, (rank + t + 1) % WORKERS).sum().backward()
             mixed = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
@@ -289,7 +289,7 @@ def used_early(rank: int) -> dict[str, Any]:
     return found
 
 
-# --- the moment of an exchange ------------------------------------------------------------------------------------------------
+# --- the moment of an exchange ---------------------------------------------------------------------------------------------
 
 
 @case
@@ -441,7 +441,7 @@ def checkpointing(rank: int) -> dict[str, Any]:
     return found
 
 
-# --- precision -----------------------------------------------------------------------------------------------------------------
+# --- precision -------------------------------------------------------------------------------------------------------------
 
 
 @case
@@ -504,7 +504,7 @@ def scaler(rank: int) -> dict[str, Any]:
     return found
 
 
-# --- state -----------------------------------------------------------------------------------------------------------------------
+# --- state -----------------------------------------------------------------------------------------------------------------
 
 RESUMED = [
     "bulk",
@@ -586,7 +586,7 @@ def averaged(rank: int) -> dict[str, Any]:
     return {"own": own, "inside": inside, "restored": restored, "sent": [sent, again], "finished": finished, "after": flat(model)}
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------------------------
+# --- bad input -------------------------------------------------------------------------------------------------------------
 
 
 @case
@@ -663,8 +663,12 @@ def nonfinite_skipped(rank: int) -> dict[str, Any]:
             optimizer = sgd(model)
             job = hocket.parallelize(model, optimizer, strategy, nonfinite="skip", bucket_bytes=1000, first_bucket_bytes=500)
             spoil = {"nan": float("nan"), "zero": 0.0}[name]
-            handle = model[3].weight.register_hook(lambda g, spoil=spoil: g * spoil if job.program.step == 2 and rank == 1 else g)
-            other = model[3].bias.register_hook(lambda g: g * 0.0 if job.program.step == 2 and rank == 1 else g)
+
+            def spoilt(g: Tensor, by: float = spoil, job: hocket.Job = job) -> Tensor:
+                return g * by if job.program.step == 2 and rank == 1 else g
+
+            handle = model[3].weight.register_hook(spoilt)
+            other = model[3].bias.register_hook(lambda g, spoilt=spoilt: spoilt(g, 0.0))
             train(model, optimizer, rank, range(6))
             found[f"{strategy} {name}"] = flat(model)
             found[f"{strategy} {name} count"] = job.ledger.summary()["nonfinite"]
@@ -675,7 +679,7 @@ def nonfinite_skipped(rank: int) -> dict[str, Any]:
     return found
 
 
-# --- the ledger ---------------------------------------------------------------------------------------------------------------------
+# --- the ledger ------------------------------------------------------------------------------------------------------------
 
 
 @case

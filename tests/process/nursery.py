@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch._dynamo  # optimisers import it at their first step
 
-import hocket.session  # noqa: F401 - imported once for all
+MODULES = ("hocket", "process.cases", "process.equality", "process.faults")
 
 
 def serve() -> Callable[[], Any]:
@@ -60,6 +60,8 @@ def worker(request: dict[str, Any], rank: int) -> Callable[[], Any]:
 
 
 if __name__ == "__main__":
+    for module in MODULES:  # once for all
+        importlib.import_module(module)
     torch.set_num_threads(1)
     run = serve()
     run()

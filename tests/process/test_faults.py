@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,22 +28,49 @@ def last_line(group: Group, rank: int) -> str:
     return (group.folder / f"{rank}.err").read_text().strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "processes, strategy, victim",
-    [
-        (2, "bulk", 1),
-        (2, "bulk + gossip", 0),
-        (4, "bulk", 2),
-        (4, "bulk + gossip", 3),
-        (4, "local(4) + topk(0.1)", 0),
-        (6, "bulk", 5),
-        (6, "local(2) + gossip", 3),
-    ],
-)
-def test_a_killed_worker_is_named_and_all_end(nursery: Nursery, tmp_path: Path, processes: int, strategy: str, victim: int) -> None:
-    group = nursery.start("process.faults:endless", processes, tmp_path, strategy=strategy)
-    assert all_train(group), group.said()
-    os.kill(group.pids[victim], signal.SIGKILL)
+KILLED = [
+    (2, "bulk", 1),
+    (2, "bulk + gossip", 0),
+    (4, "bulk", 2),
+    (4, "bulk + gossip", 3),
+    (4, "local(4) + topk(0.1)", 0),
+    (6, "bulk", 5),
+    (6, "local(2) + gossip", 3),
+]
+STOPPED = [("bulk", 2), ("bulk + gossip", 1), ("bulk", 0)]
+ENDED = [
+    ("bulk", "exception", 1),
+    ("local(2) + gossip", "exception", 1),
+    ("bulk", "exit code", 7),
+    ("local(2) + gossip", "early end", 0),
+]
+POISONED = ["bulk", "bulk + topk(0.1)", "bulk + gossip", "local(4)"]
+
+
+@pytest.fixture(scope="module")
+def groups(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Group]:
+    """All accidents, one soon after another: each group only waits by the time the next one starts."""
+    found: dict[Any, Group] = {}
+    for how, scenes in ((signal.SIGKILL, KILLED), (signal.SIGSTOP, [(4, *scene) for scene in STOPPED])):
+        for processes, strategy, victim in scenes:
+            folder = tmp_path_factory.mktemp("signal")
+            group = nursery.start("process.faults:endless", processes, folder, strategy=strategy)
+            assert all_train(group), group.said()
+            os.kill(group.pids[victim], how)
+            found[how, processes, strategy, victim] = group
+    for strategy, what, code in ENDED:
+        folder = tmp_path_factory.mktemp("ended")
+        found[strategy, what, code] = nursery.start("process.faults:accident", 4, folder, strategy=strategy, what=what)
+        assert eventually(lambda group=found[strategy, what, code]: group.poll()[1] is not None, LIMIT_S)
+    for strategy in POISONED:
+        found[strategy] = nursery.start("process.faults:poisoned", 4, tmp_path_factory.mktemp("nan"), strategy=strategy)
+        assert eventually(lambda group=found[strategy]: group.poll()[1] is not None, LIMIT_S)
+    return found
+
+
+@pytest.mark.parametrize("processes, strategy, victim", KILLED)
+def test_a_killed_worker_is_named_and_all_end(groups: dict[Any, Group], processes: int, strategy: str, victim: int) -> None:
+    group = groups[signal.SIGKILL, processes, strategy, victim]
     codes = group.wait(LIMIT_S)
     assert codes[victim] == -signal.SIGKILL
     for rank in range(processes):
@@ -52,11 +80,9 @@ def test_a_killed_worker_is_named_and_all_end(nursery: Nursery, tmp_path: Path, 
             assert "died, ended early or stopped answering" in last_line(group, rank)
 
 
-@pytest.mark.parametrize("strategy, victim", [("bulk", 2), ("bulk + gossip", 1), ("bulk", 0)])
-def test_a_stopped_worker_is_named_after_the_patience(nursery: Nursery, tmp_path: Path, strategy: str, victim: int) -> None:
-    group = nursery.start("process.faults:endless", 4, tmp_path, strategy=strategy)
-    assert all_train(group), group.said()
-    os.kill(group.pids[victim], signal.SIGSTOP)
+@pytest.mark.parametrize("strategy, victim", STOPPED)
+def test_a_stopped_worker_is_named_after_the_patience(groups: dict[Any, Group], strategy: str, victim: int) -> None:
+    group = groups[signal.SIGSTOP, 4, strategy, victim]
     others = [rank for rank in range(4) if rank != victim]
     assert eventually(lambda: all(group.poll()[rank] is not None for rank in others), LIMIT_S), group.said()
     os.kill(group.pids[victim], signal.SIGKILL)
@@ -66,18 +92,26 @@ def test_a_stopped_worker_is_named_after_the_patience(nursery: Nursery, tmp_path
         assert f"Worker {victim} (process {victim})" in group.said(rank)
 
 
-@pytest.mark.parametrize("what, code", [("exception", 1), ("exit code", 7), ("early end", 0)])
-@pytest.mark.parametrize("strategy", ["bulk", "local(2) + gossip"])
-def test_a_worker_that_ends_early_takes_the_others_along(
-    nursery: Nursery, tmp_path: Path, strategy: str, what: str, code: int
-) -> None:
-    group = nursery.start("process.faults:accident", 4, tmp_path, strategy=strategy, what=what)
+@pytest.mark.parametrize("strategy, what, code", ENDED)
+def test_a_worker_that_ends_early_takes_the_others_along(groups: dict[Any, Group], strategy: str, what: str, code: int) -> None:
+    group = groups[strategy, what, code]
     codes = group.wait(LIMIT_S)
     assert codes[1] == code, group.said(1)
     assert (what != "exception") or "ValueError: an accident" in group.said(1)
     for rank in (0, 2, 3):
         assert codes[rank] == 1
         assert "Worker 1 (process 1)" in last_line(group, rank), group.said(rank)
+
+
+@pytest.mark.parametrize("strategy", POISONED)
+def test_a_nan_ends_all_and_is_named(groups: dict[Any, Group], strategy: str) -> None:
+    group = groups[strategy]
+    assert group.wait(LIMIT_S) == [1] * 4, group.said()
+    assert "The gradient of 1.weight holds NaN or Inf at step 3 on worker 1" in last_line(group, 1)
+    for rank in (0, 2, 3):
+        travels = strategy in ("bulk", "bulk + topk(0.1)")  # then all agree in the same exchange
+        expected = "Another worker's gradient holds NaN or Inf" if travels else "Worker 1 (process 1)"
+        assert expected in last_line(group, rank), group.said(rank)
 
 
 def test_who_is_told_of_a_loss_has_time_to_save(nursery: Nursery, tmp_path: Path) -> None:
@@ -92,16 +126,6 @@ def test_who_ends_first_does_not_take_the_store_along(nursery: Nursery, tmp_path
     group = nursery.start("process.faults:slow_end", 2, tmp_path)
     assert group.wait(LIMIT_S) == [0, 0], group.said()
     assert group.said(1).strip() == "--- 1"
-
-
-@pytest.mark.parametrize("strategy", ["bulk", "bulk + topk(0.1)", "bulk + gossip", "local(4)"])
-def test_a_nan_ends_all_and_is_named(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
-    group = nursery.start("process.faults:poisoned", 4, tmp_path, strategy=strategy)
-    assert group.wait(LIMIT_S) == [1] * 4, group.said()
-    assert "The gradient of 1.weight holds NaN or Inf at step 3 on worker 1" in last_line(group, 1)
-    for rank in (0, 2, 3):
-        expected = "Another worker's gradient" if "gossip" not in strategy and "local" not in strategy else "Worker 1 (process 1)"
-        assert expected in last_line(group, rank), group.said(rank)
 
 
 def test_models_that_differ_end_all(nursery: Nursery, tmp_path: Path) -> None:
@@ -124,7 +148,7 @@ def test_a_taken_port_is_named(nursery: Nursery, tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         environ = {"MASTER_PORT": port}
-        group = nursery.start("process.faults:joins", 2, tmp_path, environ, timeout_s=5.0)
+        group = nursery.start("process.faults:joins", 2, tmp_path, environ, timeout_s=2.0)
         assert group.wait(LIMIT_S) == [1, 1], group.said()
     assert f"Port {port} on 127.0.0.1 is taken; choose another with MASTER_PORT." in last_line(group, 0)
     assert f"could not join the others at 127.0.0.1:{port}" in last_line(group, 1)
@@ -144,7 +168,7 @@ def test_one_worker_trains_plainly_and_sends_nothing(nursery: Nursery, tmp_path:
     assert set(map(tuple, group.results()[0].values())) == {(True, 0)}
 
 
-# --- who started us ---------------------------------------------------------------------------------------------------------------
+# --- who started us --------------------------------------------------------------------------------------------------------
 
 
 PLACES = {

@@ -44,7 +44,7 @@ def all_equal(values: list[Any]) -> bool:
     return all(torch.equal(v, values[0]) if isinstance(v, Tensor) else v == values[0] for v in values)
 
 
-# --- bulk equals what it should ------------------------------------------------------------------------------------------------
+# --- bulk equals what it should --------------------------------------------------------------------------------------------
 
 
 def test_bulk_all_reduce_equals_ddp(results: dict[str, Results]) -> None:
@@ -73,11 +73,12 @@ def test_uneven_last_batches_hang_nobody_and_weigh_by_samples(results: dict[str,
     assert {len(s) for s in sizes} == {16}
     assert [s[7] for s in sizes] == [2, 1, 1, 1]
     for worker in results["uneven"]:
+        assert worker["weight"] == 1.0
         assert near(worker["ours"], worker["plain"], worker["start"])
     assert all_equal([worker["ours"] for worker in results["uneven"]])
 
 
-# --- order and use of parameters ------------------------------------------------------------------------------------------------
+# --- order and use of parameters -------------------------------------------------------------------------------------------
 
 
 def test_gradients_that_get_ready_in_another_order_meet_their_own_kind(results: dict[str, Results]) -> None:
@@ -118,7 +119,7 @@ def test_what_only_an_early_pass_used_is_exchanged_too(results: dict[str, Result
             assert all(torch.equal(worker["mixed"][name], expected) for worker in workers)
 
 
-# --- the moment of an exchange ----------------------------------------------------------------------------------------------------
+# --- the moment of an exchange ---------------------------------------------------------------------------------------------
 
 
 def test_clipping_sees_mixed_gradients(results: dict[str, Results]) -> None:
@@ -170,7 +171,7 @@ def test_checkpointing_is_right_or_refused(results: dict[str, Results]) -> None:
             assert "use checkpoint(…, use_reentrant=False)" in worker[name]["refused"]
 
 
-# --- precision -----------------------------------------------------------------------------------------------------------------------
+# --- precision -------------------------------------------------------------------------------------------------------------
 
 
 def test_bf16_autocast_trains(results: dict[str, Results]) -> None:
@@ -193,7 +194,7 @@ def test_overflow_on_one_worker_makes_all_skip_together(results: dict[str, Resul
         assert all_equal([worker["weights"] for worker in workers])
 
 
-# --- state -----------------------------------------------------------------------------------------------------------------------------
+# --- state -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", RESUMED)
@@ -229,7 +230,7 @@ def test_evaluation_neither_counts_nor_loses_bytes(results: dict[str, Results]) 
         assert after.tolist() == results["averaged"][0]["sent"][1].tolist()
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------------------------------
+# --- bad input -------------------------------------------------------------------------------------------------------------
 
 SENTENCES = {
     "shape": ["Worker 2's", "parameter 1.weight (6, 3) float32", "against parameter 1.weight (5, 3) float32"],
@@ -281,7 +282,7 @@ def test_a_skipped_gradient_is_counted_and_counts_as_zero(results: dict[str, Res
         assert torch.isfinite(worker[f"{strategy} nan"]).all()
 
 
-# --- the ledger ------------------------------------------------------------------------------------------------------------------------------
+# --- the ledger ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_seconds_add_up(results: dict[str, Results]) -> None:

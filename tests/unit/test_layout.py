@@ -22,7 +22,8 @@ class Mixed(nn.Module):
 
 def test_a_layout_is_a_pure_function() -> None:
     one, two = (layout_of(Mixed().named_parameters()) for _ in range(2))
-    assert one == two and one.digest() == two.digest()
+    assert one == two
+    assert one.digest() == two.digest()
 
 
 @pytest.mark.parametrize("cap, first", [(64, 64), (1, 1), (200, 1), (10**9, 10**9)])
@@ -56,7 +57,9 @@ def test_slots_fill_a_bucket_without_gaps_in_reverse_order() -> None:
     for slot in bucket.slots:
         assert slot.offset == at
         at += slot.size
-    assert at == bucket.size and bucket.empty(3).shape == (3, at) and bucket.empty(3).is_contiguous()
+    assert at == bucket.size
+    assert bucket.empty(3).shape == (3, at)
+    assert bucket.empty(3).is_contiguous()
 
 
 def test_views_share_the_storage() -> None:

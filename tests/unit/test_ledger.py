@@ -41,15 +41,20 @@ def test_closing_an_epoch_adds_up_and_starts_anew() -> None:
     entry = ledger.close(lambda values: values)
     assert (entry.bytes_sent, entry.exchanges, entry.nonfinite) == (40, 1, 2)
     assert entry.seconds == pytest.approx(entry.compute_s + entry.wait_s + entry.transfer_s)
-    assert ledger.bytes_sent.tolist() == [0, 0] and ledger.spans == [] and not ledger.nonfinite and not ledger.exchanges
+    assert ledger.bytes_sent.tolist() == [0, 0]
+    assert ledger.spans == []
+    assert not ledger.nonfinite
+    assert not ledger.exchanges
     ledger.sent += 5
-    assert ledger.close(lambda values: values).bytes_sent == 10 and ledger.total().bytes_sent == 50
+    assert ledger.close(lambda values: values).bytes_sent == 10
+    assert ledger.total().bytes_sent == 50
 
 
 def test_virtual_workers_have_no_seconds_and_totals_keep_none() -> None:
     ledger = VirtualCluster(2).ledger
     ledger.close(lambda values: values)
-    assert ledger.total().seconds is None and ledger.total().compute_s is None
+    assert ledger.total().seconds is None
+    assert ledger.total().compute_s is None
     assert (Entry(seconds=1.0) + Entry()).seconds == 1.0
 
 
@@ -94,4 +99,5 @@ def test_what_is_uncounted_leaves_no_trace() -> None:
         exchange = cluster.exchange()
         exchange.submit(lambda: cluster.mean(torch.zeros(2, 5), cluster.everybody))
         exchange.wait()
-    assert cluster.ledger.bytes_sent.sum() == 0 and cluster.ledger.exchanges == 0
+    assert cluster.ledger.bytes_sent.sum() == 0
+    assert cluster.ledger.exchanges == 0

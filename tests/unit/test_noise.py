@@ -50,6 +50,14 @@ def test_every_bit_is_fair(kind: str) -> None:
         assert (share - 0.5).abs().max() < 6 * 0.5 / N**0.5
 
 
+@pytest.mark.parametrize("difference", [1, 2, 7, 64])
+def test_rows_of_neighbouring_keys_are_no_permutations_of_each_other(difference: int) -> None:
+    """After a single round of mixing, row ``k ^ d`` is row ``k`` with its indices exchanged, and shifted by a constant."""
+    one, two = bits(torch.tensor([40, 40 ^ difference]), 1024)
+    shifts = one - two[torch.arange(1024) ^ difference]
+    assert shifts.unique().numel() > 1000
+
+
 def test_a_row_depends_on_its_key_alone_and_its_start_not_on_its_length() -> None:
     keys = _keys("of workers")
     assert torch.equal(bits(keys[3:4], 100), bits(keys, 1000)[3:4, :100])
@@ -69,4 +77,6 @@ def test_keys_differ_in_all_that_names_them() -> None:
         c = {**base, **change}
         seen += Context(c["seed"], c["step"], 0, c["bucket"], torch.arange(50), world=50).keys(1).tolist()
     assert len(set(seen)) == len(seen)
-    assert Context(0, 0, 0, 0, torch.arange(2), world=2).common_key(1) != Context(0, 0, 0, 0, torch.arange(2), world=2).common_key(2)
+    assert Context(0, 0, 0, 0, torch.arange(2), world=2).common_key(1) != Context(0, 0, 0, 0, torch.arange(2), world=2).common_key(
+        2
+    )

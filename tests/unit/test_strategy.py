@@ -7,7 +7,6 @@ import itertools
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from virtual.methods import CHAINS, COMPRESSION, SINGLE, SYNC, TOPOLOGY, missing
 
 from hocket import compression, sync, topology
 from hocket.compression import DGC, QSGD, Cast, Chain, LowRank, Natural, NoCompression, RandomK, Sign, Ternary, Threshold, TopK
@@ -15,6 +14,7 @@ from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, DiLoCo, Local, Moment, PostLocal
 from hocket.topology import AllReduce, Gossip, Hierarchical
+from virtual.methods import CHAINS, COMPRESSION, SINGLE, SYNC, TOPOLOGY, missing
 
 # --- all valid specs -------------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,21 @@ def test_the_text_of_a_strategy_gives_it_back(strategy: Strategy) -> None:
 # --- any text --------------------------------------------------------------------------------------------------------------
 
 _names = [*sync.METHODS, *topology.METHODS, *compression.METHODS]
-_words = [*_names, "exchange", "weights", "gradients", "keep", "feedback", "matrix", "size", "mean", "after", "ring", "True", "none"]
+_words = [
+    *_names,
+    "exchange",
+    "weights",
+    "gradients",
+    "keep",
+    "feedback",
+    "matrix",
+    "size",
+    "mean",
+    "after",
+    "ring",
+    "True",
+    "none",
+]
 _numbers = ["0", "1", "4", "-1", "0.01", "1e999", "1e-5", ".5", "5.", "00", "9" * 400]
 _tokens = st.sampled_from([*_words, *_numbers, *"+|(),=[]", "+", "(", ")", " ", "\n", "'", "é"])
 
@@ -107,9 +121,12 @@ def _one_sentence(text: object) -> None:
         strategy = Strategy.parse(text)  # type: ignore[arg-type]
     except HocketError as error:
         sentence = str(error)
-        assert sentence.strip() == sentence and "\n" not in sentence and sentence.endswith(".")
+        assert sentence.strip() == sentence
+        assert "\n" not in sentence
+        assert sentence.endswith(".")
         assert 10 < len(sentence) < 1000
-        assert "object at 0x" not in sentence and "Term(" not in sentence
+        assert "object at 0x" not in sentence
+        assert "Term(" not in sentence
     else:
         assert Strategy.parse(str(strategy)) == strategy
 
@@ -148,7 +165,15 @@ def test_any_well_formed_text_gives_a_strategy_or_one_sentence(text: str) -> Non
 
 @pytest.mark.parametrize(
     "text",
-    ["topk(" + "1" * 100_000 + "x)", "(" * 50_000, "local(" * 30_000, "a=" * 50_000, " " * 200_000 + "?", "bulk+" * 40_000, "[" * 9000],
+    [
+        "topk(" + "1" * 100_000 + "x)",
+        "(" * 50_000,
+        "local(" * 30_000,
+        "a=" * 50_000,
+        " " * 200_000 + "?",
+        "bulk+" * 40_000,
+        "[" * 9000,
+    ],
     ids=lambda text: text[:6],
 )
 def test_long_text_meets_its_sentence_at_once(text: str) -> None:
@@ -208,6 +233,7 @@ def test_what_is_exchanged_by_default(text: str, weights: bool) -> None:
     ("gossip + dgc", "cannot carry weights"),
     ("gossip(random) + topk", "partners that come back"),
     ("hierarchical(allreduce, gossip(random)) + topk", "partners that come back"),
+    ("hierarchical(gossip, allreduce) + topk", "brings back what the code held back"),
     ("gossip + sign(vote=True)", "vote needs everybody"),
     ("topk | sign(vote=True)", "no vote"),
     ("topk | sign(feedback=True)", "feedback covers the whole chain"),
@@ -228,7 +254,8 @@ def test_what_is_exchanged_by_default(text: str, weights: bool) -> None:
     ("topk | exchange=weights", "exchange=weights or exchange=gradients"),
     ("topk(0)", "(0, 1]"), ("topk(1.5)", "(0, 1]"), ("topk(True)", "(0, 1]"), ("topk(ring)", "(0, 1]"),
     ("topk(0.1, feedback=3)", "True or False"), ("sign(vote=maybe)", "True or False"), ("cast(fp16, feedback=no)", "True or False"),
-    ("lowrank(2, feedback=3)", "True or False"), ("randomk(0.1, unbiased=3)", "True or False"), ("threshold(0, feedback=3)", "True or"),
+    ("lowrank(2, feedback=3)", "True or False"), ("randomk(0.1, unbiased=3)", "True or False"),
+    ("threshold(0, feedback=3)", "True or"),
     ("threshold", "exactly one of t and keep"), ("threshold(0.1, keep=0.1)", "exactly one of t and keep"),
     ("threshold(-1)", "at least 0"), ("threshold(1e999)", "finite"),
     ("qsgd(1)", "from 2 to 8"), ("qsgd(9)", "from 2 to 8"), ("qsgd(4, block=4)", "at least 8"), ("qsgd(4.0)", "whole number"),
@@ -238,7 +265,8 @@ def test_what_is_exchanged_by_default(text: str, weights: bool) -> None:
     ("local(0)", "at least 1"), ("local(2.5)", "whole number"), ("local(2, mean=during)", "before or after"),
     ("postlocal(2, -1)", "at least 0"), ("diloco(2, lr=-1)", "[0, inf)"), ("diloco(2, momentum=1)", "[0, 1)"),
     ("gossip(circle)", "unknown kind"), ("gossip(step=0)", "(0, 1]"), ("gossip(ring, matrix=[[1]])", "either a kind or a matrix"),
-    ("gossip(matrix=[[0.9, 0.2], [0.1, 0.8]])", "doubly stochastic"), ("gossip(matrix=[[0.9, 0.1], [0.2, 0.8]])", "doubly stochastic"),
+    ("gossip(matrix=[[0.9, 0.2], [0.1, 0.8]])", "doubly stochastic"),
+    ("gossip(matrix=[[0.9, 0.1], [0.2, 0.8]])", "doubly stochastic"),
     ("gossip(matrix=[[2, -1], [-1, 2]])", "doubly stochastic"), ("gossip(matrix=[[1e999]])", "doubly stochastic"),
     ("gossip(matrix=[[1, 0]])", "square"), ("gossip(matrix=[1, 0])", "square"), ("gossip(matrix=[])", "square"),
     ("gossip(matrix=ring)", "square"), ("gossip(matrix=[[1, 0], [1]])", "square"),
@@ -247,7 +275,8 @@ def test_what_is_exchanged_by_default(text: str, weights: bool) -> None:
     ("hierarchical(size=0)", "at least 1"), ("hierarchical(every=0)", "at least 1"),
     ("local(1, 2, 3)", "at most 2 arguments"), ("bulk(1)", "at most 0 arguments"), ("local(4, p=4)", "given p twice"),
     ("local(p=4, p=4)", "given p twice"), ("local(p=4, 5)", "without a name come first"), ("local=4", "in parentheses"),
-    ("", "got the end"), ("+", "method's name"), ("bulk +", "got the end"), ("local(4", "expected"), ("bulk gossip", "expected '+'"),
+    ("", "got the end"), ("+", "method's name"), ("bulk +", "got the end"), ("local(4", "expected"),
+    ("bulk gossip", "expected '+'"),
     ("bulk ? gossip", "position 6"), ("4", "method's name"), ("topk(9e)", "unexpected"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused_with_the_reason(text: str, fragment: str) -> None:
@@ -276,7 +305,8 @@ def test_text_in_place_of_a_part_is_refused(part: str) -> None:
 def test_every_method_that_stems_from_a_paper_names_it(text: str) -> None:
     strategy = Strategy.parse(text + (" + gradients" if "dgc" in text else ""))
     papers = strategy.citation()
-    assert papers and len(papers) == len(set(papers))
+    assert papers
+    assert len(papers) == len(set(papers))
     assert all(paper.split(",")[-1].strip()[-4:].isdigit() for paper in papers)
 
 

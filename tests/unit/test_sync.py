@@ -9,8 +9,10 @@ from hocket.sync import Bulk, DiLoCo, Local, Moment, PostLocal, Sync, proven_per
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 7])
-@pytest.mark.parametrize("make, moment", [(Local, Moment.BEFORE), (lambda p: Local(p, "after"), Moment.AFTER), (DiLoCo, Moment.AFTER)])
-def test_periodic_exchanges_happen_when_t_mod_p_is_zero(p: int, make, moment: Moment) -> None:  # noqa: ANN001
+@pytest.mark.parametrize(
+    "make, moment", [(Local, Moment.BEFORE), (lambda p: Local(p, "after"), Moment.AFTER), (DiLoCo, Moment.AFTER)]
+)
+def test_periodic_exchanges_happen_when_t_mod_p_is_zero(p: int, make, moment: Moment) -> None:
     for t in range(1, 50):
         assert make(p).moment(t, weights=True) is (moment if t % p == 0 else Moment.NEVER)
 
@@ -49,8 +51,10 @@ def test_diloco_lands_like_torchs_nesterov(lr: float, momentum: float) -> None:
 def test_without_an_outer_optimiser_the_mix_lands_as_it_is() -> None:
     mixed = torch.randn(2, 3)
     for sync in (Bulk(), Local(2), PostLocal(2, 2)):
-        assert sync.land(mixed, {})[0] is mixed and sync.start_memory(mixed) == {}
+        assert sync.land(mixed, {})[0] is mixed
+        assert sync.start_memory(mixed) == {}
 
 
 def test_the_proven_period() -> None:
-    assert proven_period(16, 1) == 2 and proven_period(10_000, 16) == pytest.approx(10 / 8)
+    assert proven_period(16, 1) == 2
+    assert proven_period(10_000, 16) == pytest.approx(10 / 8)

@@ -13,6 +13,7 @@ TOPOLOGY = (
     "gossip(random)",
     "gossip(matrix=[[0.5, 0.5, 0, 0], [0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5], [0, 0, 0.5, 0.5]])",
     "hierarchical(size=2)",
+    "hierarchical(size=2, every=2)",
     "hierarchical(allreduce, gossip, size=2)",
     "hierarchical(gossip, allreduce, size=2, every=2)",
 )

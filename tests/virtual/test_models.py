@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
 from virtual.world import CLASSES, FEATURES, World, plain, row_of, seeded, sgd
 
 STRATEGIES = [
-    "bulk", "bulk + topk(0.3)", "local(2)", "local(2) + gossip", "gossip + sign", "bulk + lowrank(1)", "gossip + exchange=gradients",
+    "bulk", "bulk + topk(0.3)", "local(2)", "local(2) + gossip", "gossip + sign", "bulk + lowrank(1)",
+    "gossip + exchange=gradients",
     "diloco(2) + qsgd(4)", "hierarchical(allreduce, gossip, size=2) + threshold(keep=0.3)", "postlocal(2, 2) + cast(fp16)",
 ]  # fmt: skip
 
@@ -71,7 +72,8 @@ MODELS = {
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_model_trains_under_every_kind_of_strategy(model: str, strategy: str) -> None:
     worlds = [World(strategy, make=MODELS[model]).step(16) for _ in range(2)]
-    assert torch.equal(worlds[0].rows, worlds[1].rows) and bool(torch.isfinite(worlds[0].rows).all())
+    assert torch.equal(worlds[0].rows, worlds[1].rows)
+    assert bool(torch.isfinite(worlds[0].rows).all())
     assert sum(worlds[0].losses[-4:]) < sum(worlds[0].losses[:4])
 
 
@@ -87,7 +89,8 @@ def test_frozen_parameters_stay_and_shared_ones_count_once() -> None:
     names = [s.name for b in world.replicas.layout.buckets for s in b.slots]
     assert sorted(names) == ["a.bias", "a.weight", "b.bias", "out.bias", "out.weight"]
     with world.replicas.averaged() as model:
-        assert model.frozen.tolist() == [1.0] * FEATURES and model.b.weight is model.a.weight
+        assert model.frozen.tolist() == [1.0] * FEATURES
+        assert model.b.weight is model.a.weight
 
 
 def test_a_parameter_that_nobody_uses_stays_and_one_that_somebody_uses_moves_with_all() -> None:
@@ -108,10 +111,11 @@ def test_groups_keep_their_own_rates() -> None:
         return torch.optim.SGD([{"params": params[:2], "lr": 0.0}, {"params": params[2:]}], 0.2, momentum=0.9)
 
     world = World("bulk", optimizer=groups).step(6)
-    assert [b.group for b in world.replicas.layout.buckets] == [1, 0] or {b.group for b in world.replicas.layout.buckets} == {0, 1}
+    assert {b.group for b in world.replicas.layout.buckets} == {0, 1}
     with world.replicas.averaged() as model:
         start = seeded()
-        assert torch.equal(model.hidden.weight, start.hidden.weight) and not torch.equal(model.out.weight, start.out.weight)
+        assert torch.equal(model.hidden.weight, start.hidden.weight)
+        assert not torch.equal(model.out.weight, start.out.weight)
     alone = World("local(2) + topk(0.1)", workers=1, optimizer=groups).step(6)
     assert torch.equal(alone.rows[0], plain(alone, steps=6, optimizer=groups))
 
@@ -120,7 +124,7 @@ def test_groups_keep_their_own_rates() -> None:
     lambda p: torch.optim.Adam(p, 0.01), lambda p: torch.optim.AdamW(p, 0.01), lambda p: torch.optim.RMSprop(p, 0.01),
     lambda p: torch.optim.Adagrad(p, 0.1), lambda p: torch.optim.Adafactor(p, 0.05),
 ], ids=["Adam", "AdamW", "RMSprop", "Adagrad", "Adafactor"])  # fmt: skip
-def test_any_optimiser_under_any_strategy(optimizer) -> None:  # noqa: ANN001
+def test_any_optimiser_under_any_strategy(optimizer) -> None:
     alone = World("gossip + sign", workers=1, optimizer=optimizer).step(6)
     torch.testing.assert_close(alone.rows[0], plain(alone, steps=6, optimizer=optimizer), rtol=0, atol=1e-7)
     for strategy in STRATEGIES[:5]:
@@ -143,7 +147,8 @@ def test_the_mean_model_is_the_mean_and_leaves_the_replicas_alone() -> None:
     rows, sent = world.rows, world.sent
     with world.replicas.averaged() as model:
         torch.testing.assert_close(row_of(model, world), rows.mean(0), rtol=0, atol=1e-6)
-    assert torch.equal(world.rows, rows) and world.sent == sent
+    assert torch.equal(world.rows, rows)
+    assert world.sent == sent
     for row, model in zip(rows, world.replicas.each(), strict=True):
         assert torch.equal(row_of(model, world), row)
 
@@ -151,9 +156,7 @@ def test_the_mean_model_is_the_mean_and_leaves_the_replicas_alone() -> None:
 @pytest.mark.parametrize("strategy", ["bulk + qsgd(4)", "bulk + topk(0.3)", "gossip + sign"])
 def test_another_cap_is_another_result_and_no_compression_is_not(strategy: str) -> None:
     one, two = (World(strategy, caps=caps).step(4) for caps in ((10**6, 10**6), (16, 16)))
-    by_name = [{s.name: w[:, s.offset : s.offset + s.size] for b, w in zip(x.replicas.layout.buckets, x.replicas.weights, strict=True)
-                for s in b.slots} for x in (one, two)]  # fmt: skip
-    assert any(not torch.equal(by_name[0][n], by_name[1][n]) for n in by_name[0])
+    assert one.losses != two.losses
     plainly = [World("bulk", caps=caps).step(4).losses for caps in ((10**6, 10**6), (16, 16))]
     assert plainly[0] == plainly[1]
 
@@ -164,10 +167,12 @@ def test_clipping_sees_mixed_gradients() -> None:
 
 
 def test_dropout_is_a_function_of_the_worker() -> None:
-    make = lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES))  # noqa: E731
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+
     runs = [World("bulk", make=make).step(3) for _ in range(2)]
     assert torch.equal(runs[0].rows, runs[1].rows)
     torch.manual_seed(123)
     state = torch.random.get_rng_state()
-    assert F.cross_entropy is not None and World("bulk", make=make).step(1) is not None
+    World("bulk", make=make).step(1)
     assert torch.equal(torch.random.get_rng_state(), state)

@@ -46,6 +46,9 @@ def sgd(lr: float = 0.2, **options: float) -> Callable:
     return lambda params: torch.optim.SGD(params, lr, **options)
 
 
+PLAIN_SGD = sgd()
+
+
 class World:
     """``workers`` virtual workers at work on one strategy; ``step()`` feeds them the next batch."""
 
@@ -55,7 +58,7 @@ class World:
         workers: int = 4,
         *,
         make: Callable[[], nn.Module] = Tiny,
-        optimizer: Callable = sgd(),  # noqa: B008
+        optimizer: Callable = PLAIN_SGD,
         steps: int = 64,
         seed: int = 0,
         caps: tuple[int, int] = (CAP_BYTES, FIRST_CAP_BYTES),
@@ -64,9 +67,16 @@ class World:
     ) -> None:
         self.cluster = VirtualCluster(workers)
         self.replicas = StackedReplicas(
-            seeded(make), loss, optimizer, Strategy.parse(strategy), self.cluster, seed=seed, cap_bytes=caps[0], first_cap_bytes=caps[1],
+            seeded(make),
+            loss,
+            optimizer,
+            Strategy.parse(strategy),
+            self.cluster,
+            seed=seed,
+            cap_bytes=caps[0],
+            first_cap_bytes=caps[1],
             **options,
-        )  # fmt: skip
+        )
         self.x, self.y = data(steps, workers)
         self.at = 0
         self.losses: list[float] = []
@@ -90,7 +100,9 @@ class World:
         return self
 
 
-def plain(world: World, worker: int = 0, steps: int = 8, make: Callable[[], nn.Module] = Tiny, optimizer: Callable = sgd()) -> Tensor:  # noqa: B008
+def plain(
+    world: World, worker: int = 0, steps: int = 8, make: Callable[[], nn.Module] = Tiny, optimizer: Callable = PLAIN_SGD
+) -> Tensor:
     """What ordinary training of one model on this worker's data gives, as a row in the world's layout."""
     model = seeded(make)
     opt = optimizer(list(model.parameters()))

@@ -4,8 +4,8 @@ Gloo tells only a dead process's ring neighbours, and only that *a* connection c
 So each process writes a counter twice a second and watches that of the process before it; the first to find a silent one writes its
 name where all look. A process that finds the name while it is stuck in a collective says so and ends itself: Gloo cannot abort.
 
-The store is reached over a connection of its own, with a timeout of its own: a stopped process may be the one that keeps it.
-Process 0, which may keep it, leaves last.
+The store is reached over a connection of its own, in a thread of its own: a stopped process may be the one that keeps it, and a
+request to it then never returns. Process 0, which may keep it, leaves last, also when all end because of another.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class Heartbeat:
     def __init__(self, rank: int, processes: int, hosting: list[range], patience_s: float) -> None:
         self.rank, self.processes, self.hosting, self.patience_s = rank, processes, hosting, patience_s
         self._stop = threading.Event()
+        self._gone: int | None = None
         self._told = False
-        self._thread: threading.Thread | None = None
+        self._rounds = 0
+        self._threads: list[threading.Thread] = []
         self._store: Any = None
         if processes > 1:
             store: Any = dist.distributed_c10d._get_default_store()
@@ -49,18 +51,24 @@ class Heartbeat:
             store.set_timeout(timedelta(seconds=patience_s))
             self._store = dist.PrefixStore(f"hocket/{_generation()}", store)
             self._store.set(f"beat/{rank}", "0")
-            self._thread = threading.Thread(target=self._run, name="hocket-heartbeat", daemon=True)
-            self._thread.start()
+            for work, name in ((self._beat, "hocket-heartbeat"), (self._watch, "hocket-watch")):
+                self._threads.append(threading.Thread(target=work, name=name, daemon=True))
+                self._threads[-1].start()
             atexit.register(self._at_exit)
 
     def stop(self) -> None:
         """Leave in good order: this process will no longer be missed."""
-        if self._thread is None or self._stop.is_set():
+        if self._store is None or self._stop.is_set():
             return
         self._stop.set()
         with contextlib.suppress(RuntimeError):  # the store may have gone first
             self._store.set(f"left/{self.rank}", "1")
-        self._thread.join(timeout=5)
+        self._join()
+
+    def _join(self) -> None:
+        """Threads must not wake from torch while the interpreter is taken down: that would abort the process."""
+        for thread in self._threads:
+            thread.join(timeout=2 * _BEAT_S)
 
     def explain(self, error: BaseException) -> BaseException:
         """Turn a collective's failure into a :class:`WorkerLost` that names who is gone, as far as can be told."""
@@ -69,9 +77,10 @@ class Heartbeat:
         text = str(error).splitlines()[0]
         if not any(sign in text.lower() for sign in ("connection", "peer", "timed out", "timeout", "socket", "broken pipe")):
             return error
-        self._told = True
         gone = self._find()
+        self._told = True
         if gone is not None:
+            self._tell(gone)
             return WorkerLost(self._sentence(gone), self.hosting[gone].start if gone >= 0 else -1)
         return WorkerLost(f"An exchange failed and no process could be named as lost ({text}); see the other processes' output.")
 
@@ -88,9 +97,9 @@ class Heartbeat:
                 if gone is None and now - start > 6 * _BEAT_S:
                     gone = next((rank for rank in others if self._has_left(rank)), None)
                     if gone is not None:
-                        self._store.set("gone", str(gone))
+                        gone = self._name(gone)
             except RuntimeError:
-                gone = -1
+                gone = -1 if self._gone is None else self._gone
             if gone is not None:
                 return gone
             time.sleep(_BEAT_S / 5)
@@ -102,24 +111,50 @@ class Heartbeat:
         which = f"{who} (process {gone})" if gone >= 0 else f"{who} (process 0), or the launcher if it keeps the job's store,"
         return f"{which} died, ended early or stopped answering; the others cannot go on and end. Restart from a checkpoint."
 
-    def _run(self) -> None:
-        beats, found_at = 0, None
+    def _beat(self) -> None:
+        """Beat, and look for who is gone."""
         seen: dict[int, tuple[bytes, float]] = {}
         while not self._stop.wait(_BEAT_S):
-            beats += 1
+            self._rounds += 1
             try:
-                self._store.set(f"beat/{self.rank}", str(beats))
-                gone = self._named()
-                if gone is None:
-                    gone = self._silent(self._watched(), self.patience_s, seen)
+                self._store.set(f"beat/{self.rank}", str(self._rounds))
+                if self._named() is None:
+                    self._silent(self._watched(), self.patience_s, seen)
             except RuntimeError:
-                gone = -1
-            if gone is not None:
-                # The main thread gets a moment to end by itself with the same sentence; once told, it may take its time to save.
-                found_at = found_at or time.monotonic()
-                if time.monotonic() - found_at > _GRACE_S and not self._stop.is_set() and not self._told:
-                    print(f"hocket: {self._sentence(gone)}", file=sys.stderr, flush=True)
-                    os._exit(1)
+                self._gone = -1 if self._gone is None else self._gone
+            if self._gone is not None:
+                return
+
+    def _watch(self) -> None:
+        """End this process, if the main thread does not do so by itself: some time after somebody was found gone.
+
+        The main thread gets a moment to end with the same sentence; once told, it may take its time to save.
+        """
+        rounds, stuck, grace = 0, 0.0, _GRACE_S
+        while not self._stop.wait(_BEAT_S):
+            stuck = stuck + _BEAT_S if self._rounds == rounds else 0.0
+            rounds = self._rounds
+            if stuck > self.patience_s and self._gone is None:
+                self._gone = -1
+            if self._gone is None:
+                continue
+            grace -= _BEAT_S
+            if self._told:
+                return
+            if grace <= 0:
+                print(f"hocket: {self._sentence(self._gone)}", file=sys.stderr, flush=True)
+                self._tell(self._gone)
+                os._exit(1)
+
+    def _tell(self, gone: int) -> None:
+        """Process 0 waits until everybody else knows, since the store may end with it."""
+        deadline = time.monotonic() + _GRACE_S
+        with contextlib.suppress(RuntimeError):
+            while self.rank == 0 and gone >= 0 and time.monotonic() < deadline:
+                others = [rank for rank in range(1, self.processes) if rank != gone and not self._has_left(rank)]
+                if all(self._store.check([f"told/{rank}"]) for rank in others):
+                    return
+                time.sleep(_BEAT_S / 5)
 
     def _watched(self) -> list[int]:
         """The nearest process before this one that has not left."""
@@ -127,7 +162,10 @@ class Heartbeat:
         return next(([rank] for rank in before if not self._has_left(rank)), [])
 
     def _named(self) -> int | None:
-        return int(self._store.get("gone")) if self._store.check(["gone"]) else None
+        if self._gone is None and self._store.check(["gone"]):
+            self._gone = int(self._store.get("gone"))
+            self._store.set(f"told/{self.rank}", "1")
+        return self._gone
 
     def _has_left(self, rank: int) -> bool:
         return bool(self._store.check([f"left/{rank}"]))
@@ -143,13 +181,21 @@ class Heartbeat:
             if value != beat:
                 seen[rank] = (beat, now)
             elif now - since > patience_s:
-                self._store.set("gone", str(rank))
-                return rank
+                return self._name(rank)
         return None
+
+    def _name(self, rank: int) -> int:
+        """Write down who is gone, unless somebody was named before."""
+        if not self._store.check(["gone"]):
+            self._store.set("gone", str(rank))
+        found = self._named()
+        return rank if found is None else found
 
     def _at_exit(self) -> None:
         """Leave, unless the program died of an exception: then the others are to notice. Process 0 sees everybody off."""
         if hasattr(sys, "last_value"):
+            self._stop.set()
+            self._join()
             return
         self.stop()
         seen: dict[int, tuple[bytes, float]] = {}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -108,6 +110,9 @@ def _start_group(place: Place, backend: str, timeout_s: float) -> None:
     os.environ.setdefault("MASTER_ADDR", place.address)
     os.environ.setdefault("MASTER_PORT", str(place.port))
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.processes))
+    late = threading.Timer(timeout_s + 5, _give_up, (place, timeout_s))
+    late.daemon = True
+    late.start()
     try:
         dist.init_process_group(backend, rank=place.rank, world_size=place.processes, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
@@ -115,7 +120,20 @@ def _start_group(place: Place, backend: str, timeout_s: float) -> None:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             port = os.environ["MASTER_PORT"]
             raise HocketError(f"Port {port} on {os.environ['MASTER_ADDR']} is taken; choose another with MASTER_PORT.") from None
-        raise HocketError(
-            f"Process {place.rank} of {place.processes} could not join the others at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']} by {backend} ({text}); check that all were started and reach that address."
-        ) from None
+        raise HocketError(_not_joined(place, f"by {backend} ({text})")) from None
+    finally:
+        late.cancel()
+
+
+def _give_up(place: Place, timeout_s: float) -> None:
+    """Something else answers at the address, and torch would wait for ever."""
+    print(f"hocket: {_not_joined(place, f'in {timeout_s:g} s')}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _not_joined(place: Place, how: str) -> str:
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return (
+        f"Process {place.rank} of {place.processes} could not join the others at {where} {how}; "
+        "check that all were started and reach that address."
+    )

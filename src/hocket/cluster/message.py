@@ -68,7 +68,7 @@ class Message:
         if self.lengths is None:
             return Message(_cut(blobs, [(p.dtype, p.shape[1]) for p in self.parts]))
         head = LENGTH_BYTES * len(self.parts)
-        lengths = blobs[:, :head].contiguous().view(torch.int32).to(torch.int64)
+        lengths = blobs[:, :head].flatten().clone().view(torch.int32).view(-1, len(self.parts)).to(torch.int64)
         parts = tuple(
             torch.zeros(blobs.shape[0], int(lengths[:, k].max()) if blobs.shape[0] else 0, dtype=p.dtype, device=p.device)
             for k, p in enumerate(self.parts)

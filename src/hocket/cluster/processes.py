@@ -9,8 +9,12 @@ on another process give silently wrong sums. Messages are raw bytes between pair
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +69,8 @@ class ProcessCluster(Cluster):
         self._threaded = "gloo" in self.backend and "nccl" not in self.backend
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], _Ticket] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._working = False
+        _CLUSTERS.add(self)
         self.ledger.offset_s = self._clock_offset()
         self.heartbeat = Heartbeat(self.rank, self.processes, self.hosting, patience_s)
 
@@ -88,10 +94,12 @@ class ProcessCluster(Cluster):
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             work, ticket = item
+            self._working = True
             try:
                 ticket.result = work()
             except BaseException as error:
                 ticket.error = error
+            self._working = False
             ticket.done.set()
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
@@ -294,6 +302,18 @@ class ProcessCluster(Cluster):
             if boots[peer] != boots[0]:
                 offset = _ping(self.rank, peer, self._wire_device, offset)
         return offset
+
+
+_CLUSTERS: weakref.WeakSet[ProcessCluster] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_at_once() -> None:
+    """After an exception, do not take the interpreter down around a thread that is inside Gloo: it would abort the process."""
+    if hasattr(sys, "last_value") and any(cluster._working for cluster in _CLUSTERS):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 class _Pending:

@@ -94,6 +94,11 @@ class Compressor:
         return False
 
     @property
+    def compares(self) -> bool:
+        """Whether it weighs values of the whole model against each other: then there is one bucket, and slices are interleaved."""
+        return False
+
+    @property
     def for_gradients_only(self) -> bool:
         """Whether exchanging weights with it makes no sense."""
         return False
@@ -123,6 +128,11 @@ class Codec(Compressor):
     @abstractmethod
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         """The float32 rows ``[rows, size]`` that a message stands for."""
+
+    @property
+    def again(self) -> Codec:
+        """The code for a mean of rows that this one already coded at the same exchange (the second phase of an all-reduce)."""
+        return self
 
     def capacities(self, size: int) -> list[int] | None:
         """The most values each part can hold for rows of ``size``; ``None`` where the size never varies."""
@@ -163,6 +173,10 @@ class Selected(NamedTuple):
 @dataclass(frozen=True)
 class Selection(Codec):
     """A codec of *what*: some values are sent, with their places. May stand first in a chain."""
+
+    @property
+    def compares(self) -> bool:
+        return True
 
     @abstractmethod
     def select(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Selected, Memory]:

@@ -39,6 +39,10 @@ class Chain(Codec):
             raise HocketError(f"{first} | {self.second.name}(feedback=…): feedback covers the whole chain; say it in {first}(…).")
 
     @property
+    def compares(self) -> bool:
+        return self.first.compares
+
+    @property
     def remembers(self) -> bool:
         # Feedback covers the loss of both links; a selection without it, or an unbiased chain, leaves the chain without it.
         if isinstance(self.first, RandomK) and self.first.unbiased:
@@ -46,6 +50,10 @@ class Chain(Codec):
         if self.first.lossless:
             return self.second.remembers
         return getattr(self.first, "feedback", None) is not False
+
+    @property
+    def again(self) -> Chain:
+        return Chain(self.first.again, self.second)  # type: ignore[arg-type]
 
     @property
     def contracts(self) -> bool:

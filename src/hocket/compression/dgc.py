@@ -49,6 +49,10 @@ class DGC(Compressor):
             raise HocketError(f"dgc(clip={self.clip!r}): the clipping norm must be above 0 and finite, or None for no clipping.")
 
     @property
+    def compares(self) -> bool:
+        return True
+
+    @property
     def for_gradients_only(self) -> bool:
         return True
 

@@ -145,10 +145,16 @@ def _cut(flat: Tensor, shapes: list[tuple[int, int]]) -> tuple[list[Tensor], Ten
 
 
 def _bases(memory: Memory, thin: list[_Piece], matrix_rank: int, rows: Tensor, context: Context) -> list[Tensor]:
-    """Last exchange's Q of each matrix or, at first, the same random one for everybody."""
-    if not memory:
-        memory = {f"q{k}": _random(context, k, p.width, matrix_rank, rows) for k, p in enumerate(thin)}
-    return [memory[f"q{k}"] for k in range(len(thin))]
+    """Last exchange's Q of each matrix or, at first, the same random one for everybody.
+
+    A column of zeros (the matrix was zero, or of lower rank) would stay so for ever: it starts again at random.
+    """
+    bases = []
+    for k, piece in enumerate(thin):
+        fresh = _random(context, k, piece.width, matrix_rank, rows)
+        old = memory.get(f"q{k}", fresh)
+        bases.append(torch.where(old.abs().amax(1, keepdim=True) > 0, old, fresh))
+    return bases
 
 
 def _random(context: Context, k: int, width: int, matrix_rank: int, rows: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ the length: each place is equally likely. With ``unbiased=True`` values are mult
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -39,6 +39,10 @@ class RandomK(Selection):
             )
 
     @property
+    def compares(self) -> bool:
+        return False
+
+    @property
     def lossless(self) -> bool:
         return self.share == 1
 
@@ -53,6 +57,10 @@ class RandomK(Selection):
     def consensus_step(self, size: int, context: Context) -> float:
         # A place comes up every 1/share exchanges and until then the same old difference is applied: beyond share/2 it overshoots.
         return 1.0 if self.lossless else min(CONSENSUS_STEP, self.share / 2)
+
+    @property
+    def again(self) -> RandomK:
+        return replace(self, unbiased=False)  # the places are the same ones: nothing more is lost, so nothing is to be scaled up
 
     def most(self, size: int) -> int:
         return max(1, math.ceil(self.share * size))

@@ -57,6 +57,12 @@ class Hierarchical(Topology):
         return HierarchicalChannel(self, cluster, seed, size)
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
+        held = compressor.remembers or not compressor.contracts
+        if weights and held and not plain(compressor) and self.outer.uniform and not self.inner.uniform:
+            return (
+                "a gossip inside hosts brings back what the code held back or overshot, and both add up; "
+                "use hierarchical(allreduce, …), exchange=gradients, or a code without feedback such as cast(bf16)"
+            )
         return self.outer.refusal(compressor, weights)
 
 

@@ -53,8 +53,8 @@ class Job:
         steps: int | None = None,
         seed: int = 0,
         scaler: Any = None,
-        cap_bytes: int = CAP_BYTES,
-        first_cap_bytes: int = FIRST_CAP_BYTES,
+        cap_bytes: int | None = None,
+        first_cap_bytes: int | None = None,
     ) -> None:
         if cluster.rows != 1:
             raise HocketError(
@@ -66,7 +66,7 @@ class Job:
         self.weight = 1.0
         """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.shard`)."""
         _check_device(model, cluster)
-        self.layout = layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap_bytes, first_cap_bytes)
+        self.layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes)
         if not self.layout.buckets:
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
         _check_optimizer(model, optimizer)
@@ -291,6 +291,16 @@ class Job:
         exchange = self.cluster.exchange()
         exchange.submit(lambda: self.cluster.mean(rows, self.cluster.everybody))
         exchange.wait()
+
+
+def layout_for(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, cap_bytes: int | None, first_cap_bytes: int | None
+) -> Layout:
+    """The buckets of a job: a few large ones, or a single one where the compression weighs all values against each other."""
+    unlimited = sys.maxsize if strategy.compression.compares else None
+    cap = cap_bytes or unlimited or CAP_BYTES
+    first = first_cap_bytes or unlimited or FIRST_CAP_BYTES
+    return layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap, first)
 
 
 def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, accumulate: int, nonfinite: str) -> None:

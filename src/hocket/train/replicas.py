@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.layout import CAP_BYTES, FIRST_CAP_BYTES, Layout, layout_of
+from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
 from hocket.program import Program
 from hocket.strategy import Strategy
 from hocket.train.engines import choose, stack_buffers
 from hocket.train.engines.loop import forked, random_modules
-from hocket.train.job import Job, check_equal, check_job
+from hocket.train.job import Job, check_equal, check_job, layout_for
 from hocket.train.stacked import StackedOptimizer, clip_rows_
 from hocket.train.watch import NonFinite
 
@@ -71,8 +71,8 @@ class LiveReplica:
         autocast: torch.dtype | None = None,
         nonfinite: str = "raise",
         steps: int | None = None,
-        cap_bytes: int = CAP_BYTES,
-        first_cap_bytes: int = FIRST_CAP_BYTES,
+        cap_bytes: int | None = None,
+        first_cap_bytes: int | None = None,
     ) -> None:
         self.model, self.loss, self.clip, self.autocast, self.cluster = model, loss, clip, autocast, cluster
         self._optimizer = optimizer(list(model.parameters()))
@@ -143,14 +143,14 @@ class StackedReplicas:
         autocast: torch.dtype | None = None,
         nonfinite: str = "raise",
         engine: str = "auto",
-        cap_bytes: int = CAP_BYTES,
-        first_cap_bytes: int = FIRST_CAP_BYTES,
+        cap_bytes: int | None = None,
+        first_cap_bytes: int | None = None,
     ) -> None:
         self.cluster, self.clip, self.strategy = cluster, clip, strategy
         self.model = model.to(cluster.device)
         template = optimizer(list(model.parameters()))
         check_job(model, template, strategy, 1, nonfinite)
-        self.layout = layout_of(model.named_parameters(), [g["params"] for g in template.param_groups], cap_bytes, first_cap_bytes)
+        self.layout = layout_for(model, template, strategy, cap_bytes, first_cap_bytes)
         check_equal(model, self.layout, cluster, [str(strategy)])
         _check_memory(self.layout, cluster)
         self.weights = [b.empty(cluster.rows) for b in self.layout.buckets]

@@ -57,8 +57,8 @@ class Settings:
     nonfinite: str = "raise"
     exact: bool = False
     host_size: int | None = None
-    bucket_bytes: int = 25 * 2**20
-    first_bucket_bytes: int = 2**20
+    bucket_bytes: int | None = None
+    first_bucket_bytes: int | None = None
 
     def check(self) -> Strategy:
         """Refuse what cannot work before anything is started; returns the parsed strategy."""

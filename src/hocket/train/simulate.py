@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.layout import CAP_BYTES, FIRST_CAP_BYTES
 from hocket.cluster.ledger import Entry
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data.base import DataSet, identity
@@ -61,8 +60,8 @@ def simulate(
     host_size: int | None = None,
     last: str = "even",
     evaluate: bool = True,
-    cap_bytes: int = CAP_BYTES,
-    first_cap_bytes: int = FIRST_CAP_BYTES,
+    cap_bytes: int | None = None,
+    first_cap_bytes: int | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
 ) -> Run:
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.

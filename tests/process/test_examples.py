@@ -1,0 +1,69 @@
+"""Every example runs as its docstring says, in small: alone, and under torchrun where it is meant for several processes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from process.launch import run_script
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+ALONE = [sys.executable]
+TOGETHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(150)]
+
+
+def run(how: list[str], name: str, *options: str) -> str:
+    code, output = run_script([*how, str(EXAMPLES / name), *options], ROOT, timeout_s=120, environ={"HOCKET_DATA": ""})
+    assert code == 0, output
+    return output
+
+
+@pytest.mark.parametrize("how", [ALONE, TOGETHER], ids=["alone", "together"])
+@pytest.mark.parametrize("name", ["ddp_before.py", "hocket_after.py"])
+def test_the_script_before_and_after_learns_the_digits(name: str, how: list[str]) -> None:
+    output = run(how, name, "--epochs", "4")
+    accuracies = [float(a) for a in re.findall(r"accuracy ([\d.]+)", output)]
+    assert len(accuracies) == 4
+    assert accuracies[-1] > 0.85
+    if name == "hocket_after.py":
+        sent = {int(b) for b in re.findall(r"'bytes_sent': (\d+)", output)}
+        assert sent == {0} if how is ALONE else len(sent) == 1 and min(sent) > 0
+
+
+def test_adopting_hocket_is_a_small_diff() -> None:
+    before, after = ((EXAMPLES / name).read_text().split('"""', 2)[2].splitlines() for name in ("ddp_before.py", "hocket_after.py"))
+    lines = [line for line in difflib.ndiff(before, after) if line[0] in "+-" and line[2:].strip()]
+    assert sum(line[0] == "+" for line in lines) <= 12, "\n".join(lines)
+
+
+def test_the_language_model_learns_with_few_exchanges() -> None:
+    output = run(TOGETHER, "language_model_diloco.py", "--steps", "40", "--period", "10", "--width", "32")
+    losses = [float(a) for a in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < losses[0]
+    assert "2 workers, 40 steps, 4 exchanges" in output
+
+
+def test_a_new_compressor_sends_its_share() -> None:
+    output = run(ALONE, "new_compressor.py", "--epochs", "4", "--workers", "4")
+    rows = re.findall(r"accuracy ([\d.]+) +([\d.]+) MB", output)
+    accuracy, sent = [float(a) for a, _ in rows], [float(b) for _, b in rows]
+    assert len(rows) == 5
+    assert min(accuracy[:3]) > 0.8
+    assert sent[2] < sent[1] < sent[0]
+
+
+def test_a_simulation_compares_strategies() -> None:
+    output = run(ALONE, "simulate.py", "--epochs", "2", "--workers", "20")
+    assert len(output.splitlines()) >= 6
+    assert "local(4) + gossip + qsgd(4)" in output
+
+
+def test_every_example_is_run_here() -> None:
+    tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text()))
+    assert {path.name for path in EXAMPLES.glob("*.py")} <= tested
