@@ -1,9 +1,10 @@
 """Whole trainings of the small CNN on CIFAR-10 with virtual workers: seconds, accuracy, bytes, for a list of strategies.
 
-    python benchmarks/cifar.py --data-dir DIR [--device cuda] [--workers 16] [--epochs 20] [--rates 0.02 0.05 0.1] [--out results.json]
+    python benchmarks/cifar.py --data-dir DIR [--device cuda] [--workers 16] [--epochs 20] [--rates 0.02 0.05 0.1] [--out
+    results.json]
 
-The first strategy is trained once beforehand, so that compilation does not count. Accuracy is that of the mean model on the test set;
-bytes are counted per worker, as they would travel; seconds are this machine's, for all workers together.
+The first strategy is trained once beforehand, so that compilation does not count. Accuracy is that of the mean model on the test
+set; bytes are counted per worker, as they would travel; seconds are this machine's, for all workers together.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def main() -> None:
     rows = []
     baseline = None
     print(
-        f"CIFAR-10, cnn, {args.workers} virtual workers, {args.epochs} epochs, batch 100 each, best of rates {args.rates}, on {args.device}"
+        f"CIFAR-10, cnn, {args.workers} virtual workers, {args.epochs} epochs, batch 100 each, "
+        f"best of rates {args.rates}, on {args.device}"
     )
     print(
         f"{'strategy':44} {'accuracy':>8} {'worst':>7} {'rate':>5} {'MB/worker':>10} {'less':>7} {'seconds':>8}  accuracy per rate"

@@ -1,6 +1,6 @@
 """Draws accuracy against bytes sent from what benchmarks/cifar.py left.
 
-    python benchmarks/picture.py docs/results/cifar10-16.json docs/results/frontier.png
+python benchmarks/picture.py docs/results/cifar10-16.json docs/results/frontier.png
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def main(source: Path, target: Path) -> None:
     seen = set()
     for row in rows:
         kind = kind_of(row["strategy"])
-        label = {"none": "not compressed", "sparse": "sparsified", "other": "quantised or low rank"}[kind] if kind not in seen else None
+        label = (
+            {"none": "not compressed", "sparse": "sparsified", "other": "quantised or low rank"}[kind] if kind not in seen else None
+        )
         seen.add(kind)
         axes.scatter(row["mb_per_worker"], 100 * row["accuracy"], s=60, color=COLOURS[kind], label=label, zorder=3)
     place_names(axes, rows)
@@ -32,7 +34,9 @@ def main(source: Path, target: Path) -> None:
     axes.invert_xaxis()
     axes.set_xlabel("MB sent per worker in the whole training (log scale; less traffic to the right)")
     axes.set_ylabel("test accuracy of the mean model, %")
-    axes.set_title("CIFAR-10, small CNN, 16 virtual workers, 20 epochs: what each strategy sends and gives", fontsize=10.5, loc="left")
+    axes.set_title(
+        "CIFAR-10, small CNN, 16 virtual workers, 20 epochs: what each strategy sends and gives", fontsize=10.5, loc="left"
+    )
     axes.grid(alpha=0.3, zorder=0)
     axes.legend(loc="lower left", frameon=False)
     axes.margins(x=0.16, y=0.16)

@@ -8,8 +8,7 @@ from hocket.sync import Bulk, DiLoCo, Local, PostLocal
 from hocket.topology import AllReduce, Gossip, Hierarchical
 from hocket.train.job import Job
 from hocket.train.simulate import Run, simulate
-
-__version__ = "0.1.0"
+from hocket.version import __version__
 
 __all__ = [
     "DGC",
@@ -37,6 +36,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "WorkerLost",
+    "__version__",
     "init",
     "leave",
     "parallelize",

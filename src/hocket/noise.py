@@ -23,12 +23,14 @@ def _mix(x: int) -> int:
 def fold(*parts: int) -> int:
     """One 32-bit key out of several integers.
 
-    >>> fold(1, 2) == fold(1, 2), fold(1, 2) == fold(2, 1)
-    (True, False)
+    >>> fold(1, 2) == fold(1, 2), fold(1, 2) == fold(2, 1), fold(-1) == fold(0)
+    (True, False, False)
     """
     key = 0x9E3779B9
     for part in parts:
-        key = _mix(key ^ _mix((part & _MASK) ^ ((part >> 32) & _MASK)))
+        key = _mix(key ^ _mix(part & _MASK))
+        if high := (part >> 32) & _MASK:
+            key = _mix(key ^ _mix(high ^ 0x85EBCA6B))
     return key
 
 

@@ -152,7 +152,7 @@ def _short(text: str) -> str:
 
 
 def write(spec: Any) -> str:
-    """A spec (a frozen dataclass with a ``name``) in the notation; defaults are left out, but for a leading number or ``spelled`` word."""
+    """A spec (a frozen dataclass with a ``name``) in the notation; defaults are left out, but for a leading number or word."""
     arguments, positional = [], True
     for f in fields(spec):
         value = getattr(spec, f.name)

@@ -13,6 +13,7 @@ Everything a program must remember is in ``memory`` (tensors whose first dimensi
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Program:
             return
         if self._exchange is None:
             self._exchange = self.cluster.exchange()
-        self._exchange.submit(lambda: self._mix_gradients(bucket, rows))
+        self._exchange.submit(partial(self._mix_gradients, bucket, rows))
 
     def flags_ready(self, flags: Tensor) -> None:
         """Bool flags ``[rows, k]`` to be combined over all workers, as the last part of the exchange of gradients."""
@@ -123,7 +124,7 @@ class Program:
         for bucket, rows in enumerate(weights):
             # A copy: the forward pass reads the weights while they travel.
             copied = rows.clone()
-            self._exchange.submit(lambda bucket=bucket, copied=copied: self._mix_weights(bucket, copied))
+            self._exchange.submit(partial(self._mix_weights, bucket, copied))
 
     def _exchange_now(self, weights: list[Tensor]) -> None:
         mixed = weights

@@ -97,9 +97,9 @@ def parallelize(
 def shard(loader: Iterable[Any], epoch: int | None = None) -> Shard:
     """This worker's part of ``loader``: rounds of N batches are dealt out evenly, so nobody waits for a batch that is not there.
 
-    A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch (they count the iterations over this loader,
-    unless ``epoch`` is given); the last, incomplete round is split evenly, and gradients are weighted by samples. Of any other
-    iterable each worker takes every N-th batch.
+    A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch (they count the iterations over this
+    loader, unless ``epoch`` is given); the last, incomplete round is split evenly, and gradients are weighted by samples. Of any
+    other iterable each worker takes every N-th batch.
     """
     if _Session.cluster is None:
         raise HocketError("Call hocket.init() before hocket.shard(…).")

@@ -116,7 +116,8 @@ class Strategy:
         if isinstance(self.sync, Local) and self.sync.mean == "after" and not self.weights:
             return "mean=after is about weights; leave it out, or use exchange=weights"
         if compressor.for_gradients_only and self.weights:
-            return f"{compressor.name} accumulates gradients and cannot carry weights; use bulk, exchange=gradients, or topk({DGC().share})"
+            instead = f"use bulk, exchange=gradients, or topk({DGC().share})"
+            return f"{compressor.name} accumulates gradients and cannot carry weights; {instead}"
         feedback = getattr(compressor, "feedback", None)
         if feedback is True and not compressor.biased:
             return f"{compressor.name} is unbiased, and feedback makes unbiased codes diverge; leave feedback out"

@@ -1,4 +1,4 @@
-"""Models on CUDA: virtual workers equal those on the CPU within rounding, and two processes train one model over Gloo; NCCL's verbs work."""
+"""Models on CUDA: virtual workers equal those on the CPU within rounding; processes train over Gloo; NCCL's verbs work."""
 
 from __future__ import annotations
 

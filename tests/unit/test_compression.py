@@ -195,7 +195,7 @@ def test_sparse_messages_count_their_places() -> None:
     assert through(RandomK(0.01), rows)[0].payload_bytes().tolist() == [10 * 4]
     assert through(Threshold(t=1e9), rows)[0].payload_bytes().tolist() == [3 * 4]  # three lengths of nothing
     assert through(compressor("topk(0.01) | qsgd(4)"), rows)[0].payload_bytes().tolist() == [10 * 2 + 4 + 5]
-    assert through(compressor("sign"), rows)[0].payload_bytes().tolist() == [4 + 125]
+    assert through(compressor("sign"), rows)[0].payload_bytes().tolist() == [2 * 4 + 125]  # two blocks of 512
     assert through(compressor("ternary"), rows)[0].payload_bytes().tolist() == [4 + 200]
     assert through(compressor("natural"), rows)[0].payload_bytes().tolist() == [1000 + 125]
     assert through(compressor("qsgd(4)"), rows)[0].payload_bytes().tolist() == [2 * 4 + 500]

@@ -38,7 +38,9 @@ def command(
     """Train the embedded digits with real processes and with virtual workers, and compare."""
     plain_notes()
     console = Console()
-    console.print(f"[bold]Handwritten digits[/bold], one model, {workers} real worker processes, then {virtual} virtual ones in one process.\n")
+    console.print(
+        f"[bold]Handwritten digits[/bold], one model, {workers} real workers, then {virtual} virtual ones in one process.\n"
+    )
     common: dict[str, Any] = {"data": "digits", "model": "cnn", "momentum": 0.9, "schedule": "cosine"}
     settings = Settings(workers=workers, batch=16, lr=0.05, epochs=epochs, **common)
     table = results_table(f"{workers} real processes, {epochs} epochs, batch 16 each (measured)")
@@ -49,7 +51,7 @@ def command(
     _compare(console, VIRTUAL, table, settings, _virtual)
     console.print(table)
     console.print(LEGEND, style="dim")
-    console.print("Yours next: [bold]hocket train --workers 4 --strategy 'local(4) + topk(0.02)'[/bold], or three lines in your own loop.")
+    console.print("Yours next: [bold]hocket train --workers 4 --strategy 'local(4) + topk(0.02)'[/bold]")
 
 
 def _compare(console: Console, strategies: tuple[str, ...], table: Any, settings: Settings, train: Any) -> None:
@@ -68,10 +70,13 @@ def _real(settings: Settings) -> list[dict[str, Any]]:
     """Through the command itself, as a user would."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        arguments = ["--strategy", settings.strategy, "--workers", str(settings.workers), "--data", settings.data, "--model", settings.model]
+        arguments = ["--strategy", settings.strategy, "--workers", str(settings.workers)]
+        arguments += ["--data", settings.data, "--model", settings.model]
         arguments += ["--batch", str(settings.batch), "--epochs", str(settings.epochs), "--lr", str(settings.lr), "--device", "cpu"]
         arguments += ["--momentum", str(settings.momentum), "--schedule", settings.schedule, "--out", str(out)]
-        ended = subprocess.run([sys.executable, "-m", "hocket.cli.main", "train", *arguments], stdout=subprocess.DEVNULL, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-m", "hocket.cli.main", "train", *arguments], stdout=subprocess.DEVNULL, check=False
+        )
         if ended.returncode:
             raise typer.Exit(ended.returncode)
         return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

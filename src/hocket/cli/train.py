@@ -24,8 +24,10 @@ from hocket.train.run import Settings, bulk_bytes, run
 
 
 def command(
-    strategy: Annotated[str, typer.Option("--strategy", "-s", help="For example 'local(4) + gossip + topk(0.01)'.")] = "bulk + allreduce",
-    workers: Annotated[int | None, typer.Option("--workers", "-n", help="How many workers [default: 1, or what the launcher started].")] = None,
+    strategy: Annotated[
+        str, typer.Option("--strategy", "-s", help="Such as 'local(4) + gossip + topk(0.01)'.")
+    ] = "bulk + allreduce",
+    workers: Annotated[int | None, typer.Option("--workers", "-n", help="How many [default: 1, or what was launched].")] = None,
     virtual: Annotated[bool, typer.Option("--virtual", help="Virtual workers in this one process.")] = False,
     processes: Annotated[int | None, typer.Option(help="Real processes, if fewer than workers (each then hosts several).")] = None,
     data: Annotated[str, typer.Option(help="digits, mnist, cifar10, cifar100, shakespeare or module:factory.")] = "digits",
@@ -37,7 +39,7 @@ def command(
     weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="constant, cosine, linear or step.")] = "constant",
     warmup: Annotated[float, typer.Option(help="Epochs of linear warm-up.")] = 0.0,
-    scale_lr: Annotated[bool, typer.Option("--scale-lr", help="Multiply the rate by the number of workers (linear scaling).")] = False,
+    scale_lr: Annotated[bool, typer.Option("--scale-lr", help="Multiply the rate by the number of workers.")] = False,
     batch: Annotated[int, typer.Option(help="Mini-batch per worker.")] = 100,
     epochs: Annotated[int, typer.Option(help="Epochs.")] = 10,
     max_steps: Annotated[int | None, typer.Option(help="End after this many steps.")] = None,

@@ -60,11 +60,12 @@ class Exchange:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._tickets: list[Callable[[], Any]] = []
-        self._first = self._last = 0.0
+        self._first: Any = None
+        self._last: Any = None
 
     def submit(self, work: Callable[[], Any]) -> None:
         """Start ``work`` (it may use any verb); it runs after everything submitted before it."""
-        self._last = self._cluster.ledger.now()
+        self._last = self._cluster.ledger.clock.stamp()
         if not self._tickets:
             self._first = self._last
         self._tickets.append(self._cluster.start(work))
@@ -72,9 +73,9 @@ class Exchange:
     def wait(self) -> list[Any]:
         """Block until all of it has ended; the results in the order of submission."""
         ledger = self._cluster.ledger
-        blocked = ledger.now()
+        blocked = ledger.clock.stamp()
         results = [ticket() for ticket in self._tickets]
-        ledger.record(Span(self._first, self._last, blocked, ledger.now()) if ledger.timed and self._tickets else None)
+        ledger.record(Span(self._first, self._last, blocked, ledger.clock.stamp()) if ledger.timed and self._tickets else None)
         return results
 
 

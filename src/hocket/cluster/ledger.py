@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,45 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """One exchange as one process saw it, in seconds of the shared clock."""
+    """One exchange as one process saw it, in stamps of its clock."""
 
-    first_launch: float
-    last_launch: float
-    blocked: float
-    end: float
+    first_launch: Any
+    last_launch: Any
+    blocked: Any
+    end: Any
+
+
+class HostClock:
+    """Stamps are seconds of the clock that all processes share."""
+
+    offset_s: float = 0.0
+
+    def stamp(self) -> Any:
+        """This moment."""
+        return time.monotonic() + self.offset_s
+
+    def seconds(self, stamp: Any) -> float:
+        """A stamp in seconds."""
+        return float(stamp)
+
+
+class CudaClock(HostClock):
+    """Stamps are events on the current stream: the host runs ahead of the device, so its own time would say nothing."""
+
+    def __init__(self) -> None:
+        self._base = torch.cuda.Event(enable_timing=True)
+        self._base.record()
+        self._base.synchronize()
+        self._begun = time.monotonic()
+
+    def stamp(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, stamp: Any) -> float:
+        stamp.synchronize()
+        return self._begun + self.offset_s + self._base.elapsed_time(stamp) / 1000
 
 
 @dataclass
@@ -70,7 +104,7 @@ class Ledger:
     """Written by the cluster alone; read it with :meth:`summary`."""
 
     sent: Tensor
-    """Bytes sent by each worker hosted here since the last :meth:`close`, where their number is known on the CPU; int64 ``[rows]``."""
+    """Bytes sent by each worker hosted here since the last :meth:`close`, as far as known on the CPU; int64 ``[rows]``."""
     sent_varying: Tensor
     """The same for messages whose size depends on the data, on the cluster's device (reading it at once would stall the device)."""
     timed: bool
@@ -78,7 +112,7 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
     nonfinite: int = 0
     exchanges: int = 0
-    offset_s: float = 0.0
+    clock: HostClock = field(default_factory=HostClock)
     _seconds: float = 0.0
     _since: float | None = None
 
@@ -86,10 +120,6 @@ class Ledger:
     def bytes_sent(self) -> Tensor:
         """All bytes sent by each worker hosted here since the last :meth:`close`."""
         return self.sent + self.sent_varying.cpu()
-
-    def now(self) -> float:
-        """This process's time on the clock that all share."""
-        return time.monotonic() + self.offset_s
 
     @property
     def running(self) -> bool:
@@ -120,9 +150,10 @@ class Ledger:
         rows = self.sent.shape[0]
         figures = torch.zeros(rows, 6, dtype=torch.float64)
         if self.timed:
-            starts = torch.tensor([s.last_launch for s in self.spans], dtype=torch.float64).expand(rows, -1)
-            latest = collect(starts).amax(0) if self.spans else starts.new_zeros(0)
-            wait, transfer, hidden = split(self.spans, latest)
+            spans = [Span(*(self.clock.seconds(stamp) for stamp in vars(span).values())) for span in self.spans]
+            starts = torch.tensor([s.last_launch for s in spans], dtype=torch.float64).expand(rows, -1)
+            latest = collect(starts).amax(0) if spans else starts.new_zeros(0)
+            wait, transfer, hidden = split(spans, latest)
             figures[:, :4] = torch.tensor([self._seconds, wait, transfer, hidden], dtype=torch.float64)
         figures[:, 4] = self.bytes_sent.to(torch.float64)
         figures[0, 5] = self.nonfinite

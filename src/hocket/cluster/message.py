@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 FRAME_BYTES = 350
-"""What TCP, IP and Gloo add to one message (acknowledgements included), as counted on network interfaces; see benchmarks/steps.py."""
+"""What TCP, IP and Gloo add to one message, acknowledgements included, as counted on network interfaces by benchmarks/steps.py."""
 HEADER_SHARE = 0.033
-"""Packet headers per payload byte: between 0.5 % where network cards take large segments and 6.5 % where every packet is counted."""
+"""Packet headers per payload byte: 0.5 % where network cards take large segments, 6.5 % where every packet is counted."""
 LENGTH_BYTES = 4
 """Each part of a message of variable size is preceded by its length."""
 
@@ -95,7 +95,7 @@ def _cut(blobs: Tensor, shapes: list[tuple[torch.dtype, int]]) -> tuple[Tensor, 
 
 
 def ring_bytes(payload_bytes: int, workers: int) -> int:
-    """What one worker sends in a ring all-reduce of ``payload_bytes``: ``2(N-1)/N · M``, headers, and frames of ``2(N-1)`` messages.
+    """What one worker sends in a ring all-reduce of ``payload_bytes``: ``2(N-1)/N · M``, headers, and ``2(N-1)`` frames.
 
     >>> ring_bytes(4000, 4) == 6 * (FRAME_BYTES + 1033)
     True

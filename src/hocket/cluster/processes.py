@@ -2,7 +2,8 @@
 
 On Gloo one thread of our own launches everything, strictly in the order of submission: collectives that start in another order
 on another process give silently wrong sums. Messages are raw bytes between pairs; one of variable size is announced by a small one
-(not every Gloo takes a message smaller than its buffer). On NCCL the calling thread launches, work overlaps on the device, and time stamps are CUDA events.
+(so that receivers know its size). On NCCL the calling thread launches, work overlaps on the device, and time stamps are CUDA
+events.
 
 ``exact=True`` gathers and sums in worker order instead of the backend's ring: slower, and equal bit for bit to virtual workers.
 """
@@ -16,6 +17,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster, Team
 from hocket.cluster.heartbeat import Heartbeat, boot_id
+from hocket.cluster.ledger import CudaClock
 from hocket.cluster.message import Message, ordered_mean, ring_bytes
 from hocket.errors import HocketError, WorkerLost
 
@@ -38,7 +42,7 @@ def split_workers(workers: int, processes: int) -> list[range]:
     """
     base, extra = divmod(workers, processes)
     starts = [r * base + min(r, extra) for r in range(processes + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(starts)]
 
 
 class ProcessCluster(Cluster):
@@ -71,7 +75,9 @@ class ProcessCluster(Cluster):
         self._thread: threading.Thread | None = None
         self._working = False
         _CLUSTERS.add(self)
-        self.ledger.offset_s = self._clock_offset()
+        if self.device.type == "cuda" and "nccl" in self.backend:
+            self.ledger.clock = CudaClock()
+        self.ledger.clock.offset_s = self._clock_offset()
         self.heartbeat = Heartbeat(self.rank, self.processes, self.hosting, patience_s)
 
     @property
@@ -220,7 +226,7 @@ class ProcessCluster(Cluster):
             return
         for group in team.members.tolist():
             if tuple(group) not in self._groups:
-                self._groups[tuple(group)] = self._now(lambda ranks=group: dist.new_group(ranks))
+                self._groups[tuple(group)] = self._now(partial(dist.new_group, group))
 
     def close(self) -> None:
         self.heartbeat.stop()

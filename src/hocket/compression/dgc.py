@@ -1,9 +1,9 @@
 """Deep gradient compression: top-k that keeps momentum honest (Lin 2018, arXiv:1712.01887).
 
-*Momentum correction*: each worker accumulates ``u ← m·u + g`` and ``v ← v + u`` and sends the largest of ``v``. *Factor masking*: where a
-value was sent, ``u`` and ``v`` start again from zero. *Local clipping*: with ``clip=c`` a worker's gradient is clipped to norm ``c/√N``
-before it is accumulated. *Warm-up*: over the first ``warmup`` exchanges the share goes 25 → 6.25 → 1.56 → 0.39 % down to its own.
-The momentum is in here, so the optimiser's own must be zero.
+*Momentum correction*: each worker accumulates ``u ← m·u + g`` and ``v ← v + u`` and sends the largest of ``v``. *Factor masking*:
+where a value was sent, ``u`` and ``v`` start again from zero. *Local clipping*: with ``clip=c`` a worker's gradient is clipped to
+norm ``c/√N`` before it is accumulated. *Warm-up*: over the first ``warmup`` exchanges the share goes 25 → 6.25 → 1.56 → 0.39 %
+down to its own. The momentum is in here, so the optimiser's own must be zero.
 """
 
 from __future__ import annotations

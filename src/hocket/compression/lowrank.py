@@ -133,8 +133,10 @@ def _matrix(rows: Tensor, piece: _Piece) -> Tensor:
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product; row by row on the CPU, where a batch may round differently from its rows."""
-    return torch.stack([x @ y for x, y in zip(a, b, strict=True)]) if a.device.type == "cpu" else a @ b
+    """Batched product; on the CPU row by row and from fresh copies: a batch may round differently, and so may other alignments."""
+    if a.device.type != "cpu":
+        return a @ b
+    return torch.stack([x.clone() @ y.clone() for x, y in zip(a, b, strict=True)])
 
 
 def _cut(flat: Tensor, shapes: list[tuple[int, int]]) -> tuple[list[Tensor], Tensor]:
@@ -169,6 +171,8 @@ def _orthonormal(matrices: Tensor) -> Tensor:
 
     What is left of a column that the others span is rounding noise: as a direction of its own it would count them twice.
     """
+    if matrices.device.type == "cpu" and matrices.shape[0] > 1:
+        return torch.cat([_orthonormal(m.unsqueeze(0)) for m in matrices])  # a batch may round differently from its rows
     columns: list[Tensor] = []
     for k in range(matrices.shape[2]):
         column = matrices[:, :, k]

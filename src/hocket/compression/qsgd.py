@@ -1,8 +1,8 @@
 """QSGD: stochastic rounding to a few levels of a block's norm (Alistarh 2017, arXiv:1610.02132).
 
 Rows are cut into blocks of ``block`` values. With ``s = 2**(bits-1) - 1`` levels and the block's largest magnitude ``m``, a value
-``x`` becomes ``sign(x) · m · ξ/s`` where ``ξ`` is ``s|x|/m`` rounded up or down at random, so that its expectation is ``x``: unbiased.
-On the wire: one float32 per block and ``bits`` bits per value.
+``x`` becomes ``sign(x) · m · ξ/s`` where ``ξ`` is ``s|x|/m`` rounded up or down at random, so that its expectation is ``x``:
+unbiased. On the wire: one float32 per block and ``bits`` bits per value.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Sign: one bit per value and one scale per row (EF-signSGD, Karimireddy 2019, arXiv:1901.09847).
+"""Sign: one bit per value and one scale per block (EF-signSGD, Karimireddy 2019, arXiv:1901.09847).
 
-``C(x) = (‖x‖₁/n) · sign(x)``: the scale makes it a contraction, and error feedback makes it converge. With ``vote=True`` the second
-phase of an all-reduce sends the majority's sign of each value (signSGD with majority vote, Bernstein 2018) with the mean scale.
+``C(x) = (‖x‖₁/n) · sign(x)`` on blocks of ``block`` values: the scale makes it a contraction, and error feedback makes it
+converge. (One scale for a whole model would make steps of one size in all layers; the paper takes one per layer.) With
+``vote=True`` the second phase of an all-reduce sends the majority's sign of each value (signSGD with majority vote, Bernstein
+2018) with the mean scale.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hocket.cluster.message import Message, ordered_mean
 from hocket.compression.base import Context, Memory, Precision, flag
 from hocket.compression.bitpack import pack, unpack
+from hocket.errors import HocketError
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,15 @@ class Sign(Precision):
 
     vote: bool = False
     feedback: bool | None = None
+    block: int = 512
     name: ClassVar[str] = "sign"
     paper: ClassVar[str] = "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019"
 
     def __post_init__(self) -> None:
         flag(self.vote, "sign", "vote", unset=False)
         flag(self.feedback, "sign", "feedback")
+        if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 8:
+            raise HocketError(f"sign(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
 
     @property
     def remembers(self) -> bool:
@@ -43,16 +50,26 @@ class Sign(Precision):
 
     def encode_some(self, rows: Tensor, counts: Tensor | None, keys: Tensor, context: Context) -> Message:
         # The mean over the real values alone: padding depends on who is hosted here.
-        total = rows.abs().sum(1, keepdim=True)
-        scale = total / (rows.shape[1] if counts is None else counts.clamp(min=1).unsqueeze(1))
+        blocks = self._blocks(rows.abs())
+        real = torch.full((rows.shape[0], 1), rows.shape[1], device=rows.device) if counts is None else counts.unsqueeze(1)
+        starts = torch.arange(blocks.shape[1], device=rows.device) * self.block
+        scale = blocks.sum(2) / (real - starts).clamp(1, self.block)
         return Message((scale, pack((rows >= 0).to(torch.uint8), 1)))
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         scale, packed = message.parts
-        return unpack(packed, 1, size).to(torch.float32).mul_(2).sub_(1).mul_(scale)
+        return unpack(packed, 1, size).to(torch.float32).mul_(2).sub_(1).mul_(self._spread(scale, size))
+
+    def _blocks(self, rows: Tensor) -> Tensor:
+        """Rows cut into blocks, ``[rows, blocks, block]``, the last one filled up with zeros."""
+        return pad(rows, (0, -rows.shape[1] % self.block)).view(rows.shape[0], -1, self.block)
+
+    def _spread(self, scale: Tensor, size: int) -> Tensor:
+        """Each block's scale at each of its values."""
+        return scale.repeat_interleave(self.block, 1)[:, :size]
 
     def lengths(self, counts: Tensor) -> Tensor:
-        return torch.stack([torch.ones_like(counts), -(-counts // 8)], 1)
+        return torch.stack([-(-counts // self.block), -(-counts // 8)], 1)
 
     def combine(self, message: Message, senders: int, size: int, context: Context) -> Tensor:
         """What the owner of a slice makes of ``senders`` messages per row: their mean or, with ``vote``, the majority."""
@@ -60,4 +77,4 @@ class Sign(Precision):
             return ordered_mean(self.decode(message, size, context).view(-1, senders, size).transpose(0, 1))
         scale, packed = message.parts
         signs = unpack(packed, 1, size).to(torch.float32).mul_(2).sub_(1).view(-1, senders, size).sum(1)
-        return torch.where(signs >= 0, 1.0, -1.0) * scale.view(-1, senders, 1).mean(1)
+        return torch.where(signs >= 0, 1.0, -1.0) * self._spread(scale.view(-1, senders, scale.shape[1]).mean(1), size)

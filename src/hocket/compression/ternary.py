@@ -1,6 +1,7 @@
 """TernGrad: every value becomes −m, 0 or +m, unbiased (Wen 2017, arXiv:1705.07878).
 
-With ``m`` the row's largest magnitude, ``x`` becomes ``sign(x)·m`` with probability ``|x|/m`` and 0 otherwise. Five values share a byte.
+With ``m`` the row's largest magnitude, ``x`` becomes ``sign(x)·m`` with probability ``|x|/m`` and 0 otherwise. Five values share
+a byte.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ``threshold(t)`` is static. ``threshold(keep=0.05)`` is adaptive: each row's t starts at the magnitude that keeps this share and
 then follows, multiplied after each exchange by ``(kept/wanted)^(1/(1 − ln keep))``, bounded to [½, 2]. Only as many values travel
-as exceed t: none at all, if so. (Magnitudes, not values, are compared: a peer that compares ``max(x)`` sends an all-negative gradient
-whole.)
+as exceed t: none at all, if so. (Magnitudes, not values, are compared: a peer that compares ``max(x)`` sends an all-negative
+gradient whole.)
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Threshold(Selection):
         # Where most values were zero the level is zero: once there are more to send, it starts from the mean magnitude.
         start = torch.where((level == 0) & (kept > self.keep), magnitude.mean(1, keepdim=True), level)
         # The exponent undoes how steeply the kept share falls with t (for exponential tails, exactly ln(1/keep)): a larger
-        # one, such as ½, overshoots from exchange to exchange. Half a value on both sides helps rows so short that they often send none.
+        # one, such as ½, overshoots from exchange to exchange. Half a value on both sides helps rows that often send none.
         size = rows.shape[1]
         ratio = (kept * size + 0.5) / (self.keep * size + 0.5)
         return chosen, {"level": start * ratio.pow(1 / (1 - math.log(self.keep))).clamp(0.5, 2.0)}

@@ -3,7 +3,8 @@
 A synchronisation says, for each step ``t`` = 1, 2, …, at which moment of the step an exchange happens, if any:
 
 - ``GRADIENTS``: after the backward pass the optimiser receives ``Σ_j K_ij g_j`` instead of ``g_i``;
-- ``BEFORE``: ``w_t = Σ_j K_ij w_{t−1,j} + u_i``; the mix uses the weights from before this step's gradient, so it travels meanwhile;
+- ``BEFORE``: ``w_t = Σ_j K_ij w_{t−1,j} + u_i``; the mix uses the weights from before this step's gradient, so it travels
+  meanwhile;
 - ``AFTER``: the update first, then the mix of the updated weights.
 """
 

@@ -1,8 +1,9 @@
 """Local SGD: steps are local; every ``p``-th exchanges (Stich 2019, arXiv:1805.09767; Yu 2018; Lin 2020).
 
-When ``t mod p = 0``: ``w̄ = mean_j w_{t−1,j}`` and ``w_{t,i} = w̄ + u_i``, with ``u_i`` computed at ``w_{t−1,i}``. The mean uses the weights from
-*before* this step's gradient, so it travels while the gradient is computed. At p = 1 replicas stay one update apart (under bulk
-they do not). ``local(p, mean=after)`` averages after the update and does not overlap. Optimiser state stays local.
+When ``t mod p = 0``: ``w̄ = mean_j w_{t−1,j}`` and ``w_{t,i} = w̄ + u_i``, with ``u_i`` computed at ``w_{t−1,i}``. The mean uses
+the weights from *before* this step's gradient, so it travels while the gradient is computed. At p = 1 replicas stay one update
+apart (under bulk they do not). ``local(p, mean=after)`` averages after the update and does not overlap. Optimiser state stays
+local.
 
 Convergence is proven for ``p ≤ T^¼ / N^¾`` (Yu 2018): sufficient, not necessary.
 """

@@ -1,4 +1,7 @@
-"""Post-local SGD: bulk until step ``after``, then ``local(p)`` (Lin 2020, arXiv:1808.07217). Closes large batches' generalisation gap."""
+"""Post-local SGD: bulk until step ``after``, then ``local(p)`` (Lin 2020, arXiv:1808.07217).
+
+Closes the generalisation gap of large batches.
+"""
 
 from __future__ import annotations
 

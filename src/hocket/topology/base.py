@@ -1,7 +1,7 @@
 """Whom workers talk to: a frozen spec, and the channel it becomes on a cluster.
 
-A channel mixes rows linearly, ``x_i ← Σ_j K_ij x_j``: plainly (``mean``), coded (``coded``), or as what training exchanges: gradients
-through a compressor with its feedback, weights in the way that keeps compression and consensus together.
+A channel mixes rows linearly, ``x_i ← Σ_j K_ij x_j``: plainly (``mean``), coded (``coded``), or as what training exchanges:
+gradients through a compressor with its feedback, weights in the way that keeps compression and consensus together.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Partners are data: ``Gossip.partners(N, e)`` gives, for exchange number ``e``, w
 - ``matrix=``: any doubly stochastic matrix, or a list of them taken in turn.
 
 Compressed gossip of weights goes the CHOCO way (Koloskova 2019): worker ``i`` and its partners keep a public copy ``x̂_i``; only
-``q_i = C(x_i − x̂_i)`` travels; then ``x̂_i ← x̂_i + q_i`` everywhere and ``x_i ← x_i + γ Σ_j K_ij (x̂_j − x̂_i)``. Copies belong to a fixed set
-of partners, so there is one set per entry of the schedule; rotating gossip then keeps to four distances.
+``q_i = C(x_i − x̂_i)`` travels; then ``x̂_i ← x̂_i + q_i`` everywhere and ``x_i ← x_i + γ Σ_j K_ij (x̂_j − x̂_i)``. Copies belong
+to a fixed set of partners, so there is one set per entry of the schedule; rotating gossip then keeps to four distances.
 """
 
 from __future__ import annotations
@@ -253,5 +253,5 @@ def _check_matrix(matrix: Matrix) -> None:
         raise HocketError(f"gossip(matrix=…): the matrix must be square, not of shape {tuple(k.shape)}.")
     if not torch.isfinite(k).all() or (k < 0).any() or (k.sum(0) - 1).abs().max() > 1e-6 or (k.sum(1) - 1).abs().max() > 1e-6:
         raise HocketError(
-            "gossip(matrix=…): rows and columns must each add up to 1 with no negative entry (doubly stochastic), or the mean drifts."
+            "gossip(matrix=…): rows and columns must each add up to 1 with no negative entry (doubly stochastic), or means drift."
         )

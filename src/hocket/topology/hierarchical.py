@@ -1,9 +1,10 @@
 """Hierarchical: one topology inside a host, another between hosts.
 
-First the inner mixing inside each host of ``size`` workers, plain, because links there are fast. Then, every ``every``-th exchange, the
-outer mixing between hosts, with the strategy's compression, because links there are slow: each of a host's workers exchanges one slice
-of 1/size with its counterparts, and the slices are gathered inside. (Where the inner topology is gossip, workers of a host differ,
-so each exchanges its whole row.) The mixing matrix is ``K_outer ⊗ K_inner``. ``every > 1`` means local steps between hosts.
+First the inner mixing inside each host of ``size`` workers, plain, because links there are fast. Then, every ``every``-th
+exchange, the outer mixing between hosts, with the strategy's compression, because links there are slow: each of a host's workers
+exchanges one slice of 1/size with its counterparts, and the slices are gathered inside. (Where the inner topology is gossip,
+workers of a host differ, so each exchanges its whole row.) The mixing matrix is ``K_outer ⊗ K_inner``. ``every > 1`` means local
+steps between hosts.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 - Bulk exchanges end in the end-of-backward callback, before ``backward()`` returns, so that gradient clipping sees mixed values.
 - Mixed weights land in the optimiser's step pre-hook; the next mix is launched in its post-hook.
 
-A gradient stays None only if the parameter was unused by all workers. Reentrant checkpointing would fire the callback too early and is
-refused.
+A gradient stays None only if the parameter was unused by all workers. Reentrant checkpointing would fire the callback too early
+and is refused.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hocket.errors import HocketError
+from hocket.version import __version__
 
 
 class Record:
@@ -68,10 +69,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def versions() -> dict[str, str]:
     """What the run ran on."""
-    import hocket
-
     return {
-        "hocket": hocket.__version__,
+        "hocket": __version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),

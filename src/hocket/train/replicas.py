@@ -1,7 +1,8 @@
 """The workers hosted here as the training loop sees them: one on hooks, or many as rows.
 
-``LiveReplica`` is a model and an optimiser with a job on their hooks, as in a user's own loop: exchanges overlap with the backward pass.
-``StackedReplicas`` holds any number of workers as rows, a gradient engine and a stacked optimiser, and calls the same program itself.
+``LiveReplica`` is a model and an optimiser with a job on their hooks, as in a user's own loop: exchanges overlap with the
+backward pass. ``StackedReplicas`` holds any number of workers as rows, a gradient engine and a stacked optimiser, and calls the
+same program itself.
 """
 
 from __future__ import annotations
@@ -302,6 +303,6 @@ def _check_memory(layout: Layout, cluster: Cluster) -> None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > total:
         raise HocketError(
-            f"{cluster.rows} workers of {layout.bytes / 1e6:.0f} MB each need {needed / 1e9:.1f} GB for weights, gradients and momentum, "
-            f"but {cluster.device} has {total / 1e9:.1f} GB; use fewer workers, a smaller model, or several processes."
+            f"{cluster.rows} workers of {layout.bytes / 1e6:.0f} MB each need {needed / 1e9:.1f} GB for weights, gradients and "
+            f"momentum, but {cluster.device} has {total / 1e9:.1f} GB; use fewer workers, a smaller model, or several processes."
         )

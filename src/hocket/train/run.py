@@ -92,7 +92,7 @@ class Settings:
 def make_training(settings: Settings, cluster: Cluster, data: DataSet) -> Training:
     """A training ready to run on the workers hosted here."""
     strategy = settings.check()
-    Partition(len(data.train[0]), settings.workers, settings.batch, settings.seed)  # too few samples are refused before anything is built
+    Partition(len(data.train[0]), settings.workers, settings.batch, settings.seed)  # refuses too few samples
     loss = loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
     options: dict[str, Any] = {

@@ -66,8 +66,9 @@ def simulate(
 ) -> Run:
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
-    ``train_set`` and ``test_set`` are map-style data sets or pairs of tensors (inputs, targets). Every worker steps with ``optimizer``
-    on its own ``batch`` samples; means, gossip and compression are those of ``strategy``, the same code that real processes run.
+    ``train_set`` and ``test_set`` are map-style data sets or pairs of tensors (inputs, targets). Every worker steps with
+    ``optimizer`` on its own ``batch`` samples; means, gossip and compression are those of ``strategy``, the same code that real
+    processes run.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",

@@ -4,8 +4,8 @@ Weights and gradients are rows: one contiguous tensor ``[rows, values]`` per buc
 
     grads[b][i] = d loss(model_i(inputs[i]), targets[i]) / d weights[b][i]
 
-``LoopEngine`` re-points one template module to row after row; ``VmapEngine`` computes all rows at once. On a CPU the loop wins, on CUDA
-the compiled vmap, by a factor of ten and more.
+``LoopEngine`` re-points one template module to row after row; ``VmapEngine`` computes all rows at once. On a CPU the loop wins,
+on CUDA the compiled vmap, by a factor of ten and more.
 """
 
 from __future__ import annotations

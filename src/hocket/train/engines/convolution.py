@@ -1,8 +1,8 @@
 """Convolutions with one set of weights per row: all tensors are logically ``[rows, …]``, results lie channels-last.
 
-Under ``vmap`` with per-row weights a convolution becomes a grouped one, which cuDNN does slowly, its gradients above all. For stride 1
-these are Triton kernels (implicit matrix products, one group per worker), at the precision that ``torch.backends.cudnn.allow_tf32`` asks
-for; their plain torch reference is what runs without Triton.
+Under ``vmap`` with per-row weights a convolution becomes a grouped one, which cuDNN does slowly, its gradients above all. For
+stride 1 these are Triton kernels (implicit matrix products, one group per worker), at the precision that
+``torch.backends.cudnn.allow_tf32`` asks for; their plain torch reference is what runs without Triton.
 """
 
 from __future__ import annotations

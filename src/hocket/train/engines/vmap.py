@@ -1,7 +1,7 @@
 """The vmap engine: all rows at once with ``torch.func.vmap``, compiled into one forward and one backward graph on CUDA.
 
-It equals the loop within rounding. Workers with their own weights turn every convolution into a grouped one, which cuDNN does slowly;
-see :mod:`hocket.train.engines.convolution` for what runs instead.
+It equals the loop within rounding. Workers with their own weights turn every convolution into a grouped one, which cuDNN does
+slowly; see :mod:`hocket.train.engines.convolution` for what runs instead.
 """
 
 from __future__ import annotations
