@@ -668,7 +668,8 @@ def nonfinite_skipped(rank: int) -> dict[str, Any]:
                 return g * by if job.program.step == 2 and rank == 1 else g
 
             handle = model[3].weight.register_hook(spoilt)
-            other = model[3].bias.register_hook(lambda g, spoilt=spoilt: spoilt(g, 0.0))
+            rest = {"nan": 1.0, "zero": 0.0}[name]  # its bucket goes with it
+            other = model[3].bias.register_hook(lambda g, spoilt=spoilt, rest=rest: spoilt(g, rest))
             train(model, optimizer, rank, range(6))
             found[f"{strategy} {name}"] = flat(model)
             found[f"{strategy} {name} count"] = job.ledger.summary()["nonfinite"]

@@ -22,7 +22,8 @@ MODULES = ("hocket", "process.cases", "process.equality", "process.faults")
 
 
 def serve() -> Callable[[], Any]:
-    """Answer requests; returns only in a worker, with what it is to run."""
+    """Answer requests; returns only in a worker, with what it is to run. When nobody asks any more, no worker is left."""
+    running: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
         if request["do"] == "start":
@@ -32,10 +33,14 @@ def serve() -> Callable[[], Any]:
                 if pid == 0:
                     return worker(request, rank)
                 pids.append(pid)
+            running.update(pids)
             answer: Any = pids
         else:
             answer = [poll(pid) for pid in request["pids"]]
+            running -= {pid for pid, code in zip(request["pids"], answer, strict=True) if code is not None}
         print(json.dumps(answer), flush=True)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
     sys.exit()
 
 
