@@ -25,6 +25,7 @@ from hocket.compression.base import Context, Memory, slot_shapes
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.sync import Moment
+from hocket.topology import AllReduce
 from hocket.topology.base import plain
 
 
@@ -36,7 +37,9 @@ class Program:
         self.alone = cluster.size == 1
         self.step = 0
         self.exchanges = 0
-        self.channel = strategy.topology.bind(cluster, cluster.everybody, seed)
+        # One worker talks to nobody, whatever the topology.
+        topology = AllReduce() if self.alone else strategy.topology
+        self.channel = topology.bind(cluster, cluster.everybody, seed)
         self._workers = torch.arange(cluster.workers.start, cluster.workers.stop, device=cluster.device)
         self._shapes = [slot_shapes(b) for b in layout.buckets]
         self._exchange: Exchange | None = None

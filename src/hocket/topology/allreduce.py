@@ -100,12 +100,12 @@ def _deal(rows: Tensor, slices: int, interleaved: bool) -> Tensor:
 def _gather(parts: Tensor, slices: int, interleaved: bool) -> Tensor:
     """The slices put together again, ``[rows, width · slices]``."""
     if not interleaved:
-        return parts.view(-1, slices * parts.shape[1])
-    return parts.view(-1, slices, parts.shape[1]).transpose(1, 2).reshape(-1, slices * parts.shape[1])
+        return parts.reshape(-1, slices * parts.shape[1])
+    return parts.reshape(-1, slices, parts.shape[1]).transpose(1, 2).reshape(-1, slices * parts.shape[1])
 
 
 def _combine(codec: Codec, got: Message, senders: int, width: int, context: Context) -> Tensor:
     """The mean of what each owner got, ``[rows, width]``."""
     if isinstance(codec, Sign):
         return codec.combine(got, senders, width, context)
-    return ordered_mean(codec.decode(got, width, context).view(-1, senders, width).transpose(0, 1))
+    return ordered_mean(codec.decode(got, width, context).reshape(-1, senders, width).transpose(0, 1))
