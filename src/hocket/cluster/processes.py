@@ -6,6 +6,7 @@ on another process give silently wrong sums. Messages are raw bytes between pair
 events.
 
 ``exact=True`` gathers and sums in worker order instead of the backend's ring: slower, and equal bit for bit to virtual workers.
+(The ledger counts the ring's bytes then, too: it says what the strategy costs.)
 """
 
 from __future__ import annotations
@@ -194,13 +195,13 @@ class ProcessCluster(Cluster):
 
     def any(self, flags: Tensor) -> Tensor:
         self.ledger.sent += ring_bytes(flags.shape[1], self.size)
-        mine = flags.any(0).to(torch.uint8)
+        mine = flags.any(0).to(self._wire_device, torch.uint8)
 
         def agree() -> Tensor:
             dist.all_reduce(mine, op=dist.ReduceOp.MAX)
             return mine
 
-        return self._now(agree).to(torch.bool)
+        return self._now(agree).to(flags.device, torch.bool)
 
     def collect(self, values: Tensor) -> Tensor:
         most = max(len(hosted) for hosted in self.hosting)
@@ -279,7 +280,7 @@ class ProcessCluster(Cluster):
         return _stack(received, message).select(torch.tensor(kept, dtype=torch.int64))
 
     def _tag(self, source: int, target: int, slot: int) -> int:
-        return ((self._sequence * 4 + slot) * self.size * self.size + source * self.size + target) % _MAX_TAG
+        return ((self._sequence * self.size + slot) * self.size * self.size + source * self.size + target) % _MAX_TAG
 
     def _sizes(
         self, message: Message, offered: list[tuple[int, int, int, int]], wanted: list[tuple[int, int, int, int]], remote: list[Any]

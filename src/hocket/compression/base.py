@@ -193,18 +193,13 @@ def _column(counts: Tensor | None) -> Tensor | None:
 def share_of(value: float, name: str) -> None:
     """Refuse a share outside (0, 1]."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
-        raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1]; for one percent write {name}(0.01).")
+        raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1], such as 0.01 for one percent.")
 
 
 def flag(value: object, name: str, argument: str, *, unset: bool = True) -> None:
     """Refuse anything but True, False and, where it may stay unset, None."""
     if not (isinstance(value, bool) or (unset and value is None)):
         raise HocketError(f"{name}({argument}={value!r}): {argument} must be True or False.")
-
-
-def fresh_memory() -> Memory:
-    """An empty memory; compressors fill it at their first exchange."""
-    return {}
 
 
 def slot_shapes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:

@@ -192,9 +192,6 @@ class GossipChannel(Channel):
     def start_memory(self, compressor: Compressor, rows: Tensor) -> Memory:
         return {} if plain(compressor) else {"start": rows.clone()}
 
-    def rebase(self, memory: Memory, rows: Tensor) -> Memory:
-        return memory
-
 
 def _mixed(own: Tensor, heard: Tensor, table: Partners) -> Tensor:
     """The weighted sum of a worker's own value and what it heard, in slot order."""
