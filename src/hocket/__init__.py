@@ -2,7 +2,7 @@
 
 from hocket.compression import DGC, QSGD, Cast, Chain, LowRank, Natural, NoCompression, RandomK, Sign, Ternary, Threshold, TopK
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
-from hocket.session import init, leave, parallelize, shard
+from hocket.session import Shard, init, leave, parallelize, shard
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, DiLoCo, Local, PostLocal
 from hocket.topology import AllReduce, Gossip, Hierarchical
@@ -30,6 +30,7 @@ __all__ = [
     "PostLocal",
     "RandomK",
     "Run",
+    "Shard",
     "Sign",
     "Strategy",
     "Ternary",

@@ -26,7 +26,7 @@ _MAX_TOKEN = 100
 
 @dataclass(frozen=True)
 class Term:
-    """``name(arguments)``; ``called`` tells ``name()`` from ``name``."""
+    """``name(arguments)``."""
 
     name: str
     arguments: tuple[Any, ...] = ()

@@ -53,6 +53,11 @@ class Program:
     # --- gradients ---------------------------------------------------------------------------------------------------------
 
     @property
+    def linear(self) -> bool:
+        """Whether mixing twice is mixing once: a plain mean of all."""
+        return self._plain and self.channel.uniform
+
+    @property
     def mixes_gradients(self) -> bool:
         """Whether the step now under way exchanges gradients."""
         return not self.alone and self.strategy.moment(self.step + 1) is Moment.GRADIENTS
@@ -81,7 +86,7 @@ class Program:
 
     def _mix_gradients(self, bucket: int, rows: Tensor) -> Any:
         context = self._context(bucket)
-        if self._plain and self.channel.uniform:
+        if self.linear:
             return self.channel.mean_later(rows, context)
         mixed, self.gradient_memory[bucket] = self.channel.gradients(
             self.strategy.compression, rows if self._plain else _f32(rows), self.gradient_memory[bucket], context
@@ -142,7 +147,7 @@ class Program:
 
     def _mix_weights(self, bucket: int, rows: Tensor) -> Any:
         context = self._context(bucket)
-        if self._plain and self.channel.uniform:
+        if self.linear:
             return self.channel.mean_later(rows, context)
         mixed, self.weight_memory[bucket] = self.channel.weights(
             self.strategy.compression, rows if self._plain else _f32(rows), self.weight_memory[bucket], context
@@ -175,6 +180,7 @@ class Program:
             "strategy": str(self.strategy),
             "layout": self.layout.digest(),
             "workers": [self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size],
+            "seed": self.seed,
         }
         for name, value in own.items():
             if state.get(name) != value:
@@ -183,7 +189,7 @@ class Program:
                 )
         self.drain()
         state = _to(copy.deepcopy(state), self.cluster.device)
-        self.seed, self.step, self.exchanges = state["seed"], state["step"], state["exchanges"]
+        self.step, self.exchanges = state["step"], state["exchanges"]
         self._landing = state["landing"]
         self.gradient_memory, self.weight_memory = state["gradient_memory"], state["weight_memory"]
         self.outer_memory = state["outer_memory"]

@@ -13,7 +13,7 @@ from torch import nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
-from hocket.data.shard import shard_loader
+from hocket.data.shard import shard_length, shard_loader
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.train.job import Job
@@ -25,7 +25,7 @@ class _Session:
     cluster: Cluster | None = None
     jobs: list[Job] = []  # noqa: RUF012 - one session per process
     seed: int = 0
-    epochs: dict[int, int] = {}  # noqa: RUF012
+    epochs: dict[int, tuple[Any, int]] = {}  # noqa: RUF012
 
 
 def init(
@@ -112,14 +112,19 @@ class Shard:
     def __init__(self, loader: Iterable[Any], epoch: int | None) -> None:
         self.loader, self.epoch = loader, epoch
 
+    def __len__(self) -> int:
+        """Batches in an epoch (of a loader that has a length)."""
+        return shard_length(self.loader, _Session.cluster.size if _Session.cluster is not None else 1)
+
     def __iter__(self) -> Iterator[Any]:
         cluster = _Session.cluster
         if cluster is None:
             raise HocketError("Call hocket.init() before iterating over hocket.shard(…).")
         epoch = self.epoch
         if epoch is None:
-            epoch = _Session.epochs.get(id(self.loader), 0)
-            _Session.epochs[id(self.loader)] = epoch + 1
+            # Kept alive with its count: the id of a loader that is gone may come back, on some workers only.
+            _, epoch = _Session.epochs.get(id(self.loader), (self.loader, 0))
+            _Session.epochs[id(self.loader)] = (self.loader, epoch + 1)
         try:
             for batch, weight in shard_loader(self.loader, cluster.size, cluster.workers.start, _Session.seed, epoch):
                 for job in _Session.jobs:

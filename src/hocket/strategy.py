@@ -55,7 +55,7 @@ class Strategy:
         """Whether weights are exchanged (otherwise gradients)."""
         if self.exchange is not None:
             return self.exchange == "weights"
-        if isinstance(self.topology, AllReduce) or self.topology.uniform:
+        if self.topology.uniform:
             return self.sync.default_weights
         return True
 

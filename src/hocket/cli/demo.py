@@ -14,8 +14,7 @@ import torch
 import typer
 from rich.console import Console
 
-from hocket.cli.display import LEGEND, Display, add_result, plain_notes, results_table
-from hocket.cluster.ledger import Entry
+from hocket.cli.display import LEGEND, Display, add_result, plain_notes, results_table, total_of
 from hocket.cluster.virtual import VirtualCluster
 from hocket.train.run import Settings, run
 
@@ -59,9 +58,7 @@ def _compare(console: Console, strategies: tuple[str, ...], table: Any, settings
     for strategy in strategies:
         fields = {**asdict(settings), "strategy": strategy}
         metrics = train(Settings(**fields))
-        total = Entry()
-        for line in metrics:
-            total += Entry(**{name: line[name] for name in vars(total)})
+        total = total_of(metrics)
         baseline = baseline or total.bytes_sent
         add_result(table, strategy, metrics[-1], total, baseline)
 

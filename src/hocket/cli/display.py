@@ -109,6 +109,14 @@ def times_less(baseline: float, count: float) -> str:
     return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.1f}×" if ratio >= 2 else f"{ratio:.2f}×"
 
 
+def total_of(metrics: list[dict[str, Any]]) -> Entry:
+    """What all epochs cost together."""
+    total = Entry()
+    for line in metrics:
+        total += Entry(**{name: line[name] for name in vars(total)})
+    return total
+
+
 def results_table(title: str) -> Table:
     """An empty table of results."""
     table = Table(title=title, title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, box=SIMPLE_HEAD)

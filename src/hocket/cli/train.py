@@ -11,7 +11,7 @@ import torch
 import typer
 from rich.console import Console
 
-from hocket.cli.display import LEGEND, Display, add_result, plain_notes, results_table
+from hocket.cli.display import LEGEND, Display, add_result, plain_notes, results_table, total_of
 from hocket.cli.launch import launch
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import find_place, join
@@ -111,7 +111,7 @@ def _train(settings: Settings, strategy: Strategy, cluster: Cluster, data_dir: P
     if speaks:
         kind = "virtual workers" if settings.virtual else "workers"
         table = results_table(f"{settings.model} on {settings.data}, {cluster.size} {kind}, {training.step} steps")
-        add_result(table, str(strategy), training.metrics[-1], training.ledger.total(), bulk_bytes(training))
+        add_result(table, str(strategy), training.metrics[-1], total_of(training.metrics), bulk_bytes(training))
         console = Console()
         console.print(table)
         console.print(LEGEND + " There: computed, not measured.", style="dim")

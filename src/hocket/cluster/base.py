@@ -132,21 +132,21 @@ class Cluster(ABC):
         """Every row becomes the mean over its group (in place)."""
 
     @abstractmethod
-    def hear(self, message: Message, sources: Tensor, capacities: list[int] | None = None) -> Message:
+    def hear(self, message: Message, sources: Tensor) -> Message:
         """Receive one message from each source: ``sources[slot, worker]`` is whom a worker hears (−1: nobody).
 
         Returns rows in slot-major order, ``[slots · rows here]``; where nobody was heard the row is the worker's own message.
         """
 
     @abstractmethod
-    def scatter(self, message: Message, team: Team, capacities: list[int] | None = None) -> Message:
+    def scatter(self, message: Message, team: Team) -> Message:
         """All-to-all inside each group: row ``(i, k)`` of ``[rows here · group size]`` goes to the group's k-th member.
 
         Returns rows ``(i, k)``: what worker ``i`` got from its group's k-th member.
         """
 
     @abstractmethod
-    def share(self, message: Message, team: Team, capacities: list[int] | None = None) -> Message:
+    def share(self, message: Message, team: Team) -> Message:
         """All-gather inside each group; rows ``(g, k)`` for the groups that have members here (see :meth:`groups_here`)."""
 
     @abstractmethod

@@ -90,8 +90,11 @@ def join(
     place = find_place(os.environ)
     if not dist.is_initialized():
         if place is None or place.processes == 1:
-            return VirtualCluster(workers or 1, device or "cpu", timed=(workers or 1) == 1)
-        _start_group(place, backend or ("nccl" if _on_cuda(device) else "gloo"), timeout_s)
+            alone = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            return VirtualCluster(workers or 1, alone, timed=(workers or 1) == 1)
+        # NCCL wants a GPU for every process.
+        nccl = _on_cuda(device) and place.per_host <= torch.cuda.device_count()
+        _start_group(place, backend or ("nccl" if nccl else "gloo"), timeout_s)
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", (place.local_rank if place else dist.get_rank()) % max(torch.cuda.device_count(), 1))

@@ -7,7 +7,6 @@ lengths instead of one Python object per pair of workers: with 210 workers the d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,11 +56,6 @@ class Message:
         lengths = self.lengths[row].tolist()
         head = torch.tensor(lengths, dtype=torch.int32).view(torch.uint8).to(self.parts[0].device)
         return torch.cat([head, *(p[row, :k].contiguous().view(torch.uint8) for p, k in zip(self.parts, lengths, strict=True))])
-
-    def capacity_bytes(self, capacities: Sequence[int]) -> int:
-        """The most bytes a packed row can take when part ``k`` holds at most ``capacities[k]`` values."""
-        head = 0 if self.lengths is None else LENGTH_BYTES * len(self.parts)
-        return head + sum(c * p.element_size() for c, p in zip(capacities, self.parts, strict=True))
 
     def unpack(self, blobs: Tensor) -> Message:
         """Packed rows ``[rows, bytes]`` (as peers sent them) back into a message like this one."""

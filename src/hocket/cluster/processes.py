@@ -6,6 +6,7 @@ on another process give silently wrong sums. Messages are raw bytes between pair
 events.
 
 ``exact=True`` gathers and sums in worker order instead of the backend's ring: slower, and equal bit for bit to virtual workers.
+(The ledger counts the ring's bytes then, too: it says what the strategy costs.)
 """
 
 from __future__ import annotations
@@ -146,11 +147,11 @@ class ProcessCluster(Cluster):
 
     def _gathered_mean(self, rows: Tensor, team: Team) -> None:
         groups, position = self.groups_here(team)
-        everything = self._share(Message((rows,)), team, None).parts[0].view(len(groups), team.size, -1)
+        everything = self._share(Message((rows,)), team).parts[0].view(len(groups), team.size, -1)
         means = torch.stack([ordered_mean(group) for group in everything])
         rows.copy_(means[position.to(means.device)])
 
-    def hear(self, message: Message, sources: Tensor, capacities: list[int] | None = None) -> Message:
+    def hear(self, message: Message, sources: Tensor) -> Message:
         self._count_messages(message, self._copies_heard(sources))
         wanted = [(int(sources[slot, i]), i, slot) for slot in range(sources.shape[0]) for i in self.workers]
         offered = [
@@ -164,10 +165,9 @@ class ProcessCluster(Cluster):
             message,
             [(i - own, i, j, s) for i, j, s in offered],
             [(i, j, s, (i if i >= 0 else j) - own) for i, j, s in wanted],
-            capacities,
         )
 
-    def scatter(self, message: Message, team: Team, capacities: list[int] | None = None) -> Message:
+    def scatter(self, message: Message, team: Team) -> Message:
         self._count_messages(message, self._to_others(team))
         offered, wanted, own = [], [], self.workers.start
         for i in self.workers:
@@ -175,13 +175,13 @@ class ProcessCluster(Cluster):
             place = int(team.place_of[i])
             offered += [((i - own) * team.size + k, i, j, 0) for k, j in enumerate(mates)]
             wanted += [(j, i, 0, (j - own) * team.size + place) for j in mates]
-        return self._route(message, offered, wanted, capacities)
+        return self._route(message, offered, wanted)
 
-    def share(self, message: Message, team: Team, capacities: list[int] | None = None) -> Message:
+    def share(self, message: Message, team: Team) -> Message:
         self._count_messages(message, team.size - 1)
-        return self._share(message, team, capacities)
+        return self._share(message, team)
 
-    def _share(self, message: Message, team: Team, capacities: list[int] | None) -> Message:
+    def _share(self, message: Message, team: Team) -> Message:
         groups, _ = self.groups_here(team)
         own = self.workers.start
         offered, wanted = [], []
@@ -191,17 +191,17 @@ class ProcessCluster(Cluster):
             offered += [(i - own, i, self.hosting[r].start, 0) for r in sorted({self._owner[j] for j in mates})]
         for g in groups:
             wanted += [(j, own, 0, j - own) for j in team.members[g].tolist()]
-        return self._route(message, offered, wanted, capacities)
+        return self._route(message, offered, wanted)
 
     def any(self, flags: Tensor) -> Tensor:
         self.ledger.sent += ring_bytes(flags.shape[1], self.size)
-        mine = flags.any(0).to(torch.uint8)
+        mine = flags.any(0).to(self._wire_device, torch.uint8)
 
         def agree() -> Tensor:
             dist.all_reduce(mine, op=dist.ReduceOp.MAX)
             return mine
 
-        return self._now(agree).to(torch.bool)
+        return self._now(agree).to(flags.device, torch.bool)
 
     def collect(self, values: Tensor) -> Tensor:
         most = max(len(hosted) for hosted in self.hosting)
@@ -246,7 +246,6 @@ class ProcessCluster(Cluster):
         message: Message,
         offered: list[tuple[int, int, int, int]],
         wanted: list[tuple[int, int, int, int]],
-        capacities: list[int] | None,
     ) -> Message:
         """Send rows to others and gather what is wanted, in order.
 
@@ -281,7 +280,7 @@ class ProcessCluster(Cluster):
         return _stack(received, message).select(torch.tensor(kept, dtype=torch.int64))
 
     def _tag(self, source: int, target: int, slot: int) -> int:
-        return ((self._sequence * 4 + slot) * self.size * self.size + source * self.size + target) % _MAX_TAG
+        return ((self._sequence * self.size + slot) * self.size * self.size + source * self.size + target) % _MAX_TAG
 
     def _sizes(
         self, message: Message, offered: list[tuple[int, int, int, int]], wanted: list[tuple[int, int, int, int]], remote: list[Any]
@@ -290,7 +289,7 @@ class ProcessCluster(Cluster):
         if message.lengths is None:
             return [message.fixed_bytes] * len(remote)
         own = message.payload_bytes().to("cpu", torch.int32).unsqueeze(1)
-        told = self._route(Message((own,)), offered, wanted, None).parts[0].flatten().tolist()
+        told = self._route(Message((own,)), offered, wanted).parts[0].flatten().tolist()
         by_route = {w[:3]: size for w, size in zip(wanted, told, strict=True)}
         return [by_route[w[:3]] for w in remote]
 

@@ -41,18 +41,18 @@ class VirtualCluster(Cluster):
             rows[index] = ordered_mean(rows[index]).expand(team.size, -1)
         return rows
 
-    def hear(self, message: Message, sources: Tensor, capacities: list[int] | None = None) -> Message:
+    def hear(self, message: Message, sources: Tensor) -> Message:
         self._count_messages(message, self._copies_heard(sources))
         own = torch.arange(self.size).expand_as(sources)
         return message.select(torch.where(sources < 0, own, sources).flatten())
 
-    def scatter(self, message: Message, team: Team, capacities: list[int] | None = None) -> Message:
+    def scatter(self, message: Message, team: Team) -> Message:
         self._count_messages(message, self._to_others(team))
         place = team.place_of.unsqueeze(1)
         senders = team.members[team.group_of]  # [workers, size]: who sends to worker i, in group order
         return message.select((senders * team.size + place).flatten())
 
-    def share(self, message: Message, team: Team, capacities: list[int] | None = None) -> Message:
+    def share(self, message: Message, team: Team) -> Message:
         self._count_messages(message, team.size - 1)
         return message.select(team.members.flatten())
 

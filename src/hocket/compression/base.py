@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hocket.cluster.layout import Bucket
 from hocket.cluster.message import Message
-from hocket.compression.places import place_capacities, put, read_places, with_places
+from hocket.compression.places import put, read_places, with_places
 from hocket.errors import HocketError
 from hocket.noise import bits, fold
 
@@ -134,10 +134,6 @@ class Codec(Compressor):
         """The code for a mean of rows that this one already coded at the same exchange (the second phase of an all-reduce)."""
         return self
 
-    def capacities(self, size: int) -> list[int] | None:
-        """The most values each part can hold for rows of ``size``; ``None`` where the size never varies."""
-        return None
-
     def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
         return channel.coded(self, rows, memory, context)
 
@@ -145,10 +141,6 @@ class Codec(Compressor):
 @dataclass(frozen=True)
 class Precision(Codec):
     """A codec of *how precisely*: every value is sent, each in fewer bits. May stand second in a chain."""
-
-    def parts(self, size: int) -> list[int]:
-        """How many values each part of a message holds for rows of ``size`` values."""
-        return [int(n) for n in self.lengths(torch.tensor([size]))[0]]
 
     def encode_some(self, rows: Tensor, counts: Tensor | None, keys: Tensor, context: Context) -> Message:
         """As :meth:`encode`, where only the first ``counts`` values of each row are real and the others zero."""
@@ -193,9 +185,6 @@ class Selection(Codec):
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         return put(read_places(message, size), message.parts[2], size)
 
-    def capacities(self, size: int) -> list[int] | None:
-        return [*place_capacities(size, self.most(size)), self.most(size)]
-
 
 def _column(counts: Tensor | None) -> Tensor | None:
     return None if counts is None else counts.unsqueeze(1)
@@ -204,18 +193,13 @@ def _column(counts: Tensor | None) -> Tensor | None:
 def share_of(value: float, name: str) -> None:
     """Refuse a share outside (0, 1]."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
-        raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1]; for one percent write {name}(0.01).")
+        raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1], such as 0.01 for one percent.")
 
 
 def flag(value: object, name: str, argument: str, *, unset: bool = True) -> None:
     """Refuse anything but True, False and, where it may stay unset, None."""
     if not (isinstance(value, bool) or (unset and value is None)):
         raise HocketError(f"{name}({argument}={value!r}): {argument} must be True or False.")
-
-
-def fresh_memory() -> Memory:
-    """An empty memory; compressors fill it at their first exchange."""
-    return {}
 
 
 def slot_shapes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:

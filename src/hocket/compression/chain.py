@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hocket.cluster.message import Message
 from hocket.compression.base import Codec, Compressor, Context, Memory, Precision, Selection
-from hocket.compression.places import place_capacities, put, read_places, with_places
+from hocket.compression.places import put, read_places, with_places
 from hocket.compression.randomk import RandomK
 from hocket.compression.sign import Sign
 from hocket.errors import HocketError
@@ -79,12 +79,6 @@ class Chain(Codec):
         if message.lengths is not None:
             values = values * (_index(values) < message.lengths[:, 1:2])  # a precision may decode padding to something
         return put(read_places(message, size), values, size)
-
-    def capacities(self, size: int) -> list[int] | None:
-        if self.first.capacities(size) is None:
-            return None
-        most = self.first.most(size)
-        return [*place_capacities(size, most), *self.second.parts(most)]
 
 
 def _index(values: Tensor) -> Tensor:

@@ -35,7 +35,3 @@ class Damped(Codec):
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         lengths = None if message.lengths is None else message.lengths[:, :-1]
         return self.codec.decode(Message(message.parts[:-1], lengths), size, context) * message.parts[-1]
-
-    def capacities(self, size: int) -> list[int] | None:
-        inner = self.codec.capacities(size)
-        return None if inner is None else [*inner, 1]

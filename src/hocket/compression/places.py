@@ -24,11 +24,6 @@ def block_count(size: int) -> int:
     return 0 if size <= BLOCK else -(-size // BLOCK)
 
 
-def place_capacities(size: int, most: int) -> list[int]:
-    """The most values the two leading parts hold."""
-    return [block_count(size), most]
-
-
 def with_places(chosen: Selected, values: Message, size: int) -> Message:
     """``values`` preceded by their places."""
     places, counts = chosen.places, chosen.counts

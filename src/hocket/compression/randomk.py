@@ -91,6 +91,3 @@ class RandomK(Selection):
         """Values at this exchange's places."""
         places = self.places(size, context, values.device)
         return values.new_zeros(values.shape[0], size).index_copy_(1, places, values)
-
-    def capacities(self, size: int) -> list[int] | None:
-        return None

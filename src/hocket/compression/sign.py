@@ -42,7 +42,7 @@ class Sign(Precision):
         return self.feedback is not False
 
     def consensus_step(self, size: int, context: Context) -> float:
-        # One scale for all values: large differences are caught up with slowly, and 0.4 was seen to diverge on directed graphs.
+        # One scale for many values: large differences are caught up with slowly, and 0.4 was seen to diverge on directed graphs.
         return 0.1
 
     def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:

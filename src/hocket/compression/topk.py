@@ -45,6 +45,3 @@ class TopK(Selection):
     def consensus_step(self, size: int, context: Context) -> float:
         # Between two visits to a place the same old difference is applied again and again; large ones are visited more often.
         return 1.0 if self.lossless else min(CONSENSUS_STEP, 2 * self.share)
-
-    def capacities(self, size: int) -> list[int] | None:
-        return None

@@ -33,6 +33,18 @@ def shard_loader(loader: Iterable[Any], workers: int, worker: int, seed: int, ep
     return _by_batches(loader, workers, worker)
 
 
+def shard_length(loader: Any, workers: int) -> int:
+    """How many batches each worker gets of a loader that has a length.
+
+    >>> shard_length(["a", "b", "c", "d", "e"], workers=2)
+    2
+    """
+    if isinstance(loader, DataLoader) and _re_partitionable(loader):
+        assert loader.batch_size is not None
+        return len(Partition(len(loader.dataset), workers, loader.batch_size, 0, "drop" if loader.drop_last else "even"))  # type: ignore[arg-type]
+    return len(loader) // workers
+
+
 def _re_partitionable(loader: DataLoader[Any]) -> bool:
     """Whether the loader goes once through a map-style data set, so that any other order of it serves as well."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:

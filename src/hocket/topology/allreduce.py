@@ -59,10 +59,9 @@ class AllReduceChannel(Channel):
         width = -(-size // team.size)
         context = without_shapes(context)
         slices = _deal(pad(rows, (0, width * team.size - size)), team.size, codec.compares)
-        capacities = codec.capacities(width)
         message, sender = codec.encode(slices, slice_keys(context.keys(1), team.size), memory.get("sender", {}), context)
         sent = _gather(codec.decode(message, width, context), team.size, codec.compares)[:, :size]
-        owned = _combine(codec, cluster.scatter(message, team, capacities), team.size, width, context)
+        owned = _combine(codec, cluster.scatter(message, team), team.size, width, context)
         if codec.remembers and "error" in memory:
             owned += memory["error"]
         again = codec.again
@@ -71,7 +70,7 @@ class AllReduceChannel(Channel):
         if codec.remembers:
             remembered["error"] = owned - again.decode(message, width, context)
         _, position = cluster.groups_here(team)
-        shared = again.decode(cluster.share(message, team, capacities), width, context)
+        shared = again.decode(cluster.share(message, team), width, context)
         return Heard(_gather(shared, team.size, codec.compares)[:, :size][position.to(shared.device)], sent, remembered)
 
     def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:

@@ -165,7 +165,7 @@ class GossipChannel(Channel):
         table = self.partners(context.exchange)
         message, memory = codec.encode(rows, context.keys(1), memory, context)
         sent = codec.decode(message, size, context)
-        heard = codec.decode(self.cluster.hear(message, table.sources, codec.capacities(size)), size, context)
+        heard = codec.decode(self.cluster.hear(message, table.sources), size, context)
         return Heard(_mixed(sent, heard.view(-1, *rows.shape), table), sent, memory)
 
     def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
@@ -181,7 +181,7 @@ class GossipChannel(Channel):
         old = memory.get(entry) or {"own": memory["start"], "heard": memory["start"].expand(slots, -1, -1), "codec": {}}
         message, codec_memory = codec.encode(rows - old["own"], context.keys(1), old["codec"], context)
         own = old["own"] + codec.decode(message, size, context)
-        news = self.cluster.hear(message, table.sources, codec.capacities(size))
+        news = self.cluster.hear(message, table.sources)
         heard = old["heard"] + codec.decode(news, size, context).view(slots, count, size)
         step = self.spec.step or compressor.consensus_step(size, context)
         mixed = rows.clone()
@@ -191,9 +191,6 @@ class GossipChannel(Channel):
 
     def start_memory(self, compressor: Compressor, rows: Tensor) -> Memory:
         return {} if plain(compressor) else {"start": rows.clone()}
-
-    def rebase(self, memory: Memory, rows: Tensor) -> Memory:
-        return memory
 
 
 def _mixed(own: Tensor, heard: Tensor, table: Partners) -> Tensor:

@@ -70,7 +70,12 @@ class Job:
         if not self.layout.buckets:
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
         _check_optimizer(model, optimizer)
-        check_equal(model, self.layout, cluster, [str(strategy), f"accumulate={accumulate}", f"check={check}"])
+        check_equal(
+            model,
+            self.layout,
+            cluster,
+            [str(strategy), f"accumulate={accumulate}", f"check={check}", f"seed={seed}", f"scaler={scaler is not None}"],
+        )
         # With a scaler overflow is expected: it leads to a skipped step, not to an end.
         self._nonfinite = NonFinite(nonfinite if scaler is None else "skip", self.layout, cluster)
         self._overflow = False
@@ -89,7 +94,8 @@ class Job:
         self._handles = self._hook()
         if scaler is not None:
             self._share_overflow(scaler)
-        mention_period(strategy, steps, cluster.size)
+        if cluster.workers.start == 0:
+            mention_period(strategy, steps, cluster.size)
         cluster.ledger.resume()
 
     # --- what users call ---------------------------------------------------------------------------------------------------
@@ -257,6 +263,11 @@ class Job:
             raise HocketError(
                 f"optimizer.step() after {self._backwards} backward passes, but accumulate={self.accumulate}; make them agree."
             )
+        if self._backwards > self.accumulate and self.program.mixes_gradients and not self.program.linear:
+            raise HocketError(
+                f"optimizer.step() after {self._backwards} backward passes, but accumulate={self.accumulate}: each was exchanged, "
+                f"and {self.strategy} mixes what it mixed before; say accumulate={self._backwards}."
+            )
         if self.cluster.size > 1:
             self._refuse_newcomers()
         if self.check and not self.program.mixes_gradients:
@@ -326,14 +337,14 @@ def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Stra
 
 
 def mention_period(strategy: Strategy, steps: int | None, workers: int) -> None:
-    """Mention once the period up to which convergence is proven, where it is exceeded and the number of steps is known."""
+    """Mention once the period up to which convergence is proven, where there are local steps and their number is known."""
     period = strategy.sync.period
     if not isinstance(strategy.sync, (Local, PostLocal)) or steps is None or workers == 1:
         return
-    if period > 1 and period > (bound := proven_period(steps, workers)):
+    if period > 1:
         warnings.warn(
-            f"{strategy.sync.name} with a period of {period}: convergence is proven up to T^(1/4)/N^(3/4) = {bound:.2f} steps "
-            f"for T = {steps} and N = {workers}; that is sufficient, not necessary.",
+            f"{strategy.sync.name} with a period of {period}: convergence is proven up to T^(1/4)/N^(3/4) = "
+            f"{proven_period(steps, workers):.2f} steps for T = {steps} and N = {workers}; that is sufficient, not necessary.",
             stacklevel=3,
         )
 

@@ -58,7 +58,6 @@ class Progress:
     epochs: int
     step: int
     steps: int
-    loss: float | None = None
 
 
 @dataclass
@@ -108,6 +107,7 @@ class Training:
         self.cluster.ledger.pause()
         entry = self.ledger.close_epoch()
         self.epoch += 1
+        self.replicas.audit()
         mean_loss = self._mean_loss(losses)
         wall = time.perf_counter() - begun
         over = self.epoch == self.plan.epochs or self.step >= self.steps

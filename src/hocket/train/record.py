@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -40,16 +41,28 @@ class Record:
 
     def save(self, state: dict[str, Any]) -> None:
         """This process's checkpoint."""
-        temporary = self._checkpoint.with_suffix(".tmp")
-        torch.save(state, temporary)
-        os.replace(temporary, self._checkpoint)
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_whole(self._checkpoint, buffer.getvalue())
+
+    def check_resumed(self, settings: dict[str, Any]) -> None:
+        """Refuse to go on with other settings than the run was started with (it may be made longer)."""
+        path = self.folder / "run.json"
+        if not path.exists():
+            raise HocketError(f"There is no run in {self.folder} to go on with; start without --resume.")
+        before = json.loads(path.read_text())
+        for name, value in settings.items():
+            if name not in ("epochs", "max_steps") and before.get(name) != value:
+                raise HocketError(
+                    f"The run in {self.folder} has {name} {before.get(name)!r}, not {value!r}; resume with the settings it had."
+                )
 
     def load(self) -> dict[str, Any]:
         """This process's checkpoint."""
         if not self._checkpoint.exists():
             raise HocketError(f"There is no checkpoint {self._checkpoint}; start without --resume.")
         try:
-            return torch.load(self._checkpoint, weights_only=True)
+            return torch.load(self._checkpoint, weights_only=True, map_location="cpu")
         except Exception as error:
             raise HocketError(
                 f"The checkpoint {self._checkpoint} is damaged ({type(error).__name__}); start without --resume."
@@ -63,8 +76,14 @@ class Record:
 def write_whole(path: Path, content: bytes) -> None:
     """Write to a temporary name, then rename: a reader never sees half a file."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise HocketError(
+            f"Cannot write {path} ({error.strerror}); what was written before is whole: make room and --resume."
+        ) from None
 
 
 def versions() -> dict[str, str]:

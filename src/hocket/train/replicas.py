@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
-from hocket.errors import HocketError
+from hocket.errors import HocketError, NonFiniteGradient
 from hocket.program import Program
 from hocket.strategy import Strategy
 from hocket.train.engines import choose, stack_buffers
@@ -45,6 +45,9 @@ class Replicas(Protocol):
 
     def averaged(self) -> Any:
         """Context manager with the mean model."""
+
+    def audit(self) -> None:
+        """Raise if weights are not finite, where steps are not looked at one by one."""
 
     def each(self) -> Iterator[nn.Module]:
         """Each hosted worker's own model, in turn."""
@@ -114,6 +117,9 @@ class LiveReplica:
         with self.job.averaged() as model:
             yield model
 
+    def audit(self) -> None:
+        """Every step has been looked at."""
+
     def each(self) -> Iterator[nn.Module]:
         self.job.program.drain()
         with self.cluster.uncounted():
@@ -152,7 +158,7 @@ class StackedReplicas:
         template = optimizer(list(model.parameters()))
         check_job(model, template, strategy, 1, nonfinite)
         self.layout = layout_for(model, template, strategy, cap_bytes, first_cap_bytes)
-        check_equal(model, self.layout, cluster, [str(strategy)])
+        check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
         _check_memory(self.layout, cluster)
         self.weights = [b.empty(cluster.rows) for b in self.layout.buckets]
         self.grads = [b.empty(cluster.rows) for b in self.layout.buckets]
@@ -169,7 +175,8 @@ class StackedReplicas:
             names=[n for n, _ in model.named_parameters()],
         )
         self.program = Program(strategy, self.layout, cluster, self.weights, seed)
-        # On CUDA a look at every step would stall the queue: there only "skip" looks.
+        # On CUDA a look at every step would stall the queue: there "raise" looks once per epoch, at the weights.
+        self._audits = vectorised and nonfinite == "raise"
         self._watch = NonFinite(nonfinite, self.layout, cluster) if not vectorised or nonfinite == "skip" else None
 
     @property
@@ -207,6 +214,17 @@ class StackedReplicas:
             means = [self._mean(w) for w in self.weights], {n: self._mean_buffer(b) for n, b in self.buffers.items()}
             with self._lent(*means):
                 yield self.model
+
+    def audit(self) -> None:
+        """After an epoch, where steps are not looked at: NaN or Inf gradients have left NaN or Inf weights."""
+        for bucket, rows in zip(self.layout.buckets, self.weights, strict=True):
+            if self._audits and not bool(torch.isfinite(rows.sum())) and bool((bad := ~torch.isfinite(rows)).any()):
+                row, place = (int(k) for k in bad.nonzero()[0])
+                name = next(s.name for s in bucket.slots if s.offset <= place < s.offset + s.size)
+                raise NonFiniteGradient(
+                    f"A gradient of {name} held NaN or Inf in this epoch on worker {self.cluster.workers.start + row}; "
+                    "lower the rate, clip gradients, or use nonfinite='skip' to leave such gradients out."
+                )
 
     def each(self) -> Iterator[nn.Module]:
         self.program.drain()

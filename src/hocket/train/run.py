@@ -133,7 +133,11 @@ def run(
             warnings.simplefilter("ignore")
         training = make_training(settings, cluster, data)
     if record is not None and resume:
+        record.check_resumed({**asdict(settings), "strategy": str(settings.check())})
         training.load_state_dict(record.load())
+        reached = cluster.collect(torch.full((cluster.rows, 1), training.step)).flatten().tolist()
+        if len(set(reached)) > 1:
+            raise HocketError(f"The checkpoints in {out} are of different steps ({min(reached)} to {max(reached)}); start anew.")
     if record is not None:
         record.write_run(describe(settings, cluster, training))
     for metrics in training.run(watch):
