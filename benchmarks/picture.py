@@ -36,9 +36,7 @@ def main(source: Path, target: Path) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("MB sent per worker in the whole training (log scale; less traffic to the right)")
     axes.set_ylabel("test accuracy of the mean model, %")
-    axes.set_title(
-        "CIFAR-10, small CNN, 16 virtual workers, 20 epochs, best of three rates", fontsize=10.5, loc="left"
-    )
+    axes.set_title("CIFAR-10, small CNN, 16 virtual workers, 20 epochs, best of three rates", fontsize=10.5, loc="left")
     axes.grid(alpha=0.3, zorder=0)
     axes.legend(loc="lower left", frameon=False)
     axes.margins(x=0.16, y=0.16)
