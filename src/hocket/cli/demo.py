@@ -24,15 +24,15 @@ REAL = (
     "bulk + gossip",
     "bulk + lowrank(2)",
     "local(4) + topk(0.02)",
-    "diloco(8)",
+    "diloco(4, momentum=0.5)",
 )
-VIRTUAL = ("bulk + allreduce", "local(4)", "local(4) + gossip", "local(4) + gossip + topk(0.05)", "local(4) + topk(0.02) | qsgd(4)")
+VIRTUAL = ("bulk + allreduce", "local(4)", "local(4) + gossip", "bulk + topk(0.02)", "local(4) + topk(0.02) | qsgd(4)")
 
 
 def command(
     workers: Annotated[int, typer.Option(help="Real worker processes.")] = 4,
     virtual: Annotated[int, typer.Option(help="Virtual workers.")] = 32,
-    epochs: Annotated[int, typer.Option(help="Epochs with real workers; virtual ones get twice as many.")] = 5,
+    epochs: Annotated[int, typer.Option(help="Epochs with real workers; virtual ones get three times as many.")] = 5,
 ) -> None:
     """Train the embedded digits with real processes and with virtual workers, and compare."""
     plain_notes()
@@ -45,8 +45,8 @@ def command(
     table = results_table(f"{workers} real processes, {epochs} epochs, batch 16 each (measured)")
     _compare(console, REAL, table, settings, _real)
     console.print(table)
-    settings = Settings(workers=virtual, virtual=True, batch=8, lr=0.1, epochs=2 * epochs, **common)
-    table = results_table(f"{virtual} virtual workers, {2 * epochs} epochs, batch 8 each (bytes counted, no clocks yet)")
+    settings = Settings(workers=virtual, virtual=True, batch=4, lr=0.1, epochs=3 * epochs, **common)
+    table = results_table(f"{virtual} virtual workers, {3 * epochs} epochs, batch 4 each (bytes counted, no clocks yet)")
     _compare(console, VIRTUAL, table, settings, _virtual)
     console.print(table)
     console.print(LEGEND, style="dim")
