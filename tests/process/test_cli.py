@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,8 @@ def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "run.json").read_text() == "{}"
 
 
-def start_training(tmp_path: Path) -> subprocess.Popen[str]:
-    """A long training on four processes, once its first epoch is recorded."""
+def start_training(tmp_path: Path, *more: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """A long training of four workers, once its first epoch is recorded."""
     arguments = [
         "train",
         "--model",
@@ -166,8 +167,11 @@ def start_training(tmp_path: Path) -> subprocess.Popen[str]:
         "64",
         "--out",
         str(tmp_path / "run"),
+        *more,
     ]
-    started = subprocess.Popen([*COMMAND, *arguments], env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        [*COMMAND, *arguments], env={**ENVIRON, **(environ or {})}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         assert started.poll() is None, started.communicate()[1]
@@ -198,15 +202,25 @@ def test_an_interrupted_training_leaves_no_process_and_whole_records(tmp_path: P
     started = start_training(tmp_path)
     workers = workers_of(started)
     assert len(workers) == 4
-    for p in (psutil.Process(started.pid), *workers):  # what a terminal does on Ctrl-C
+    for p in (psutil.Process(started.pid), *workers):  # what a terminal does on Ctrl-C; the launcher repeats it to its workers
         p.send_signal(signal.SIGINT)
     _, said = started.communicate(timeout=60)
     assert started.returncode == 130, said
     assert "Traceback" not in said, said
+    assert "hocket: interrupted." in said, said
     assert not psutil.wait_procs(workers, timeout=20)[1]
     assert metrics_of(tmp_path / "run"), "every line is whole"
     json.loads((tmp_path / "run" / "run.json").read_text())
     assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_a_launched_worker_leaves_quietly_however_often_it_is_interrupted(tmp_path: Path) -> None:
+    started = start_training(tmp_path, "--virtual", environ={"HOCKET_LAUNCHED": "1"})
+    while started.poll() is None:
+        started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == 130, said
+    assert "Traceback" not in said, said
 
 
 def test_version_and_help() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from types import FrameType
+from typing import NoReturn
 
 import typer
 
@@ -34,13 +37,24 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Run the command; every expected failure is one sentence on standard error and a non-zero exit."""
+    if os.environ.get("HOCKET_LAUNCHED"):
+        signal.signal(signal.SIGINT, _interrupt_once)
     try:
         app()
     except (HocketError, WorkerLost, NonFiniteGradient) as error:
         _end(error, 2 if isinstance(error, HocketError) else 1)
-    except KeyboardInterrupt:
-        _say("interrupted.")
+    except SystemExit as end:  # typer makes this of an interruption
+        if end.code != 130:
+            raise
+        if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            _say("interrupted.")
         _quit(130)
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
+    """A worker hears Ctrl-C twice, from the terminal and from its launcher: the second must not disturb its leaving."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _end(error: Exception, code: int) -> None:

@@ -79,8 +79,10 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         temporary.write_bytes(content)
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise  # an interruption
         raise HocketError(
             f"Cannot write {path} ({error.strerror}); what was written before is whole: make room and --resume."
         ) from None
