@@ -200,6 +200,31 @@ def uneven(rank: int) -> dict[str, Any]:
     return {"ours": flat(ours), "plain": flat(plain), "start": flat(net()), "sizes": sizes, "weight": job.weight}
 
 
+@case
+def uneven_accumulated(rank: int) -> dict[str, Any]:
+    """Two passes a step; those of the last step hold 64 and 2 or 1 samples, and each weighs by its own."""
+    data = load("digits")
+    x = torch.cat([data.prepare(data.train[0]), data.prepare(data.test[0])])
+    y = torch.cat([data.train[1], data.test[1]])
+    ours, plain = net(), net()
+    optimizers = sgd(ours), sgd(plain)
+    job = hocket.parallelize(ours, optimizers[0], "bulk", accumulate=2)
+    loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
+    for passes, (xs, ys) in enumerate(hocket.shard(loader, epoch=0)):
+        (F.cross_entropy(ours(xs), ys) / 2).backward()
+        if passes % 2:
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    for passes, round_ in enumerate(Partition(len(x), WORKERS, 64, seed=0).rounds(0)):
+        index = torch.cat(round_.indices)
+        (F.cross_entropy(plain(x[index]), y[index]) / 2).backward()
+        if passes % 2:
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+    job.detach()
+    return {"ours": flat(ours), "plain": flat(plain), "start": flat(net())}
+
+
 # --- order and use of parameters -------------------------------------------------------------------------------------------
 
 

@@ -76,6 +76,8 @@ def test_uneven_last_batches_hang_nobody_and_weigh_by_samples(results: dict[str,
         assert worker["weight"] == 1.0
         assert near(worker["ours"], worker["plain"], worker["start"])
     assert all_equal([worker["ours"] for worker in results["uneven"]])
+    for worker in results["uneven_accumulated"]:
+        assert near(worker["ours"], worker["plain"], worker["start"])
 
 
 # --- order and use of parameters -------------------------------------------------------------------------------------------

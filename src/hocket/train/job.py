@@ -159,6 +159,8 @@ class Job:
             for b, params in enumerate(self._params):
                 for s, p in enumerate(params):
                     handles.append(p.register_post_accumulate_grad_hook(lambda p, b=b, s=s: self._on_gradient(b, s, p)))
+                    if self.accumulate > 1:
+                        handles.append(p.register_hook(self._weighed))
         handles.append(self.optimizer.register_step_pre_hook(lambda *_: self._before_step()))
         handles.append(self.optimizer.register_step_post_hook(lambda *_: self._after_step()))
         return handles
@@ -210,11 +212,15 @@ class Job:
         while self._launched < len(self._ready) and len(self._ready[self._launched]) == len(self._params[self._launched]):
             self._launch()
 
+    def _weighed(self, gradient: Tensor) -> Tensor:
+        """One pass of several: each has its own share of samples, so it is weighed before it is added to the others."""
+        return gradient * self.weight if self.weight != 1.0 and self.program.mixes_gradients else gradient
+
     def _launch(self) -> None:
         rows = self.grads[self._launched]
         if self.check:
             self._nonfinite.look(self._launched, rows, self.program.step + 1)
-        if self.weight != 1.0:
+        if self.weight != 1.0 and self.accumulate == 1:
             rows.mul_(self.weight)
         self.program.gradient_ready(self._launched, rows)
         self._launched += 1
