@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -358,14 +359,24 @@ def _by_kind(cls: type[torch.optim.Optimizer], options: dict[str, object]) -> Fa
 
 
 def _train(
-    s: Setup, factory: Factory, stacked: StackedOptimizer, steps: int, others: list[torch.optim.Optimizer] | None = None
+    s: Setup,
+    factory: Factory,
+    stacked: StackedOptimizer,
+    steps: int,
+    others: list[torch.optim.Optimizer] | None = None,
+    apart: int = sys.maxsize,
 ) -> list[torch.optim.Optimizer]:
-    """Steps with random gradients, in both worlds; the parameter p3 is unused in the first and in the last step."""
+    """Steps with random gradients, in both worlds; the parameter p3 is unused in the first and in the last step.
+
+    From step ``apart`` on, one row after the other leaves p4 out.
+    """
     others = others or [factory(list(m.parameters())) for m in s.models]
     names = [slot.name for b in s.layout.buckets for slot in b.slots]
     for t in range(steps):
         used = torch.ones(len(s.models), len(names), dtype=torch.bool)
         used[:, names.index("p3")] = t not in (0, steps - 1)
+        if t >= apart:
+            used[t % len(s.models), names.index("p4")] = False
         for g in s.grads:
             g.normal_()
         for row, (model, optimizer) in enumerate(zip(s.models, others, strict=True)):
@@ -384,11 +395,12 @@ def _same_weights(s: Setup) -> bool:
     return all(torch.equal(w, e) for w, e in zip(s.weights, expected, strict=True))
 
 
+@pytest.mark.parametrize("apart", [sys.maxsize, 0, 2], ids=["together", "apart", "apart later"])
 @pytest.mark.parametrize("granularity", ["slots", "buckets"])
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("cls", ELEMENTWISE, ids=lambda c: c.__name__)
 def test_stacked_optimisers_equal_one_per_worker_bit_for_bit(
-    cls: type[torch.optim.Optimizer], groups: bool, granularity: str
+    cls: type[torch.optim.Optimizer], groups: bool, granularity: str, apart: int
 ) -> None:
     options = OPTIONS.get(cls.__name__, {})
     factory: Factory = _by_kind(cls, options) if groups else lambda params: cls(params, **options)  # type: ignore[call-arg]
@@ -397,12 +409,13 @@ def test_stacked_optimisers_equal_one_per_worker_bit_for_bit(
     stacked = StackedOptimizer(factory, s.layout, s.weights, s.grads, granularity, names=names)
     assert stacked.stacked
     assert len(stacked.param_groups) == (2 if groups else 1)
-    others = _train(s, factory, stacked, 5)
+    others = _train(s, factory, stacked, 5, apart=apart)
+    assert stacked.stacked == (apart > 5)
     assert _same_weights(s)
     # A new optimiser that takes up the saved state goes on as if nothing had happened.
     resumed = StackedOptimizer(factory, s.layout, s.weights, s.grads, granularity, names=names)
     resumed.load_state_dict(copy.deepcopy(stacked.state_dict()))
-    _train(s, factory, resumed, 3, others)
+    _train(s, factory, resumed, 3, others, apart)
     assert _same_weights(s)
 
 
@@ -444,14 +457,16 @@ def test_muon_sees_true_matrices() -> None:
     assert _same_weights(s)
 
 
-def test_schedulers_drive_stacked_optimisers() -> None:
+@pytest.mark.parametrize("apart", [sys.maxsize, 0])
+@pytest.mark.filterwarnings("error")
+def test_schedulers_drive_stacked_optimisers(apart: int) -> None:
     s = Setup(Shapes)
     factory: Factory = lambda params: torch.optim.SGD(params, 0.1)  # noqa: E731
     stacked = StackedOptimizer(factory, s.layout, s.weights, s.grads)
     scheduler = torch.optim.lr_scheduler.StepLR(stacked.optimizer, 1, 0.5)
     others = None
     for t in range(3):
-        others = _train(s, factory, stacked, 1, others)
+        others = _train(s, factory, stacked, 1, others, apart)
         scheduler.step()
         for optimizer in others:
             optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (t + 1)

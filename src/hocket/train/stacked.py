@@ -2,11 +2,13 @@
 
 An elementwise optimiser treats each value by itself, so one optimiser over stacked tensors ``[rows, *shape]`` does exactly what one
 optimiser per worker would, bit for bit. Those that look at a whole tensor (Adafactor, Muon), fused ones (silently wrong on strided
-slices) and classes we do not know run once per row, on views of the true shapes. LBFGS evaluates closures and is refused.
+slices) and classes we do not know run once per row, on views of the true shapes; so does every optimiser from the first step on
+which some rows used a parameter and others did not. LBFGS evaluates closures and is refused.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,7 +67,7 @@ class StackedOptimizer:
     ) -> None:
         if granularity not in ("slots", "buckets"):
             raise HocketError(f"granularity must be 'slots' or 'buckets', got {granularity!r}.")
-        self._layout, self._weights, self._grads = layout, weights, grads
+        self._factory, self._layout, self._weights, self._grads = factory, layout, weights, grads
         self._slots = [s.name for b in layout.buckets for s in b.slots]
         self._order = _model_order(self._slots, names)
         template = factory(self._row(0))
@@ -76,15 +78,13 @@ class StackedOptimizer:
             self._pieces = _pieces(layout, weights, grads, self._groups_of(template), granularity)
             self._all = [_stack(template, self._pieces)]
         else:
-            rows = [self._row(i) for i in range(weights[0].shape[0])]
-            named = [dict(zip(self._order, row, strict=True)) for row in rows]
-            self._all = [factory(row) for row in rows]
-            self._row_pieces = [_row_pieces(layout, grads, row, i) for i, row in enumerate(named)]
+            self._make_rows()
+        self._leader = self._all[0]
 
     @property
     def optimizer(self) -> Optimizer:
-        """The torch optimiser to schedule; when every row has its own, the first one, which the others follow."""
-        return self._all[0]
+        """The torch optimiser to schedule; where every row has its own, these follow it."""
+        return self._leader
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -92,19 +92,19 @@ class StackedOptimizer:
         return self.optimizer.param_groups
 
     def step(self, used: Tensor | None = None) -> None:
-        """One update of every row; ``used`` ``[rows, slots]`` says which slots have a gradient (None: all of them).
-
-        A slot is left out only if no row used it.
-        """
-        flags = [True] * len(self._slots) if used is None else used.any(0).tolist()
+        """One update of every row; ``used`` ``[rows, slots]`` says which slots have a gradient (None: all of them)."""
+        if self.stacked and used is not None and not bool((used == used[0]).all()):
+            self._unstack()
         if self.stacked:
+            flags = [True] * len(self._slots) if used is None else used[0].tolist()
             self._split_where_needed(flags)
             for piece in self._pieces:
                 piece.attach(flags)
             self._all[0].step()
             return
-        for optimizer, pieces in zip(self._all, self._row_pieces, strict=True):
-            _follow(self._all[0], optimizer)
+        for row, (optimizer, pieces) in enumerate(zip(self._all, self._row_pieces, strict=True)):
+            flags = [True] * len(self._slots) if used is None else used[row].tolist()
+            _follow(self._leader, optimizer)
             for piece in pieces:
                 piece.attach(flags)
             optimizer.step()
@@ -112,10 +112,17 @@ class StackedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """What ``load_state_dict`` needs to go on exactly here."""
         split = sorted({p.bucket for p in self._pieces if not p.whole}) if self.stacked else []
-        return {"split": split, "optimizers": [o.state_dict() for o in self._all]}
+        return {
+            "split": split,
+            "stacked": self.stacked,
+            "leader": self._leader.state_dict()["param_groups"],
+            "optimizers": [o.state_dict() for o in self._all],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up a state saved by an optimiser of the same factory, layout and granularity."""
+        if self.stacked and not state["stacked"]:
+            self._unstack()
         if len(state["optimizers"]) != len(self._all):
             raise HocketError(
                 f"the saved optimiser state is for {len(state['optimizers'])} optimisers, this run has {len(self._all)}; "
@@ -126,6 +133,34 @@ class StackedOptimizer:
                 self._split(bucket)
         for optimizer, saved in zip(self._all, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+        for group, saved in zip(self._leader.param_groups, state["leader"], strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+
+    def _make_rows(self) -> None:
+        """One optimiser per row."""
+        rows = [self._row(i) for i in range(self._weights[0].shape[0])]
+        named = [dict(zip(self._order, row, strict=True)) for row in rows]
+        self._all = [self._factory(row) for row in rows]
+        self._row_pieces = [_row_pieces(self._layout, self._grads, row, i) for i, row in enumerate(named)]
+
+    def _unstack(self) -> None:
+        """Goes over to one optimiser per row, with the state gathered so far: the rows' counters and momenta part here."""
+        for bucket in range(len(self._layout.buckets)):
+            self._split(bucket)
+        stacked, pieces = self._all[0], self._pieces
+        self.stacked = False
+        self._make_rows()
+        for row, own in enumerate(self._row_pieces):
+            for piece in pieces:
+                state = stacked.state.get(piece.parameter, {})
+                shape = piece.parameter.shape
+                self._all[row].state[own[piece.slots[0]].parameter] = {
+                    k: v[row].clone() if isinstance(v, Tensor) and v.shape == shape else copy.deepcopy(v) for k, v in state.items()
+                }
+        # It goes on as the one that schedulers turn; a step without gradients tells them that steps are made.
+        stacked.state.clear()
+        stacked.zero_grad()
+        stacked.step()
 
     def _row(self, row: int) -> list[nn.Parameter]:
         """One row as parameters of the true shapes, in the model's order."""
