@@ -182,6 +182,23 @@ def test_the_loop_equals_separate_models_bit_for_bit(name: str, groups: bool) ->
     assert all(torch.equal(p, q) and p.grad is None for p, q in zip(s.template.parameters(), own, strict=True))
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("width", [7, 17, 33])
+def test_a_row_rounds_as_a_process_of_its_own_wherever_it_lies(batch: int, width: int) -> None:
+    """Products of small matrices round by the addresses of their operands."""
+    template = nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 1))
+    layout = layout_of(template.named_parameters())
+    weights = [torch.randn(4, b.size) for b in layout.buckets]
+    x, y, keys = torch.randn(4, batch, 10), torch.randn(4, batch, 1), torch.arange(4)
+    engine = LoopEngine(template, F.mse_loss, layout)
+    grads = [torch.empty_like(w) for w in weights]
+    engine.gradients(weights, {}, x, y, grads, keys)
+    for row in range(4):
+        alone, own = slice(row, row + 1), [torch.empty_like(w[:1]) for w in weights]
+        engine.gradients([w[alone].clone() for w in weights], {}, x[alone].clone(), y[alone].clone(), own, keys[alone])
+        assert all(same_bits(g[row], o[0]) for g, o in zip(grads, own, strict=True))
+
+
 def test_uneven_batches_and_conditional_use() -> None:
     s = Setup(lambda: Unused(conditional=True))
     xs = [s.x[0, :2] - 5, s.x[1, :5] + 5, s.x[2]]

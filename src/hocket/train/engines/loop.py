@@ -53,7 +53,7 @@ class LoopEngine:
                 if seeds is not None:
                     torch.manual_seed(seeds[row])
                 bound.move_in(self._parameters, row)
-                losses.append(self._backward(inputs[row], targets[row]))
+                losses.append(self._backward(_straight(inputs[row]), _straight(targets[row])))
                 missing += [(row, slot) for slot in bound.collect(self._parameters, row)]
         return torch.stack(losses), _used(bound.rows, len(self._parameters), missing)
 
@@ -100,7 +100,16 @@ class _Bound:
         grads: Rows,
     ) -> None:
         self.key, self.rows = key, weights[0].shape[0]
-        self.weights = [_views(layout, weights, row) for row in range(self.rows)]
+        # A product of small matrices rounds by the addresses of its operands: a row that does not start where a storage of its own
+        # would is computed on a copy that does.
+        aligned = [torch.empty_like(w[:1]) for w in weights]
+        self._stored = [
+            [(a[0], w[row]) for a, w in zip(aligned, weights, strict=True) if _crooked(w[row])] for row in range(self.rows)
+        ]
+        self.weights = [
+            _views(layout, [a if _crooked(w[row]) else w[row : row + 1] for a, w in zip(aligned, weights, strict=True)], 0)
+            for row in range(self.rows)
+        ]
         self.grads = [_views(layout, grads, row) for row in range(self.rows)]
         places = _buffer_places(model)
         self.places = [(owner, name, full) for full in buffers for owner, name in places[full]]
@@ -108,6 +117,8 @@ class _Bound:
 
     def move_in(self, parameters: list[nn.Parameter], row: int) -> None:
         """Points the template's parameters and buffers to one row."""
+        for copied, stored in self._stored[row]:
+            copied.copy_(stored)
         for p, view in zip(parameters, self.weights[row], strict=True):
             p.data = view
             p.grad = None
@@ -140,6 +151,15 @@ class _Bound:
                 p.grad = None
             for (owner, name, _), buffer in zip(self.places, kept, strict=True):
                 owner._buffers[name] = buffer
+
+
+def _crooked(row: Tensor) -> bool:
+    """Whether a row on a CPU starts elsewhere than torch starts a storage, at a multiple of 64 bytes."""
+    return row.device.type == "cpu" and row.data_ptr() % 64 != 0
+
+
+def _straight(row: Tensor) -> Tensor:
+    return row.clone() if _crooked(row) else row
 
 
 def _views(layout: Layout, storages: Rows, row: int) -> list[Tensor]:
