@@ -50,6 +50,12 @@ class Bucket:
         """Fresh zeroed storage ``[rows, values]``."""
         return torch.zeros(rows, self.size, dtype=self.dtype, device=self.device)
 
+    def spaced(self, rows: int) -> Tensor:
+        """The same, except that on a CPU every row starts at a multiple of 64 bytes, where a storage of its own would."""
+        step = 64 // self.dtype.itemsize if self.device.type == "cpu" else 1
+        width = -(-self.size // step) * step
+        return torch.zeros(rows, width, dtype=self.dtype, device=self.device)[:, : self.size]
+
     def views(self, storage: Tensor, row: int) -> list[Tensor]:
         """One row of ``storage`` as tensors of the parameters' shapes (no copies)."""
         return [storage[row, s.offset : s.offset + s.size].view(s.shape) for s in self.slots]

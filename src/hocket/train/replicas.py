@@ -160,7 +160,7 @@ class StackedReplicas:
         self.layout = layout_for(model, template, strategy, cap_bytes, first_cap_bytes)
         check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
         _check_memory(self.layout, cluster)
-        self.weights = [b.empty(cluster.rows) for b in self.layout.buckets]
+        self.weights = [b.spaced(cluster.rows) for b in self.layout.buckets]
         self.grads = [b.empty(cluster.rows) for b in self.layout.buckets]
         self._fill()
         self.buffers = stack_buffers(model, cluster.rows)
