@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hocket
+from hocket.cluster import processes
 from hocket.data import load
 from hocket.data.partition import Partition
 from process.equality import digits
@@ -380,6 +381,35 @@ def gradients_are_not_in_flight(rank: int) -> dict[str, Any]:
     dist.barrier()
     found["others"] = torch.isfinite(grads(model)).all().item()
     job.detach()
+    return found
+
+
+@case
+def pieces(rank: int) -> dict[str, Any]:
+    """Large messages travel in pieces, distance by distance; 1,000 bytes stand for half a megabyte."""
+    found: dict[str, Any] = {}
+    whole = processes._PIECE_BYTES
+    try:
+        for strategy in (
+            "bulk + gossip + exchange=gradients",
+            "bulk + gossip",
+            "bulk + topk(0.3)",
+            "bulk + gossip(exponential) + qsgd(4)",
+        ):
+            for size in (whole, 1000):
+                processes._PIECE_BYTES = size
+                model = net()
+                optimizer = sgd(model)
+                job = hocket.parallelize(model, optimizer, strategy, **SMALL)
+                for t in range(3):
+                    optimizer.zero_grad()
+                    x, y = batch(t, rank)
+                    F.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                found[f"{strategy} {size}"] = flat(model)
+                job.detach()
+    finally:
+        processes._PIECE_BYTES = whole
     return found
 
 

@@ -151,6 +151,13 @@ def test_gradients_are_nobody_elses(results: dict[str, Results]) -> None:
                 assert torch.equal(worker[key], worker[key.replace(" False", " True")]), key
 
 
+def test_messages_in_pieces_are_the_same_messages(results: dict[str, Results]) -> None:
+    for worker in results["pieces"]:
+        both = list(worker.values())
+        assert len(both) == 8
+        assert all(torch.equal(whole, cut) for whole, cut in zip(both[::2], both[1::2], strict=True))
+
+
 @pytest.mark.parametrize("strategy", ["bulk", "bulk + gossip + exchange=gradients", "local(2)"])
 def test_accumulation_equals_one_big_batch(results: dict[str, Results], strategy: str) -> None:
     for worker in results["accumulation"]:

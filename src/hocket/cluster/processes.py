@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -256,20 +256,22 @@ class ProcessCluster(Cluster):
         sizes = self._sizes(message, offered, wanted, remote)
         self._sequence += 1
         device = message.parts[0].device
-        operations, packed = [], {}
+        distances: dict[int, list[dist.P2POp]] = {}
+        packed: dict[int, Tensor] = {}
         for row, source, target, slot in sorted(offered, key=lambda o: o[1:]):
             if target in self.workers:
                 continue
             if row not in packed:
                 packed[row] = message.pack(row).to(self._wire_device)
-            operations.append(dist.P2POp(dist.isend, packed[row], self._owner[target], tag=self._tag(source, target, slot)))
+            to = self._owner[target]
+            operation = dist.P2POp(dist.isend, packed[row], to, tag=self._tag(source, target, slot))
+            distances.setdefault((to - self.rank) % self.processes, []).append(operation)
         blobs = torch.empty(len(remote), max(sizes, default=0), dtype=torch.uint8, device=self._wire_device)
         for k, (source, target, slot, _) in enumerate(remote):
-            tag = self._tag(source, target, slot)
-            operations.append(dist.P2POp(dist.irecv, blobs[k, : sizes[k]], self._owner[source], tag=tag))
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+            by = self._owner[source]
+            operation = dist.P2POp(dist.irecv, blobs[k, : sizes[k]], by, tag=self._tag(source, target, slot))
+            distances.setdefault((self.rank - by) % self.processes, []).append(operation)
+        self._perform(distances, max([*sizes, *(p.numel() for p in packed.values())], default=0))
         place = {w[:3]: k for k, w in enumerate(remote)}
         kept = [place[w[:3]] if w[:3] in place else len(remote) + w[3] for w in wanted]
         if not remote:
@@ -278,6 +280,21 @@ class ProcessCluster(Cluster):
         if not any(w[:3] not in place for w in wanted) and kept == list(range(len(remote))):
             return received
         return _stack(received, message).select(torch.tensor(kept, dtype=torch.int64))
+
+    def _perform(self, distances: dict[int, list[dist.P2POp]], largest_bytes: int) -> None:
+        """Send and receive. Small messages go all at once; large ones on Gloo distance by distance and in pieces.
+
+        Several that meet at one receiver crowd each other out, and Gloo sends a whole message to a peer before it receives that
+        peer's own. Measured at 100 Mbit/s with 17 MB: two partners at once 3.9 s, one after the other 3.0 s; a mutual exchange
+        2.8 s whole, 1.5 s in pieces.
+        """
+        if "gloo" in self.backend and largest_bytes > _PIECE_BYTES:
+            rounds = [_pieces(distances[d]) for d in sorted(distances)]
+        else:
+            rounds = [[o for operations in distances.values() for o in operations]]
+        for operations in rounds:
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
 
     def _tag(self, source: int, target: int, slot: int) -> int:
         return ((self._sequence * self.size + slot) * self.size * self.size + source * self.size + target) % _MAX_TAG
@@ -309,6 +326,7 @@ class ProcessCluster(Cluster):
         return offset
 
 
+_PIECE_BYTES = 1 << 19
 _CLUSTERS: weakref.WeakSet[ProcessCluster] = weakref.WeakSet()
 
 
@@ -319,6 +337,15 @@ def _end_at_once() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _pieces(operations: list[dist.P2POp]) -> list[dist.P2POp]:
+    """The same in pieces, taken in turn from each; pieces with one tag arrive in the order they were sent."""
+    cut = [
+        [dist.P2POp(o.op, piece, o.peer, tag=o.tag) for piece in o.tensor.split(_PIECE_BYTES // o.tensor.element_size())]
+        for o in operations
+    ]
+    return [piece for turn in zip_longest(*cut) for piece in turn if piece is not None]
 
 
 class _Pending:
