@@ -77,24 +77,26 @@ class LowRank(Codec):
         thin = [p for p in pieces if p.width]
         plain = [p for p in pieces if not p.width]
         q_old = _bases(memory, thin, self.matrix_rank, rows, context)
-        ps = [_matmul(_matrix(rows, piece), q) for piece, q in zip(thin, q_old, strict=True)]
+        matrices = [_matrix(rows, piece) for piece in thin]
+        ps = [_matmul(matrix, q) for matrix, q in zip(matrices, q_old, strict=True)]
         first = torch.cat([*(p.flatten(1) for p in ps), *(rows[:, p.offset : p.offset + p.size] for p in plain)], 1)
         first = channel.mean(first, context)
         ps_mean, rest = _cut(first, [(p.height, self.matrix_rank) for p in thin])
         ps_mean = [_orthonormal(p) for p in ps_mean]
-        q_own = [_matmul(_matrix(rows, piece).transpose(1, 2), p) for piece, p in zip(thin, ps_mean, strict=True)]
+        q_own = [_matmul(_transposed(matrix), p) for matrix, p in zip(matrices, ps_mean, strict=True)]
         q_mean = q_own
         if thin:
             second = channel.mean(torch.cat([q.flatten(1) for q in q_own], 1), context)
             q_mean, _ = _cut(second, [(p.width, self.matrix_rank) for p in thin])
-        heard, sent = torch.empty_like(rows), rows.clone()
+        heard, sent = torch.empty_like(rows), torch.empty_like(rows)
         for piece, p, own, common in zip(thin, ps_mean, q_own, q_mean, strict=True):
-            span = slice(piece.offset, piece.offset + piece.size)
-            heard[:, span] = _matmul(p, common.transpose(1, 2)).flatten(1)
-            sent[:, span] = _matmul(p, own.transpose(1, 2)).flatten(1)
+            _fill(heard, piece, p, common)
+            _fill(sent, piece, p, own)
         start = 0
         for piece in plain:
-            heard[:, piece.offset : piece.offset + piece.size] = rest[:, start : start + piece.size]
+            span = slice(piece.offset, piece.offset + piece.size)
+            heard[:, span] = rest[:, start : start + piece.size]
+            sent[:, span] = rows[:, span]
             start += piece.size
         return Heard(heard, sent, {f"q{k}": q for k, q in enumerate(q_mean)})
 
@@ -105,7 +107,7 @@ class LowRank(Codec):
         for k, (piece, q) in enumerate(zip(thin, _bases(memory, thin, self.matrix_rank, rows, context), strict=True)):
             matrix = _matrix(rows, piece)
             p = _orthonormal(_matmul(matrix, q))
-            q = _matmul(matrix.transpose(1, 2), p)
+            q = _matmul(_transposed(matrix), p)
             remembered[f"q{k}"] = q
             parts += [p.flatten(1), q.flatten(1)]
         parts += [rows[:, p.offset : p.offset + p.size] for p in pieces if not p.width]
@@ -120,7 +122,7 @@ class LowRank(Codec):
         for piece in pieces:
             span = slice(piece.offset, piece.offset + piece.size)
             if piece.width:
-                rows[:, span] = _matmul(factors[k], factors[k + 1].transpose(1, 2)).flatten(1)
+                _fill(rows, piece, factors[k], factors[k + 1])
                 k += 2
             else:
                 rows[:, span] = rest[:, start : start + piece.size]
@@ -128,15 +130,33 @@ class LowRank(Codec):
         return rows
 
 
-def _matrix(rows: Tensor, piece: _Piece) -> Tensor:
-    return rows[:, piece.offset : piece.offset + piece.size].view(-1, piece.height, piece.width)
+def _matrix(rows: Tensor, piece: _Piece) -> Tensor | list[Tensor]:
+    """Each row's matrix; on a CPU one by one and where a storage of its own would start, since batches and addresses change the
+    rounding of a product."""
+    matrices = rows[:, piece.offset : piece.offset + piece.size].view(-1, piece.height, piece.width)
+    return [_straight(m) for m in matrices] if rows.device.type == "cpu" else matrices
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product; on the CPU row by row and from fresh copies: a batch may round differently, and so may other alignments."""
-    if a.device.type != "cpu":
-        return a @ b
-    return torch.stack([x.clone() @ y.clone() for x, y in zip(a, b, strict=True)])
+def _transposed(matrices: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    return matrices.transpose(1, 2) if isinstance(matrices, Tensor) else [m.T for m in matrices]
+
+
+def _matmul(a: Tensor | list[Tensor], b: Tensor) -> Tensor:
+    return a @ b if isinstance(a, Tensor) else torch.stack([x @ _straight(y) for x, y in zip(a, b, strict=True)])
+
+
+def _fill(rows: Tensor, piece: _Piece, p: Tensor, q: Tensor) -> None:
+    """Each row's ``P Qᵀ``, written into its place."""
+    places = rows[:, piece.offset : piece.offset + piece.size].view(-1, piece.height, piece.width)
+    if rows.device.type != "cpu":
+        places.copy_(p @ q.transpose(1, 2))
+        return
+    for place, x, y in zip(places, p, q, strict=True):
+        torch.mm(_straight(x), _straight(y).T, out=place)
+
+
+def _straight(matrix: Tensor) -> Tensor:
+    return matrix if matrix.data_ptr() % 64 == 0 and matrix.is_contiguous() else matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _cut(flat: Tensor, shapes: list[tuple[int, int]]) -> tuple[list[Tensor], Tensor]:
