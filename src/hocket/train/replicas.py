@@ -21,7 +21,7 @@ from hocket.cluster.layout import Layout
 from hocket.errors import HocketError, NonFiniteGradient
 from hocket.program import Program
 from hocket.strategy import Strategy
-from hocket.train.engines import choose, stack_buffers
+from hocket.train.engines import Engine, choose, stack_buffers
 from hocket.train.engines.loop import forked, random_modules
 from hocket.train.job import Job, check_equal, check_job, layout_for
 from hocket.train.stacked import StackedOptimizer, clip_rows_
@@ -149,10 +149,11 @@ class StackedReplicas:
         clip: float | None = None,
         autocast: torch.dtype | None = None,
         nonfinite: str = "raise",
-        engine: str = "auto",
+        engine: str | Engine = "auto",
         cap_bytes: int | None = None,
         first_cap_bytes: int | None = None,
     ) -> None:
+        """``engine``: a name, or that of an earlier training of the same model and layout, which is then not compiled again."""
         self.cluster, self.clip, self.strategy = cluster, clip, strategy
         self.model = model.to(cluster.device)
         template = optimizer(list(model.parameters()))
@@ -164,7 +165,11 @@ class StackedReplicas:
         self.grads = [b.empty(cluster.rows) for b in self.layout.buckets]
         self._fill()
         self.buffers = stack_buffers(model, cluster.rows)
-        self.engine = choose(model, loss, self.layout, cluster.rows, cluster.device, engine, autocast=autocast)
+        self.engine = (
+            choose(model, loss, self.layout, cluster.rows, cluster.device, engine, autocast=autocast)
+            if isinstance(engine, str)
+            else engine
+        )
         vectorised = cluster.device.type == "cuda"
         self._stacked = StackedOptimizer(
             optimizer,
