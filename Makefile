@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | docs | bench | clean. Needs Python 3.11 or newer with pip and venv, and make; nothing else.
+# make setup | demo | browser | test | lint | docs | bench | clean. Needs Python 3.11 or newer with pip and venv, and make; nothing else.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,11 +8,12 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint docs bench clean
+.PHONY: help setup demo browser test lint docs bench clean
 
 help:
 	@echo 'make setup   .venv with everything in it'
 	@echo 'make demo    trains the digits with real and with virtual workers'
+	@echo 'make browser a Chromium for the tests of the report page, which are skipped without one'
 	@echo 'make test    the tests'
 	@echo 'make lint    ruff, mypy, import contract, documentation'
 	@echo 'make docs    the documentation as a site in site/'
@@ -30,6 +31,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/hocket demo
+
+browser:
+	@for b in chromium chromium-browser google-chrome google-chrome-stable chrome; do command -v $$b >/dev/null && { echo "$$b is there."; exit 0; }; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; \
+	else echo 'There is no Chromium: install chromium or google-chrome with your package manager; without it the tests of the report page are skipped.' >&2; exit 1; fi
 
 test: setup
 	$(BIN)/python -m pytest -q

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -141,6 +142,9 @@ def _at_exit() -> None:
     leave()
     if dist.is_initialized():
         dist.destroy_process_group()
+        # Gloo's threads let go of the last tensors some time after a collective, and abort the process if the interpreter is being
+        # taken down by then. They end with the group, once nobody holds it.
+        gc.collect()
 
 
 atexit.register(_at_exit)

@@ -67,6 +67,7 @@ def test_real_processes_one_failure_a_table_and_a_page(tmp_path: Path) -> None:
     assert [bool(run.get("failure")) for run in runs] == [False, True, False]
     assert {run["cluster"]["processes"] for run in runs if "failure" not in run} == {2}
     assert not list(tmp_path.rglob("*.pt"))
+    assert "hosts of 3" in next((tmp_path / "real").glob("runs/*/output.txt")).read_text()
     before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("real/runs/*/*")}
     again = hocket("study", *what, "--out", str(tmp_path / "real"))
     assert again.returncode == 0, again.stderr
@@ -126,6 +127,16 @@ def test_going_on_after_ctrl_c_gives_the_page_and_the_same_figures(tmp_path: Pat
     assert second.returncode == 0, second.stderr
     assert second.stderr.count("(from before)") >= 3
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_tables_answers_and_a_page(tmp_path: Path) -> None:
+    ended = hocket("demo", "--workers", "2", "--virtual", "3", "--epochs", "1", "--out", str(tmp_path / "demo"))
+    assert ended.returncode == 0, ended.stderr
+    assert "failed" not in ended.stderr
+    for words in ("2 real workers", "3 virtual workers", "• Most accurate", str(tmp_path / "demo" / "report.html")):
+        assert words in ended.stdout, ended.stdout
+    assert (tmp_path / "demo" / "report.html").is_file()
 
 
 def test_another_study_in_the_folder_is_one_sentence(tmp_path: Path) -> None:

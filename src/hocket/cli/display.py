@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from hocket.cluster.ledger import Entry
+from hocket.report.rows import Row
+from hocket.study.carry_out import Watch
+from hocket.study.folder import Outcome
+from hocket.study.plan import Planned, Study
 from hocket.train.loop import Progress as Where
 
 
@@ -61,6 +70,153 @@ class Display:
             self._bar.update(self._task, note=note)
         elif self._speaks and (metrics["epoch"] % self._every == 0 or metrics["epoch"] == self._epochs):
             print(f"{self._label}: {note}", file=sys.stderr, flush=True)
+
+
+class StudyDisplay(Watch):
+    """A live table on a terminal, a line per run elsewhere."""
+
+    def __init__(self, study: Study) -> None:
+        self._study = study
+        self._console = Console(stderr=True)
+        self._over: list[tuple[int, Outcome]] = []
+        self._now: int | None = None
+        self._share, self._note, self._accuracy = 0.0, "", ""
+        self._begun, self._done, self._before = time.monotonic(), 0.0, 0.0
+        self._whole = sum(_cost(r) for r in study.runs)
+        self._several = {name for name in ("workers", "seed") if len({getattr(r.settings, name) for r in study.runs}) > 1}
+        self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> StudyDisplay:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live.is_started:
+            self._live.stop()
+
+    def begin(self, number: int, planned: Planned, outcome: Outcome | None) -> None:
+        if outcome is not None:
+            self._done += _cost(planned)
+            self._before += _cost(planned)
+            self._over.append((number, outcome))
+            self._say(number, f"{_result(outcome)} (from before)")
+        else:
+            self._now, self._share, self._note, self._accuracy = number, 0.0, "", ""
+
+    def trying(self, rate: float) -> None:
+        self._share, self._note = 0.0, f"trying rate {rate:g}"
+
+    def training(self) -> None:
+        self._share, self._note = 0.0, "training"
+
+    def step(self, where: Where) -> None:
+        self._share = where.step / max(1, where.steps)
+
+    def epoch(self, metrics: dict[str, Any]) -> None:
+        if self._note == "training" and metrics["accuracy"] is not None:
+            self._accuracy = f"{metrics['accuracy']:.1%}"
+
+    def end(self, number: int, outcome: Outcome) -> None:
+        self._now = None
+        self._done += _cost(outcome.planned)
+        self._over.append((number, outcome))
+        self._say(number, _result(outcome))
+
+    def note(self, text: str) -> None:
+        if self._live.is_started:
+            self._console.print(f"note: {escape(text)}")
+        else:
+            print(f"note: {text}", file=sys.stderr, flush=True)
+
+    def _say(self, number: int, text: str) -> None:
+        if not self._live.is_started:
+            where = f"[{number + 1}/{len(self._study.runs)}] {self._name(self._study.runs[number])}"
+            print(f"{where}: {text}", file=sys.stderr, flush=True)
+
+    def _name(self, planned: Planned) -> str:
+        settings = planned.settings
+        more = [f"{settings.workers} workers"] * ("workers" in self._several) + [f"seed {settings.seed}"] * (
+            "seed" in self._several
+        )
+        return ", ".join([settings.strategy, *more])
+
+    def _picture(self) -> RenderableType:
+        table = Table(title=escape(self._study.title), title_justify="left", header_style="bold", padding=(0, 1), box=SIMPLE_HEAD)
+        widest = max(20, self._console.width - 42)  # what the figures leave
+        table.add_column("run", overflow="ellipsis", no_wrap=True, max_width=widest)
+        for column in ("accuracy", "MB", "took, s"):
+            table.add_column(column, justify="right", no_wrap=True, min_width=8)
+        room = max(3, self._console.height - 9)
+        for _, outcome in self._over[-room:]:
+            accuracy, sent, took = _figures(outcome)
+            table.add_row(escape(self._name(outcome.planned)), "failed" if outcome.failure else accuracy, sent, took)
+        parts: list[RenderableType] = [table] if self._over else []
+        if self._now is not None:
+            now = Table.grid(padding=(0, 1))
+            now.add_column(overflow="ellipsis", no_wrap=True, style="bold", max_width=widest)
+            bar = ProgressBar(total=1.0, completed=self._share, width=20)
+            now.add_row(escape(self._name(self._study.runs[self._now])), bar, f"{self._note} {self._accuracy}")
+            parts.append(now)
+        return Group(*parts, f"{len(self._over)} of {len(self._study.runs)} runs done{self._left()}")
+
+    def _left(self) -> str:
+        """Time that the rest will take if it goes on as so far."""
+        running = _cost(self._study.runs[self._now]) * self._share if self._note == "training" and self._now is not None else 0.0
+        done = self._done - self._before + running
+        if not done:
+            return ""
+        left_s = (time.monotonic() - self._begun) / done * (self._whole - self._done - running)
+        return f", about {left_s / 60:.0f} min left" if left_s >= 90 else f", about {left_s:.0f} s left"
+
+
+def _cost(planned: Planned) -> float:
+    """What a run takes, in epochs, roughly; a search for the rate takes about as long as the run itself."""
+    return planned.settings.epochs * (2 if planned.tuned else 1)
+
+
+def _figures(outcome: Outcome) -> tuple[str, str, str]:
+    if outcome.failure or not outcome.metrics:
+        return "–", "–", "–"
+    accuracy = outcome.metrics[-1].get("accuracy")
+    sent, took_s = (sum(m.get(name) or 0 for m in outcome.metrics) for name in ("bytes_sent", "wall_s"))
+    return "–" if accuracy is None else f"{accuracy:.1%}", megabytes(sent), seconds(took_s)
+
+
+def _result(outcome: Outcome) -> str:
+    """The end of a run in a few words."""
+    if outcome.failure:
+        return f"failed: {outcome.failure}"
+    accuracy, sent, took = _figures(outcome)
+    rate = f", rate {outcome.rate:g}" if outcome.planned.tuned else ""
+    return f"accuracy {accuracy}, {sent} MB, {took} s{rate}"
+
+
+def study_tables(rows: Sequence[Row]) -> list[Table]:
+    """A table for each facet (data set × model × workers) of a study."""
+    tables = []
+    for facet in dict.fromkeys(row.facet for row in rows):
+        here = [row for row in rows if row.facet == facet]
+        seeds = max(len(row.seeds) for row in here)
+        epochs = max(row.epochs for row in here)
+        table = results_table(f"{facet}, {epochs} epochs{f', means of {seeds} seeds' if seeds > 1 else ''}")
+        for row in here:
+            _add_row(table, row)
+        tables.append(table)
+    return tables
+
+
+def _add_row(table: Table, row: Row) -> None:
+    def percent(figure: Any) -> str:
+        return "–" if figure is None else f"{figure.mean:.1%}"
+
+    if not row.ranked:
+        table.add_row(escape(row.label), row.state, style="dim")
+        return
+    parts = (seconds(None if figure is None else figure.mean) for figure in (row.compute, row.wait, row.transfer))
+    sent = 0.0 if row.bytes_sent is None else row.bytes_sent.mean
+    less = "–" if row.times_fewer is None else times_less(row.times_fewer, 1.0)
+    table.add_row(escape(row.label), percent(row.accuracy), percent(row.worst), *parts, megabytes(sent), less)
 
 
 LEGEND = (

@@ -12,8 +12,9 @@ from typing import NoReturn
 
 import typer
 
-from hocket.cli import demo, train
+from hocket.cli import demo, report, study, train
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.study.carry_out import Interrupted
 
 app = typer.Typer(
     name="hocket",
@@ -23,6 +24,8 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command("train")(train.command)
+app.command("study")(study.command)
+app.command("report")(report.command)
 app.command("demo")(demo.command)
 
 
@@ -43,6 +46,8 @@ def main() -> None:
         app()
     except (HocketError, WorkerLost, NonFiniteGradient) as error:
         _end(error, 2 if isinstance(error, HocketError) else 1)
+    except Interrupted as error:
+        _end(error, 130)
     except SystemExit as end:  # typer makes this of an interruption
         if end.code != 130:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,7 @@ def command(
     strategy: Annotated[
         str, typer.Option("--strategy", "-s", help="Such as 'local(4) + gossip + topk(0.01)'.")
     ] = "bulk + allreduce",
-    workers: Annotated[int | None, typer.Option("--workers", "-n", help="How many [default: 1, or what was launched].")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", "-n", help="How many (default: 1, or what was launched).")] = None,
     virtual: Annotated[bool, typer.Option("--virtual", help="Virtual workers in this one process.")] = False,
     processes: Annotated[int | None, typer.Option(help="Real processes, if fewer than workers (each then hosts several).")] = None,
     data: Annotated[str, typer.Option(help="digits, mnist, cifar10, cifar100, shakespeare or module:factory.")] = "digits",
@@ -46,13 +47,17 @@ def command(
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
     autocast: Annotated[str, typer.Option(help="none, bf16 or fp16.")] = "none",
     augment: Annotated[bool, typer.Option(help="Random crops and flips, where the data set has them.")] = True,
+    last: Annotated[str, typer.Option(help="An epoch's incomplete round: even (dealt out evenly) or drop.")] = "even",
     seed: Annotated[int, typer.Option(help="Decides weights, partition and codecs.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cuda if there is one].")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
     engine: Annotated[str, typer.Option(help="Gradients of virtual workers: auto, loop or vmap.")] = "auto",
     nonfinite: Annotated[str, typer.Option(help="NaN or Inf gradients: raise or skip.")] = "raise",
     exact: Annotated[bool, typer.Option("--exact", help="Sum in worker order: equal bit for bit to virtual workers.")] = False,
     host_size: Annotated[int | None, typer.Option(help="Workers per host, for hierarchical topologies.")] = None,
+    bucket_bytes: Annotated[int | None, typer.Option(help="Largest bucket (default: by strategy).")] = None,
+    first_bucket_bytes: Annotated[int | None, typer.Option(help="Largest first bucket (default: by strategy).")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for run.json, metrics.jsonl and checkpoints.")] = None,
+    checkpoints: Annotated[bool, typer.Option(help="A checkpoint after every epoch, for --resume.")] = True,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:
     """Train a model with one strategy, on real processes or on virtual workers."""
@@ -80,34 +85,75 @@ def command(
         clip=clip,
         autocast=autocast,
         augment=augment,
+        last=last,
         seed=seed,
         engine=engine,
         nonfinite=nonfinite,
         exact=exact,
         host_size=host_size,
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
     )
-    parsed = settings.check()
+    _start(settings, joined, processes, device, data_dir, out, resume, checkpoints)
+
+
+def arguments(settings: Settings) -> list[str]:
+    """What to write after ``hocket train`` for these settings.
+
+    >>> arguments(Settings(strategy="local(4)", workers=2, virtual=True))[:5]
+    ['--strategy', 'local(4)', '--workers', '2', '--virtual']
+    """
+    written: list[str] = []
+    for name, value in asdict(settings).items():
+        option = "--" + name.replace("_", "-")
+        if value is True or (value is False and name == "augment"):
+            written.append(option if value else f"--no-{name}")
+        elif value is not None and value is not False:
+            written += [option, str(value)]
+    return written
+
+
+def _start(
+    settings: Settings,
+    joined: bool,
+    processes: int | None,
+    device: str | None,
+    data_dir: Path | None,
+    out: Path | None,
+    resume: bool,
+    checkpoints: bool,
+) -> None:
+    """Start the workers, or be some of them."""
+    parsed, size = settings.check(), settings.workers
     if resume and out is None:
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
-    where = _device(device)
+    where = device_of(device)
     count = size if processes is None else processes
     if not 1 <= count <= size:
         raise HocketError(f"--processes {count}: there must be at least one and at most one per worker (--workers {size}).")
-    if not joined and not virtual and count > 1:
+    if not joined and not settings.virtual and count > 1:
         _check_before_start(settings, data_dir, out, resume)
         launch(sys.argv[1:], count)
         return
     cluster = _cluster(settings, where, joined, count)
     try:
-        _train(settings, parsed, cluster, data_dir, out, resume)
+        _train(settings, parsed, cluster, data_dir, out, resume, checkpoints)
     finally:
         cluster.close()
 
 
-def _train(settings: Settings, strategy: Strategy, cluster: Cluster, data_dir: Path | None, out: Path | None, resume: bool) -> None:
+def _train(
+    settings: Settings,
+    strategy: Strategy,
+    cluster: Cluster,
+    data_dir: Path | None,
+    out: Path | None,
+    resume: bool,
+    checkpoints: bool,
+) -> None:
     speaks = cluster.workers.start == 0
     with Display(str(strategy), speaks, settings.epochs) as display:
-        training = run(settings, cluster, data_dir, out, resume, display.step, display.epoch)
+        training = run(settings, cluster, data_dir, out, resume, display.step, display.epoch, checkpoints=checkpoints)
     if speaks:
         kind = "virtual workers" if settings.virtual else "workers"
         table = results_table(f"{settings.model} on {settings.data}, {cluster.size} {kind}, {training.step} steps")
@@ -137,7 +183,8 @@ def _check_before_start(settings: Settings, data_dir: Path | None, out: Path | N
     build(settings.model, load(settings.data, data_dir))
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; CUDA if there is one, unless named."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

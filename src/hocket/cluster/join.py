@@ -5,6 +5,7 @@ Launchers announce ranks in the environment, each in its own words; this is the 
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -113,6 +114,8 @@ def _start_group(place: Place, backend: str, timeout_s: float) -> None:
     os.environ.setdefault("MASTER_ADDR", place.address)
     os.environ.setdefault("MASTER_PORT", str(place.port))
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.processes))
+    # Its functions have the world of their first import as a default; imported later, they would hold the group for ever.
+    importlib.import_module("torch.distributed.nn.functional")
     late = threading.Timer(timeout_s + 5, _give_up, (place, timeout_s))
     late.daemon = True
     late.start()

@@ -234,6 +234,7 @@ class ProcessCluster(Cluster):
             self._queue.put(None)
             self._thread.join(timeout=self.heartbeat.patience_s)  # what is still under way needs the others; they may be gone
             self._thread = None
+        self._groups.clear()  # or they would outlive destroy_process_group
 
     # --- messages --------------------------------------------------------------------------------------------------------
 

@@ -9,19 +9,19 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.data.base import DataSet
-from hocket.data.partition import Partition, Round
-from hocket.errors import HocketError
+from hocket.data.partition import Last, Partition, Round
+from hocket.errors import HocketError, nearest
 from hocket.noise import bits, fold
 from hocket.train.replicas import Loss, Replicas
 from hocket.train.report import LedgerView
-from hocket.train.schedule import scheduler
+from hocket.train.schedule import factor, scheduler
 
 _EVALUATION_BATCH = 1000
 
@@ -48,6 +48,17 @@ class Plan:
                 raise HocketError(f"{name}={value!r}: it must be a whole number of at least 1.")
         if self.max_steps is not None and self.max_steps < 1:
             raise HocketError(f"max_steps={self.max_steps!r}: it must be a whole number of at least 1, or left out.")
+        factor(self.schedule, 1)  # refuses a name that there is not
+        if not 0 <= self.warmup_epochs < math.inf:
+            raise HocketError(f"warmup={self.warmup_epochs!r}: the warm-up is a number of epochs, 0 for none.")
+        if self.last not in get_args(Last):
+            hint = nearest(str(self.last), get_args(Last))
+            raise HocketError(f"last={self.last!r}: the last round of an epoch is dealt out as even or dropped (drop){hint}.")
+
+    @property
+    def rounds(self) -> Last:
+        """What becomes of an epoch's incomplete round."""
+        return cast(Last, self.last)
 
 
 @dataclass
@@ -75,8 +86,7 @@ class Training:
 
     def __post_init__(self) -> None:
         plan, samples = self.plan, len(self.data.train[0])
-        last: Any = plan.last
-        self.partition = Partition(samples, self.cluster.size, plan.batch, plan.seed, last)
+        self.partition = Partition(samples, self.cluster.size, plan.batch, plan.seed, plan.rounds)
         if not len(self.partition):
             raise HocketError(f"{samples} samples give no round for {self.cluster.size} workers; use fewer workers or more data.")
         total = len(self.partition) * plan.epochs

@@ -16,6 +16,10 @@ from hocket.errors import HocketError
 from hocket.version import __version__
 
 
+class CannotWrite(HocketError):
+    """No space left, or no leave to write: what was written before is whole."""
+
+
 class Record:
     """The folder of one run, written by the process that hosts worker 0 (checkpoints: by every process)."""
 
@@ -83,7 +87,7 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise  # an interruption
-        raise HocketError(
+        raise CannotWrite(
             f"Cannot write {path} ({error.strerror}); what was written before is whole: make room and --resume."
         ) from None
 

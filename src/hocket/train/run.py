@@ -52,6 +52,7 @@ class Settings:
     clip: float | None = None
     autocast: str = "none"
     augment: bool = True
+    last: str = "even"
     seed: int = 0
     engine: str = "auto"
     nonfinite: str = "raise"
@@ -77,7 +78,7 @@ class Settings:
 
     def plan(self) -> Plan:
         """The part that the loop needs."""
-        return Plan(self.epochs, self.batch, self.seed, self.schedule, self.warmup, self.max_steps, self.augment)
+        return Plan(self.epochs, self.batch, self.seed, self.schedule, self.warmup, self.max_steps, self.augment, self.last)
 
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimiser over ``params``, with the rate scaled by the workers where asked (Goyal 2017)."""
@@ -92,7 +93,9 @@ class Settings:
 def make_training(settings: Settings, cluster: Cluster, data: DataSet) -> Training:
     """A training ready to run on the workers hosted here."""
     strategy = settings.check()
-    Partition(len(data.train[0]), settings.workers, settings.batch, settings.seed)  # refuses too few samples
+    Partition(
+        len(data.train[0]), settings.workers, settings.batch, settings.seed, settings.plan().rounds
+    )  # refuses too few samples
     loss = loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
     options: dict[str, Any] = {
@@ -123,11 +126,13 @@ def run(
     resume: bool = False,
     watch: Callable[[Progress], None] = lambda _: None,
     on_epoch: Callable[[dict[str, Any]], None] = lambda _: None,
+    data: DataSet | None = None,
+    checkpoints: bool = True,
 ) -> Training:
-    """Train as ``settings`` say, leaving records in ``out``."""
+    """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given."""
     process = getattr(cluster, "rank", 0)
     record = None if out is None else Record(out, process, resume)
-    data = load(settings.data, data_dir)
+    data = load(settings.data, data_dir) if data is None else data
     with warnings.catch_warnings():
         if process:
             warnings.simplefilter("ignore")
@@ -143,8 +148,9 @@ def run(
     for metrics in training.run(watch):
         if record is not None:
             record.write_metrics(training.metrics)
-            with cluster.uncounted():
-                record.save(training.state_dict())
+            if checkpoints:
+                with cluster.uncounted():
+                    record.save(training.state_dict())
         on_epoch(metrics)
     return training
 

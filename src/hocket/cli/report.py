@@ -1,0 +1,32 @@
+"""``hocket report``: finished runs as one page, tables and charts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+
+def command(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Runs, studies, or folders that hold such.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write (by default the first DIR).")] = None,
+    title: Annotated[str | None, typer.Option(help="The page's title (by default the study's).")] = None,
+    png: Annotated[bool, typer.Option("--png/--no-png", help="Charts as PNG files too.")] = True,
+) -> None:
+    """Build the page, the tables and the charts of finished runs, and say what they show."""
+    from hocket.report import build
+    from hocket.report.answers import basis
+
+    report = build(folders, folders[0] if out is None else out, title, png)
+    console = Console(highlight=False)
+    for facet, answers in report.by_facet.items():
+        console.print(Text.assemble((str(facet), "bold"), (f"  {basis(report.rows, facet)}", "dim")))
+        for answer in answers:
+            console.print(Padding(Text(str(answer)), (0, 0, 0, 2)))
+    for note in report.notes:
+        console.print(Text(f"note: {note}", style="dim"))
+    console.print(Text.assemble("Page: ", str(report.path)), soft_wrap=True)

@@ -1,0 +1,272 @@
+"""``hocket study``: many strategies side by side, on virtual workers or on real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from hocket.cli.display import LEGEND, StudyDisplay, plain_notes, study_tables
+from hocket.cli.train import arguments, device_of
+from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.study import file
+from hocket.study.carry_out import Data, Interrupted, Virtual, Watch, carry_out, check, finished
+from hocket.study.folder import Folder
+from hocket.study.plan import Outline, Study, expand, number, of_preset
+from hocket.study.presets import PRESETS, preset
+from hocket.train.loop import Progress
+from hocket.train.record import CannotWrite, write_whole
+from hocket.train.run import Settings
+
+_LIST = "; ".join(f"{p.name}: {p.about}" for p in PRESETS.values())
+_LEAVE_S = 15.0
+
+
+def command(
+    what: Annotated[str, typer.Argument(metavar="PRESET|FILE", help=f"{_LIST}; or a TOML file of your own.")],
+    workers: Annotated[str | None, typer.Option("--workers", "-n", help="Such as 16,32,60,210 (default: 4).")] = None,
+    virtual: Annotated[
+        bool | None, typer.Option("--virtual/--real", help="Virtual workers in this process, or real ones (default: virtual).")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="digits, mnist, cifar10, cifar100, shakespeare or module:factory (default: digits).")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="mlp, cnn, resnet20, vgg11, gpt or module:factory.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of each run.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2: each strategy is run with each (default: 0).")] = None,
+    lr: Annotated[str | None, typer.Option(help="A rate for all, or auto: a short search per strategy.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Mini-batch per worker.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw, …")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Momentum of sgd and rmsprop (dgc carries its own).")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Weight decay.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant, cosine, linear or step.")] = None,
+    warmup: Annotated[float | None, typer.Option(help="Epochs of linear warm-up.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="End each run after this many steps.")] = None,
+    augment: Annotated[bool | None, typer.Option("--augment/--no-augment", help="Random crops and flips.")] = None,
+    last: Annotated[str | None, typer.Option(help="An epoch's incomplete round: even (dealt out evenly) or drop.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Gradients of virtual workers: auto, loop or vmap.")] = None,
+    within: Annotated[
+        float | None, typer.Option(help="Points of accuracy that may be lost for sending less (default: 0.5).")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
+    data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the study (default: study-NAME).")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed before.")] = False,
+) -> None:
+    """Run many strategies side by side: a table, curves and one HTML page. The same command goes on where it was stopped."""
+    plain_notes()
+    sys.path.insert(0, os.getcwd())  # for module:factory
+    outline, name = _outline(what)
+    if within is not None and not within >= 0:
+        raise HocketError(f"--within {within}: the loss of accuracy is a number of points of at least 0, such as 0.5.")
+    outline = outline.changed(
+        _numbers("--workers", workers),
+        _numbers("--seeds", seeds),
+        None if lr is None else number(lr, "--lr"),
+        within,
+        virtual=virtual,
+        data=data,
+        model=model,
+        epochs=epochs,
+        batch=batch,
+        optimizer=optimizer,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        warmup=warmup,
+        max_steps=max_steps,
+        augment=augment,
+        last=last,
+        engine=engine,
+    )
+    machine = Machine(device_of(device), Data(data_dir))
+    study = expand(outline, machine.data)
+    place = out or Path(f"study-{name}")
+    study = perform(study, place, machine, retry)
+    asked = outline.preset == "frontier" or within is not None
+    show([place], place, study.within if asked else None)
+
+
+@dataclass
+class Machine:
+    """What runs the runs: a device, and data sets that are loaded once."""
+
+    device: torch.device
+    data: Data
+
+    def real(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+        """One run on real processes, through ``hocket train`` as a user would start it."""
+        assert out is not None
+        options = [*arguments(settings), "--no-checkpoints", "--out", str(out), "--device", self.device.type]
+        if self.data.folder is not None:
+            options += ["--data-dir", str(self.data.folder)]
+        return _train(options, settings, out, watch)
+
+
+def perform(study: Study, place: Path, machine: Machine, retry: bool = False, then: str = "the same command goes on") -> Study:
+    """Carry a study out in a folder, shown as it goes; says so when it is stopped."""
+    check(study, machine.data)
+    if machine.device.type == "cpu":
+        torch.set_num_threads(1)  # equal bits whatever the machine, and the cores are the workers'
+    folder = Folder(place)
+    with _leaving(), folder.taken():
+        try:
+            study = folder.begin(study, shlex.join(["hocket", *sys.argv[1:]]))
+            with StudyDisplay(study) as display:
+                carry_out(folder, study, machine.data, Virtual(machine.data, machine.device), machine.real, display, retry)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            done = finished(folder, study)
+            if any(not outcome.failure for outcome in done):
+                _page([place], place)
+            raise Interrupted(f"interrupted; {len(done)} of {len(study.runs)} runs done; {then}.") from None
+        except CannotWrite as error:
+            done = finished(folder, study)
+            cause = str(error).split(";")[0].rstrip(".")
+            kept = f"{len(done)} of {len(study.runs)} runs are done and kept"
+            raise HocketError(f"{cause}; {kept}: make room, and {then}.") from None
+    return study
+
+
+def show(places: Sequence[Path], out: Path, within: float | None = None, title: str | None = None) -> None:
+    """The tables, the answers and the page of finished studies."""
+    from hocket.report import build
+    from hocket.study.least import sends_least
+
+    report = build(places, out, title)
+    console = Console()
+    for table in study_tables(report.rows):
+        console.print(table)
+    for row in report.rows:
+        if row.state == "failed":
+            console.print(f"[bold]failed[/bold] {escape(row.label)}: {escape(row.reason)}")
+    console.print(LEGEND, style="dim")
+    least = sends_least(report.rows, within) if within is not None else {}
+    for facet, answers in report.by_facet.items():
+        if len(report.by_facet) > 1:
+            console.print(f"[bold]{escape(str(facet))}[/bold]")
+        for answer in (*answers, *least.get(facet, ())):
+            console.print(f"• {escape(str(answer))}")
+    console.print(f"The page: {escape(str(report.path))}", soft_wrap=True)
+
+
+def _page(places: Sequence[Path], out: Path) -> None:
+    from hocket.report import build
+
+    report = build(places, out)
+    print(f"The runs that are done: {report.path}", file=sys.stderr)
+
+
+def _outline(what: str) -> tuple[Outline, str]:
+    """The study asked for, and a name for its folder."""
+    path = Path(what)
+    if what in PRESETS or not (path.suffix == ".toml" or path.is_file()):
+        return of_preset(preset(what)), what
+    return file.read(path), path.stem
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...]:
+    try:
+        return () if text is None else tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise HocketError(f"{option} {text}: give whole numbers with commas between them, such as 4,8.") from None
+
+
+def _train(options: list[str], settings: Settings, out: Path, watch: Watch) -> Sequence[dict[str, Any]]:
+    """``hocket train`` as a process; its epochs are read as they are recorded."""
+    with tempfile.TemporaryFile("w+") as said:
+        # A process group of its own: Ctrl-C reaches this process alone, which then tells the other once.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hocket.cli.main", "train", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            process_group=0,
+        )
+        try:
+            seen = 0
+            while process.poll() is None:
+                seen = _follow(out, settings, watch, seen)
+                try:
+                    process.wait(0.2)
+                except subprocess.TimeoutExpired:
+                    continue
+            _follow(out, settings, watch, seen)
+        except BaseException:
+            _end(process)
+            raise
+        said.seek(0)
+        lines = said.read().splitlines()
+    if process.returncode:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(out / "output.txt", "".join(f"{line}\n" for line in lines).encode())  # what a crash leaves to go by
+        _fail(process.returncode, lines)
+    return _epochs(out)
+
+
+def _epochs(out: Path) -> list[dict[str, Any]]:
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _follow(out: Path, settings: Settings, watch: Watch, seen: int) -> int:
+    """Tell of the epochs that were recorded since."""
+    epochs = _epochs(out)
+    for metrics in epochs[seen:]:
+        watch.step(Progress(metrics["epoch"], settings.epochs, metrics["epoch"], settings.epochs))
+        watch.epoch(metrics)
+    return len(epochs)
+
+
+def _fail(code: int, lines: list[str]) -> NoReturn:
+    """What a failed training said, as an error of this process."""
+    said = [line.removeprefix("hocket: ") for line in lines if line.startswith("hocket: ")] or lines[-1:]
+    reason = said[-1] if said else f"hocket train ended with exit code {code}."
+    if reason.startswith("Cannot write"):
+        raise CannotWrite(reason)
+    if "NaN or Inf" in reason:
+        raise NonFiniteGradient(reason)
+    raise WorkerLost(reason) if code == 1 else HocketError(reason)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End a training and its workers: it is asked first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number_, patience_s in ((signal.SIGINT, _LEAVE_S), (signal.SIGTERM, _LEAVE_S), (signal.SIGKILL, None)):
+        if process.poll() is not None:
+            return
+        process.send_signal(number_)
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """Being ended politely, or losing the terminal, counts as Ctrl-C: no worker may be left behind."""
+
+    def interrupt(number_: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {number_: signal.signal(number_, interrupt) for number_ in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number_, handler in before.items():
+            signal.signal(number_, handler)

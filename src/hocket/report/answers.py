@@ -1,0 +1,187 @@
+"""What the runs of one facet say, in plain sentences: fastest, least traffic, most accurate, or none of it.
+
+"None of it" is an answer: where no strategy is faster, leaner or more accurate than ``bulk + allreduce`` (what DDP does) by more
+than the margins below, the report says so first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hocket.report.figures import percent, points, seconds, times
+from hocket.report.rows import BASELINE, Facet, Row, baseline_of
+
+WITHIN = 0.01
+"""Accuracy that may be given up for traffic."""
+_MORE_ACCURATE = 0.005
+_FASTER = 1.05
+_LEANER = 1.05
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sentence in its parts: ``question: strategy, figure (detail)``, or only a ``detail``."""
+
+    question: str
+    strategy: str = ""
+    figure: str = ""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if not self.strategy:
+            return f"{self.question}: {self.detail}" if self.question else self.detail
+        ending = f" ({self.detail})" if self.detail else ""
+        return f"{self.question}: {self.strategy}, {self.figure}{ending}"
+
+
+def basis(rows: Sequence[Row], facet: Facet) -> str:
+    """Where a facet's figures come from."""
+    if not facet.virtual:
+        return "measured"
+    timed = any(r.seconds for r in rows if r.facet == facet)
+    return "virtual: bytes counted, seconds by the virtual clock" if timed else "virtual: counted, not timed"
+
+
+def answers_of(facet: Facet, rows: Sequence[Row]) -> list[Answer]:
+    """The answers for one facet."""
+    ranked = [r for r in rows if r.facet == facet and r.ranked]
+    if not ranked:
+        finished = any(r.facet == facet and r.state == "finished" for r in rows)
+        why = "no accuracy was recorded" if finished else "no run has finished"
+        return [Answer("", detail=f"There is nothing to rank here: {why}.")]
+    base = baseline_of(ranked[0], ranked)
+    found = []
+    if base is None:
+        found.append(Answer("", detail=f"There is no finished {BASELINE} here, so nothing can be compared with plain training."))
+    elif len(ranked) == 1:
+        found.append(Answer("", detail=f"Only {BASELINE} has finished here; there is nothing to compare it with."))
+    threshold = _threshold(ranked, base)
+    if base is not None and len(ranked) > 1 and (why := _plain_is_enough(ranked, base, threshold)):
+        found.append(Answer("", detail=f"Plain {BASELINE} is as good as anything here: {why}."))
+    found.append(_fastest(ranked, base, threshold))
+    if base is not None and len(ranked) > 1:
+        found.append(_least_traffic(ranked, base))
+    found.append(_most_accurate(ranked, base))
+    return found
+
+
+def time_to(row: Row, threshold: float) -> float | None:
+    """Seconds until the end of the first epoch that reached an accuracy; None if none did or without a clock."""
+    return next((p.seconds for p in row.curve if p.accuracy and p.accuracy.mean >= threshold - 1e-9), None)
+
+
+def round_below(accuracy: float) -> float:
+    """The largest round accuracy below: a multiple of five points where one is near, otherwise a full point.
+
+    >>> round_below(0.713), round_below(0.69), round_below(0.9787), round_below(0.003)
+    (0.7, 0.69, 0.97, 0.003)
+    """
+    five = math.floor(accuracy * 20 + 1e-9) / 20
+    if accuracy < 0.9 and five and accuracy - five <= 0.03:
+        return five
+    return math.floor(accuracy * 100 + 1e-9) / 100 or accuracy
+
+
+def _threshold(ranked: list[Row], base: Row | None) -> float:
+    """A round accuracy that the baseline reaches with a point to spare, so that chance in its last epochs does not decide."""
+    if base is not None:
+        best = max(p.accuracy.mean for p in base.curve if p.accuracy)
+        return round_below(best - WITHIN if best > 2 * WITHIN else best)
+    finals = sorted(r.accuracy.mean for r in ranked if r.accuracy)
+    return round_below(finals[len(finals) // 2])
+
+
+def _fastest(ranked: list[Row], base: Row | None, threshold: float) -> Answer:
+    if not any(r.seconds for r in ranked):
+        why = (
+            "virtual workers have no clock, so seconds are not known; bytes are"
+            if ranked[0].facet.virtual
+            else "no seconds were recorded"
+        )
+        return Answer("Fastest", detail=f"cannot be said here: {why}.")
+    question = f"Fastest to {_goal(threshold)}"
+    timed = sorted(
+        ((t, r is not base, r.label, r) for r in ranked if (t := time_to(r, threshold)) is not None), key=lambda x: x[:3]
+    )
+    if not timed:
+        return Answer(question, detail="nothing that has a clock got there.")
+    first, _, _, row = timed[0]
+    detail = ""
+    if row is base:
+        detail = f"next: {timed[1][3].label}, {seconds(timed[1][0])}" if len(timed) > 1 else "nothing else got there"
+    elif base is not None and (plain := time_to(base, threshold)) is not None:
+        detail = f"{BASELINE}: {seconds(plain)}, {times(plain / first)} slower" if first > 0 else f"{BASELINE}: {seconds(plain)}"
+    return Answer(question, row.label, seconds(first), detail)
+
+
+def _least_traffic(ranked: list[Row], base: Row) -> Answer:
+    question = f"Least traffic within 1 point of {BASELINE}"
+    if not base.bytes_sent or base.bytes_sent.mean == 0:
+        return Answer(question, detail="one worker sends nothing.")
+    near = [r for r in ranked if r.bytes_sent and _gain(r, base) >= -WITHIN - 1e-9]
+    row = min(near, key=lambda r: (r.bytes_sent.mean if r.bytes_sent else math.inf, r is not base), default=base)
+    if row is base:
+        lean = [r for r in ranked if r.bytes_sent and r.bytes_sent.mean < base.bytes_sent.mean]
+        nearest = max(lean, key=lambda r: _gain(r, base), default=None)
+        if nearest is None:
+            return Answer(question, detail=f"nothing here sends less than {BASELINE}.")
+        cost = f"{times(_ratio(nearest, base))} fewer bytes, {points(_gain(nearest, base))}"
+        return Answer(question, detail=f"nothing here; nearest is {nearest.label}, {cost}.")
+    return Answer(question, row.label, f"{times(_ratio(row, base))} fewer bytes", points(_gain(row, base)))
+
+
+def _most_accurate(ranked: list[Row], base: Row | None) -> Answer:
+    row = max(
+        ranked, key=lambda r: (r.accuracy.mean if r.accuracy else 0.0, r is base, -(r.bytes_sent.mean if r.bytes_sent else 0.0))
+    )
+    assert row.accuracy is not None
+    if base is None or row is base or base.accuracy is None:
+        others = sorted((r for r in ranked if r is not row), key=lambda r: -(r.accuracy.mean if r.accuracy else 0.0))
+        detail = f"next: {others[0].label}, {percent(others[0].accuracy.mean)}" if others and others[0].accuracy else ""
+    else:
+        detail = f"{BASELINE}: {percent(base.accuracy.mean)}, {points(base.accuracy.mean - row.accuracy.mean)}"
+        spreads = [f.spread for f in (row.accuracy, base.accuracy) if f.spread is not None]
+        if spreads and _gain(row, base) <= max(spreads):
+            detail += ", within the seeds' spread"
+    return Answer("Most accurate", row.label, percent(row.accuracy.mean), detail)
+
+
+def _plain_is_enough(ranked: list[Row], base: Row, threshold: float) -> str:
+    """Why ``bulk + allreduce`` is as good as anything, or an empty string if something beats it."""
+    others = [r for r in ranked if r is not base]
+    if any(_gain(r, base) > _noise(r, base) for r in others):
+        return ""
+    plain = time_to(base, threshold)
+    if plain is not None:
+        if any(t is not None and t * _FASTER < plain for t in (time_to(r, threshold) for r in others)):
+            return ""
+        lean = any(_gain(r, base) >= -WITHIN and _ratio(r, base) > _LEANER for r in others)
+        saved = "; what others save is traffic, not time" if lean else ""
+        return f"nothing reaches {_goal(threshold)} more than 5 % sooner or ends more than 0.5 points higher{saved}"
+    if any(_gain(r, base) >= -WITHIN and _ratio(r, base) > _LEANER for r in others):
+        return ""
+    return "nothing sends less within 1 point of it or ends more than 0.5 points higher"
+
+
+def _goal(threshold: float) -> str:
+    return percent(threshold, 0 if math.isclose(threshold * 100, round(threshold * 100)) else 1)
+
+
+def _gain(row: Row, base: Row) -> float:
+    assert row.accuracy is not None
+    assert base.accuracy is not None
+    return row.accuracy.mean - base.accuracy.mean
+
+
+def _noise(row: Row, base: Row) -> float:
+    """A gain below this is chance: half a point, or the seeds' own spread."""
+    spreads = [r.accuracy.spread for r in (row, base) if r.accuracy and r.accuracy.spread is not None]
+    return max(_MORE_ACCURATE, *spreads) if spreads else _MORE_ACCURATE
+
+
+def _ratio(row: Row, base: Row) -> float:
+    if not row.bytes_sent or not base.bytes_sent:
+        return 1.0
+    return base.bytes_sent.mean / row.bytes_sent.mean if row.bytes_sent.mean else math.inf

@@ -1,0 +1,250 @@
+"""The charts as PNG files, drawn with matplotlib (the extra ``hocket[plot]``): one set per facet, legends outside the plots."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hocket.report.answers import basis
+from hocket.report.figures import seconds
+from hocket.report.rows import BASELINE, Row, frontier
+from hocket.report.series import Style, styles
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B07A00", "#3A9AD9", "#7A5195")
+_INK, _QUIET = "#1b1e24", "#5b6270"
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_MOST_BARS = 24
+_MOST_NAMED = 16
+"""Series with a colour and a place in the legend; the others are drawn grey behind them."""
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(rows: Sequence[Row]) -> dict[str, bytes]:
+    """All charts by file name."""
+    looks = styles(rows)
+    files: dict[str, bytes] = {}
+    for facet in sorted({r.facet for r in rows}):
+        inside = [r for r in rows if r.facet == facet]
+        name = f"{facet.data}-{facet.model}-{facet.workers}-{facet.kind}"
+        for chart, picture in (
+            ("accuracy", _accuracy(inside, looks)),
+            ("frontier", _frontier(inside, looks)),
+            ("bars", _bars(inside, looks)),
+        ):
+            if picture is not None:
+                files[_unused(f"{name}-{chart}", files)] = picture
+    for data, model, virtual in sorted({(r.facet.data, r.facet.model, r.facet.virtual) for r in rows}):
+        inside = [r for r in rows if (r.facet.data, r.facet.model, r.facet.virtual) == (data, model, virtual)]
+        picture = _workers(inside, looks)
+        if picture is not None:
+            files[_unused(f"{data}-{model}-{inside[0].facet.kind}-workers", files)] = picture
+    return files
+
+
+def safe(name: str) -> str:
+    """A file name of any text.
+
+    >>> safe("my.data:load/../x <b>")
+    'my.data-load-..-x-b'
+    """
+    return re.sub(r"[^\w.]+", "-", name, flags=re.ASCII).strip("-.")[:100] or "chart"
+
+
+def _unused(name: str, files: dict[str, bytes]) -> str:
+    stem, count = safe(name), 1
+    while (path := f"{stem}.png" if count == 1 else f"{stem}-{count}.png") in files:
+        count += 1
+    return path
+
+
+def _accuracy(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
+    drawn = [r for r in rows if any(p.accuracy for p in r.curve)]
+    if not drawn:
+        return None
+    figure, axes = _canvas("Accuracy per epoch", rows, "accuracy of the mean model (%)", "epoch")
+    named = _named(drawn, drawn[:_MOST_NAMED])
+    for row in sorted(drawn, key=lambda r: (r in named, r.strategy == BASELINE)):
+        marked = [p for p in row.curve if p.accuracy]
+        axes.plot(
+            [p.epoch for p in marked],
+            [p.accuracy.mean * 100 for p in marked if p.accuracy],
+            label=_legend(row, looks, named),
+            markersize=4,
+            marker="" if len(marked) > 1 else "o",
+            linewidth=2.4 if row.strategy == BASELINE else 1.4 if row in named else 0.7,
+            **_look(looks[row.label], row in named),
+        )
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    return _finish(figure, axes, len(drawn) - len(named))
+
+
+def _frontier(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
+    drawn = [r for r in rows if r.ranked and r.per_worker]
+    if not drawn:
+        return None
+    figure, axes = _canvas("Traffic against accuracy", rows, "final accuracy (%)", "MB sent per worker (log scale)")
+    line = frontier(drawn)
+    steps = {"color": "#b9bfc9", "linewidth": 1.2, "zorder": 1, "label": "_frontier", "drawstyle": "steps-post"}
+    axes.plot([_mb(r) for r in line], [_percent(r) for r in line], **steps)
+    named = _named(drawn, line + drawn)
+    for row in sorted(drawn, key=lambda r: r in named):
+        look = _look(looks[row.label], row in named)
+        if row in named:
+            place = (_mb(row), _percent(row))
+            axes.annotate(
+                str(looks[row.label].number), place, (5, 4), textcoords="offset points", fontsize=8, color=_QUIET, zorder=5
+            )
+        axes.plot(
+            [_mb(row)],
+            [_percent(row)],
+            linestyle="",
+            marker=_MARKERS[looks[row.label].mark % len(_MARKERS)],
+            markersize=8 if row.on_frontier else 6,
+            color=look["color"],
+            alpha=1 if row.on_frontier or row.strategy == BASELINE else 0.75,
+            label=_legend(row, looks, named),
+        )
+    axes.set_xscale("log")
+    axes.margins(0.08)
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    return _finish(figure, axes, len(drawn) - len(named))
+
+
+def _bars(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
+    timed = sorted((r for r in rows if r.ranked and r.seconds and r.compute and r.wait and r.transfer), key=_seconds)
+    if not timed:
+        return None
+    drawn = [r for i, r in enumerate(timed) if i < _MOST_BARS or r.strategy == BASELINE]
+    figure, axes = _canvas("Where the seconds went", rows, "", "seconds, mean over workers", height=1.8 + 0.3 * len(drawn))
+    left = [0.0] * len(drawn)
+    for name, colour, parts in (
+        ("compute", "#8c96a5", [r.compute for r in drawn]),
+        ("wait", "#E69F00", [r.wait for r in drawn]),
+        ("transfer", "#0072B2", [r.transfer for r in drawn]),
+    ):
+        widths = [p.mean if p else 0.0 for p in parts]
+        axes.barh(range(len(drawn)), widths, 0.65, left=left, color=colour, label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, (end, row) in enumerate(zip(left, drawn, strict=True)):
+        axes.annotate(f" {seconds(_seconds(row))}", (end, place), va="center", fontsize=8, color=_QUIET)
+    axes.set_yticks(range(len(drawn)), [_plain(f"{looks[r.label].number}  {r.label}") for r in drawn])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.12, y=0.02)
+    axes.set_xlim(left=0)
+    return _finish(figure, axes, len(timed) - len(drawn), columns=3)
+
+
+def _workers(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
+    counts = sorted({r.facet.workers for r in rows if r.ranked})
+    if len(counts) < 2:
+        return None
+    figure, axes = _canvas("Worker counts side by side", rows, "final accuracy (%)", "workers")
+    labels = sorted({r.label for r in rows if r.ranked}, key=lambda label: looks[label].number)
+    best = sorted((r for r in rows if r.ranked), key=lambda r: -_percent(r))
+    named = _named(best, list({r.label: r for r in reversed(best)}.values())[::-1])
+    shown = {r.label: r for r in named}
+    for label in sorted(labels, key=lambda label: label in shown):
+        found = {r.facet.workers: r for r in rows if r.ranked and r.label == label}
+        xs = [i for i, count in enumerate(counts) if count in found]
+        shift = (labels.index(label) / max(1, len(labels) - 1) - 0.5) * 0.5
+        look = looks[label]
+        axes.plot(
+            [x + shift for x in xs],
+            [_percent(found[counts[x]]) for x in xs],
+            marker=_MARKERS[look.mark % len(_MARKERS)],
+            markersize=6,
+            linewidth=0.7,
+            label=_legend(shown[label], looks, named) if label in shown else "_other",
+            **_look(look, label in shown),
+        )
+    axes.set_xticks(range(len(counts)), [str(c) for c in counts])
+    return _finish(figure, axes, len(labels) - len(shown))
+
+
+def _canvas(title: str, rows: list[Row], ylabel: str, xlabel: str, height: float = 4.8) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    facets = {row.facet for row in rows}
+    facet = rows[0].facet
+    place = str(facet) if len(facets) == 1 else f"{facet.data}, {facet.model}, {facet.kind} workers"
+
+    figure = Figure(figsize=(7.2, height), dpi=144)
+    axes = figure.add_subplot()
+    axes.set_title(f"{title}\n{_plain(place).strip()} ({basis(rows, facet)})", loc="left", fontsize=10, color=_INK)
+    axes.set_xlabel(xlabel, color=_QUIET)
+    axes.set_ylabel(ylabel, color=_QUIET)
+    axes.grid(color="#e6e8ec", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_QUIET, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color("#c3c8d0")
+    return figure, axes
+
+
+def _named(rows: list[Row], first: list[Row]) -> list[Row]:
+    """The rows that get a colour: the baseline, and ``first`` as far as there is room."""
+    order = dict.fromkeys(r.label for r in [r for r in rows if r.strategy == BASELINE] + first)
+    chosen = list(order)[:_MOST_NAMED]
+    return [r for r in rows if r.label in chosen]
+
+
+def _legend(row: Row, looks: dict[str, Style], named: list[Row]) -> str:
+    if row not in named:
+        return "_other"
+    return _plain(f"{looks[row.label].number}  {row.label}{'' if row.ranked else f' ({row.state})'}")
+
+
+def _finish(figure: Any, axes: Any, left_out: int, columns: int = 2) -> bytes:
+    """The legend stands below the plot; ``bbox_inches`` makes the picture as large as both need."""
+    title = f"{left_out} more are on the page" if left_out else None
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(0, -0.16 * 4.8 / figure.get_figheight()),
+        ncols=columns,
+        frameon=False,
+        fontsize=8,
+        labelcolor=_INK,
+        handlelength=3,
+        borderaxespad=0,
+        title=title,
+        title_fontsize=8,
+        alignment="left",
+    )
+    out = io.BytesIO()
+    figure.savefig(out, format="png", bbox_inches="tight", pad_inches=0.15, facecolor="white", metadata={"Software": None})
+    return out.getvalue()
+
+
+def _look(style: Style, named: bool) -> dict[str, Any]:
+    if not named:
+        return {"color": "#d3d7dd", "linestyle": "-"}
+    colour = _INK if style.baseline else _COLOURS[style.colour % len(_COLOURS)]
+    return {"color": colour, "linestyle": _DASHES[style.mark % len(_DASHES)]}
+
+
+def _plain(text: str) -> str:
+    """Text without matplotlib's mathematics; a leading underscore would hide it from the legend."""
+    return " " + text.replace("$", r"\$")
+
+
+def _percent(row: Row) -> float:
+    return row.accuracy.mean * 100 if row.accuracy else 0.0
+
+
+def _mb(row: Row) -> float:
+    return (row.per_worker or 0.0) / 1e6
+
+
+def _seconds(row: Row) -> float:
+    return row.seconds.mean if row.seconds else 0.0

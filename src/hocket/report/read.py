@@ -1,0 +1,229 @@
+"""Finds runs and studies under folders and reads what they left: run.json, metrics.jsonl, study.json.
+
+Nothing here trusts a file: damaged ones become a note in the report, never an error, as long as one run can be read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hocket.errors import HocketError
+
+FINISHED, UNFINISHED, FAILED, PLANNED = "finished", "unfinished", "failed", "not started"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as it lies on disk; ``lines`` are its epochs."""
+
+    folder: str
+    settings: dict[str, Any]
+    lines: tuple[dict[str, Any], ...] = ()
+    study: str = ""
+    state: str = FINISHED
+    reason: str = ""
+    """Why it failed or is unfinished."""
+
+    def total(self, name: str) -> float | None:
+        """The sum of a field over all epochs; None where any epoch lacks it."""
+        values = [number(line.get(name)) for line in self.lines]
+        return math.fsum(v for v in values if v is not None) if values and None not in values else None
+
+
+@dataclass(frozen=True)
+class Study:
+    """What study.json says besides its runs."""
+
+    title: str
+    folder: str
+    command: str = ""
+    preset: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Reading:
+    """Everything found under the folders, and what could not be read."""
+
+    runs: list[Run] = field(default_factory=list)
+    studies: list[Study] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def read(folders: Sequence[Path]) -> Reading:
+    """All runs under ``folders``, each once, in the order of their paths."""
+    if not folders:
+        raise HocketError("There is no folder to report on; name at least one that holds runs.")
+    reading = Reading()
+    seen: dict[Path, Study | None] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            what = "is a file, not a folder" if folder.exists() else "does not exist"
+            raise HocketError(f"{folder} {what}; name a folder that holds runs (run.json and metrics.jsonl) or a study.")
+        _walk(folder, reading, seen)
+    if not reading.runs:
+        where = ", ".join(str(f) for f in folders)
+        what = f" that can be read ({reading.notes[0].rstrip('.')})" if reading.notes else ""
+        raise HocketError(f"There is no run{what} under {where}; a run is a folder with run.json, as hocket train --out leaves it.")
+    reading.runs = _settle(reading.runs)
+    return reading
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+
+
+def _walk(top: Path, reading: Reading, seen: dict[Path, Study | None]) -> None:
+    """Read what lies under ``top``, but for the folders of runs and studies seen before."""
+    studies: dict[Path, Study] = {}
+    planned: list[tuple[Path, Study, dict[str, Any]]] = []
+    found: dict[Path, str] = {}
+    for here, inner, files in os.walk(top, onerror=lambda e: reading.notes.append(f"{e.filename} cannot be read ({e.strerror}).")):
+        inner.sort()
+        place, resolved = Path(here), Path(here).resolve()
+        if resolved in seen:
+            if study_before := seen[resolved]:
+                studies[place] = study_before
+            continue
+        if "study.json" in files and (read_study := _read_study(place, top, reading)):
+            study, entries = read_study
+            seen[resolved] = studies[place] = study
+            planned += [(place / entry["folder"], study, entry["settings"]) for entry in entries]
+        if "run.json" in files:
+            seen.setdefault(resolved, None)
+            found[place] = next((studies[p].title for p in (place, *place.parents) if p in studies), "")
+    settings = {place.resolve(): entry for place, _, entry in planned}
+    for place, title in found.items():
+        run = _read_run(place, top, settings.get(place.resolve(), {}), reading)
+        if run is not None:
+            reading.runs.append(replace(run, study=title))
+    for place, study, entry in planned:
+        if place.resolve() not in seen:
+            seen[place.resolve()] = None
+            reading.runs.append(Run(_name(place, top), entry, study=study.title, state=PLANNED))
+
+
+def _read_study(place: Path, top: Path, reading: Reading) -> tuple[Study, list[dict[str, Any]]] | None:
+    content = _load(place / "study.json", _name(place, top), reading)
+    if content is None:
+        return None
+    title, taken = str(content.get("title") or place.resolve().name), {s.title for s in reading.studies}
+    while title in taken:
+        title += f" ({place.resolve().name})"
+    notes = content.get("notes")
+    entries = content.get("runs")
+    study = Study(
+        title,
+        _name(place, top),
+        str(content.get("command") or ""),
+        content.get("preset") if isinstance(content.get("preset"), str) else None,
+        tuple(str(n) for n in notes) if isinstance(notes, list) else (),
+    )
+    reading.studies.append(study)
+    return study, [
+        {"folder": entry["folder"], "settings": entry.get("settings") if isinstance(entry.get("settings"), dict) else {}}
+        for entry in (entries if isinstance(entries, list) else [])
+        if isinstance(entry, dict) and isinstance(entry.get("folder"), str)
+    ]
+
+
+def _read_run(place: Path, top: Path, planned: dict[str, Any], reading: Reading) -> Run | None:
+    name = _name(place, top)
+    content = _load(place / "run.json", name, reading)
+    if content is None:
+        return None
+    settings = {**planned, **content}
+    if not isinstance(settings.get("strategy"), str):
+        reading.notes.append(f"{name}/run.json names no strategy, so it is not a run; it was left out.")
+        return None
+    lines = _read_lines(place / "metrics.jsonl", name, reading)
+    failure = settings.get("failure")
+    if failure:
+        return Run(name, settings, lines, state=FAILED, reason=str(failure))
+    return Run(name, settings, lines)
+
+
+def _read_lines(path: Path, name: str, reading: Reading) -> tuple[dict[str, Any], ...]:
+    """The epochs in order, each once; what cannot be read is noted."""
+    try:
+        text = path.read_bytes().decode(errors="replace") if path.exists() else ""
+    except OSError as error:
+        reading.notes.append(f"{name}/metrics.jsonl cannot be read ({error.strerror}).")
+        return ()
+    lines: dict[int, dict[str, Any]] = {}
+    for count, text_line in enumerate(text.split("\n"), 1):
+        if not text_line.strip():
+            continue
+        try:
+            line = json.loads(text_line)
+        except ValueError:
+            line = None
+        if not isinstance(line, dict) or not isinstance(line.get("epoch"), int) or line["epoch"] < 1:
+            reading.notes.append(f"{name}/metrics.jsonl: line {count} is damaged or unfinished; it was left out.")
+        else:
+            lines[line["epoch"]] = line
+    return tuple(lines[epoch] for epoch in sorted(lines))
+
+
+def _settle(runs: list[Run]) -> list[Run]:
+    """Say which runs are finished.
+
+    A run ends at its last epoch or at ``max_steps``; a study marks it ``finished``. Lines have no step, so a run without that mark
+    that ``max_steps`` ends counts as finished when it got as far as the furthest run of the same length.
+    """
+    furthest: dict[tuple[Any, ...], int] = {}
+    for run in runs:
+        furthest[_length(run)] = max(_last(run), furthest.get(_length(run), 0))
+    return [_settled(run, furthest[_length(run)]) for run in runs]
+
+
+def _settled(run: Run, furthest: int) -> Run:
+    if run.state != FINISHED:
+        return run
+    planned, last = run.settings.get("epochs"), _last(run)
+    capped = run.settings.get("max_steps") is not None
+    wanted = furthest if capped else planned if isinstance(planned, int) else last
+    if run.settings.get("finished") is True:
+        wanted = last
+    if last == 0:
+        return replace(run, state=UNFINISHED, reason="no epoch was recorded")
+    if last < wanted:
+        return replace(run, state=UNFINISHED, reason=f"{last} of {planned if not capped else wanted} epochs were recorded")
+    if len(run.lines) < last:
+        return replace(run, state=UNFINISHED, reason=f"{last - len(run.lines)} of {last} epochs are missing from its metrics")
+    return run
+
+
+def _last(run: Run) -> int:
+    return int(run.lines[-1]["epoch"]) if run.lines else 0
+
+
+def _length(run: Run) -> tuple[Any, ...]:
+    return tuple(str(run.settings.get(name)) for name in ("data", "workers", "batch", "epochs", "max_steps"))
+
+
+def _load(path: Path, name: str, reading: Reading) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        reading.notes.append(f"{name}/{path.name} cannot be read ({why}); it was left out.")
+        return None
+    if not isinstance(content, dict):
+        reading.notes.append(f"{name}/{path.name} is not a JSON object; it was left out.")
+        return None
+    return content
+
+
+def _name(place: Path, top: Path) -> str:
+    """A folder's name for people: from the folder they gave onwards, never the whole path."""
+    root = top.resolve().name or str(top)
+    inner = os.path.relpath(place, top)
+    return root if inner == "." else f"{root}/{inner}"

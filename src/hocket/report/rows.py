@@ -1,0 +1,269 @@
+"""One row per configuration: the seeds of one configuration become a mean and a spread, compared within its facet.
+
+A *facet* is data set × model × worker count × kind; figures of different facets are never compared. The *spread* is the standard
+deviation over seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hocket.report.figures import rate as rate_text
+from hocket.report.read import FINISHED, Run, number
+
+BASELINE = "bulk + allreduce"
+# What two seeds of one configuration may differ in.
+_NOT_CONFIGURATION = {"seed", "versions", "citations", "failure", "finished", "rate", "buckets", "steps", "exchange", "parameters"}
+
+
+@dataclass(frozen=True, order=True)
+class Facet:
+    """What runs must have in common to be compared."""
+
+    data: str
+    model: str
+    workers: int
+    virtual: bool
+
+    @property
+    def kind(self) -> str:
+        """``virtual`` or ``real``."""
+        return "virtual" if self.virtual else "real"
+
+    def __str__(self) -> str:
+        return f"{self.data}, {self.model}, {self.workers} {self.kind} worker{'s' if self.workers != 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over seeds, and their standard deviation where there are several."""
+
+    mean: float
+    spread: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Figure | None:
+        """None where any of the values is missing.
+
+        >>> Figure.of([1.0, 3.0]), Figure.of([1.0]), Figure.of([1.0, None])
+        (Figure(mean=2.0, spread=1.4142135623730951), Figure(mean=1.0, spread=None), None)
+        """
+        known = [v for v in values if v is not None]
+        if not known or len(known) < len(values):
+            return None
+        return cls(math.fsum(known) / len(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The end of an epoch: means over seeds, costs since the start."""
+
+    epoch: int
+    accuracy: Figure | None
+    seconds: float | None
+    bytes_sent: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration. Bytes are the sum over workers, seconds means over workers, both over the whole run."""
+
+    facet: Facet
+    strategy: str
+    label: str
+    """The strategy, with what else tells it apart where a facet holds it more than once."""
+    study: str
+    state: str
+    reason: str
+    seeds: tuple[int, ...]
+    settings: dict[str, Any]
+    folders: tuple[str, ...]
+    epochs: int
+    accuracy: Figure | None
+    worst: Figure | None
+    seconds: Figure | None
+    compute: Figure | None
+    wait: Figure | None
+    transfer: Figure | None
+    bytes_sent: Figure | None
+    curve: tuple[Point, ...]
+    times_fewer: float | None = None
+    """How many times fewer bytes than ``bulk + allreduce`` of the same facet."""
+    on_frontier: bool = False
+
+    @property
+    def ranked(self) -> bool:
+        """Whether it takes part in comparisons."""
+        return self.state == FINISHED and self.accuracy is not None
+
+    @property
+    def per_worker(self) -> float | None:
+        """Bytes that one worker sent, on average."""
+        return None if self.bytes_sent is None else self.bytes_sent.mean / max(1, self.facet.workers)
+
+    @property
+    def rate(self) -> float | None:
+        """The learning rate."""
+        return number(self.settings.get("lr"))
+
+    @property
+    def sync(self) -> str:
+        """The name of the sync axis: ``local`` of ``local(4) + gossip``."""
+        return self.strategy.split(" + ")[0].split("(")[0].strip()
+
+
+def make_rows(runs: Iterable[Run]) -> list[Row]:
+    """Rows of all runs, facet by facet, the best first."""
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[_configuration(run)].append(run)
+    rows = _labelled([_row(group) for group in groups.values()])
+    rows = [row for facet in _by_facet(rows).values() for row in _compared(facet)]
+    return sorted(rows, key=lambda r: (r.facet, not r.ranked, -r.accuracy.mean if r.accuracy else 0.0, r.label))
+
+
+def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The ``bulk + allreduce`` that a row is compared with: of its facet, if possible of its study, length and batch."""
+    candidates = [r for r in rows if r.facet == row.facet and r.ranked and r.strategy == BASELINE]
+
+    def likeness(other: Row) -> tuple[float, ...]:
+        same = [other is row, other.study == row.study, other.epochs == row.epochs]
+        same += [other.settings.get(name) == row.settings.get(name) for name in ("batch", "optimizer", "lr")]
+        return (*(float(s) for s in same), other.accuracy.mean if other.accuracy else 0.0)
+
+    return max(candidates, key=likeness, default=None)
+
+
+def frontier(rows: Sequence[Row]) -> list[Row]:
+    """The rows of one facet that no other beats in both accuracy and bytes, by bytes."""
+    known = [(r.bytes_sent.mean, -r.accuracy.mean, r) for r in rows if r.ranked and r.bytes_sent and r.accuracy]
+
+    def beaten(a: tuple[float, float, Row]) -> bool:
+        return any(b[0] <= a[0] and b[1] <= a[1] and (b[0] < a[0] or b[1] < a[1]) for b in known)
+
+    return [r for _, _, r in sorted((k for k in known if not beaten(k)), key=lambda k: k[:2])]
+
+
+def _compared(rows: list[Row]) -> list[Row]:
+    """Rows of one facet with what only comparison tells."""
+    best = {id(row) for row in frontier(rows)}
+    compared = []
+    for row in rows:
+        base = baseline_of(row, rows) if row.ranked else None
+        fewer = None
+        if base is not None and base.bytes_sent and row.bytes_sent and row.bytes_sent.mean > 0:
+            fewer = base.bytes_sent.mean / row.bytes_sent.mean
+        compared.append(replace(row, times_fewer=fewer, on_frontier=id(row) in best))
+    return compared
+
+
+def _configuration(run: Run) -> str:
+    settings = {k: v for k, v in run.settings.items() if k not in _NOT_CONFIGURATION}
+    return json.dumps([run.study, run.state, settings], sort_keys=True, default=str)
+
+
+def _facet(settings: dict[str, Any]) -> Facet:
+    workers = settings.get("workers")
+    return Facet(
+        str(settings.get("data", "?")),
+        str(settings.get("model", "?")),
+        workers if isinstance(workers, int) else 1,
+        bool(settings.get("virtual", False)),
+    )
+
+
+def _row(runs: list[Run]) -> Row:
+    first = runs[0]
+    done = first.state == FINISHED
+
+    def total(name: str) -> Figure | None:
+        return Figure.of([run.total(name) for run in runs])
+
+    def last(find: Callable[[dict[str, Any]], Any]) -> Figure | None:
+        return Figure.of([number(find(run.lines[-1])) if run.lines else None for run in runs])
+
+    seeds = sorted(seed for run in runs if isinstance(seed := run.settings.get("seed", 0), int))
+    return Row(
+        facet=_facet(first.settings),
+        strategy=str(first.settings.get("strategy", "?")),
+        label=str(first.settings.get("strategy", "?")),
+        study=first.study,
+        state=first.state,
+        reason="; ".join(dict.fromkeys(run.reason for run in runs if run.reason)),
+        seeds=tuple(seeds),
+        settings=first.settings,
+        folders=tuple(run.folder for run in runs),
+        epochs=min(int(run.lines[-1]["epoch"]) if run.lines else 0 for run in runs),
+        accuracy=last(lambda line: line.get("accuracy")),
+        # Where replicas do not differ there is no worst one: it is as good as the mean.
+        worst=last(lambda line: line.get("accuracy_worst", line.get("accuracy"))) if done else None,
+        seconds=total("seconds"),
+        compute=total("compute_s"),
+        wait=total("wait_s"),
+        transfer=total("transfer_s"),
+        bytes_sent=total("bytes_sent"),
+        curve=_curve(runs),
+    )
+
+
+def _curve(runs: list[Run]) -> tuple[Point, ...]:
+    """The epochs that all seeds have, with costs summed since the start."""
+    tracks = [{line["epoch"]: line for line in run.lines} for run in runs]
+    common = sorted(set.intersection(*(set(t) for t in tracks))) if tracks else []
+    sums: dict[str, float | None] = {"seconds": 0.0, "bytes_sent": 0.0}
+    curve = []
+    for epoch in common:
+        for name, before in sums.items():
+            step = Figure.of([number(track[epoch].get(name)) for track in tracks])
+            sums[name] = before + step.mean if before is not None and step is not None else None
+        accuracy = Figure.of([number(track[epoch].get("accuracy")) for track in tracks])
+        curve.append(Point(epoch, accuracy, sums["seconds"], sums["bytes_sent"]))
+    return tuple(curve)
+
+
+def _by_facet(rows: Iterable[Row]) -> dict[Facet, list[Row]]:
+    facets: dict[Facet, list[Row]] = defaultdict(list)
+    for row in rows:
+        facets[row.facet].append(row)
+    return facets
+
+
+def _labelled(rows: list[Row]) -> list[Row]:
+    """Labels that are unique within each facet."""
+    alike: dict[tuple[Facet, str], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        alike[row.facet, row.strategy].append(index)
+    labelled = list(rows)
+    for group in alike.values():
+        if len(group) == 1:
+            continue
+        names = [_differences(rows[i], [rows[j] for j in group if rows[j].state == rows[i].state]) for i in group]
+        for place, index in enumerate(group):
+            extra = names[place]
+            if names.count(extra) > 1:
+                extra = f"{extra}, no. {names[: place + 1].count(extra)}".removeprefix(", ")
+            if extra:
+                labelled[index] = replace(rows[index], label=f"{rows[index].strategy} · {extra}")
+    return labelled
+
+
+def _differences(row: Row, group: list[Row]) -> str:
+    """In what a row differs from the others of its strategy and state, in a few words."""
+    parts = [row.state] if row.state != FINISHED else []
+    if len({r.rate for r in group}) > 1:
+        parts.append(f"rate {rate_text(row.rate)}")
+    names = sorted(set.intersection(*(set(r.settings) for r in group)) - _NOT_CONFIGURATION - {"lr", "strategy"})
+    for name in names:
+        if len({json.dumps(r.settings.get(name), sort_keys=True, default=str) for r in group}) > 1:
+            value = row.settings.get(name)
+            if not isinstance(value, dict | list):
+                parts.append(f"{name} {value}")
+    if len({r.study for r in group}) > 1:
+        parts.append(row.study or "no study")
+    return ", ".join(parts)

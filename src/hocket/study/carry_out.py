@@ -1,0 +1,236 @@
+"""Carrying a study out: run by run, going on where it stopped; what fails is recorded, and the rest go on."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hocket.cluster.virtual import VirtualCluster
+from hocket.data import DataSet, load
+from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.models import build
+from hocket.study.folder import Folder, Outcome
+from hocket.study.plan import Planned, Study, rounds_of, start_rate, steps_of
+from hocket.study.rates import best_rate, next_rate, short
+from hocket.train.loop import Progress
+from hocket.train.record import CannotWrite
+from hocket.train.run import Settings, run
+
+
+class Interrupted(Exception):
+    """Somebody ended the study; the message says how far it got."""
+
+
+class Watch:
+    """Told what happens; this one keeps silent."""
+
+    def begin(self, number: int, planned: Planned, outcome: Outcome | None) -> None:
+        """Run ``number`` is up; ``outcome``: it is over already."""
+
+    def trying(self, rate: float) -> None:
+        """A rate is being tried for it."""
+
+    def training(self) -> None:
+        """Its training begins."""
+
+    def step(self, where: Progress) -> None:
+        """One step has been made."""
+
+    def epoch(self, metrics: dict[str, Any]) -> None:
+        """One epoch has ended."""
+
+    def end(self, number: int, outcome: Outcome) -> None:
+        """Run ``number`` is over."""
+
+    def note(self, text: str) -> None:
+        """A remark of a run."""
+
+
+class Train(Protocol):
+    """Trains as ``settings`` say, leaves run.json and metrics.jsonl in ``out`` (if any), and returns the epochs."""
+
+    def __call__(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]: ...
+
+
+@dataclass
+class Data:
+    """Data sets by name, each loaded once."""
+
+    folder: Path | None = None
+    loaded: dict[str, DataSet] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> DataSet:
+        if name not in self.loaded:
+            self.loaded[name] = load(name, self.folder)
+        return self.loaded[name]
+
+
+@dataclass
+class Virtual:
+    """Trains on virtual workers in this process."""
+
+    data: Data
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    noted: set[str] = field(default_factory=set)
+
+    def __call__(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+        cluster = VirtualCluster(settings.workers, self.device, settings.host_size)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            try:
+                training = run(
+                    settings,
+                    cluster,
+                    out=out,
+                    watch=watch.step,
+                    on_epoch=watch.epoch,
+                    data=self.data(settings.data),
+                    checkpoints=False,
+                )
+            finally:
+                cluster.close()
+        for text in (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)):
+            # The proven period is a note of the whole study.
+            if "convergence is proven up to" not in text and text not in self.noted:
+                self.noted.add(text)
+                watch.note(text)
+        return training.metrics
+
+
+def check(study: Study, data: Data) -> None:
+    """Refuse before anything is started what no run could do: data or models that there are not."""
+    for name, model in dict.fromkeys((r.settings.data, r.settings.model) for r in study.runs):
+        build(model, data(name))
+
+
+def carry_out(
+    folder: Folder, study: Study, data: Data, virtual: Train, real: Train, watch: Watch | None = None, retry: bool = False
+) -> list[Outcome]:
+    """All runs of a study that was begun in ``folder``, in order; those that are over are left as they are.
+
+    ``virtual`` trains virtual workers and searches for rates, ``real`` trains real ones. A run that fails is recorded with its
+    reason; with ``retry`` those that failed before are tried again.
+    """
+    watch = watch or Watch()
+    outcomes = []
+    for number, planned in enumerate(study.runs):
+        outcome = folder.outcome(planned)
+        if outcome is not None and outcome.failure and retry:
+            outcome = None
+        watch.begin(number, planned, outcome)
+        if outcome is None:
+            search = Search(folder, planned.settings, data, virtual, watch) if planned.tuned else None
+            outcome = _run(folder, planned, virtual if planned.settings.virtual else real, search, watch)
+            watch.end(number, outcome)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def finished(folder: Folder, study: Study) -> list[Outcome]:
+    """The runs that are over."""
+    return [outcome for planned in study.runs if (outcome := folder.outcome(planned)) is not None]
+
+
+def _run(folder: Folder, planned: Planned, train: Train, search: Search | None, watch: Watch) -> Outcome:
+    settings, rate = planned.settings, None
+    try:
+        while True:
+            place = folder.clear(planned)
+            if search is not None:
+                rate = search.rate()
+                settings = replace(planned.settings, lr=rate["chosen"])
+            watch.training()
+            try:
+                loss = train(settings, place, watch)[-1]["loss"]
+            except NonFiniteGradient:
+                if search is None or not search.give_up(None):
+                    raise
+                continue
+            if search is None or not search.give_up(loss):
+                return folder.finish(planned, rate)
+    except CannotWrite:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise CannotWrite(f"Cannot write in {folder.path} ({error.strerror}).") from None
+        return folder.fail(planned, sentence(error), rate)
+    except BaseException:  # an interruption: the run starts anew
+        folder.clear(planned)
+        raise
+
+
+def sentence(error: Exception) -> str:
+    """An error as one sentence."""
+    if isinstance(error, (HocketError, WorkerLost, NonFiniteGradient)):
+        return str(error)
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+
+
+class Search:
+    """The search for the rate of a run, shared by its seeds and kept in the study's folder; see :mod:`hocket.study.rates`."""
+
+    def __init__(self, folder: Folder, settings: Settings, data: Data, virtual: Train, watch: Watch) -> None:
+        self.folder, self.settings, self.data, self.virtual, self.watch = folder, settings, data, virtual, watch
+        self.rates = folder.rates()
+        alike = json.dumps({**Planned("", settings, True).described(), "virtual": None, "seed": None}, sort_keys=True)
+        digest = hashlib.sha256(alike.encode()).hexdigest()[:12]
+        what = f"{settings.strategy}, {settings.workers} workers, {settings.data}, {settings.model} ({digest})"
+        begun: dict[str, Any] = {"chosen": None, "tried": {}, "losses": {}, "given_up": {}, "epochs": None, "seed": settings.seed}
+        self.found = self.rates.setdefault(what, begun)
+
+    def rate(self) -> dict[str, Any]:
+        """What was tried and what was chosen."""
+        found = self.found
+        while (rate := next_rate(self._losses(), start_rate(self.settings.optimizer))) is not None:
+            self.watch.trying(rate)
+            loss, accuracy = self._try(rate)
+            found["losses"][str(rate)] = loss
+            found["tried"][str(rate)] = accuracy
+            self.folder.write_rates(self.rates)
+        found["chosen"] = self._best()
+        if found["chosen"] is None:
+            raise HocketError(
+                f"No rate trained without NaN or Inf ({', '.join(found['losses'])} were tried); choose one with --lr."
+            )
+        self.folder.write_rates(self.rates)
+        return {**found, "by": "lowest training loss in the last epoch of a short training"}
+
+    def give_up(self, loss: float | None) -> bool:
+        """The whole training ended with this training loss (None: it diverged): whether a lower rate is to be taken instead.
+
+        Only the seed that the search was made with decides, so that all seeds have the same rate.
+        """
+        found, rate = self.found, self.found["chosen"]
+        holds = loss is not None and loss <= found["losses"][str(rate)]
+        if holds or found["seed"] != self.settings.seed or best_rate(self._losses(), rate) is None:
+            return False
+        found["given_up"][str(rate)] = loss
+        self.folder.write_rates(self.rates)
+        return True
+
+    def _best(self) -> float | None:
+        return best_rate(self._losses(), min((float(rate) for rate in self.found["given_up"]), default=math.inf))
+
+    def _losses(self) -> dict[float, float]:
+        return {float(rate): math.inf if loss is None else loss for rate, loss in self.found["losses"].items()}
+
+    def _try(self, rate: float) -> tuple[float | None, float | None]:
+        """Training loss and accuracy of a short training; None: it diverged."""
+        data = self.data(self.settings.data)
+        settings = short(self.settings, rate, rounds_of(self.settings, data), steps_of(self.settings, data))
+        self.found["epochs"] = settings.epochs
+        try:
+            last = self.virtual(replace(settings, virtual=True), None, self.watch)[-1]
+        except NonFiniteGradient:
+            return None, None
+        return (last["loss"], last["accuracy"]) if math.isfinite(last["loss"]) else (None, None)

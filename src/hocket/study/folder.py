@@ -1,0 +1,190 @@
+"""What a study leaves behind: study.json, a folder per run, and rates.json with the rates that were tried.
+
+A run's folder holds run.json and metrics.jsonl as ``hocket train`` leaves them. run.json has ``finished`` or ``failure`` when the
+run is over, and ``rate`` where its rate was looked for. A run that was broken off has neither, and starts anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hocket.errors import HocketError
+from hocket.study.plan import EACH, Planned, Study, settle
+from hocket.train.record import CannotWrite, versions, write_whole
+from hocket.train.run import Settings
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that is over: its run.json and its epochs, or why it failed."""
+
+    planned: Planned
+    run: Mapping[str, Any]
+    metrics: tuple[dict[str, Any], ...]
+    failure: str | None = None
+    rate: float | None = None
+    """The rate it was trained with; None if it failed before one was chosen."""
+
+
+class Folder:
+    """The folder of a study."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Held by this process alone."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o666)
+        except OSError as error:
+            raise HocketError(f"Cannot make the folder {self.path} ({error.strerror}); choose another --out.") from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise HocketError(
+                f"Another process is at work on the study in {self.path}; wait for it or choose another --out."
+            ) from None
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def begin(self, study: Study, command: str = "") -> Study:
+        """Write study.json, or go on with the study that is there; returns it with the folders that its runs have."""
+        path = self.path / "study.json"
+        if not path.exists():
+            if others := sorted(p.name for p in self.path.iterdir() if p.name != ".lock"):
+                raise HocketError(f"{self.path} holds no study, but {_few(others)}; choose an empty or a new folder as --out.")
+            before: dict[str, Any] = {}
+        else:
+            before = self._load(path)
+            study = replace(study, runs=settle(study.runs, self._folders(before, study)))
+        content = {
+            "title": study.title,
+            "preset": study.preset,
+            "command": command,
+            "within": study.within,
+            "notes": list(study.notes),
+            "runs": [{"folder": r.folder, "settings": r.described()} for r in study.runs],
+            "versions": before.get("versions", versions()),
+        }
+        if {**before, "command": command} != content:
+            write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+        return study
+
+    def outcome(self, planned: Planned) -> Outcome | None:
+        """What became of a run, if it is over."""
+        place = self.path / planned.folder
+        try:
+            run = json.loads((place / "run.json").read_bytes())
+            lines = (place / "metrics.jsonl").read_text().splitlines() if (place / "metrics.jsonl").exists() else []
+            metrics = tuple(json.loads(line) for line in lines)
+        except (OSError, ValueError):
+            return None
+        failure = run.get("failure")
+        if not failure and not (run.get("finished") and metrics):
+            return None
+        lr = run.get("lr")
+        return Outcome(planned, run, metrics, failure, lr if isinstance(lr, (int, float)) else None)
+
+    def clear(self, planned: Planned) -> Path:
+        """A place for a run that starts anew."""
+        place = self.path / planned.folder
+        shutil.rmtree(place, ignore_errors=True)
+        return place
+
+    def finish(self, planned: Planned, rate: Mapping[str, Any] | None) -> Outcome:
+        """A run has come to its end."""
+        place = self.path / planned.folder
+        run = json.loads((place / "run.json").read_bytes())
+        self._write_run(place, {**run, **({"rate": rate} if rate else {}), "finished": True})
+        outcome = self.outcome(planned)
+        assert outcome is not None
+        return outcome
+
+    def fail(self, planned: Planned, failure: str, rate: Mapping[str, Any] | None) -> Outcome:
+        """A run has failed; the epochs that it finished are kept."""
+        place = self.path / planned.folder
+        try:
+            run = json.loads((place / "run.json").read_bytes())
+        except (OSError, ValueError):
+            lr = rate["chosen"] if rate else planned.described()["lr"]
+            run = {**planned.described(), "lr": lr, "versions": versions()}
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CannotWrite(f"Cannot make the folder {place} ({error.strerror}).") from None
+        self._write_run(place, {**run, **({"rate": rate} if rate else {}), "failure": failure})
+        outcome = self.outcome(planned)
+        assert outcome is not None
+        return outcome
+
+    def rates(self) -> dict[str, dict[str, Any]]:
+        """The rates tried so far, by what they were tried for."""
+        path = self.path / "rates.json"
+        return self._load(path) if path.exists() else {}
+
+    def write_rates(self, rates: Mapping[str, Mapping[str, Any]]) -> None:
+        """Keep the rates tried, so that no search is repeated."""
+        write_whole(self.path / "rates.json", (json.dumps(rates, indent=2) + "\n").encode())
+
+    def _write_run(self, place: Path, run: Mapping[str, Any]) -> None:
+        write_whole(place / "run.json", (json.dumps(run, indent=2) + "\n").encode())
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise HocketError(f"{path} cannot be read ({type(error).__name__}); choose another --out.") from None
+        if not isinstance(content, dict):
+            raise HocketError(f"{path} is not a JSON object, so not a study's; choose another --out.")
+        return content
+
+    def _folders(self, before: Mapping[str, Any], study: Study) -> dict[str, str]:
+        """The folders of the runs that are there by what they are; refuses a study that is another one."""
+        defaults = asdict(Settings())
+        try:
+            there = [({**defaults, **run["settings"]}, str(run["folder"])) for run in before["runs"]]
+        except (KeyError, TypeError):
+            raise HocketError(f"{self.path}/study.json is damaged; choose another --out.") from None
+        here = [run.described() for run in study.runs]
+        lost = [settings for settings, _ in there if settings not in here]
+        if lost:
+            raise HocketError(_differs(self.path, lost, [s for s, _ in there], here))
+        return {repr(next(h for h in here if h == settings)): folder for settings, folder in there}
+
+
+def _differs(path: Path, lost: list[dict[str, Any]], there: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
+    """In what the study in the folder is another one."""
+    new = [settings for settings in here if settings not in there]
+    if not new:
+        return (
+            f"{path} holds a study of {len(there)} runs, of which this one leaves out {len(lost)}, such as {_name(lost[0])}; "
+            "ask for all of them, or choose another --out."
+        )
+
+    def differences(other: dict[str, Any]) -> list[str]:
+        return [name for name in lost[0] if lost[0][name] != other.get(name)]
+
+    nearest = min(new, key=lambda other: (len(differences(other)), [n in EACH for n in differences(other)]))
+    words = [f"{name} is {lost[0][name]!r} there and {nearest.get(name)!r} here" for name in differences(nearest)[:3]]
+    return f"{path} holds another study: {', '.join(words)}; choose another --out."
+
+
+def _name(settings: Mapping[str, Any]) -> str:
+    return f"{settings['strategy']} with {settings['workers']} workers and seed {settings['seed']}"
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

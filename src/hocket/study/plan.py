@@ -1,0 +1,227 @@
+"""A study: which runs, in which order, under which settings.
+
+An :class:`Outline` says what is wanted (entries × workers × seeds); :func:`expand` makes of it a :class:`Study`, the list of runs
+with a folder each. Runs go by number of workers, then by seed, then by strategy, so that an unfinished study is a smaller whole.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from hocket.data import DataSet, Partition
+from hocket.errors import HocketError
+from hocket.strategy import Strategy
+from hocket.study.presets import Entry, Preset
+from hocket.sync import Local, PostLocal
+from hocket.train.run import Settings
+
+FIELDS = tuple(f.name for f in fields(Settings))
+EACH = ("strategy", "workers", "seed")
+"""Settings in which the runs of a study differ; the others are given once."""
+AUTO = "auto"
+WITHIN = 0.5
+_START_RATES = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop": 0.01, "adafactor": 0.01}
+
+
+def start_rate(optimizer: str) -> float:
+    """Where a search for the rate starts.
+
+    >>> start_rate("sgd"), start_rate("adamw")
+    (0.1, 0.001)
+    """
+    return _START_RATES.get(optimizer, 0.001)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a study: its folder inside the study's, its settings, and whether its rate is looked for."""
+
+    folder: str
+    settings: Settings
+    tuned: bool = False
+
+    def described(self) -> dict[str, Any]:
+        """The settings as study.json has them: what makes a run the same run."""
+        described = {**asdict(self.settings), "strategy": str(Strategy.parse(self.settings.strategy))}
+        return {**described, "lr": AUTO} if self.tuned else described
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs side by side."""
+
+    title: str
+    runs: tuple[Planned, ...]
+    preset: str | None = None
+    notes: tuple[str, ...] = ()
+    within: float = WITHIN
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is wanted: strategies × workers × seeds under common settings; ``lr`` is a number or ``"auto"``."""
+
+    title: str
+    entries: Callable[[int, int], Sequence[Entry]]
+    preset: str | None = None
+    workers: tuple[int, ...] = (4,)
+    seeds: tuple[int, ...] = (0,)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    lr: float | str = 0.1
+    within: float = WITHIN
+
+    def changed(
+        self,
+        workers: Sequence[int] = (),
+        seeds: Sequence[int] = (),
+        lr: float | str | None = None,
+        within: float | None = None,
+        **given: Any,
+    ) -> Outline:
+        """The same with what was asked for otherwise; None and nothing leave things as they are."""
+        return replace(
+            self,
+            workers=tuple(workers) or self.workers,
+            seeds=tuple(seeds) or self.seeds,
+            lr=self.lr if lr is None else lr,
+            within=self.within if within is None else within,
+            settings={**self.settings, **{name: value for name, value in given.items() if value is not None}},
+        )
+
+    def common(self) -> Settings:
+        """The settings that all runs share, checked."""
+        given = dict(self.settings)
+        if given.get("warmup") == "tenth":
+            given["warmup"] = min(5.0, given.get("epochs", Settings.epochs) / 10)
+        settings = Settings(**{"virtual": True, **given})
+        settings.check()
+        return settings
+
+
+def of_preset(preset: Preset) -> Outline:
+    """A preset as an outline: four virtual workers and seed 0, unless others are asked for."""
+    return Outline(preset.title, preset.entries, preset.name, settings=preset.settings, lr=preset.lr)
+
+
+def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
+    """All runs of an outline; two equal ones are refused."""
+    common = outline.common()
+    runs: list[Planned] = []
+    seen: dict[str, Entry] = {}
+    for workers in _distinct("workers", outline.workers):
+        for seed in _distinct("seeds", outline.seeds):
+            size = replace(common, workers=workers, seed=seed)
+            for entry in outline.entries(workers, steps_of(size, data_set(size.data))):
+                own = dict(entry.settings)
+                if workers not in own.pop("workers", outline.workers) or seed not in own.pop("seeds", outline.seeds):
+                    continue
+                runs.append(_planned(replace(size, strategy=entry.strategy), own, outline.lr))
+                what = repr(runs[-1].described())
+                if what in seen:
+                    raise HocketError(_twice(seen[what], entry))
+                seen[what] = entry
+    if not runs:
+        raise HocketError("The study has no runs; give it strategies.")
+    return Study(outline.title, settle(runs), outline.preset, tuple(_notes(runs)), outline.within)
+
+
+def steps_of(settings: Settings, data: DataSet) -> int:
+    """How many steps a run will make."""
+    return min(rounds_of(settings, data) * settings.epochs, settings.max_steps or sys.maxsize)
+
+
+def rounds_of(settings: Settings, data: DataSet) -> int:
+    """How many steps an epoch has; at least 1, so that what cannot run is refused when it is run."""
+    try:
+        return max(1, len(Partition(len(data.train[0]), settings.workers, settings.batch, settings.seed, settings.plan().rounds)))
+    except HocketError:
+        return 1
+
+
+def settle(runs: Iterable[Planned], taken: Mapping[str, str] | None = None) -> tuple[Planned, ...]:
+    """Every run with a folder of its own; ``taken`` has the folders of runs that have one already, by what they are."""
+    held = dict(taken or {})
+    used = set(held.values())
+    settled = []
+    for run in runs:
+        folder = held.get(repr(run.described()))
+        if folder is None:
+            plain = folder = f"runs/{slug(run.settings)}"
+            number = 2
+            while folder in used:
+                folder, number = f"{plain}-{number}", number + 1
+            used.add(folder)
+        settled.append(replace(run, folder=folder))
+    return tuple(settled)
+
+
+def slug(settings: Settings) -> str:
+    """A readable name for a folder.
+
+    >>> slug(Settings(strategy="local(4) + gossip + topk(0.05) | qsgd(4)", workers=16))
+    'local-4-gossip-topk-0.05-qsgd-4-w16-s0'
+    """
+    strategy = re.sub(r"[^a-z0-9.]+", "-", str(Strategy.parse(settings.strategy)).lower()).strip("-.")
+    return f"{strategy[:80].rstrip('-.')}-w{settings.workers}-s{settings.seed}"
+
+
+def _planned(settings: Settings, own: dict[str, Any], lr: float | str) -> Planned:
+    lr = own.pop("lr", lr)
+    settings = replace(settings, **own)
+    tuned = lr == AUTO
+    settings = replace(settings, lr=start_rate(settings.optimizer) if tuned else float(lr))
+    settings.check()
+    return Planned("", settings, tuned)
+
+
+def _distinct(what: str, values: Sequence[int]) -> Sequence[int]:
+    for value in values:
+        if values.count(value) > 1:
+            raise HocketError(f"--{what} names {value} twice; name it once.")
+        if what == "workers" and value < 1:
+            raise HocketError(f"--workers {value}: there must be at least one worker.")
+    return values
+
+
+def _twice(first: Entry, second: Entry) -> str:
+    where = f"{second.where} repeats {first.where}" if first.where and second.where else "Two runs are the same"
+    return f"{where}: {second.strategy} with the same settings; leave one out, or give it other settings."
+
+
+def _notes(runs: Sequence[Planned]) -> list[str]:
+    notes = []
+    if any(r.tuned for r in runs):
+        notes.append(
+            "Rates were looked for per strategy and number of workers in short trainings on virtual workers, with the first seed; "
+            "the one with the lowest training loss in its last epoch was taken, and given up for the next lower one where the "
+            "whole training diverged or ended with a higher training loss than the short one. Test accuracy played no part in it."
+        )
+    syncs = (Strategy.parse(r.settings.strategy).sync for r in runs if r.settings.workers > 1)
+    if any(isinstance(s, (Local, PostLocal)) and s.period > 1 for s in syncs):
+        notes.append(
+            "Local steps are proven to converge up to a period of T^(1/4)/N^(3/4) for T steps and N workers; "
+            "that is sufficient, not necessary."
+        )
+    return notes
+
+
+def number(text: str, what: str) -> float | str:
+    """A rate as written: a number above 0, or ``auto``.
+
+    >>> number("0.1", "--lr"), number("auto", "--lr")
+    (0.1, 'auto')
+    """
+    if text == AUTO:
+        return AUTO
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise HocketError(f"{what} {text}: the rate is a number above 0, or auto.")
+    return value

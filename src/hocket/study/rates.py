@@ -1,0 +1,71 @@
+"""``--lr auto``: a short search for the rate of a strategy.
+
+Rates stand on a ladder of factors of about √10 (… 0.01, 0.03, 0.1, 0.3, 1 …). Three are tried around the optimiser's usual one;
+while the best is at an edge, the next beyond it is tried, seven in all at most. A try is a short training with the same schedule.
+The rate with the lowest mean *training* loss in the last epoch of its try is taken, so that test accuracy plays no part. A try that
+diverges (NaN or Inf) is never taken.
+
+Short trainings bear higher rates than long ones: on the embedded digits, tries of 36 steps chose rates that fell apart in 180. So a
+try has a hundred steps at least (but half of the training at most), and a rate has to prove itself: if the whole training diverges,
+or ends with a higher training loss than its own short one, it is given up for the next lower one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hocket.train.run import Settings
+
+MOST = 7
+_STEPS = tuple(float(f"{digit}e{power}") for power in range(-6, 3) for digit in (1, 3))
+
+
+def next_rate(losses: Mapping[float, float], start: float) -> float | None:
+    """The rate to try next, given the training losses of those tried (infinite: diverged); None: enough.
+
+    >>> next_rate({}, 0.1), next_rate({0.1: 1.0, 0.03: 2.0, 0.3: 0.5}, 0.1), next_rate({0.1: 1.0, 0.03: 2.0, 0.3: 1.5}, 0.1)
+    (0.1, 1.0, None)
+    """
+    ladder = sorted({*_STEPS, start})
+    middle = ladder.index(start)
+    for place in (middle, middle - 1, middle + 1):
+        if ladder[place] not in losses:
+            return ladder[place]
+    if len(losses) >= MOST:
+        return None
+    best = best_rate(losses)
+    lowest, highest = ladder.index(min(losses)), ladder.index(max(losses))
+    if best is None or best == min(losses):
+        return ladder[lowest - 1] if lowest > 0 else None
+    return ladder[highest + 1] if best == max(losses) and highest + 1 < len(ladder) else None
+
+
+def best_rate(losses: Mapping[float, float], below: float = math.inf) -> float | None:
+    """The rate below ``below`` with the lowest loss, the lower of two equal ones; None if there is none that did not diverge."""
+    finite = [(loss, rate) for rate, loss in losses.items() if math.isfinite(loss) and rate < below]
+    return min(finite)[1] if finite else None
+
+
+def search_steps(rounds: int, steps: int) -> int:
+    """Steps of a try, in a training of ``steps`` with ``rounds`` an epoch: a tenth, but two to five epochs and a hundred steps at
+    least, and half of the training at most.
+
+    >>> search_steps(rounds=32, steps=1600), search_steps(rounds=18, steps=180), search_steps(rounds=500, steps=25_000)
+    (160, 90, 2500)
+    """
+    return min(max(min(steps // 10, 5 * rounds), 2 * rounds, 100), max(1, steps // 2))
+
+
+def short(settings: Settings, rate: float, rounds: int, steps: int) -> Settings:
+    """A try: whole epochs, with the warm-up shortened likewise.
+
+    >>> tried = short(Settings(epochs=50, warmup=5.0), 0.3, rounds=32, steps=1600)
+    >>> tried.epochs, tried.warmup, tried.lr
+    (5, 0.5, 0.3)
+    """
+    wanted = search_steps(rounds, steps)
+    epochs = -(-wanted // rounds)
+    most = None if settings.max_steps is None else wanted
+    return replace(settings, epochs=epochs, warmup=settings.warmup * wanted / steps, lr=rate, max_steps=most)

@@ -1,0 +1,395 @@
+"""The report's laws: sums, comparisons within a facet, answers, nothing hostile runs, nothing damaged ends it."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import html
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from browser.study import MORE, TEN, hundred_runs, one_facet, ten_runs, write_run, write_study
+from hocket.errors import HocketError
+from hocket.report import Report, build, charts
+from hocket.report.read import read
+from hocket.report.rows import BASELINE, make_rows
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def line(epoch: int, accuracy: float | None, seconds: float | None = 1.0, sent: int = 1000, **more: Any) -> dict[str, Any]:
+    """An epoch as a run records it."""
+    parts = {name: None if seconds is None else seconds / 3 for name in ("compute_s", "wait_s", "transfer_s")}
+    return {"epoch": epoch, "accuracy": accuracy, "loss": 1.0, "seconds": seconds, **parts, "bytes_sent": sent, **more}
+
+
+def flat(accuracy: float, seconds: float | None = 1.0, sent: int = 1000) -> list[dict[str, Any]]:
+    """Two epochs: half of the accuracy, then all of it."""
+    return [line(1, accuracy / 2, seconds, sent), line(2, accuracy, seconds, sent)]
+
+
+def study_of(folder: Path, runs: dict[str, list[dict[str, Any]]], **settings: Any) -> Report:
+    """A report on hand-made runs of two epochs."""
+    for index, (strategy, lines) in enumerate(runs.items()):
+        write_run(folder / str(index), strategy, lines, epochs=2, **settings)
+    return build([folder], folder, png=False)
+
+
+class Cells(HTMLParser):
+    """The texts of a table's cells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        self._inside = tag in ("td", "th") or (self._inside and tag == "span")
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.rows[-1][-1] += data
+
+
+def table_of(page: str) -> list[list[str]]:
+    cells = Cells()
+    cells.feed(page[page.index('<table id="table">') : page.index("</table>")])
+    return cells.rows
+
+
+def test_totals_are_the_sums_of_the_lines(tmp_path: Path) -> None:
+    folder = ten_runs(tmp_path)
+    rows = make_rows(read([folder]).runs)
+    for row in rows:
+        if not row.ranked:
+            continue
+        place = folder.parent / row.folders[0]
+        lines = [json.loads(text) for text in (place / "metrics.jsonl").read_text().splitlines()]
+        for figure, name in (
+            (row.seconds, "seconds"),
+            (row.compute, "compute_s"),
+            (row.wait, "wait_s"),
+            (row.transfer, "transfer_s"),
+            (row.bytes_sent, "bytes_sent"),
+        ):
+            assert figure is not None
+            assert figure.mean == pytest.approx(sum(each[name] for each in lines))
+        assert row.curve[-1].bytes_sent == pytest.approx(row.bytes_sent.mean if row.bytes_sent else None)
+        assert row.accuracy is not None
+        assert row.accuracy.mean == lines[-1]["accuracy"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
+def test_the_frontier_is_what_nothing_dominates(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[int, int]]) -> None:
+    from hocket.report.read import Run
+
+    runs = [
+        Run(str(i), {"strategy": f"local({i + 1})", "data": "d", "model": "m", "workers": 2}, (line(1, a / 10, 1.0, sent),))
+        for i, (a, sent) in enumerate(pairs)
+    ]
+    rows = make_rows(runs)
+    assert len(rows) == len(pairs)
+
+    def dominated(row: Any) -> bool:
+        a, b = row.accuracy.mean, row.bytes_sent.mean
+        others = [(o.accuracy.mean, o.bytes_sent.mean) for o in rows]
+        return any(x >= a and y <= b and (x > a or y < b) for x, y in others)
+
+    assert all(row.on_frontier != dominated(row) for row in rows)
+
+
+def test_times_fewer_is_against_the_baseline_of_the_same_facet(tmp_path: Path) -> None:
+    for workers, sent in ((2, 1000), (8, 5000)):
+        write_run(tmp_path / f"b{workers}", BASELINE, flat(0.7, sent=sent), epochs=2, workers=workers)
+        write_run(tmp_path / f"l{workers}", "local(4) + allreduce", flat(0.7, sent=100), epochs=2, workers=workers)
+    write_run(tmp_path / "alone", "local(4) + allreduce", flat(0.7, sent=100), epochs=2, workers=3)
+    rows = build([tmp_path], tmp_path, png=False).rows
+    found = {(r.strategy, r.facet.workers): r.times_fewer for r in rows}
+    assert found[BASELINE, 2] == found[BASELINE, 8] == 1
+    assert (found["local(4) + allreduce", 2], found["local(4) + allreduce", 8]) == (10, 50)
+    assert found["local(4) + allreduce", 3] is None
+
+
+def test_each_facet_has_its_own_frontier(tmp_path: Path) -> None:
+    for workers, accuracy, sent in ((2, 0.9, 10), (8, 0.5, 1000)):
+        write_run(tmp_path / str(workers), BASELINE, flat(accuracy, sent=sent), epochs=2, workers=workers)
+    assert [row.on_frontier for row in build([tmp_path], tmp_path, png=False).rows] == [True, True]
+
+
+def test_seeds_become_one_row_with_mean_and_spread(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.6, 0.7, 0.8)):
+        write_run(tmp_path / str(seed), BASELINE, flat(accuracy, sent=1000 * (seed + 1)), epochs=2, seed=seed)
+    write_run(tmp_path / "failed", BASELINE, [], epochs=2, seed=3, failure="It diverged.")
+    row, failed = build([tmp_path], tmp_path, png=False).rows
+    assert row.seeds == (0, 1, 2)
+    assert row.accuracy is not None
+    assert (row.accuracy.mean, row.accuracy.spread) == pytest.approx((0.7, 0.1))
+    assert row.bytes_sent is not None
+    assert row.bytes_sent.mean == pytest.approx(4000)
+    assert (failed.state, failed.reason, failed.ranked) == ("failed", "It diverged.", False)
+    assert "70.0 ± 10.0" in (tmp_path / "table.md").read_text()
+
+
+def test_merging_two_studies_is_their_union(tmp_path: Path) -> None:
+    first = write_study(tmp_path / "a", "First", [{"strategy": s} for s in TEN])
+    second = write_study(tmp_path / "b", "Second", [{"strategy": s} for s in MORE])
+    out = tmp_path / "out"
+
+    def key(report: Report) -> set[tuple[str, str]]:
+        return {(row.study, row.strategy) for row in report.rows}
+
+    apart = key(build([first], out, png=False)) | key(build([second], out, png=False))
+    for folders in ([first, second], [second, first], [tmp_path], [first, second, first, tmp_path]):
+        together = build(folders, out, png=False)
+        assert key(together) == apart
+        assert len(together.rows) == len(apart)
+    assert "<title>First and Second</title>" in (out / "report.html").read_text()
+    assert "study" in (out / "table.csv").read_text().splitlines()[0].split(",")
+
+
+def test_damaged_lines_and_files_are_noted(tmp_path: Path) -> None:
+    good = write_run(tmp_path / "good", BASELINE, flat(0.7), epochs=2)
+    cut = write_run(tmp_path / "cut", "local(4)", flat(0.7), epochs=2)
+    text = (cut / "metrics.jsonl").read_text()
+    (cut / "metrics.jsonl").write_text(text[: len(text) - 20])
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "run.json").write_text('{"strategy": ')
+    (good / "checkpoint-0.pt").write_bytes(b"\0" * 100)
+    report = build([tmp_path], tmp_path / "out", png=False)
+    page = html.unescape((tmp_path / "out" / "report.html").read_text())
+    for words in ("cut/metrics.jsonl: line 2 is damaged or unfinished", "torn/run.json cannot be read (it is not JSON)"):
+        assert any(words in note for note in report.notes)
+        assert words in page
+    assert {row.strategy: row.state for row in report.rows} == {BASELINE: "finished", "local(4)": "unfinished"}
+    assert "1 of 2 epochs were recorded" in page
+
+
+@pytest.mark.parametrize(
+    "lines, settings, state",
+    [
+        (flat(0.7), {"epochs": 2}, "finished"),
+        (flat(0.7), {"epochs": 3}, "unfinished"),
+        ([], {"epochs": 3}, "unfinished"),
+        ([line(1, 0.1), line(3, 0.3)], {"epochs": 3}, "unfinished"),
+        (flat(0.7), {"epochs": 30, "max_steps": 20}, "finished"),
+        (flat(0.7), {"epochs": 30, "max_steps": 20, "finished": True}, "finished"),
+        (flat(0.7), {"epochs": 2, "failure": "No."}, "failed"),
+    ],
+)
+def test_only_what_came_to_its_end_is_ranked(tmp_path: Path, lines: Any, settings: dict[str, Any], state: str) -> None:
+    write_run(tmp_path / "run", BASELINE, lines, **settings)
+    report = build([tmp_path], tmp_path, png=False)
+    assert report.rows[0].state == state
+    assert report.rows[0].ranked == (state == "finished")
+    page = (tmp_path / "report.html").read_text()
+    assert "<dt>epochs</dt>" in page
+    assert "<dt>finished</dt>" not in page
+
+
+def test_planned_runs_are_shown_as_not_started(tmp_path: Path) -> None:
+    planned = [{"folder": "runs/later", "settings": {"strategy": "local(4)", "workers": 4, "data": "digits", "model": "mlp"}}]
+    write_study(tmp_path, "Study", [{"strategy": BASELINE}], planned=planned)
+    states = {row.strategy: row.state for row in build([tmp_path], tmp_path, png=False).rows}
+    assert states == {BASELINE: "finished", "local(4)": "not started"}
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", f"bulk + {HOSTILE}", flat(0.7), epochs=2, data=HOSTILE, model="a|b\n{{js}}")
+    write_run(tmp_path / "b", BASELINE, [], failure=HOSTILE, data=HOSTILE, model="a|b\n{{js}}")
+    build([tmp_path], tmp_path, HOSTILE, png=charts.available())
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<script") == 2
+    assert page.count("</script>") == 2
+    assert "<img" not in page
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    assert data["series"][1]["label"] == f"bulk + {HOSTILE}"
+    assert "<script" not in (tmp_path / "table.md").read_text()
+    for picture in (tmp_path / "charts").glob("*"):
+        assert re.fullmatch(r"[\w.-]+\.png", picture.name)
+
+
+def test_the_page_asks_nothing_of_the_network(tmp_path: Path) -> None:
+    build([ten_runs(tmp_path)], tmp_path, png=False)
+    page = (tmp_path / "report.html").read_text()
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", page)
+    assert not re.findall(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", page)
+
+
+def test_the_three_tables_hold_the_same(tmp_path: Path) -> None:
+    report = build([hundred_runs(tmp_path)], tmp_path, png=False)
+    with (tmp_path / "table.csv").open() as file:
+        sheet = list(csv.DictReader(file))
+    marked = (tmp_path / "table.md").read_text().splitlines()
+    page = table_of((tmp_path / "report.html").read_text())
+    assert len(sheet) == len(marked) - 2 == len(page) - 1 == len(report.rows)
+    for row, cells, text, shown in zip(report.rows, sheet, marked[2:], page[1:], strict=True):
+        assert shown == [c.strip() for c in re.split(r"(?<!\\)\|", text)[1:-1]] or "|" in row.label
+        assert shown[0] == cells["strategy"] == row.label
+        if row.accuracy:
+            assert float(cells["accuracy"]) == pytest.approx(row.accuracy.mean * 100)
+            assert shown[page[0].index("accuracy %")].startswith(f"{row.accuracy.mean * 100:.1f}")
+
+
+def test_answers_on_hand_made_runs(tmp_path: Path) -> None:
+    report = study_of(
+        tmp_path,
+        {
+            BASELINE: flat(0.72, seconds=20.0, sent=10_000),
+            "local(16) + gossip": flat(0.735, seconds=6.0, sent=2_000),
+            "bulk + allreduce + topk(0.01)": flat(0.715, seconds=15.0, sent=100),
+            "bulk + allreduce + sign": flat(0.5, seconds=1.0, sent=1),
+        },
+    )
+    assert report.answers == [
+        "Fastest to 70 %: local(16) + gossip, 12.0 s (bulk + allreduce: 40.0 s, 3.3× slower)",
+        "Least traffic within 1 point of bulk + allreduce: bulk + allreduce + topk(0.01), 100× fewer bytes (−0.5 points)",
+        "Most accurate: local(16) + gossip, 73.5 % (bulk + allreduce: 72.0 %, −1.5 points)",
+    ]
+    page = (tmp_path / "report.html").read_text()
+    assert "12.0 s" in page
+    assert "measured" in page
+
+
+@pytest.mark.parametrize(
+    "other, plain_is_enough",
+    [
+        (flat(0.72, seconds=20.0, sent=10_000), True),
+        (flat(0.60, seconds=1.0, sent=10), True),
+        (flat(0.72, seconds=19.8, sent=10), True),
+        (flat(0.72, seconds=10.0, sent=10_000), False),
+        (flat(0.74, seconds=40.0, sent=90_000), False),
+    ],
+)
+def test_plain_training_can_be_the_answer(tmp_path: Path, other: Any, plain_is_enough: bool) -> None:
+    report = study_of(tmp_path, {BASELINE: flat(0.72, seconds=20.0, sent=10_000), "local(4)": other})
+    assert any("Plain bulk + allreduce is as good as anything here" in a for a in report.answers) == plain_is_enough
+
+
+@pytest.mark.parametrize("sent, plain_is_enough", [(10_000, True), (1_000, False)])
+def test_without_a_clock_traffic_decides_and_no_seconds_are_invented(tmp_path: Path, sent: int, plain_is_enough: bool) -> None:
+    runs = {BASELINE: flat(0.72, None, 10_000), "local(4)": flat(0.72, None, sent)}
+    report = study_of(tmp_path, runs, virtual=True)
+    assert any("Plain bulk" in a for a in report.answers) == plain_is_enough
+    assert any(a.startswith("Fastest: cannot be said here: virtual workers have no clock") for a in report.answers)
+    assert not any(re.search(r"\d s\b", a) for a in report.answers)
+    assert "virtual: counted, not timed" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "runs, words",
+    [
+        ({"local(4)": flat(0.7)}, "no finished bulk + allreduce"),
+        ({BASELINE: flat(0.7)}, "Only bulk + allreduce has finished"),
+        ({BASELINE: [line(1, None), line(2, None)]}, "no accuracy was recorded"),
+        ({BASELINE: [line(1, 0.5)]}, "no run has finished"),
+        (
+            {BASELINE: flat(0.7), "local(4)": flat(0.6, sent=10)},
+            "nothing here; nearest is local(4), 100× fewer bytes, −10.0 points",
+        ),
+        ({BASELINE: flat(0.7, sent=0), "local(4)": flat(0.7, sent=0)}, "one worker sends nothing"),
+        ({BASELINE: [line(1, float("nan")), line(2, 0.7)], "local(4)": flat(0.7)}, "Most accurate"),
+    ],
+)
+def test_answers_where_little_can_be_said(tmp_path: Path, runs: Any, words: str) -> None:
+    assert any(words in answer for answer in study_of(tmp_path, runs).answers)
+
+
+def test_several_facets_are_answered_apart(tmp_path: Path) -> None:
+    report = build([hundred_runs(tmp_path)], tmp_path, png=False)
+    facets = {row.facet for row in report.rows}
+    assert set(report.by_facet) == facets
+    assert all(any(a.startswith(f"{facet} (") for a in report.answers) for facet in facets)
+
+
+@pytest.mark.parametrize("make", [ten_runs, hundred_runs, lambda folder: one_facet(folder, 40)])
+def test_charts_are_png_files_one_set_per_facet(tmp_path: Path, make: Any) -> None:
+    pytest.importorskip("matplotlib")
+    report = build([make(tmp_path)], tmp_path)
+    files = sorted((tmp_path / "charts").iterdir())
+    assert all(f.read_bytes().startswith(b"\x89PNG") for f in files)
+    facets = {row.facet for row in report.rows}
+    for kind in ("accuracy", "frontier"):
+        assert sum(f.name.endswith(f"-{kind}.png") for f in files) == len(facets)
+    assert sum(f.name.endswith("-bars.png") for f in files) == sum(not facet.virtual for facet in facets)
+
+
+def test_without_matplotlib_everything_else_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(charts, "available", lambda: False)
+    report = build([ten_runs(tmp_path)], tmp_path)
+    assert any("hocket[plot]" in note for note in report.notes)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["report.html", "runs", "study.json", "table.csv", "table.md"]
+
+
+@pytest.mark.parametrize(
+    "prepare, words",
+    [
+        (lambda f: f / "nowhere", "does not exist"),
+        (lambda f: (f / "file").write_text("x") and f / "file", "is a file, not a folder"),
+        (lambda f: f, "There is no run under"),
+        (lambda f: (f / "run.json").write_text("{") and f, "There is no run that can be read (.*is not JSON"),
+    ],
+)
+def test_bad_folders_meet_one_sentence(tmp_path: Path, prepare: Any, words: str) -> None:
+    with pytest.raises(HocketError, match=words.replace("(.*", r"\(.*")) as caught:
+        build([prepare(tmp_path)], tmp_path / "out")
+    assert str(caught.value).count(". ") == 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+def test_what_cannot_be_written_leaves_the_old_report_and_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    folder, out = ten_runs(tmp_path / "study"), tmp_path / "out"
+    build([folder], out, "Old", png=False)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    write = Path.write_bytes
+
+    def refuse(path: Path, content: bytes) -> int:
+        if path.name.startswith("report"):
+            raise OSError(code, os.strerror(code))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(HocketError, match=r"Cannot write .*report\.html"):
+        build([folder], out, "New", png=False)
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_out_may_not_be_a_file(tmp_path: Path) -> None:
+    folder = ten_runs(tmp_path / "study")
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(HocketError, match="Cannot write"):
+        build([folder], tmp_path / "out", png=False)
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_the_command_prints_answers_and_the_page(tmp_path: Path) -> None:
+    import typer
+
+    from hocket.cli import report
+
+    app = typer.Typer()
+    app.command()(report.command)
+    ended = CliRunner().invoke(app, [str(ten_runs(tmp_path / "study")), "--no-png"])
+    assert ended.exit_code == 0, ended.output
+    assert "Most accurate:" in ended.output
+    assert "report.html" in ended.output
+    assert (tmp_path / "study" / "report.html").exists()

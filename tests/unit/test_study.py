@@ -1,0 +1,736 @@
+"""Studies: presets are what they say, files are refused by line, stopping and going on changes nothing, failures are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from hocket import compression, topology
+from hocket.cli import demo
+from hocket.cli import main as cli
+from hocket.cli import study as cli_study
+from hocket.cli import train as cli_train
+from hocket.compression import NoCompression, Threshold
+from hocket.data import DataSet, Normalise
+from hocket.errors import HocketError, NonFiniteGradient
+from hocket.report.read import read
+from hocket.report.rows import make_rows
+from hocket.strategy import Strategy
+from hocket.study import file
+from hocket.study.carry_out import Data, Virtual, Watch, carry_out, finished, sentence
+from hocket.study.folder import Folder, Outcome
+from hocket.study.least import sends_least
+from hocket.study.lines import lines_of
+from hocket.study.plan import Outline, Planned, Study, expand, of_preset, slug
+from hocket.study.presets import PRESETS, Entry, preset
+from hocket.study.rates import MOST, best_rate, next_rate, search_steps, short
+from hocket.sync import Bulk, Local
+from hocket.topology import AllReduce, Gossip
+from hocket.train import record
+from hocket.train.record import CannotWrite
+from hocket.train.run import Settings
+
+
+def tiny() -> DataSet:
+    """Two classes of 4×4 images that a line can tell apart."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (48, 1, 4, 4), dtype=torch.uint8, generator=generator)
+    y = (x.float().mean((1, 2, 3)) > 127).long()
+    return DataSet("tiny", (x, y), (x[:16], y[:16]), 2, Normalise((0.5,), (0.25,)))
+
+
+def linear(data: DataSet) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, data.classes))
+
+
+DATA = "test_study_parts:tiny"
+MODEL = "test_study_parts:linear"
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small data set and model by name, as a user's own would be."""
+    import sys
+    from types import ModuleType
+
+    module = ModuleType("test_study_parts")
+    module.tiny, module.linear = tiny, linear  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "test_study_parts", module)
+
+
+def small(strategies: Sequence[str], **options: Any) -> Outline:
+    settings = {"data": DATA, "model": MODEL, "batch": 3, "epochs": 2, **options.pop("settings", {})}
+    return Outline("small", lambda *_: [Entry(s) for s in strategies], settings=settings, **options)
+
+
+def begun(place: Path, outline: Outline, data: Data | None = None) -> tuple[Folder, Study]:
+    place.mkdir(exist_ok=True)
+    folder = Folder(place)
+    return folder, folder.begin(expand(outline, data or Data()))
+
+
+def refused(settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+    raise AssertionError("no real processes here")
+
+
+def carried(place: Path, outline: Outline, watch: Watch | None = None, **options: Any) -> list[Outcome]:
+    folder, study = begun(place, outline)
+    return carry_out(folder, study, Data(), Virtual(Data()), refused, watch, **options)
+
+
+def figures(place: Path) -> dict[str, list[dict[str, Any]]]:
+    """The metrics of all runs, without what differs from run to run."""
+    return {
+        path.parent.name: [{k: v for k, v in json.loads(line).items() if k != "wall_s"} for line in path.read_text().splitlines()]
+        for path in sorted(place.glob("runs/*/metrics.jsonl"))
+    }
+
+
+def files(place: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(place.glob("runs/*/*"))}
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------------
+
+
+def test_ten_is_the_study_that_is_reproduced() -> None:
+    """Configuration by configuration: period, topology, what is exchanged, and the threshold."""
+    table = [
+        (1, AllReduce, False, False),
+        (1, Gossip, False, False),
+        (1, Gossip, False, True),
+        (4, AllReduce, True, False),
+        (4, Gossip, False, False),
+        (4, Gossip, False, True),
+        (16, AllReduce, True, False),
+        (16, Gossip, False, False),
+        (16, Gossip, False, True),
+        (32, AllReduce, True, False),
+    ]
+    found = [Strategy.parse(e.strategy) for e in preset("ten").entries(16, 1000)]
+    for strategy, (period, kind, weights, threshold) in zip(found, table, strict=True):
+        assert strategy.sync == (Bulk() if period == 1 else Local(period))
+        assert type(strategy.topology) is kind
+        assert strategy.weights is weights
+        assert strategy.compression == (Threshold(0.01, feedback=False) if threshold else NoCompression())
+        if kind is Gossip:
+            assert strategy.topology == Gossip(), "partners rotate"
+    settings = of_preset(preset("ten")).common()
+    wanted = {"model": "cnn", "optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup": 0.0}
+    wanted |= {"batch": 100, "epochs": 50, "augment": False, "last": "drop", "scale_lr": False}
+    assert {name: getattr(settings, name) for name in wanted} == wanted
+    assert preset("ten").lr == 0.01
+
+
+def test_ten_modern_is_the_same_ten_with_weights_feedback_momentum_warm_up_and_tuned_rates() -> None:
+    ten, modern = ([Strategy.parse(e.strategy) for e in preset(name).entries(16, 1000)] for name in ("ten", "ten-modern"))
+    for old, new in zip(ten, modern, strict=True):
+        assert (old.sync, old.topology) == (new.sync, new.topology)
+        assert new.weights is not (isinstance(new.sync, Bulk) and isinstance(new.topology, AllReduce))
+        assert (old.compression == NoCompression()) == (new.compression == NoCompression())
+        if new.compression != NoCompression():
+            assert new.compression == Threshold(keep=0.05)
+            assert new.compression.remembers
+    outline = of_preset(preset("ten-modern"))
+    assert (outline.common().momentum, outline.common().schedule, outline.common().warmup) == (0.9, "cosine", 5.0)
+    assert outline.changed(epochs=20).common().warmup == 2.0
+    assert outline.lr == "auto"
+
+
+def test_axes_varies_one_axis_at_a_time_and_leaves_out_no_method() -> None:
+    base = Strategy()
+    found = [Strategy.parse(e.strategy) for e in preset("axes").entries(16, 1000)]
+    assert found[0] == base
+    for strategy in found[1:]:
+        assert sum(getattr(strategy, axis) != getattr(base, axis) for axis in ("sync", "topology", "compression")) == 1, strategy
+    methods = {type(s.compression) for s in found}
+    assert {*compression.METHODS.values(), compression.Chain} <= methods
+    assert {type(s.topology) for s in found} == set(topology.METHODS.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_strategy_of_a_preset_trains(name: str, tmp_path: Path) -> None:
+    outline = of_preset(preset(name)).changed(data=DATA, model=MODEL, batch=3, epochs=2, max_steps=2, lr=0.05)
+    outcomes = carried(tmp_path, outline)
+    assert len(outcomes) == len(preset(name).entries(4, 2))
+    assert [o.failure for o in outcomes if o.failure] == []
+
+
+def test_an_unknown_preset_meets_the_nearest_one() -> None:
+    with pytest.raises(HocketError, match=r"no study 'ten-modrn' .* — did you mean 'ten-modern'\?$"):
+        preset("ten-modrn")
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_study_is_strategies_times_workers_times_seeds() -> None:
+    study = expand(small(["bulk", "local(2)"], workers=(2, 4), seeds=(0, 1, 2)), Data())
+    assert len(study.runs) == 12
+    assert len({r.folder for r in study.runs}) == 12
+    assert [r.settings.workers for r in study.runs] == [2] * 6 + [4] * 6, "the smaller study is whole first"
+    assert [r.settings.seed for r in study.runs[:6]] == [0, 0, 1, 1, 2, 2]
+    assert all(r.settings.virtual and not r.tuned for r in study.runs)
+
+
+def test_two_equal_runs_are_refused() -> None:
+    with pytest.raises(HocketError, match="the same"):
+        expand(small(["local(4)", "local(4) + allreduce"]), Data())
+    with pytest.raises(HocketError, match="twice"):
+        expand(small(["local(4)"], workers=(2, 2)), Data())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_folder_s_name_is_safe_and_says_what_it_holds(name: str) -> None:
+    long = f"gossip(matrix={[[0.25] * 4] * 4})"
+    for strategy in (*(e.strategy for e in preset(name).entries(16, 1000)), long):
+        found = slug(Settings(strategy=strategy, workers=16, seed=3))
+        assert set(found) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-")
+        assert not found.startswith((".", "-"))
+        assert found.endswith("-w16-s3")
+        assert len(found) < 100
+
+
+def test_dgc_keeps_its_momentum_to_itself() -> None:
+    study = expand(of_preset(preset("axes")).changed(momentum=0.5), Data())
+    assert {r.settings.momentum for r in study.runs if "dgc" in r.settings.strategy} == {0.0}
+    assert {r.settings.momentum for r in study.runs if "dgc" not in r.settings.strategy} == {0.5}
+
+
+# --- files -----------------------------------------------------------------------------------------------------------------
+
+GOOD = """# mine
+title = "Mine # not a comment"
+workers = [2,
+           4]
+seeds = 3
+epochs = 2
+lr = "auto"
+strategies = [
+  "bulk + allreduce",  # the baseline
+  'local(4)',
+]
+
+[[run]]
+strategy = "bulk + dgc(0.1)"
+momentum = 0.0
+workers = 4
+lr = 1
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_lines_are_counted_through_texts_of_several_lines() -> None:
+    lines = lines_of('a = """\nb = 1\n"""\nc = [ # [\n  "]",\n  {d = 1, e = 2},\n]\n[[run]] # one\nf.g = 1\n[[run]]\n"f" = 1\n')
+    assert [lines.of(name) for name in ("a", "c")] == [1, 4]
+    assert [lines.of("c", i) for i in (0, 1)] == [5, 6]
+    assert [lines.of("run", i, "f") for i in (0, 1)] == [9, 11]
+    assert [lines.of("run", i, "none") for i in (0, 1)] == [8, 10]
+
+
+def test_a_file_is_a_study(tmp_path: Path) -> None:
+    study = expand(file.read(written(tmp_path, GOOD)), Data())
+    assert study.title == "Mine # not a comment"
+    assert study.preset is None
+    found = [(r.settings.strategy, r.settings.workers, r.settings.seed, r.tuned) for r in study.runs]
+    assert found == [
+        ("bulk + allreduce", 2, 3, True),
+        ("local(4)", 2, 3, True),
+        ("bulk + allreduce", 4, 3, True),
+        ("local(4)", 4, 3, True),
+        ("bulk + dgc(0.1)", 4, 3, False),
+    ]
+    assert study.runs[-1].settings.lr == 1.0
+    assert all(r.settings.epochs == 2 for r in study.runs)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("epochs = 2", "epoch = 2", 6, ["'epoch'", "did you mean 'epochs'?"]),
+        ("epochs = 2", "epochs = 'two'", 6, ["epochs is a whole number", "'two'"]),
+        ("epochs = 2", "epochs = true", 6, ["epochs is a whole number", "True"]),
+        ("epochs = 2", "epochs = 0", 6, ["epochs", "at least 1"]),
+        ("epochs = 2", "strategy = 'bulk'", 6, ["'strategy'", "did you mean 'strategies'?"]),
+        ("epochs = 2", "optimizer = 'sdg'", 6, ["sdg", "did you mean 'sgd'"]),
+        ("epochs = 2", "schedule = 'cosin'", 6, ["cosin", "did you mean 'cosine'"]),
+        ("epochs = 2", "augment = 1", 6, ["augment is true or false", "1"]),
+        ("epochs = 2", "within = -1", 6, ["within", "-1"]),
+        ("epochs = 2", "epochs == 2", 6, ["not TOML"]),
+        ("epochs = 2", "epochs = 2\nepochs = 3", 7, ["not TOML", "overwrite"]),
+        ("           4]", "           0]", 4, ["workers", "at least 1", "got 0"]),
+        ("           4]", "           2]", 4, ["workers names 2 twice"]),
+        ("seeds = 3", "seeds = []", 5, ["seeds is empty"]),
+        ('lr = "auto"', 'lr = "fast"', 7, ["lr is a number or 'auto'", "'fast'"]),
+        ('lr = "auto"', "lr = -1", 7, ["lr", "above 0"]),
+        ("'local(4)',", "'locl(4)',", 10, ["locl", "did you mean 'local'"]),
+        ("'local(4)',", "4,", 10, ["a strategy is text", "4"]),
+        ("'local(4)',", "'bulk',", 10, ["line 9", "repeats"]),
+        ("title = ", "title = 4 #", 2, ["title is text"]),
+        ("momentum = 0.0", "momentun = 0.0", 15, ["'momentun'", "did you mean 'momentum'?"]),
+        ("momentum = 0.0", "momentum = 'much'", 15, ["momentum is a number", "'much'"]),
+        ('strategy = "bulk + dgc(0.1)"', "", 13, ["a run needs a strategy"]),
+        ('strategy = "bulk + dgc(0.1)"', 'strategy = "local(2) + dgc(0.1)"', 14, ["dgc", "cannot carry weights"]),
+        ("workers = 4\nlr", "workers = 8\nlr", 16, ["8", "not among the study's [2, 4]"]),
+        ("[[run]]", "[run]", 13, ["[[run]]"]),
+    ],
+)
+def test_a_wrong_file_is_refused_by_line(tmp_path: Path, old: str, new: str, line: int, words: list[str]) -> None:
+    assert GOOD.count(old) == 1
+    path = written(tmp_path, GOOD.replace(old, new))
+    with pytest.raises(HocketError) as caught:
+        expand(file.read(path), Data())
+    said = str(caught.value)
+    assert said.startswith(f"{path}, line {line}"), said
+    assert "\n" not in said
+    for word in words:
+        assert word in said
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"title = 'nothing else'", b""])
+def test_a_file_that_is_no_study_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(content)
+    with pytest.raises(HocketError, match=r"mine\.toml"):
+        file.read(path)
+    with pytest.raises(HocketError, match="Cannot read the study"):
+        file.read(tmp_path / "none.toml")
+
+
+# --- carrying out, stopping, going on --------------------------------------------------------------------------------------
+
+FOUR = ["bulk", "local(2)", "local(2) + gossip", "bulk + topk(0.1)"]
+
+
+class StopAt(Watch):
+    """Ctrl-C in the middle of a run."""
+
+    def __init__(self, number: int, step: int = 3) -> None:
+        self.number, self.at, self.now = number, step, -1
+
+    def begin(self, number: int, planned: Planned, outcome: Outcome | None) -> None:
+        self.now = number
+
+    def step(self, where: Any) -> None:
+        if self.now == self.number and where.step == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("lr", [0.1, "auto"])
+def test_going_on_equals_never_having_stopped(tmp_path: Path, stopped: int, lr: float | str) -> None:
+    outline = small(FOUR, lr=lr, workers=(2,))
+    carried(tmp_path / "whole", outline)
+    with pytest.raises(KeyboardInterrupt):
+        carried(tmp_path / "parts", outline, StopAt(stopped))
+    before = files(tmp_path / "parts")
+    assert len(figures(tmp_path / "parts")) == stopped, "what was broken off leaves nothing"
+    carried(tmp_path / "parts", outline)
+    after = files(tmp_path / "parts")
+    assert {name: after[name] for name in before} == before, "finished runs are not touched"
+    assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_a_run_that_was_killed_starts_anew(tmp_path: Path) -> None:
+    outline = small(FOUR)
+    carried(tmp_path, outline)
+    whole = figures(tmp_path)
+    folder = next(p for p in sorted(tmp_path.glob("runs/*")))
+    run = json.loads((folder / "run.json").read_text())
+    del run["finished"]
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text().splitlines()[0] + "\n")
+    others = {name: content for name, content in files(tmp_path).items() if not name.startswith(str(folder))}
+    carried(tmp_path, outline)
+    assert figures(tmp_path) == whole
+    assert {name: files(tmp_path)[name] for name in others} == others
+
+
+def test_the_data_set_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("hocket.study.carry_out.load", lambda *a: calls.append(a) or tiny())
+    data = Data()
+    folder, study = begun(tmp_path, small(FOUR), data)
+    carry_out(folder, study, data, Virtual(data), refused)
+    assert len(calls) == 1
+
+
+def test_what_fails_is_recorded_and_the_rest_go_on(tmp_path: Path) -> None:
+    strategies = ["bulk", "bulk + hierarchical(size=3)", "local(2)"]
+    outcomes = carried(tmp_path, small(strategies, workers=(4,)))
+    assert [bool(o.failure) for o in outcomes] == [False, True, False]
+    run = json.loads((tmp_path / outcomes[1].planned.folder / "run.json").read_text())
+    assert "4 workers do not divide into hosts of 3" in run["failure"]
+    assert run["strategy"] == str(Strategy.parse(strategies[1]))
+    before = files(tmp_path)
+    again = carried(tmp_path, small(strategies, workers=(4,)))
+    assert [bool(o.failure) for o in again] == [False, True, False]
+    assert files(tmp_path) == before, "failures are kept, too"
+
+
+def test_retry_tries_failures_again(tmp_path: Path) -> None:
+    folder, study = begun(tmp_path, small(["bulk", "local(2)"]))
+    folder.fail(study.runs[0], "the lights went out.", None)
+    assert [o.failure for o in carry_out(folder, study, Data(), Virtual(Data()), refused)] == ["the lights went out.", None]
+    assert [o.failure for o in carry_out(folder, study, Data(), Virtual(Data()), refused, retry=True)] == [None, None]
+
+
+def test_a_run_that_diverges_has_failed_and_keeps_its_epochs(tmp_path: Path) -> None:
+    outcomes = carried(tmp_path, small(["bulk", "local(2)"], lr=1e30, settings={"epochs": 4}))
+    assert all(o.failure and "NaN or Inf" in o.failure for o in outcomes)
+
+
+def test_any_error_is_a_sentence() -> None:
+    assert sentence(ValueError("a\nb")) == "ValueError: a"
+    assert sentence(MemoryError()) == "MemoryError"
+    assert sentence(HocketError("So.")) == "So."
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        (small(FOUR), small(FOUR, settings={"epochs": 3}), ["epochs is 2 there and 3 here"]),
+        (small(FOUR), small(FOUR, lr="auto"), ["lr is 0.1 there and 'auto' here"]),
+        (small(FOUR), small(FOUR[:2]), ["4 runs", "leaves out 2", "local(2) + gossip"]),
+        (small(FOUR), small(FOUR, workers=(2,)), ["workers is 4 there and 2 here"]),
+        (small(["bulk"]), small(["local(2)"]), ["strategy is 'bulk + allreduce' there and 'local(2) + allreduce' here"]),
+    ],
+)
+def test_a_folder_with_another_study_is_refused(tmp_path: Path, there: Outline, here: Outline, words: list[str]) -> None:
+    begun(tmp_path, there)
+    before = (tmp_path / "study.json").read_bytes()
+    with pytest.raises(HocketError) as caught:
+        begun(tmp_path, here)
+    for word in words:
+        assert word in str(caught.value)
+    assert (tmp_path / "study.json").read_bytes() == before
+
+
+def test_a_study_may_grow(tmp_path: Path) -> None:
+    carried(tmp_path, small(FOUR[:2], workers=(2,)))
+    before = files(tmp_path)
+    outcomes = carried(tmp_path, small(FOUR, workers=(2, 4), seeds=(0, 1)))
+    assert len(outcomes) == 16
+    after = files(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert len(json.loads((tmp_path / "study.json").read_text())["runs"]) == 16
+
+
+def test_runs_that_differ_in_settings_alone_have_folders_of_their_own_and_keep_them(tmp_path: Path) -> None:
+    def entries(*rates: float) -> Outline:
+        return replace(small([]), entries=lambda *_: [Entry("bulk", {"lr": r}) for r in rates])
+
+    carried(tmp_path, entries(0.1, 0.2))
+    before = files(tmp_path)
+    folder, study = begun(tmp_path, entries(0.3, 0.2, 0.1))
+    assert len({r.folder for r in study.runs}) == 3
+    carry_out(folder, study, Data(), Virtual(Data()), refused)
+    assert {name: files(tmp_path)[name] for name in before} == before
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"runs": 3}'])
+def test_a_damaged_study_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "study.json").write_text(content)
+    with pytest.raises(HocketError, match="choose another --out"):
+        begun(tmp_path, small(FOUR))
+
+
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").write_text("dear")
+    with pytest.raises(HocketError, match=r"letters\.txt"):
+        begun(tmp_path, small(FOUR))
+    assert os.listdir(tmp_path) == ["letters.txt"]
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
+    with Folder(tmp_path).taken(), pytest.raises(HocketError, match="Another process"), Folder(tmp_path).taken():
+        pass
+    with Folder(tmp_path).taken():
+        pass
+
+
+def test_without_space_the_study_ends_and_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outline = small(FOUR)
+    whole = tmp_path / "whole"
+    carried(whole, outline)
+    replaced, rename = [], os.replace
+
+    def full(source: Any, target: Any) -> None:
+        replaced.append(target)
+        if len(replaced) == 8:  # there is room again afterwards: it must not go on as if nothing had been
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    folder, study = begun(tmp_path / "parts", outline)
+    with monkeypatch.context() as patch:
+        patch.setattr(record.os, "replace", full)
+        with pytest.raises(CannotWrite, match="No space left"):
+            carry_out(folder, study, Data(), Virtual(Data()), refused)
+    assert 0 < len(finished(folder, study)) < 4
+    assert not list((tmp_path / "parts").rglob("*.tmp"))
+    before = files(tmp_path / "parts")
+    done = [o.planned.folder for o in finished(folder, study)]
+    carried(tmp_path / "parts", outline)
+    after = files(tmp_path / "parts")
+    assert all(after[name] == content for name, content in before.items() if any(d in name for d in done))
+    assert figures(tmp_path / "parts") == figures(whole)
+
+
+# --- what sends least ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("runs", "within", "words"),
+    [
+        ({"bulk": (0.90, 100), "local(4)": (0.896, 25), "local(16)": (0.80, 6)}, 0.5, ["local(4)", "4.0 times less", "89.6%"]),
+        ({"bulk": (0.90, 100), "local(4)": (0.896, 25), "local(16)": (0.80, 6)}, 10, ["local(16)", "80.0%"]),
+        ({"bulk": (0.90, 100), "local(4)": (0.896, 25)}, 0.1, ["Nothing within 0.1 points of bulk + allreduce"]),
+        ({"local(4)": (0.90, 25), "local(16)": (0.899, 6)}, 0.5, ["the most accurate, local(4)", "local(16)"]),
+    ],
+)
+def test_what_sends_least_within_a_loss(
+    tmp_path: Path, runs: dict[str, tuple[float, int]], within: float, words: list[str]
+) -> None:
+    folder, study = begun(tmp_path, small(list(runs), settings={"epochs": 1}))
+    for planned, (accuracy, sent) in zip(study.runs, runs.values(), strict=True):
+        place = folder.clear(planned)
+        place.mkdir(parents=True)
+        (place / "run.json").write_text(json.dumps(planned.described()))
+        (place / "metrics.jsonl").write_text(json.dumps({"epoch": 1, "accuracy": accuracy, "loss": 1.0, "bytes_sent": sent}))
+        folder.finish(planned, None)
+    ((answer,),) = sends_least(make_rows(read([tmp_path]).runs), within).values()
+    for word in words:
+        assert word in answer
+
+
+# --- rates -----------------------------------------------------------------------------------------------------------------
+
+
+def searched(loss: Any, start: float = 0.1) -> dict[float, float]:
+    losses: dict[float, float] = {}
+    while (rate := next_rate(losses, start)) is not None:
+        assert rate not in losses, "no rate is tried twice"
+        losses[rate] = loss(rate)
+    return losses
+
+
+@given(st.floats(-5, 2), st.floats(-4, 3), st.sampled_from([0.1, 0.001, 1.0]))
+def test_the_search_finds_the_best_rate_it_can_reach_and_never_one_that_diverges(best: float, limit: float, start: float) -> None:
+    losses = searched(lambda rate: math.inf if math.log10(rate) > limit else abs(math.log10(rate) - best), start)
+    chosen = best_rate(losses)
+    assert 3 <= len(losses) <= MOST
+    if chosen is None:
+        assert all(math.isinf(loss) for loss in losses.values())
+    else:
+        assert losses[chosen] == min(losses.values()) < math.inf
+        inside = min(losses) < chosen < max(losses)
+        assert inside or len(losses) == MOST or chosen in (1e-6, 300.0)
+
+
+@given(st.integers(1, 500), st.integers(1, 300), st.booleans())
+def test_a_try_is_a_short_training_with_the_same_shape(rounds: int, epochs: int, capped: bool) -> None:
+    steps = rounds * epochs // 2 + 1 if capped else rounds * epochs
+    settings = Settings(epochs=epochs, warmup=epochs / 10, schedule="cosine", momentum=0.9, max_steps=steps if capped else None)
+    tried = short(settings, 0.5, rounds, steps)
+    wanted = search_steps(rounds, steps)
+    assert wanted <= max(1, steps // 2), "a search must not cost more than what it searches for"
+    assert wanted >= min(100, max(1, steps // 2)), "very short trainings bear rates that longer ones do not"
+    assert 1 <= tried.epochs <= epochs
+    assert tried.warmup / wanted == pytest.approx(settings.warmup / steps)
+    assert replace(tried, epochs=epochs, warmup=settings.warmup, lr=settings.lr, max_steps=settings.max_steps) == settings
+
+
+class Scripted:
+    """Trainings that end with a training loss by plan; None: they diverge."""
+
+    def __init__(self, tries: dict[float, float], whole: dict[float, float | None], other: dict[float, float | None]) -> None:
+        self.tries, self.whole, self.trained = tries, (whole, other), []
+        self.virtual = Virtual(Data())
+
+    def __call__(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+        if out is None:
+            return [{"loss": self.tries.get(settings.lr, 9.0), "accuracy": 0.5}]
+        self.trained.append((settings.seed, settings.lr))
+        loss = self.whole[settings.seed][settings.lr]
+        if loss is None:
+            raise NonFiniteGradient("too fast: NaN or Inf.")
+        return [{**line, "loss": loss} for line in self.virtual(settings, out, watch)]
+
+
+@pytest.mark.parametrize("end", [None, 0.6])
+def test_a_rate_that_does_not_hold_is_given_up_for_the_next_lower_one(tmp_path: Path, end: float | None) -> None:
+    script = Scripted({0.03: 0.8, 0.1: 0.5, 0.3: 0.7, 0.01: 2.0}, {0.1: end, 0.03: 0.2}, {0.03: 0.3})
+    folder, study = begun(tmp_path, small(["bulk"], lr="auto", seeds=(0, 1)))
+    outcomes = carry_out(folder, study, Data(), script, refused)
+    assert [o.failure for o in outcomes] == [None, None]
+    assert script.trained == [(0, 0.1), (0, 0.03), (1, 0.03)]
+    assert {o.rate for o in outcomes} == {0.03}
+    assert outcomes[0].run["rate"]["given_up"] == {"0.1": end}
+
+
+def test_the_last_rate_is_kept_and_other_seeds_do_not_decide(tmp_path: Path) -> None:
+    script = Scripted({0.03: 0.5, 0.1: 0.6, 0.01: 0.7, 0.3: 0.8}, {0.03: 0.9, 0.01: 0.9}, {0.01: 0.9})
+    folder, study = begun(tmp_path, small(["bulk"], lr="auto", seeds=(0, 1)))
+    outcomes = carry_out(folder, study, Data(), script, refused)
+    assert script.trained == [(0, 0.03), (0, 0.01), (1, 0.01)]
+    assert [o.failure for o in outcomes] == [None, None]
+    script = Scripted({0.03: 0.8, 0.1: 0.5, 0.3: 0.7, 0.01: 2.0}, {0.1: 0.2}, {0.1: 0.9})
+    folder, study = begun(tmp_path / "other", small(["bulk"], lr="auto", seeds=(0, 1)))
+    carry_out(folder, study, Data(), script, refused)
+    assert script.trained == [(0, 0.1), (1, 0.1)]
+
+
+def test_the_search_is_recorded_shared_by_seeds_and_not_repeated(tmp_path: Path) -> None:
+    tried: list[float] = []
+
+    class Count(Watch):
+        def trying(self, rate: float) -> None:
+            tried.append(rate)
+
+    outline = small(["bulk", "local(2)"], lr="auto", seeds=(0, 1))
+    outcomes = carried(tmp_path, outline, Count())
+    searches = json.loads((tmp_path / "rates.json").read_text()).values()
+    assert len(searches) == 2
+    assert len(tried) == sum(len(s["losses"]) for s in searches)
+    for outcome in outcomes:
+        rate = outcome.run["rate"]
+        losses = {float(k): v for k, v in rate["losses"].items()}
+        assert rate["chosen"] == outcome.run["lr"] == outcome.rate
+        assert losses[rate["chosen"]] == min(v for v in losses.values() if v is not None)
+        assert set(rate["tried"]) == set(rate["losses"])
+        assert rate["epochs"] == 1
+    count = len(tried)
+    carried(tmp_path, replace(outline, seeds=(0, 1, 2)), Count())
+    assert len(tried) == count, "another seed needs no other search"
+    study = json.loads((tmp_path / "study.json").read_text())
+    assert any("training loss" in note for note in study["notes"])
+
+
+def test_a_rate_that_diverges_is_never_chosen(tmp_path: Path) -> None:
+    virtual = Virtual(Data())
+
+    def fragile(settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+        if settings.lr > 0.05:
+            raise NonFiniteGradient("too fast.")
+        return virtual(settings, out, watch)
+
+    folder, study = begun(tmp_path, small(["bulk"], lr="auto"))
+    (outcome,) = carry_out(folder, study, Data(), fragile, refused)
+    assert outcome.failure is None
+    assert outcome.rate is not None
+    assert outcome.rate <= 0.05
+    assert outcome.run["rate"]["losses"]["0.1"] is None
+
+
+def test_where_every_rate_diverges_the_run_has_failed(tmp_path: Path) -> None:
+    def fragile(settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+        raise NonFiniteGradient("too fast.")
+
+    folder, study = begun(tmp_path, small(["bulk"], lr="auto"))
+    (outcome,) = carry_out(folder, study, Data(), fragile, refused)
+    assert outcome.failure is not None
+    assert "No rate" in outcome.failure
+
+
+# --- the command line ------------------------------------------------------------------------------------------------------
+
+OTHER: dict[str, Any] = {
+    **{"strategy": "local(4) + gossip + topk(0.1) | qsgd(4)", "workers": 3, "virtual": True, "data": "mnist", "model": "cnn"},
+    **{"optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "weight_decay": 0.0005, "schedule": "cosine", "warmup": 2.5},
+    **{"scale_lr": True, "batch": 7, "epochs": 3, "max_steps": 11, "clip": 0.25, "autocast": "bf16", "augment": False},
+    **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
+    **{"bucket_bytes": 1000, "first_bucket_bytes": 100},
+}
+
+
+@pytest.mark.parametrize("changed", [*(f.name for f in fields(Settings)), "all", "none"])
+def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(OTHER) == set(asdict(Settings())), "a new setting needs a value here"
+    assert not any(OTHER[name] == value for name, value in asdict(Settings()).items())
+    settings = Settings(**{name: value for name, value in OTHER.items() if changed in (name, "all")})
+    got: list[Settings] = []
+    monkeypatch.setattr(cli_train, "_start", lambda settings, *_: got.append(settings))
+    ended = CliRunner().invoke(cli.app, ["train", *cli_train.arguments(settings)])
+    assert ended.exit_code == 0, ended.output
+    assert got == [settings]
+
+
+def study_command(*arguments: str) -> str:
+    """What the command says when it is refused."""
+    with pytest.raises(HocketError) as caught:
+        cli.app(["study", *arguments], standalone_mode=False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["frontir"], ["frontir", "did you mean 'frontier'?"]),
+        (["nothing-like-it"], ["ten, ten-modern, axes, frontier"]),
+        (["none.toml"], ["none.toml"]),
+        (["ten", "--workers", "4;8"], ["--workers 4;8", "such as 4,8"]),
+        (["ten", "--workers", "0"], ["--workers 0", "at least one"]),
+        (["ten", "--workers", "4,4"], ["--workers names 4 twice"]),
+        (["ten", "--seeds", "x"], ["--seeds x"]),
+        (["ten", "--lr", "fast"], ["--lr fast", "auto"]),
+        (["ten", "--lr", "0"], ["--lr 0"]),
+        (["ten", "--epochs", "0"], ["epochs", "at least 1"]),
+        (["ten", "--data", "cifar11"], ["cifar11", "did you mean"]),
+        (["ten", "--model", "cn"], ["cn", "did you mean 'cnn'"]),
+        (["ten", "--schedule", "cosin"], ["cosin", "did you mean 'cosine'"]),
+        (["ten", "--last", "evn"], ["evn", "did you mean 'even'"]),
+        (["ten", "--within", "-1"], ["--within -1"]),
+        (["ten", "--device", "tpu"], ["tpu"]),
+    ],
+)
+def test_every_mistake_meets_one_sentence(
+    arguments: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = study_command(*arguments)
+    for word in words:
+        assert word in said
+    assert "\n" not in said
+    assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+def test_the_demo_replaces_an_earlier_demo_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "study.json").write_text('{"preset": "demo"}')
+    (tmp_path / "mine").write_text("kept")
+    demo._make_room(tmp_path)
+    assert os.listdir(tmp_path) == ["mine"]
+    (tmp_path / "virtual").mkdir()
+    (tmp_path / "virtual" / "study.json").write_text('{"preset": "ten"}')
+    with pytest.raises(HocketError, match="not an earlier demo's"):
+        demo._make_room(tmp_path)
+    assert (tmp_path / "virtual" / "study.json").exists()
+
+
+def test_what_a_failed_training_said_is_the_reason() -> None:
+    with pytest.raises(HocketError, match=r"^Too few\.$"):
+        cli_study._fail(2, ["note: a", "hocket: Too few."])
+    with pytest.raises(NonFiniteGradient):
+        cli_study._fail(2, ["hocket: The gradient of a holds NaN or Inf at step 3 on worker 0."])
+    with pytest.raises(CannotWrite):
+        cli_study._fail(2, ["hocket: Cannot write run.json (No space left on device)."])
