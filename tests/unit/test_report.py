@@ -164,6 +164,21 @@ def test_merging_two_studies_is_their_union(tmp_path: Path) -> None:
     assert "study" in (out / "table.csv").read_text().splitlines()[0].split(",")
 
 
+@pytest.mark.parametrize("virtual", [False, True])
+def test_real_workers_of_several_studies_are_not_compared_with_each_other(tmp_path: Path, virtual: bool) -> None:
+    """What real workers measure depends on where they ran; virtual ones are the same anywhere."""
+    for title in ("Slow links", "Fast links"):
+        runs = [{"strategy": s, "virtual": virtual} for s in (BASELINE, "local(4)")]
+        write_study(tmp_path / title, title, runs)
+    report = build([tmp_path], tmp_path / "out", png=False)
+    facets = {row.facet for row in report.rows}
+    assert {f.study for f in facets} == ({""} if virtual else {"Slow links", "Fast links"})
+    for row in report.rows:
+        if not virtual:
+            assert row.label == row.strategy
+            assert all(f.study in str(f) for f in facets)
+
+
 def test_damaged_lines_and_files_are_noted(tmp_path: Path) -> None:
     good = write_run(tmp_path / "good", BASELINE, flat(0.7), epochs=2)
     cut = write_run(tmp_path / "cut", "local(4)", flat(0.7), epochs=2)

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hocket.report.answers import basis
@@ -33,7 +34,7 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for facet in sorted({r.facet for r in rows}):
         inside = [r for r in rows if r.facet == facet]
-        name = f"{facet.data}-{facet.model}-{facet.workers}-{facet.kind}"
+        name = f"{facet.data}-{facet.model}-{facet.workers}-{facet.kind}" + f"-{facet.study}" * bool(facet.study)
         for chart, picture in (
             ("accuracy", _accuracy(inside, looks)),
             ("frontier", _frontier(inside, looks)),
@@ -41,11 +42,12 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
         ):
             if picture is not None:
                 files[_unused(f"{name}-{chart}", files)] = picture
-    for data, model, virtual in sorted({(r.facet.data, r.facet.model, r.facet.virtual) for r in rows}):
-        inside = [r for r in rows if (r.facet.data, r.facet.model, r.facet.virtual) == (data, model, virtual)]
+    for alike in sorted({replace(r.facet, workers=0) for r in rows}):
+        inside = [r for r in rows if replace(r.facet, workers=0) == alike]
         picture = _workers(inside, looks)
         if picture is not None:
-            files[_unused(f"{data}-{model}-{inside[0].facet.kind}-workers", files)] = picture
+            name = f"{alike.data}-{alike.model}-{alike.kind}" + f"-{alike.study}" * bool(alike.study)
+            files[_unused(f"{name}-workers", files)] = picture
     return files
 
 

@@ -446,7 +446,7 @@
   // Worker counts ------------------------------------------------------------------------------------------------------------
   function workers() {
     const facet = facets[state.facet];
-    const near = (f) => f.data === facet.data && f.model === facet.model && f.kind === facet.kind;
+    const near = (f) => f.data === facet.data && f.model === facet.model && f.kind === facet.kind && f.study === facet.study;
     const found = rows.filter((row) => row.ranked && near(facets[row.facet]));
     const counts = [...new Set(found.map((row) => facets[row.facet].workers))].sort((a, b) => a - b);
     byId("workers").hidden = counts.length < 2;
@@ -550,7 +550,7 @@
   const matches = (row) => state.words.every((word) => row.text.includes(word));
 
   // Selectors ----------------------------------------------------------------------------------------------------------------
-  const AXES = [["data", "Data set"], ["model", "Model"], ["workers", "Workers"], ["kind", "Kind"]];
+  const AXES = [["data", "Data set"], ["model", "Model"], ["workers", "Workers"], ["kind", "Kind"], ["study", "Study"]];
 
   function selectors() {
     const form = byId("choose");
@@ -560,7 +560,7 @@
       if (values.length < 2) continue;
       if (axis === "workers") values.sort((a, b) => a - b);
       const select = html("select", { name: axis });
-      for (const value of values) select.append(html("option", { value: String(value) }, axis === "kind" && value === "real" ? "real (measured)" : String(value)));
+      for (const value of values) select.append(html("option", { value: String(value) }, axis === "kind" && value === "real" ? "real (measured)" : String(value) || "all"));
       select.addEventListener("change", () => choose(axis, select.value));
       form.append(html("label", {}, title, select));
     }

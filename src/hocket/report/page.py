@@ -99,7 +99,7 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
     place = {label: i for i, label in enumerate(labels)}
     shown = columns(rows)
     return {
-        "facets": [{"data": f.data, "model": f.model, "workers": f.workers, "kind": f.kind} for f in facets],
+        "facets": [{"data": f.data, "model": f.model, "workers": f.workers, "kind": f.kind, "study": f.study} for f in facets],
         "series": [{"label": label, **vars(looks[label])} for label in labels],
         "rows": [
             {

@@ -1,7 +1,7 @@
 """One row per configuration: the seeds of one configuration become a mean and a spread, compared within its facet.
 
-A *facet* is data set × model × worker count × kind; figures of different facets are never compared. The *spread* is the standard
-deviation over seeds.
+A *facet* is data set × model × worker count × kind, and for real workers the study, where there are several: what they measured
+depends on where they ran. Figures of different facets are never compared. The *spread* is the standard deviation over seeds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Facet:
     model: str
     workers: int
     virtual: bool
+    study: str = ""
 
     @property
     def kind(self) -> str:
@@ -37,7 +38,8 @@ class Facet:
         return "virtual" if self.virtual else "real"
 
     def __str__(self) -> str:
-        return f"{self.data}, {self.model}, {self.workers} {self.kind} worker{'s' if self.workers != 1 else ''}"
+        where = f" ({self.study})" if self.study else ""
+        return f"{self.data}, {self.model}, {self.workers} {self.kind} worker{'s' if self.workers != 1 else ''}{where}"
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def make_rows(runs: Iterable[Run]) -> list[Row]:
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         groups[_configuration(run)].append(run)
-    rows = _labelled([_row(group) for group in groups.values()])
+    rows = _labelled(_apart([_row(group) for group in groups.values()]))
     rows = [row for facet in _by_facet(rows).values() for row in _compared(facet)]
     return sorted(rows, key=lambda r: (r.facet, not r.ranked, -r.accuracy.mean if r.accuracy else 0.0, r.label))
 
@@ -232,6 +234,18 @@ def _by_facet(rows: Iterable[Row]) -> dict[Facet, list[Row]]:
     for row in rows:
         facets[row.facet].append(row)
     return facets
+
+
+def _apart(rows: list[Row]) -> list[Row]:
+    """Real workers of several studies in facets of their own."""
+    studies: dict[Facet, set[str]] = defaultdict(set)
+    for row in rows:
+        studies[row.facet].add(row.study)
+
+    def apart(row: Row) -> bool:
+        return not row.facet.virtual and len(studies[row.facet]) > 1
+
+    return [replace(row, facet=replace(row.facet, study=row.study or "no study")) if apart(row) else row for row in rows]
 
 
 def _labelled(rows: list[Row]) -> list[Row]:

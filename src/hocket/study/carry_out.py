@@ -23,7 +23,7 @@ from hocket.study.plan import Planned, Study, rounds_of, start_rate, steps_of
 from hocket.study.rates import best_rate, next_rate, short
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite
-from hocket.train.run import Settings, run
+from hocket.train.run import Engines, Settings, run
 
 
 class Interrupted(Exception):
@@ -81,6 +81,7 @@ class Virtual:
     data: Data
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     noted: set[str] = field(default_factory=set)
+    engines: Engines = field(default_factory=dict)
 
     def __call__(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         cluster = VirtualCluster(settings.workers, self.device, settings.host_size)
@@ -95,6 +96,7 @@ class Virtual:
                     on_epoch=watch.epoch,
                     data=self.data(settings.data),
                     checkpoints=False,
+                    engines=self.engines,
                 )
             finally:
                 cluster.close()

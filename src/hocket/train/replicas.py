@@ -149,11 +149,11 @@ class StackedReplicas:
         clip: float | None = None,
         autocast: torch.dtype | None = None,
         nonfinite: str = "raise",
-        engine: str | Engine = "auto",
+        engine: str | Callable[[Layout], Engine] = "auto",
         cap_bytes: int | None = None,
         first_cap_bytes: int | None = None,
     ) -> None:
-        """``engine``: a name, or that of an earlier training of the same model and layout, which is then not compiled again."""
+        """``engine``: a name, or what gives an engine for a layout."""
         self.cluster, self.clip, self.strategy = cluster, clip, strategy
         self.model = model.to(cluster.device)
         template = optimizer(list(model.parameters()))
@@ -168,7 +168,7 @@ class StackedReplicas:
         self.engine = (
             choose(model, loss, self.layout, cluster.rows, cluster.device, engine, autocast=autocast)
             if isinstance(engine, str)
-            else engine
+            else engine(self.layout)
         )
         vectorised = cluster.device.type == "cuda"
         self._stacked = StackedOptimizer(

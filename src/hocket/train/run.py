@@ -12,21 +12,24 @@ import torch
 from torch import nn
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
 from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, nearest
 from hocket.models import build, loss_for
 from hocket.strategy import Strategy
+from hocket.train.engines import Engine, choose
 from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
 from hocket.train.record import Record, versions
-from hocket.train.replicas import LiveReplica, Replicas, StackedReplicas
+from hocket.train.replicas import LiveReplica, Loss, Replicas, StackedReplicas
 from hocket.train.simulate import seeded
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor")
 }
+Engines = dict[tuple[Any, ...], Engine]
 AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -90,8 +93,8 @@ class Settings:
         return OPTIMIZERS[self.optimizer](params, **options)
 
 
-def make_training(settings: Settings, cluster: Cluster, data: DataSet) -> Training:
-    """A training ready to run on the workers hosted here."""
+def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: Engines | None = None) -> Training:
+    """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy = settings.check()
     Partition(
         len(data.train[0]), settings.workers, settings.batch, settings.seed, settings.plan().rounds
@@ -111,11 +114,29 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet) -> Traini
     if live:
         replicas = LiveReplica(model, loss, settings.make_optimizer, strategy, cluster, **options)
     else:
-        replicas = StackedReplicas(model, loss, settings.make_optimizer, strategy, cluster, engine=settings.engine, **options)
+
+        def engine(layout: Layout) -> Engine:
+            return _engine(settings, model, loss, layout, cluster, {} if engines is None else engines)
+
+        replicas = StackedReplicas(model, loss, settings.make_optimizer, strategy, cluster, engine=engine, **options)
     training = Training(replicas, cluster, data, loss, settings.plan())
     if cluster.workers.start == 0:
         mention_period(strategy, training.steps, cluster.size)
     return training
+
+
+def _engine(settings: Settings, model: nn.Module, loss: Loss, layout: Layout, cluster: Cluster, engines: Engines) -> Engine:
+    """The engine of an earlier training that differs in nothing an engine depends on, or a new one; compiling takes seconds.
+
+    An engine reads what is not trained from the model it was made with, so models with such parts get one of their own.
+    """
+    key = (settings.model, settings.data, cluster.rows, str(cluster.device), settings.autocast, settings.engine, layout.digest())
+    trained = {s.name for b in layout.buckets for s in b.slots}
+    if key in engines and trained == {name for name, _ in model.named_parameters()}:
+        return engines[key]
+    autocast = AUTOCAST[settings.autocast]
+    engines[key] = choose(model, loss, layout, cluster.rows, cluster.device, settings.engine, autocast=autocast)
+    return engines[key]
 
 
 def run(
@@ -128,6 +149,7 @@ def run(
     on_epoch: Callable[[dict[str, Any]], None] = lambda _: None,
     data: DataSet | None = None,
     checkpoints: bool = True,
+    engines: Engines | None = None,
 ) -> Training:
     """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given."""
     process = getattr(cluster, "rank", 0)
@@ -136,7 +158,7 @@ def run(
     with warnings.catch_warnings():
         if process:
             warnings.simplefilter("ignore")
-        training = make_training(settings, cluster, data)
+        training = make_training(settings, cluster, data, engines)
     if record is not None and resume:
         record.check_resumed({**asdict(settings), "strategy": str(settings.check())})
         training.load_state_dict(record.load())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -144,7 +145,8 @@ class VmapEngine:
         total = None
         n = min(self.accumulate, x.shape[1])
         for i, (xi, yi) in enumerate(zip(x[part].tensor_split(n, 1), y[part].tensor_split(n, 1), strict=True)):
-            losses = self._losses(leaves, own, xi, yi)
+            with _unlimited() if self._compile else nullcontext():
+                losses = self._losses(leaves, own, xi, yi)
             scale = torch.full_like(losses, xi.shape[1] / x.shape[1])
             for g, new in zip(grads, torch.autograd.grad(losses, leaves, scale, allow_unused=True), strict=True):
                 _put(g[part], new, first=i == 0)
@@ -182,6 +184,11 @@ class _Captured:
         self.y.copy_(y)
         self.graph.replay()
         return self.losses.clone()
+
+
+def _unlimited() -> Any:
+    """All engines share one code object: torch would stop compiling after a few shapes of it, and go on slowly without a word."""
+    return torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000)
 
 
 def _stack(batches: Batches) -> Tensor | None:
