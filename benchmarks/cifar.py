@@ -19,7 +19,7 @@ import torch
 
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
-from hocket.train.run import Settings, make_training
+from hocket.train.run import Engines, Settings, make_training
 
 STRATEGIES = (
     "bulk + allreduce",
@@ -38,6 +38,9 @@ STRATEGIES = (
     "bulk + sign",
     "diloco(16)",
 )
+
+
+ENGINES: Engines = {}
 
 
 def main() -> None:
@@ -98,7 +101,7 @@ def train_one(strategy: str, rate: float, args: argparse.Namespace, data: object
         seed=args.seed,
     )
     cluster = VirtualCluster(args.workers, args.device)
-    training = make_training(settings, cluster, data)  # type: ignore[arg-type]
+    training = make_training(settings, cluster, data, ENGINES)  # type: ignore[arg-type]
     synchronise(args.device)
     begun = time.perf_counter()
     metrics = list(training.run())

@@ -1,6 +1,6 @@
 """A study on real processes on several hosts, at several link rates: ``hocket study`` in a lab (see netlab.py).
 
-    python benchmarks/study_hosts.py ten --data cifar10 --data-dir DIR --model cnn --max-steps 128 --rates 100mbit 1gbit unlimited --out DIR
+    python benchmarks/study_hosts.py ten --data cifar10 --data-dir DIR --model cnn --epochs 1 --out DIR
 
 One worker per host, one study per rate in ``OUT/RATE``, one page for all in ``OUT``. Stopped, the same command goes on. The hosts
 share this machine's cores: compare within one run.

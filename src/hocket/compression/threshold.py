@@ -46,6 +46,10 @@ class Threshold(Selection):
     def remembers(self) -> bool:
         return self.feedback is not False and not self.lossless
 
+    @property
+    def compares(self) -> bool:
+        return self.keep is not None  # a static threshold looks at each value alone
+
     def consensus_step(self, size: int, context: Context) -> float:
         return 1.0 if self.lossless else min(CONSENSUS_STEP, 2 * (self.keep or 1.0))
 
