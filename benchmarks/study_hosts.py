@@ -21,6 +21,7 @@ from typing import Any
 from netlab import Lab
 
 from hocket.cli.display import StudyDisplay, study_tables
+from hocket.cli.study import fail
 from hocket.cli.train import arguments
 from hocket.errors import HocketError
 from hocket.report import build
@@ -42,8 +43,7 @@ def trainer(lab: Lab, data_dir: Path | None) -> Any:
         done = lab.run([command] * lab.hosts, {"TORCH_CPP_LOG_LEVEL": "ERROR"}, timeout_s=3600)
         failed = next((process for process in done if process.returncode), None)
         if failed is not None:
-            said = [line for line in failed.stderr.splitlines() if line.startswith("hocket: ")] or failed.stderr.splitlines()[-1:]
-            raise HocketError(said[-1].removeprefix("hocket: ") if said else f"exit code {failed.returncode}")
+            fail(failed.returncode, failed.stderr.splitlines())
         return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     return train

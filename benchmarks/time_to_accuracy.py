@@ -6,7 +6,8 @@
 One worker per host of a lab (see netlab.py), CIFAR-10, SGD with momentum 0.9 and a constant rate (``@0.02`` after a method gives it
 another). DDP trains first, for ``--steps`` steps; its last accuracy is the mark. Every other method trains until its mean model
 reaches the mark, or gives up after ``--patience`` times as many steps. All see the same mini-batches. The clock stands still while
-the model is evaluated, and counts exchanges under way to their end. Every time is the first at which the mark was seen, DDP's too.
+the model is evaluated, and counts exchanges under way to their end. Every time is the first at which the mark was seen, DDP's too,
+plus what it takes to average the workers' weights into that model, where they differ.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import sys
 import tempfile
 import time
@@ -47,14 +49,17 @@ class Curve:
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
+    average_s: list[float] = field(default_factory=list)
+    """What averaging the weights took, at each evaluation."""
 
     def reach(self, mark: float) -> tuple[int, float] | None:
         """Steps and seconds at which the mark was first seen.
 
-        >>> Curve("ddp", 0.1, [5, 10], [1.0, 2.0], [0.3, 0.5]).reach(0.4)
-        (10, 2.0)
+        >>> Curve("ddp", 0.1, [5, 10], [1.0, 2.0], [0.3, 0.5], [0.0, 0.5]).reach(0.4)
+        (10, 2.5)
         """
-        return next(((n, s) for n, s, a in zip(self.steps, self.seconds, self.accuracy, strict=True) if a >= mark), None)
+        points = zip(self.steps, self.seconds, self.average_s, self.accuracy, strict=True)
+        return next(((steps, s + average_s) for steps, s, average_s, accuracy in points if accuracy >= mark), None)
 
 
 class Task:
@@ -113,7 +118,10 @@ def train(name: str, lr: float, data: Any, options: argparse.Namespace, mark: fl
             job.program.drain()
         dist.barrier()
         seconds += time.perf_counter() - start
+        start = time.perf_counter()
         with nullcontext(task.model) if job is None else job.averaged() as model:
+            dist.barrier()
+            curve.average_s.append(0.0 if job is None else time.perf_counter() - start)
             accuracy = right_answers(model.module if job is None else model, data)
         curve.steps.append(begin + options.every)
         curve.seconds.append(seconds)
@@ -186,6 +194,7 @@ def write(path: Path, options: argparse.Namespace, curves: Sequence[Curve]) -> N
         "rate": options.rate,
         "model": options.model,
         "batch": BATCH,
+        "command": shlex.join(["python", "benchmarks/time_to_accuracy.py", *sys.argv[1:]]),
         "mark": curves[0].accuracy[-1],
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
         "curves": [asdict(curve) for curve in curves],

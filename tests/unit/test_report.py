@@ -179,6 +179,57 @@ def test_real_workers_of_several_studies_are_not_compared_with_each_other(tmp_pa
             assert all(f.study in str(f) for f in facets)
 
 
+def test_the_same_seed_again_is_another_measurement(tmp_path: Path) -> None:
+    for name, seconds in (("slow", 9.0), ("fast", 1.0)):
+        write_run(tmp_path / name, BASELINE, [{**line, "seconds": seconds} for line in flat(0.7)], epochs=2)
+    rows = build([tmp_path], tmp_path / "out", png=False).rows
+    assert sorted(row.seconds.mean for row in rows if row.seconds) == [2.0, 18.0]
+    assert all(row.seeds == (0,) for row in rows)
+
+
+@pytest.mark.parametrize("within, winner", [(0.5, "local(4)"), (10, "local(16)"), (0.1, None), (None, "local(4)")])
+def test_a_study_says_how_much_accuracy_may_be_lost(tmp_path: Path, within: float | None, winner: str | None) -> None:
+    figures = {BASELINE: (0.90, 100), "local(4)": (0.896, 25), "local(16)": (0.80, 6)}
+    runs = [
+        {"strategy": s, "lines": [{**line, "bytes_sent": sent} for line in flat(accuracy)], "epochs": 2}
+        for s, (accuracy, sent) in figures.items()
+    ]
+    write_study(tmp_path / "study", "Mine", runs, within=within)
+    (answer,) = [a for a in build([tmp_path], tmp_path / "out", png=False).answers if a.startswith("Least traffic")]
+    assert answer.startswith(f"Least traffic within {'1 point' if within is None else f'{within:g} points'} of {BASELINE}: ")
+    assert (f": {winner}, " in answer) if winner else ("nothing here" in answer)
+
+
+HOSTILE_RUNS = (
+    '{"strategy": "bulk", "epochs": 1, "workers": ' + "9" * 400 + "}",
+    '{"strategy": "bulk \\ud800", "epochs": 1}',
+    '{"strategy": "bulk \\u001b[31m", "epochs": 1}',
+    "[" * 100_000,
+    '{"strategy": "=cmd()", "epochs": 1}',
+)
+HOSTILE_LINES = (
+    '{"epoch": 1, "accuracy": ' + "9" * 400 + ', "bytes_sent": 1}',
+    '{"epoch": ' + "9" * 400 + ', "accuracy": 0.5}',
+    '{"epoch": 1, "accuracy": 1e308, "seconds": 1e308, "bytes_sent": 1e308}',
+    "[" * 100_000,
+    '{"epoch": 1, "accuracy": "\\ud800"}',
+)
+
+
+@pytest.mark.parametrize("line", HOSTILE_LINES, ids=range(len(HOSTILE_LINES)))
+@pytest.mark.parametrize("run", HOSTILE_RUNS, ids=range(len(HOSTILE_RUNS)))
+def test_hostile_files_never_break_the_report(tmp_path: Path, run: str, line: str) -> None:
+    write_run(tmp_path / "good", BASELINE, flat(0.7), epochs=2)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "run.json").write_text(run)
+    (tmp_path / "bad" / "metrics.jsonl").write_text(line + "\n")
+    (tmp_path / "study.json").write_text(json.dumps({"title": "a\ud800", "runs": [{"folder": "a\u0000b"}]}))
+    report = build([tmp_path], tmp_path / "out", png=False)
+    assert any(row.strategy == BASELINE for row in report.rows)
+    assert "\x1b" not in " ".join([*report.answers, *report.notes, (tmp_path / "out" / "report.html").read_text()])
+    assert "=cmd" not in [cell[:4] for cell in (tmp_path / "out" / "table.csv").read_text().replace("\n", ",").split(",")]
+
+
 def test_damaged_lines_and_files_are_noted(tmp_path: Path) -> None:
     good = write_run(tmp_path / "good", BASELINE, flat(0.7), epochs=2)
     cut = write_run(tmp_path / "cut", "local(4)", flat(0.7), epochs=2)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -24,13 +27,10 @@ from hocket.cli import train as cli_train
 from hocket.compression import NoCompression, Threshold
 from hocket.data import DataSet, Normalise
 from hocket.errors import HocketError, NonFiniteGradient
-from hocket.report.read import read
-from hocket.report.rows import make_rows
 from hocket.strategy import Strategy
 from hocket.study import file
-from hocket.study.carry_out import Data, Virtual, Watch, carry_out, finished, sentence
+from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check, finished, sentence
 from hocket.study.folder import Folder, Outcome
-from hocket.study.least import sends_least
 from hocket.study.lines import lines_of
 from hocket.study.plan import Outline, Planned, Study, expand, of_preset, slug
 from hocket.study.presets import PRESETS, Entry, preset
@@ -496,31 +496,69 @@ def test_without_space_the_study_ends_and_keeps_what_is_finished(tmp_path: Path,
     assert figures(tmp_path / "parts") == figures(whole)
 
 
-# --- what sends least ------------------------------------------------------------------------------------------------------
+# --- what cannot be, and what is not meant -----------------------------------------------------------------------------------
+
+
+def test_a_study_of_which_nothing_is_possible_is_refused_before_it_begins(tmp_path: Path) -> None:
+    with pytest.raises(
+        HocketError, match=r"None of the 20 runs is possible: 1437 samples do not fill one round of 16 workers with batch 100"
+    ):
+        check(expand(of_preset(preset("ten")).changed((16, 32)), Data()), Data())
+    check(expand(of_preset(preset("ten")).changed((4, 32)), Data()), Data())  # some are: the others are recorded as failed
+
+
+def test_a_run_that_is_left_out_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('workers = [2, 4]\nstrategies = ["bulk"]\n[[run]]\nstrategy = "local(4)"\nworkers = 4\n')
+    outline = file.read(path)
+    assert len(expand(outline, Data()).runs) == 3
+    study = expand(outline.changed((2,)), Data())
+    assert len(study.runs) == 1
+    assert any("line 4" in note and "left out" in note for note in study.notes)
 
 
 @pytest.mark.parametrize(
-    ("runs", "within", "words"),
-    [
-        ({"bulk": (0.90, 100), "local(4)": (0.896, 25), "local(16)": (0.80, 6)}, 0.5, ["local(4)", "4.0 times less", "89.6%"]),
-        ({"bulk": (0.90, 100), "local(4)": (0.896, 25), "local(16)": (0.80, 6)}, 10, ["local(16)", "80.0%"]),
-        ({"bulk": (0.90, 100), "local(4)": (0.896, 25)}, 0.1, ["Nothing within 0.1 points of bulk + allreduce"]),
-        ({"local(4)": (0.90, 25), "local(16)": (0.899, 6)}, 0.5, ["the most accurate, local(4)", "local(16)"]),
-    ],
+    "folder", ["", ".", "..", "/", "/home", "runs", "runs/", "runs/..", "runs/a/../..", "runs/../../x", "runs/a b"]
 )
-def test_what_sends_least_within_a_loss(
-    tmp_path: Path, runs: dict[str, tuple[float, int]], within: float, words: list[str]
-) -> None:
-    folder, study = begun(tmp_path, small(list(runs), settings={"epochs": 1}))
-    for planned, (accuracy, sent) in zip(study.runs, runs.values(), strict=True):
-        place = folder.clear(planned)
-        place.mkdir(parents=True)
-        (place / "run.json").write_text(json.dumps(planned.described()))
-        (place / "metrics.jsonl").write_text(json.dumps({"epoch": 1, "accuracy": accuracy, "loss": 1.0, "bytes_sent": sent}))
-        folder.finish(planned, None)
-    ((answer,),) = sends_least(make_rows(read([tmp_path]).runs), within).values()
-    for word in words:
-        assert word in answer
+def test_a_study_that_names_folders_it_would_not_make_is_refused(tmp_path: Path, folder: str) -> None:
+    """Folders are emptied before their runs start anew."""
+    place, study = begun(tmp_path / "study", small(["bulk"]))
+    content = json.loads((place.path / "study.json").read_text())
+    content["runs"][0]["folder"] = folder
+    (place.path / "study.json").write_text(json.dumps(content))
+    with pytest.raises(HocketError, match="that no study makes"):
+        place.begin(study)
+
+
+def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").write_bytes(b"")
+    with pytest.raises(HocketError, match=r"holds no study, but photo\.jpg"), Folder(tmp_path).taken():
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["photo.jpg"]
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cli_study._leaving():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_training_holds_the_lock_of_its_study(tmp_path: Path) -> None:
+    place, _ = begun(tmp_path / "study", small(["bulk"]))
+    with place.taken() as lock:
+        training = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
+    try:
+        with pytest.raises(HocketError, match="Another process is at work"), place.taken():
+            pass
+    finally:
+        training.communicate(b"\n", timeout=60)
+    with place.taken():
+        pass
 
 
 # --- rates -----------------------------------------------------------------------------------------------------------------
@@ -729,8 +767,11 @@ def test_the_demo_replaces_an_earlier_demo_and_nothing_else(tmp_path: Path) -> N
 
 def test_what_a_failed_training_said_is_the_reason() -> None:
     with pytest.raises(HocketError, match=r"^Too few\.$"):
-        cli_study._fail(2, ["note: a", "hocket: Too few."])
+        cli_study.fail(2, ["note: a", "hocket: Too few."])
     with pytest.raises(NonFiniteGradient):
-        cli_study._fail(2, ["hocket: The gradient of a holds NaN or Inf at step 3 on worker 0."])
+        cli_study.fail(2, ["hocket: The gradient of a holds NaN or Inf at step 3 on worker 0."])
     with pytest.raises(CannotWrite):
-        cli_study._fail(2, ["hocket: Cannot write run.json (No space left on device)."])
+        cli_study.fail(
+            2,
+            [f"hocket: {CannotWrite('write run.json', OSError(28, 'No space left on device'))}"],
+        )

@@ -152,17 +152,19 @@ class StudyDisplay(Watch):
             accuracy, sent, took = _figures(outcome)
             table.add_row(escape(self._name(outcome.planned)), "failed" if outcome.failure else accuracy, sent, took)
         parts: list[RenderableType] = [table] if self._over else []
-        if self._now is not None:
+        number = self._now  # another thread draws while this one goes on
+        if number is not None:
             now = Table.grid(padding=(0, 1))
             now.add_column(overflow="ellipsis", no_wrap=True, style="bold", max_width=widest)
             bar = ProgressBar(total=1.0, completed=self._share, width=20)
-            now.add_row(escape(self._name(self._study.runs[self._now])), bar, f"{self._note} {self._accuracy}")
+            now.add_row(escape(self._name(self._study.runs[number])), bar, f"{self._note} {self._accuracy}")
             parts.append(now)
         return Group(*parts, f"{len(self._over)} of {len(self._study.runs)} runs done{self._left()}")
 
     def _left(self) -> str:
         """Time that the rest will take if it goes on as so far."""
-        running = _cost(self._study.runs[self._now]) * self._share if self._note == "training" and self._now is not None else 0.0
+        number = self._now
+        running = _cost(self._study.runs[number]) * self._share if self._note == "training" and number is not None else 0.0
         done = self._done - self._before + running
         if not done:
             return ""

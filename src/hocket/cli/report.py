@@ -13,7 +13,7 @@ from rich.text import Text
 
 def command(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Runs, studies, or folders that hold such.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write (by default the first DIR).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write (by default DIR, or ./report for several).")] = None,
     title: Annotated[str | None, typer.Option(help="The page's title (by default the study's).")] = None,
     png: Annotated[bool, typer.Option("--png/--no-png", help="Charts as PNG files too.")] = True,
 ) -> None:
@@ -21,7 +21,9 @@ def command(
     from hocket.report import build
     from hocket.report.answers import basis
 
-    report = build(folders, folders[0] if out is None else out, title, png)
+    if out is None:
+        out = folders[0] if len(folders) == 1 else Path("report")
+    report = build(folders, out, title, png)
     console = Console(highlight=False)
     for facet, answers in report.by_facet.items():
         console.print(Text.assemble((str(facet), "bold"), (f"  {basis(report.rows, facet)}", "dim")))

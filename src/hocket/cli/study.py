@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -23,7 +25,9 @@ from rich.markup import escape
 
 from hocket.cli.display import LEGEND, StudyDisplay, plain_notes, study_tables
 from hocket.cli.train import arguments, device_of
+from hocket.cluster.join import without_launcher
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.report import Report, build
 from hocket.study import file
 from hocket.study.carry_out import Data, Interrupted, Virtual, Watch, carry_out, check, finished
 from hocket.study.folder import Folder
@@ -61,7 +65,8 @@ def command(
     last: Annotated[str | None, typer.Option(help="An epoch's incomplete round: even (dealt out evenly) or drop.")] = None,
     engine: Annotated[str | None, typer.Option(help="Gradients of virtual workers: auto, loop or vmap.")] = None,
     within: Annotated[
-        float | None, typer.Option(help="Points of accuracy that may be lost for sending less (default: 0.5).")
+        float | None,
+        typer.Option(help="Points of accuracy to lose for sending less (default: 1; frontier: 0.5)."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
     data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
@@ -98,8 +103,9 @@ def command(
     study = expand(outline, machine.data)
     place = out or Path(f"study-{name}")
     study = perform(study, place, machine, retry)
-    asked = outline.preset == "frontier" or within is not None
-    show([place], place, study.within if asked else None)
+    report = show([place], place)
+    if all(row.state == "failed" for row in report.rows):
+        raise HocketError(f"All {len(study.runs)} runs failed; the first said: {report.rows[0].reason}")
 
 
 @dataclass
@@ -108,6 +114,8 @@ class Machine:
 
     device: torch.device
     data: Data
+    lock: int | None = None
+    """The study's lock, which a training holds too: were this process killed, nobody else could go on until that is over."""
 
     def real(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         """One run on real processes, through ``hocket train`` as a user would start it."""
@@ -115,7 +123,7 @@ class Machine:
         options = [*arguments(settings), "--no-checkpoints", "--out", str(out), "--device", self.device.type]
         if self.data.folder is not None:
             options += ["--data-dir", str(self.data.folder)]
-        return _train(options, settings, out, watch)
+        return _train(options, settings, out, watch, self.lock)
 
 
 def perform(study: Study, place: Path, machine: Machine, retry: bool = False, then: str = "the same command goes on") -> Study:
@@ -124,7 +132,7 @@ def perform(study: Study, place: Path, machine: Machine, retry: bool = False, th
     if machine.device.type == "cpu":
         torch.set_num_threads(1)  # equal bits whatever the machine, and the cores are the workers'
     folder = Folder(place)
-    with _leaving(), folder.taken():
+    with _leaving(), folder.taken() as machine.lock:
         try:
             study = folder.begin(study, shlex.join(["hocket", *sys.argv[1:]]))
             with StudyDisplay(study) as display:
@@ -137,17 +145,13 @@ def perform(study: Study, place: Path, machine: Machine, retry: bool = False, th
             raise Interrupted(f"interrupted; {len(done)} of {len(study.runs)} runs done; {then}.") from None
         except CannotWrite as error:
             done = finished(folder, study)
-            cause = str(error).split(";")[0].rstrip(".")
             kept = f"{len(done)} of {len(study.runs)} runs are done and kept"
-            raise HocketError(f"{cause}; {kept}: make room, and {then}.") from None
+            raise HocketError(f"{error.cause}; {kept}: {error.remedy}, and {then}.") from None
     return study
 
 
-def show(places: Sequence[Path], out: Path, within: float | None = None, title: str | None = None) -> None:
+def show(places: Sequence[Path], out: Path, title: str | None = None) -> Report:
     """The tables, the answers and the page of finished studies."""
-    from hocket.report import build
-    from hocket.study.least import sends_least
-
     report = build(places, out, title)
     console = Console()
     for table in study_tables(report.rows):
@@ -156,18 +160,16 @@ def show(places: Sequence[Path], out: Path, within: float | None = None, title: 
         if row.state == "failed":
             console.print(f"[bold]failed[/bold] {escape(row.label)}: {escape(row.reason)}")
     console.print(LEGEND, style="dim")
-    least = sends_least(report.rows, within) if within is not None else {}
     for facet, answers in report.by_facet.items():
         if len(report.by_facet) > 1:
             console.print(f"[bold]{escape(str(facet))}[/bold]")
-        for answer in (*answers, *least.get(facet, ())):
+        for answer in answers:
             console.print(f"• {escape(str(answer))}")
     console.print(f"The page: {escape(str(report.path))}", soft_wrap=True)
+    return report
 
 
 def _page(places: Sequence[Path], out: Path) -> None:
-    from hocket.report import build
-
     report = build(places, out)
     print(f"The runs that are done: {report.path}", file=sys.stderr)
 
@@ -187,7 +189,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
         raise HocketError(f"{option} {text}: give whole numbers with commas between them, such as 4,8.") from None
 
 
-def _train(options: list[str], settings: Settings, out: Path, watch: Watch) -> Sequence[dict[str, Any]]:
+def _train(options: list[str], settings: Settings, out: Path, watch: Watch, lock: int | None) -> Sequence[dict[str, Any]]:
     """``hocket train`` as a process; its epochs are read as they are recorded."""
     with tempfile.TemporaryFile("w+") as said:
         # A process group of its own: Ctrl-C reaches this process alone, which then tells the other once.
@@ -197,6 +199,8 @@ def _train(options: list[str], settings: Settings, out: Path, watch: Watch) -> S
             stdout=subprocess.DEVNULL,
             stderr=said,
             process_group=0,
+            pass_fds=() if lock is None else (lock,),
+            env=without_launcher(os.environ),  # a batch system may have started this process, but not the training's workers
         )
         try:
             seen = 0
@@ -215,7 +219,7 @@ def _train(options: list[str], settings: Settings, out: Path, watch: Watch) -> S
     if process.returncode:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "output.txt", "".join(f"{line}\n" for line in lines).encode())  # what a crash leaves to go by
-        _fail(process.returncode, lines)
+        fail(process.returncode, lines)
     return _epochs(out)
 
 
@@ -233,12 +237,13 @@ def _follow(out: Path, settings: Settings, watch: Watch, seen: int) -> int:
     return len(epochs)
 
 
-def _fail(code: int, lines: list[str]) -> NoReturn:
+def fail(code: int, lines: list[str]) -> NoReturn:
     """What a failed training said, as an error of this process."""
     said = [line.removeprefix("hocket: ") for line in lines if line.startswith("hocket: ")] or lines[-1:]
     reason = said[-1] if said else f"hocket train ended with exit code {code}."
-    if reason.startswith("Cannot write"):
-        raise CannotWrite(reason)
+    if written := re.match(r"Cannot (write .*) \((.*?)\); what was written", reason):
+        number_ = errno.ENOSPC if written[2] == os.strerror(errno.ENOSPC) else errno.EACCES
+        raise CannotWrite(written[1], OSError(number_, written[2]))
     if "NaN or Inf" in reason:
         raise NonFiniteGradient(reason)
     raise WorkerLost(reason) if code == 1 else HocketError(reason)
@@ -246,15 +251,22 @@ def _fail(code: int, lines: list[str]) -> NoReturn:
 
 def _end(process: subprocess.Popen[Any]) -> None:
     """End a training and its workers: it is asked first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number_, patience_s in ((signal.SIGINT, _LEAVE_S), (signal.SIGTERM, _LEAVE_S), (signal.SIGKILL, None)):
-        if process.poll() is not None:
-            return
-        process.send_signal(number_)
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            continue
+    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number_, patience_s in ((signal.SIGINT, _LEAVE_S), (signal.SIGTERM, _LEAVE_S), (signal.SIGKILL, None)):
+            if process.poll() is not None:
+                return
+            if number_ == signal.SIGKILL:
+                os.killpg(process.pid, number_)
+            else:
+                process.send_signal(number_)
+            try:
+                process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                continue
+    finally:
+        for number_, handler in before.items():
+            signal.signal(number_, handler)
 
 
 @contextmanager
@@ -264,7 +276,9 @@ def _leaving() -> Iterator[None]:
     def interrupt(number_: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = {number_: signal.signal(number_, interrupt) for number_ in (signal.SIGTERM, signal.SIGHUP)}
+    # What is ignored stays so: nohup asks for it.
+    polite = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number_: signal.signal(number_, interrupt) for number_ in polite}
     try:
         yield
     finally:

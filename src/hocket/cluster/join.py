@@ -64,6 +64,16 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment less what launchers announce: for a process that is to start workers of its own.
+
+    >>> without_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "HOME": "/root"})
+    {'HOME': '/root'}
+    """
+    announced = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT"}
+    return {name: value for name, value in environ.items() if name not in announced}
+
+
 def _first_host(environ: Mapping[str, str]) -> str:
     """The first host of a Slurm allocation (``node[03-07,9]`` → ``node03``), or this one."""
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")

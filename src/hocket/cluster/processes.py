@@ -286,8 +286,7 @@ class ProcessCluster(Cluster):
         """Send and receive. Small messages go all at once; large ones on Gloo distance by distance and in pieces.
 
         Several that meet at one receiver crowd each other out, and Gloo sends a whole message to a peer before it receives that
-        peer's own. Measured at 100 Mbit/s with 17 MB: two partners at once 3.9 s, one after the other 3.0 s; a mutual exchange
-        2.8 s whole, 1.5 s in pieces.
+        peer's own (docs/decisions/11).
         """
         if "gloo" in self.backend and largest_bytes > _PIECE_BYTES:
             rounds = [_pieces(distances[d]) for d in sorted(distances)]

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from hocket.report.figures import percent, points, seconds, times
 from hocket.report.rows import BASELINE, Facet, Row, baseline_of
 
-WITHIN = 0.01
-"""Accuracy that may be given up for traffic."""
+WITHIN = 1.0
+"""Points of accuracy that may be given up for traffic, unless the study says otherwise."""
+_POINT = 0.01
 _MORE_ACCURATE = 0.005
 _FASTER = 1.05
 _LEANER = 1.05
@@ -44,8 +45,8 @@ def basis(rows: Sequence[Row], facet: Facet) -> str:
     return "virtual: bytes counted, seconds by the virtual clock" if timed else "virtual: counted, not timed"
 
 
-def answers_of(facet: Facet, rows: Sequence[Row]) -> list[Answer]:
-    """The answers for one facet."""
+def answers_of(facet: Facet, rows: Sequence[Row], within: float = WITHIN) -> list[Answer]:
+    """The answers for one facet; ``within`` points of accuracy may be given up for traffic."""
     ranked = [r for r in rows if r.facet == facet and r.ranked]
     if not ranked:
         finished = any(r.facet == facet and r.state == "finished" for r in rows)
@@ -58,11 +59,11 @@ def answers_of(facet: Facet, rows: Sequence[Row]) -> list[Answer]:
     elif len(ranked) == 1:
         found.append(Answer("", detail=f"Only {BASELINE} has finished here; there is nothing to compare it with."))
     threshold = _threshold(ranked, base)
-    if base is not None and len(ranked) > 1 and (why := _plain_is_enough(ranked, base, threshold)):
+    if base is not None and len(ranked) > 1 and (why := _plain_is_enough(ranked, base, threshold, within)):
         found.append(Answer("", detail=f"Plain {BASELINE} is as good as anything here: {why}."))
     found.append(_fastest(ranked, base, threshold))
     if base is not None and len(ranked) > 1:
-        found.append(_least_traffic(ranked, base))
+        found.append(_least_traffic(ranked, base, within))
     found.append(_most_accurate(ranked, base))
     return found
 
@@ -88,7 +89,7 @@ def _threshold(ranked: list[Row], base: Row | None) -> float:
     """A round accuracy that the baseline reaches with a point to spare, so that chance in its last epochs does not decide."""
     if base is not None:
         best = max(p.accuracy.mean for p in base.curve if p.accuracy)
-        return round_below(best - WITHIN if best > 2 * WITHIN else best)
+        return round_below(best - _POINT if best > 2 * _POINT else best)
     finals = sorted(r.accuracy.mean for r in ranked if r.accuracy)
     return round_below(finals[len(finals) // 2])
 
@@ -116,20 +117,21 @@ def _fastest(ranked: list[Row], base: Row | None, threshold: float) -> Answer:
     return Answer(question, row.label, seconds(first), detail)
 
 
-def _least_traffic(ranked: list[Row], base: Row) -> Answer:
-    question = f"Least traffic within 1 point of {BASELINE}"
+def _least_traffic(ranked: list[Row], base: Row, within: float) -> Answer:
+    question = f"Least traffic within {_points(within)} of {BASELINE}"
     if not base.bytes_sent or base.bytes_sent.mean == 0:
         return Answer(question, detail="one worker sends nothing.")
-    near = [r for r in ranked if r.bytes_sent and _gain(r, base) >= -WITHIN - 1e-9]
+    ranked = [r for r in ranked if baseline_of(r, ranked) is base]  # others are compared with a baseline of their own length
+    near = [r for r in ranked if r.bytes_sent and _gain(r, base) >= -within / 100 - 1e-9]
     row = min(near, key=lambda r: (r.bytes_sent.mean if r.bytes_sent else math.inf, r is not base), default=base)
     if row is base:
         lean = [r for r in ranked if r.bytes_sent and r.bytes_sent.mean < base.bytes_sent.mean]
         nearest = max(lean, key=lambda r: _gain(r, base), default=None)
         if nearest is None:
             return Answer(question, detail=f"nothing here sends less than {BASELINE}.")
-        cost = f"{times(_ratio(nearest, base))} fewer bytes, {points(_gain(nearest, base))}"
+        cost = f"{_fewer(nearest, base)}, {points(_gain(nearest, base))}"
         return Answer(question, detail=f"nothing here; nearest is {nearest.label}, {cost}.")
-    return Answer(question, row.label, f"{times(_ratio(row, base))} fewer bytes", points(_gain(row, base)))
+    return Answer(question, row.label, _fewer(row, base), points(_gain(row, base)))
 
 
 def _most_accurate(ranked: list[Row], base: Row | None) -> Answer:
@@ -148,7 +150,7 @@ def _most_accurate(ranked: list[Row], base: Row | None) -> Answer:
     return Answer("Most accurate", row.label, percent(row.accuracy.mean), detail)
 
 
-def _plain_is_enough(ranked: list[Row], base: Row, threshold: float) -> str:
+def _plain_is_enough(ranked: list[Row], base: Row, threshold: float, within: float) -> str:
     """Why ``bulk + allreduce`` is as good as anything, or an empty string if something beats it."""
     others = [r for r in ranked if r is not base]
     if any(_gain(r, base) > _noise(r, base) for r in others):
@@ -157,12 +159,21 @@ def _plain_is_enough(ranked: list[Row], base: Row, threshold: float) -> str:
     if plain is not None:
         if any(t is not None and t * _FASTER < plain for t in (time_to(r, threshold) for r in others)):
             return ""
-        lean = any(_gain(r, base) >= -WITHIN and _ratio(r, base) > _LEANER for r in others)
+        lean = any(_gain(r, base) >= -within / 100 and _ratio(r, base) > _LEANER for r in others)
         saved = "; what others save is traffic, not time" if lean else ""
         return f"nothing reaches {_goal(threshold)} more than 5 % sooner or ends more than 0.5 points higher{saved}"
-    if any(_gain(r, base) >= -WITHIN and _ratio(r, base) > _LEANER for r in others):
+    if any(_gain(r, base) >= -within / 100 and _ratio(r, base) > _LEANER for r in others):
         return ""
-    return "nothing sends less within 1 point of it or ends more than 0.5 points higher"
+    return f"nothing sends less within {_points(within)} of it or ends more than 0.5 points higher"
+
+
+def _points(within: float) -> str:
+    return "1 point" if within == 1 else f"{within:g} points"
+
+
+def _fewer(row: Row, base: Row) -> str:
+    ratio = _ratio(row, base)
+    return "nothing sent" if math.isinf(ratio) else f"{times(ratio)} fewer bytes"
 
 
 def _goal(threshold: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hocket.report import charts
-from hocket.report.answers import Answer, answers_of, basis
+from hocket.report.answers import WITHIN, Answer, answers_of, basis
 from hocket.report.files import write_files
 from hocket.report.page import make_page
 from hocket.report.read import read
@@ -45,7 +45,9 @@ def build(folders: Sequence[Path], out: Path, title: str | None = None, png: boo
     reading = read([Path(f) for f in folders])
     rows = make_rows(reading.runs)
     facets = sorted({row.facet for row in rows})
-    answers = {facet: answers_of(facet, rows) for facet in facets}
+    asked = {s.within for s in reading.studies}
+    within = asked.pop() if len(asked) == 1 else None
+    answers = {facet: answers_of(facet, rows, WITHIN if within is None else within) for facet in facets}
     pictures: dict[str, bytes] = {}
     if png and charts.available():
         pictures = charts.draw(rows)

@@ -237,7 +237,8 @@ def _look(style: Style, named: bool) -> dict[str, Any]:
 
 def _plain(text: str) -> str:
     """Text without matplotlib's mathematics; a leading underscore would hide it from the legend."""
-    return " " + text.replace("$", r"\$")
+    short = text if len(text) <= 120 else f"{text[:119]}…"  # a picture has no room for more, and drawing it would take for ever
+    return " " + short.replace("$", r"\$")
 
 
 def _percent(row: Row) -> float:

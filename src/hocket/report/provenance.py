@@ -66,7 +66,10 @@ def _sweep(found: dict[str, Any]) -> str:
         figures = ([f"loss {plain(loss)}"] if loss is not None else []) + ([percent(accuracy)] if accuracy is not None else [])
         shown.append(f"{name} ({', '.join(figures) or 'diverged'})")
     length = f", {found['epochs']} epochs each" if number(found.get("epochs")) else ""
-    return f"{_said(found.get('chosen'))}; tried: {', '.join(shown)}{length}"
+    lost = given if isinstance(given := found.get("given_up"), dict) else {}
+    ends = [f"{name} ({'diverged' if number(loss) is None else f'loss {plain(number(loss))}'})" for name, loss in lost.items()]
+    left = f"; given up after a whole training: {', '.join(ends)}" if ends else ""
+    return f"{_said(found.get('chosen'))}; tried: {', '.join(shown)}{length}{left}"
 
 
 def _versions(reading: Reading) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from hocket.errors import HocketError
 
+_LARGEST = 1e100
 FINISHED, UNFINISHED, FAILED, PLANNED = "finished", "unfinished", "failed", "not started"
 
 
@@ -45,6 +46,8 @@ class Study:
     command: str = ""
     preset: str | None = None
     notes: tuple[str, ...] = ()
+    within: float | None = None
+    """Points of accuracy that may be lost for sending less, where the study asks."""
 
 
 @dataclass
@@ -76,8 +79,12 @@ def read(folders: Sequence[Path]) -> Reading:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    """A finite number of sane size, or None for anything else.
+
+    >>> number(3), number(10**400), number("3"), number(True), number(float("nan"))
+    (3.0, None, None, None, None)
+    """
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST else None
 
 
 def _walk(top: Path, reading: Reading, seen: dict[Path, Study | None]) -> None:
@@ -125,6 +132,7 @@ def _read_study(place: Path, top: Path, reading: Reading) -> tuple[Study, list[d
         str(content.get("command") or ""),
         content.get("preset") if isinstance(content.get("preset"), str) else None,
         tuple(str(n) for n in notes) if isinstance(notes, list) else (),
+        number(content.get("within")),
     )
     reading.studies.append(study)
     return study, [
@@ -163,9 +171,9 @@ def _read_lines(path: Path, name: str, reading: Reading) -> tuple[dict[str, Any]
             continue
         try:
             line = json.loads(text_line)
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
-        if not isinstance(line, dict) or not isinstance(line.get("epoch"), int) or line["epoch"] < 1:
+        if not isinstance(line, dict) or not isinstance(line.get("epoch"), int) or not 1 <= line["epoch"] <= _LARGEST:
             reading.notes.append(f"{name}/metrics.jsonl: line {count} is damaged or unfinished; it was left out.")
         else:
             lines[line["epoch"]] = line
@@ -211,8 +219,8 @@ def _length(run: Run) -> tuple[Any, ...]:
 
 def _load(path: Path, name: str, reading: Reading) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        content = _clean(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not JSON"
         reading.notes.append(f"{name}/{path.name} cannot be read ({why}); it was left out.")
         return None
@@ -220,6 +228,15 @@ def _load(path: Path, name: str, reading: Reading) -> dict[str, Any] | None:
         reading.notes.append(f"{name}/{path.name} is not a JSON object; it was left out.")
         return None
     return content
+
+
+def _clean(value: Any) -> Any:
+    """The same with whatever is no text for people (control characters, half characters) marked as such."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in value)
+    if isinstance(value, dict):
+        return {_clean(k): _clean(v) for k, v in value.items()}
+    return [_clean(v) for v in value] if isinstance(value, list) else value
 
 
 def _name(place: Path, top: Path) -> str:

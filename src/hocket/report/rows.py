@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,9 +122,14 @@ class Row:
 
 def make_rows(runs: Iterable[Run]) -> list[Row]:
     """Rows of all runs, facet by facet, the best first."""
-    groups: dict[str, list[Run]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[Run]] = defaultdict(list)
+    times: Counter[tuple[str, str]] = Counter()
     for run in runs:
-        groups[_configuration(run)].append(run)
+        # Seeds of one configuration make a row; the same seed again is another measurement of it, and makes another.
+        configuration = _configuration(run)
+        again = configuration, str(run.settings.get("seed"))
+        groups[configuration, times[again]].append(run)
+        times[again] += 1
     rows = _labelled(_apart([_row(group) for group in groups.values()]))
     rows = [row for facet in _by_facet(rows).values() for row in _compared(facet)]
     return sorted(rows, key=lambda r: (r.facet, not r.ranked, -r.accuracy.mean if r.accuracy else 0.0, r.label))
@@ -175,7 +180,7 @@ def _facet(settings: dict[str, Any]) -> Facet:
     return Facet(
         str(settings.get("data", "?")),
         str(settings.get("model", "?")),
-        workers if isinstance(workers, int) else 1,
+        workers if isinstance(workers, int) and 1 <= workers <= 10**9 else 1,
         bool(settings.get("virtual", False)),
     )
 

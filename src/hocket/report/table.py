@@ -75,8 +75,14 @@ def as_csv(rows: Sequence[Row]) -> str:
             cells.append(column.value(row))
             if column.spread:
                 cells.append(column.spread(row))
-        writer.writerow(["" if c is None else f"{c:.10g}" if isinstance(c, float) else c for c in cells] + ["; ".join(row.folders)])
+        texts = ["" if c is None else f"{c:.10g}" if isinstance(c, float) else _inert(c) for c in cells]
+        writer.writerow([*texts, _inert("; ".join(row.folders))])
     return out.getvalue()
+
+
+def _inert(text: str) -> str:
+    """Text that no spreadsheet takes for a formula."""
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
 
 
 def as_markdown(rows: Sequence[Row]) -> str:

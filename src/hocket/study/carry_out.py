@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from hocket.cluster.virtual import VirtualCluster
-from hocket.data import DataSet, load
+from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.models import build
 from hocket.study.folder import Folder, Outcome
@@ -82,8 +82,13 @@ class Virtual:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     noted: set[str] = field(default_factory=set)
     engines: Engines = field(default_factory=dict)
+    engines_of: tuple[Any, ...] = ()
 
     def __call__(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+        of = (settings.data, settings.model, settings.workers)
+        if of != self.engines_of:  # runs go by workers: what served the last number of them only takes room
+            self.engines.clear()
+            self.engines_of = of
         cluster = VirtualCluster(settings.workers, self.device, settings.host_size)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
@@ -109,9 +114,20 @@ class Virtual:
 
 
 def check(study: Study, data: Data) -> None:
-    """Refuse before anything is started what no run could do: data or models that there are not."""
+    """Refuse before anything is started what no run could do: data or models that there are not, or too few samples for all."""
     for name, model in dict.fromkeys((r.settings.data, r.settings.model) for r in study.runs):
         build(model, data(name))
+    refusals = [_refusal(run.settings, data(run.settings.data)) for run in study.runs]
+    if all(refusals):
+        raise HocketError(f"None of the {len(refusals)} runs is possible: {refusals[0]}")
+
+
+def _refusal(settings: Settings, data: DataSet) -> str | None:
+    try:
+        Partition(len(data.train[0]), settings.workers, settings.batch, settings.seed, settings.plan().rounds)
+    except HocketError as error:
+        return str(error)
+    return None
 
 
 def carry_out(
@@ -163,7 +179,7 @@ def _run(folder: Folder, planned: Planned, train: Train, search: Search | None, 
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise CannotWrite(f"Cannot write in {folder.path} ({error.strerror}).") from None
+            raise CannotWrite(f"write in {folder.path}", error) from None
         return folder.fail(planned, sentence(error), rate)
     except BaseException:  # an interruption: the run starts anew
         folder.clear(planned)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from hocket.errors import HocketError, nearest
 from hocket.strategy import Strategy
 from hocket.study.lines import Lines, lines_of
-from hocket.study.plan import AUTO, EACH, FIELDS, WITHIN, Outline
+from hocket.study.plan import AUTO, EACH, FIELDS, Outline
 from hocket.study.presets import Entry
 from hocket.train.run import Settings
 
@@ -76,12 +76,12 @@ class _Reader:
         entries = [self.entry(s, {}, "strategies", i) for i, s in enumerate(strategies)]
         entries += [self.own(table, i, workers, seeds) for i, table in enumerate(tables)]
         lr = settings.pop("lr", Settings.lr)
-        title, within = content.get("title", self.path.stem), content.get("within", WITHIN)
+        title, within = content.get("title", self.path.stem), content.get("within")
         if not isinstance(title, str):
             self.wrong(f"title is text, got {title!r}", "title")
-        if not isinstance(within, (int, float)) or isinstance(within, bool) or not within >= 0:
+        if within is not None and (not isinstance(within, (int, float)) or isinstance(within, bool) or not within >= 0):
             self.wrong(f"within is a number of points of accuracy, got {within!r}", "within")
-        return Outline(title, lambda *_: entries, None, workers, seeds, settings, lr, float(within))
+        return Outline(title, lambda *_: entries, None, workers, seeds, settings, lr, within)
 
     def own(self, table: Mapping[str, Any], index: int, workers: tuple[int, ...], seeds: tuple[int, ...]) -> Entry:
         """A run with settings of its own; workers and seeds must be among the study's."""

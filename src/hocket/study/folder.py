@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,8 +42,9 @@ class Folder:
         self.path = path
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Held by this process alone."""
+    def taken(self) -> Iterator[int]:
+        """Held by this process alone, and by those it hands the lock to."""
+        self._refuse_others()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o666)
@@ -55,17 +57,26 @@ class Folder:
             raise HocketError(
                 f"Another process is at work on the study in {self.path}; wait for it or choose another --out."
             ) from None
+        except OSError as error:
+            os.close(handle)
+            raise HocketError(f"Cannot lock the folder {self.path} ({error.strerror}); choose another --out.") from None
         try:
-            yield
+            yield handle
         finally:
             os.close(handle)
+
+    def _refuse_others(self) -> None:
+        """A folder that holds something else is left as it is."""
+        if not self.path.is_dir() or (self.path / "study.json").exists():
+            return
+        if others := sorted(p.name for p in self.path.iterdir() if p.name != ".lock"):
+            raise HocketError(f"{self.path} holds no study, but {_few(others)}; choose an empty or a new folder as --out.")
 
     def begin(self, study: Study, command: str = "") -> Study:
         """Write study.json, or go on with the study that is there; returns it with the folders that its runs have."""
         path = self.path / "study.json"
         if not path.exists():
-            if others := sorted(p.name for p in self.path.iterdir() if p.name != ".lock"):
-                raise HocketError(f"{self.path} holds no study, but {_few(others)}; choose an empty or a new folder as --out.")
+            self._refuse_others()
             before: dict[str, Any] = {}
         else:
             before = self._load(path)
@@ -124,7 +135,7 @@ class Folder:
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CannotWrite(f"Cannot make the folder {place} ({error.strerror}).") from None
+            raise CannotWrite(f"make the folder {place}", error) from None
         self._write_run(place, {**run, **({"rate": rate} if rate else {}), "failure": failure})
         outcome = self.outcome(planned)
         assert outcome is not None
@@ -158,6 +169,10 @@ class Folder:
             there = [({**defaults, **run["settings"]}, str(run["folder"])) for run in before["runs"]]
         except (KeyError, TypeError):
             raise HocketError(f"{self.path}/study.json is damaged; choose another --out.") from None
+        # Folders are emptied before a run starts anew: only those that a study makes itself.
+        strange = next((folder for _, folder in there if not re.fullmatch(r"runs/\w[\w.-]*", folder, re.ASCII)), None)
+        if strange is not None:
+            raise HocketError(f"{self.path}/study.json names a folder {strange!r} that no study makes; choose another --out.")
         here = [run.described() for run in study.runs]
         lost = [settings for settings, _ in there if settings not in here]
         if lost:

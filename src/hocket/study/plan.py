@@ -24,7 +24,6 @@ FIELDS = tuple(f.name for f in fields(Settings))
 EACH = ("strategy", "workers", "seed")
 """Settings in which the runs of a study differ; the others are given once."""
 AUTO = "auto"
-WITHIN = 0.5
 _START_RATES = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop": 0.01, "adafactor": 0.01}
 
 
@@ -59,7 +58,8 @@ class Study:
     runs: tuple[Planned, ...]
     preset: str | None = None
     notes: tuple[str, ...] = ()
-    within: float = WITHIN
+    within: float | None = None
+    """Points of accuracy that may be lost for sending less, where that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Outline:
     seeds: tuple[int, ...] = (0,)
     settings: Mapping[str, Any] = field(default_factory=dict)
     lr: float | str = 0.1
-    within: float = WITHIN
+    within: float | None = None
 
     def changed(
         self,
@@ -105,7 +105,7 @@ class Outline:
 
 def of_preset(preset: Preset) -> Outline:
     """A preset as an outline: four virtual workers and seed 0, unless others are asked for."""
-    return Outline(preset.title, preset.entries, preset.name, settings=preset.settings, lr=preset.lr)
+    return Outline(preset.title, preset.entries, preset.name, settings=preset.settings, lr=preset.lr, within=preset.within)
 
 
 def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
@@ -113,13 +113,16 @@ def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
     common = outline.common()
     runs: list[Planned] = []
     seen: dict[str, Entry] = {}
+    idle: dict[str, bool] = {}
     for workers in _distinct("workers", outline.workers):
         for seed in _distinct("seeds", outline.seeds):
             size = replace(common, workers=workers, seed=seed)
             for entry in outline.entries(workers, steps_of(size, data_set(size.data))):
-                own = dict(entry.settings)
+                own, name = dict(entry.settings), entry.where or entry.strategy
+                idle.setdefault(name, True)
                 if workers not in own.pop("workers", outline.workers) or seed not in own.pop("seeds", outline.seeds):
                     continue
+                idle[name] = False
                 runs.append(_planned(replace(size, strategy=entry.strategy), own, outline.lr))
                 what = repr(runs[-1].described())
                 if what in seen:
@@ -127,7 +130,8 @@ def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
                 seen[what] = entry
     if not runs:
         raise HocketError("The study has no runs; give it strategies.")
-    return Study(outline.title, settle(runs), outline.preset, tuple(_notes(runs)), outline.within)
+    notes = [*_notes(runs), *(f"{name} was left out: its workers or seeds are none of the study's." for name in idle if idle[name])]
+    return Study(outline.title, settle(runs), outline.preset, tuple(notes), outline.within)
 
 
 def steps_of(settings: Settings, data: DataSet) -> int:

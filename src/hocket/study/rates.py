@@ -5,9 +5,9 @@ while the best is at an edge, the next beyond it is tried, seven in all at most.
 The rate with the lowest mean *training* loss in the last epoch of its try is taken, so that test accuracy plays no part. A try that
 diverges (NaN or Inf) is never taken.
 
-Short trainings bear higher rates than long ones: on the embedded digits, tries of 36 steps chose rates that fell apart in 180. So a
-try has a hundred steps at least (but half of the training at most), and a rate has to prove itself: if the whole training diverges,
-or ends with a higher training loss than its own short one, it is given up for the next lower one.
+Short trainings bear higher rates than long ones: very short tries choose rates at which whole trainings fall apart. So a try has a
+hundred steps at least (but half of the training at most), and a rate has to prove itself: if the whole training diverges, or ends
+with a higher training loss than its own short one, it is given up for the next lower one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def search_steps(rounds: int, steps: int) -> int:
 
 
 def short(settings: Settings, rate: float, rounds: int, steps: int) -> Settings:
-    """A try: whole epochs, with the warm-up shortened likewise.
+    """A try, with the warm-up shortened likewise.
 
     >>> tried = short(Settings(epochs=50, warmup=5.0), 0.3, rounds=32, steps=1600)
     >>> tried.epochs, tried.warmup, tried.lr
@@ -67,5 +67,4 @@ def short(settings: Settings, rate: float, rounds: int, steps: int) -> Settings:
     """
     wanted = search_steps(rounds, steps)
     epochs = -(-wanted // rounds)
-    most = None if settings.max_steps is None else wanted
-    return replace(settings, epochs=epochs, warmup=settings.warmup * wanted / steps, lr=rate, max_steps=most)
+    return replace(settings, epochs=epochs, warmup=settings.warmup * wanted / steps, lr=rate, max_steps=wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -18,6 +19,11 @@ from hocket.version import __version__
 
 class CannotWrite(HocketError):
     """No space left, or no leave to write: what was written before is whole."""
+
+    def __init__(self, what: str, error: OSError) -> None:
+        self.cause = f"Cannot {what} ({error.strerror})"
+        self.remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see that it can be written"
+        super().__init__(f"{self.cause}; what was written before is whole: {self.remedy} and --resume.")
 
 
 class Record:
@@ -87,9 +93,7 @@ def write_whole(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise  # an interruption
-        raise CannotWrite(
-            f"Cannot write {path} ({error.strerror}); what was written before is whole: make room and --resume."
-        ) from None
+        raise CannotWrite(f"write {path}", error) from None
 
 
 def versions() -> dict[str, str]:

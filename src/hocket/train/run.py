@@ -18,7 +18,7 @@ from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, nearest
 from hocket.models import build, loss_for
 from hocket.strategy import Strategy
-from hocket.train.engines import Engine, choose
+from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
 from hocket.train.record import Record, versions
@@ -135,8 +135,10 @@ def _engine(settings: Settings, model: nn.Module, loss: Loss, layout: Layout, cl
     if key in engines and trained == {name for name, _ in model.named_parameters()}:
         return engines[key]
     autocast = AUTOCAST[settings.autocast]
-    engines[key] = choose(model, loss, layout, cluster.rows, cluster.device, settings.engine, autocast=autocast)
-    return engines[key]
+    engine = choose(model, loss, layout, cluster.rows, cluster.device, settings.engine, autocast=autocast)
+    if isinstance(engine, VmapEngine):  # the loop has nothing to keep but memory
+        engines[key] = engine
+    return engine
 
 
 def run(
