@@ -24,6 +24,7 @@ from hocket.cli import demo
 from hocket.cli import main as cli
 from hocket.cli import study as cli_study
 from hocket.cli import train as cli_train
+from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import NoCompression, Threshold
 from hocket.data import DataSet, Normalise
 from hocket.errors import HocketError, NonFiniteGradient
@@ -39,7 +40,7 @@ from hocket.sync import Bulk, Local
 from hocket.topology import AllReduce, Gossip
 from hocket.train import record
 from hocket.train.record import CannotWrite
-from hocket.train.run import Settings
+from hocket.train.run import Settings, run
 
 
 def tiny() -> DataSet:
@@ -535,6 +536,20 @@ def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> 
     with pytest.raises(HocketError, match=r"holds no study, but photo\.jpg"), Folder(tmp_path).taken():
         pass
     assert [p.name for p in tmp_path.iterdir()] == ["photo.jpg"]
+
+
+def test_engines_that_are_kept_change_nothing() -> None:
+    """Compiling takes seconds, so trainings of one model and size share an engine."""
+    base = Settings(workers=4, virtual=True, model="mlp", batch=20, max_steps=4, engine="vmap")
+    all_settings = [replace(base, strategy=s, seed=seed) for s in ("bulk", "local(2) + gossip") for seed in (0, 1)]
+
+    def losses(engines: Any) -> list[Any]:
+        runs = (run(settings, VirtualCluster(4), engines=engines).metrics[-1] for settings in all_settings)
+        return [(metrics["loss"], metrics["accuracy"], metrics["bytes_sent"]) for metrics in runs]
+
+    kept: Any = {}
+    assert losses(kept) == losses(None)
+    assert len(kept) == 1
 
 
 def test_what_is_ignored_stays_ignored() -> None:
