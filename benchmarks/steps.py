@@ -382,25 +382,42 @@ def _cell(value: float | None, form: str) -> str:
     return f"{'-':>9}" if value is None else f"{value:>9{form}}"
 
 
-def master(options: argparse.Namespace) -> list[Row]:
-    """Starts the lab, runs this file as worker on every host, and returns the table."""
+def on_hosts(file: str, arguments: Sequence[str], options: argparse.Namespace) -> Any:
+    """Starts the lab, runs a benchmark's file as worker on every host, and returns the result that worker 0 wrote."""
     with tempfile.TemporaryDirectory() as folder, Lab(options.hosts, options.rate) as lab:
         result = Path(folder) / "result.json"
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--result", str(result), "--model", options.model]
-        command += ["--steps", str(options.steps), "--rounds", str(options.rounds), "--limit-s", str(options.limit_s)]
-        command += ["--methods", *options.methods]
+        command = [sys.executable, str(Path(file).resolve()), "--worker", "--result", str(result), *arguments]
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # hosts without a name server make torch warn that they have no names
         done = lab.run([command] * options.hosts, quiet, timeout_s=options.timeout_s, follow=0)
         failed = {host: process for host, process in enumerate(done) if process.returncode}
         if failed:
             words = [f"host {host}, exit code {process.returncode}: {process.stderr[-1500:]}" for host, process in failed.items()]
             raise RuntimeError("workers failed\n" + "\n".join(words))
-        measured = json.loads(result.read_text())
+        return json.loads(result.read_text())
+
+
+def master(options: argparse.Namespace) -> list[Row]:
+    """Measures on all hosts and returns the table."""
+    arguments = ["--model", options.model, "--steps", str(options.steps), "--rounds", str(options.rounds)]
+    arguments += ["--limit-s", str(options.limit_s), "--methods", *options.methods]
+    measured = on_hosts(__file__, arguments, options)
     return rows(options.methods, measured["blocks"], measured["refused"])
 
 
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    return {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+
+
+def write_json(path: Path, run: dict[str, Any], indent: int | None = None) -> None:
+    """In one piece or not at all."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(run, indent=indent) + "\n")
+    draft.replace(path)
+
+
 def write(path: Path, options: argparse.Namespace, lines: Sequence[Row]) -> None:
-    """The run as JSON, in one piece or not at all."""
+    """The run as JSON."""
     run = {
         "benchmark": "steps",
         "hosts": options.hosts,
@@ -409,12 +426,10 @@ def write(path: Path, options: argparse.Namespace, lines: Sequence[Row]) -> None
         "parameters": sum(parameter.numel() for parameter in MODELS[options.model]().parameters()),
         "batch": BATCH,
         "rounds": options.rounds,
-        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+        "machine": machine(),
         "rows": [asdict(line) for line in lines],
     }
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(run, indent=1) + "\n")
-    draft.replace(path)
+    write_json(path, run, indent=1)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

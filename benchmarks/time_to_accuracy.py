@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -28,8 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from netlab import Lab
-from steps import BATCH, METHODS, MODELS
+from steps import BATCH, METHODS, MODELS, machine, on_hosts, write_json
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -154,19 +151,6 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def master(options: argparse.Namespace, arguments: Sequence[str]) -> list[Curve]:
-    """Starts the lab and runs this file as worker on every host."""
-    with tempfile.TemporaryDirectory() as folder, Lab(options.hosts, options.rate) as lab:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--result", str(result), *arguments]
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        done = lab.run([command] * options.hosts, quiet, timeout_s=options.timeout_s, follow=0)
-        for host, process in enumerate(done):
-            if process.returncode:
-                raise RuntimeError(f"host {host} failed with exit code {process.returncode}: {process.stderr[-1500:]}")
-        return [Curve(**curve) for curve in json.loads(result.read_text())]
-
-
 def table(curves: Sequence[Curve]) -> str:
     """One line per method."""
     mark = curves[0].accuracy[-1]
@@ -187,7 +171,7 @@ def table(curves: Sequence[Curve]) -> str:
 
 
 def write(path: Path, options: argparse.Namespace, curves: Sequence[Curve]) -> None:
-    """The run as JSON, in one piece or not at all."""
+    """The run as JSON."""
     run = {
         "benchmark": "time_to_accuracy",
         "hosts": options.hosts,
@@ -196,12 +180,10 @@ def write(path: Path, options: argparse.Namespace, curves: Sequence[Curve]) -> N
         "batch": BATCH,
         "command": shlex.join(["python", "benchmarks/time_to_accuracy.py", *sys.argv[1:]]),
         "mark": curves[0].accuracy[-1],
-        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+        "machine": machine(),
         "curves": [asdict(curve) for curve in curves],
     }
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(run) + "\n")
-    draft.replace(path)
+    write_json(path, run)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -239,7 +221,7 @@ def main() -> None:
     if options.worker:
         return worker(options)
     try:
-        curves = master(options, sys.argv[1:])
+        curves = [Curve(**curve) for curve in on_hosts(__file__, sys.argv[1:], options)]
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise SystemExit(f"time_to_accuracy: {error}") from None
     except KeyboardInterrupt:

@@ -331,6 +331,23 @@ def test_a_model_that_vmap_cannot_do_goes_to_the_loop_with_a_note() -> None:
         VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False).gradients(*s.arguments())
 
 
+def test_every_engine_is_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All share one code object, of which torch compiles a few shapes and no more."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiler(function, backend=backend, **options))
+    for rows in range(2, 14):
+        s = Setup(Tied, rows=rows)
+        seen = len(graphs)
+        VmapEngine(s.template, F.cross_entropy, s.layout, rows, True).gradients(*s.arguments())
+        assert len(graphs) > seen, f"{rows} rows ran without being compiled"
+
+
 def test_choose() -> None:
     s = Setup(Tied)
     assert isinstance(choose(s.template, F.cross_entropy, s.layout, ROWS, "cpu"), LoopEngine)
