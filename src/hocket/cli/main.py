@@ -58,7 +58,8 @@ def main() -> None:
 
 def _interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
     """A worker hears Ctrl-C twice, from the terminal and from its launcher: the second must not disturb its leaving."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Not SIG_IGN: Python complains of a signal that came just before it.
+    signal.signal(signal.SIGINT, lambda *_: None)
     raise KeyboardInterrupt
 
 
