@@ -40,7 +40,7 @@ class Program:
         # One worker talks to nobody, whatever the topology.
         topology = AllReduce() if self.alone else strategy.topology
         self.channel = topology.bind(cluster, cluster.everybody, seed)
-        self._workers = torch.arange(cluster.workers.start, cluster.workers.stop, device=cluster.device)
+        self._workers = torch.arange(cluster.workers.start, cluster.workers.stop)
         self._shapes = [slot_shapes(b) for b in layout.buckets]
         self._exchange: Exchange | None = None
         self._in_flight = False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.ledger import Ledger, Span
-from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, LENGTH_BYTES, Message, ring_bytes
+from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, LENGTH_BYTES, Message, ring_bytes, there
 
 
 class Team:
@@ -185,7 +185,7 @@ class Cluster(ABC):
         # A message of varying size is announced by a small one.
         frame = FRAME_BYTES if message.lengths is None else 2 * FRAME_BYTES + LENGTH_BYTES
         framed = payload + (payload * HEADER_SHARE).to(torch.int64) + frame
-        copies = copies.to(payload.device) if isinstance(copies, Tensor) else copies
+        copies = there(copies, payload) if isinstance(copies, Tensor) else copies
         sent += (framed * copies).view(self.rows, -1).sum(1)
 
     def _copies_heard(self, sources: Tensor) -> Tensor:

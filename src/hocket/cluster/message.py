@@ -40,13 +40,13 @@ class Message:
         """Bytes of each row on the wire, frame excluded: int64 ``[rows]``."""
         if self.lengths is None:
             return torch.full((self.rows,), self.fixed_bytes, dtype=torch.int64)
-        sizes = torch.tensor([p.element_size() for p in self.parts], device=self.lengths.device)
+        sizes = there(torch.tensor([p.element_size() for p in self.parts]), self.lengths)
         return (self.lengths * sizes).sum(1) + LENGTH_BYTES * len(self.parts)
 
     def select(self, index: Tensor) -> Message:
         """The rows named by ``index``, in that order."""
-        parts = tuple(p.index_select(0, index.to(p.device)) for p in self.parts)
-        return Message(parts, None if self.lengths is None else self.lengths.index_select(0, index.to(self.lengths.device)))
+        parts = tuple(p.index_select(0, there(index, p)) for p in self.parts)
+        return Message(parts, None if self.lengths is None else self.lengths.index_select(0, there(index, self.lengths)))
 
     def pack(self, row: int) -> Tensor:
         """One row as the bytes that travel (no copy where a single part of fixed size allows it)."""
@@ -86,6 +86,11 @@ def _cut(blobs: Tensor, shapes: list[tuple[torch.dtype, int]]) -> tuple[Tensor, 
         parts.append(blobs[:, start:end].flatten().clone().view(dtype).view(blobs.shape[0], count))
         start = end
     return tuple(parts)
+
+
+def there(small: Tensor, other: Tensor) -> Tensor:
+    """A small table where ``other`` is. A plain ``to`` would wait for all that the GPU has to do; the table is read at once."""
+    return small.to(other.device, non_blocking=True)
 
 
 def ring_bytes(payload_bytes: int, workers: int) -> int:

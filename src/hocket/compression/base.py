@@ -43,8 +43,8 @@ class Context:
     """Shapes of the parameters in the bucket, where rows are whole buckets."""
 
     def keys(self, salt: int = 0) -> Tensor:
-        """One random key per row: a hash of (seed, worker, step, bucket, salt)."""
-        common = torch.tensor([fold(self.seed, self.step, self.bucket, salt)], device=self.workers.device)
+        """One random key per row, a hash of (seed, worker, step, bucket, salt), on the CPU: so few values are faster made there."""
+        common = torch.tensor([fold(self.seed, self.step, self.bucket, salt)])
         return bits(common, self.world)[0].to(torch.int64)[self.workers]
 
     def common_key(self, salt: int = 0) -> int:

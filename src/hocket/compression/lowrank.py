@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hocket.cluster.message import Message
+from hocket.cluster.message import Message, there
 from hocket.compression.base import CONSENSUS_STEP, Channel, Codec, Context, Heard, Memory, flag
 from hocket.errors import HocketError
 from hocket.noise import fold, uniform
@@ -180,7 +180,7 @@ def _bases(memory: Memory, thin: list[_Piece], matrix_rank: int, rows: Tensor, c
 
 
 def _random(context: Context, k: int, width: int, matrix_rank: int, rows: Tensor) -> Tensor:
-    key = torch.tensor([fold(context.common_key(), k)], device=rows.device)
+    key = there(torch.tensor([fold(context.common_key(), k)]), rows)
     # A sum of four uniforms is normal enough for a start.
     draws = uniform(key, 4 * width * matrix_rank).view(4, width, matrix_rank).sum(0) - 2
     return draws.expand(rows.shape[0], -1, -1).contiguous()

@@ -56,7 +56,8 @@ class Watch:
 
 
 class Train(Protocol):
-    """Trains as ``settings`` say, leaves run.json and metrics.jsonl in ``out`` (if any), and returns the epochs."""
+    """Trains as ``settings`` say, leaves run.json and metrics.jsonl in ``out``, and returns the epochs; without ``out`` the
+    mean model is evaluated only at the end."""
 
     def __call__(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]: ...
 
@@ -102,6 +103,7 @@ class Virtual:
                     data=self.data(settings.data),
                     checkpoints=False,
                     engines=self.engines,
+                    briefly=out is None,
                 )
             finally:
                 cluster.close()

@@ -78,9 +78,9 @@ def _host_size(workers: int) -> int:
     return max(d for d in range(1, workers + 1) if workers % d == 0 and d * d <= workers)
 
 
-def _dgc(share: float, steps: int) -> Entry:
-    """DGC with a tenth of the steps as warm-up; it carries the momentum itself."""
-    return Entry(f"bulk + dgc({share}, warmup={max(4, steps // 10)})", {"momentum": 0.0})
+def _dgc(share: float, warmup: int, precision: str = "") -> Entry:
+    """DGC with so many exchanges as warm-up; it carries the momentum itself."""
+    return Entry(f"bulk + dgc({share}, warmup={max(4, warmup)}){precision}", {"momentum": 0.0})
 
 
 def _axes(workers: int, steps: int) -> list[Entry]:
@@ -94,7 +94,7 @@ def _axes(workers: int, steps: int) -> list[Entry]:
         *("threshold(keep=0.05)", "topk(0.01)", "randomk(0.05)", "lowrank(2)", "topk(0.05) | qsgd(4)"),
     ]
     strategies = [*sync, *(f"bulk + {t}" for t in topology), *(f"bulk + allreduce + {c}" for c in compression)]
-    return [Entry("bulk + allreduce"), *(Entry(s) for s in strategies), _dgc(0.01, steps)]
+    return [Entry("bulk + allreduce"), *(Entry(s) for s in strategies), _dgc(0.01, steps // 10)]
 
 
 def _frontier(workers: int, steps: int) -> list[Entry]:
@@ -116,12 +116,23 @@ def _frontier(workers: int, steps: int) -> list[Entry]:
         "local(4) + lowrank(2)",
         "local(4) + topk(0.01)",
         "local(4) + topk(0.01) | qsgd(4)",
+        "bulk + topk(0.01) | qsgd(4)",
+        "local(2) + topk(0.02) | qsgd(4)",
+        "local(4) + topk(0.05) | qsgd(4)",
+        "local(2) + lowrank(1)",
+        "diloco(4) + lowrank(2)",
+        "diloco(16) + qsgd(4)",
         "local(16) + sign",
         "local(16) + lowrank(2)",
         "diloco(16) + lowrank(2)",
         "local(16) + topk(0.01) | qsgd(4)",
     )
-    return [*(Entry(s) for s in strategies), _dgc(0.01, steps), _dgc(0.001, steps)]
+    return [
+        *(Entry(s) for s in strategies),
+        _dgc(0.01, steps // 10),
+        _dgc(0.001, steps // 10),
+        _dgc(0.005, steps // 20, " | qsgd(4)"),
+    ]
 
 
 _STUDY = {"data": "digits", "model": "cnn", "batch": 100, "epochs": 50, "augment": False, "last": "drop"}

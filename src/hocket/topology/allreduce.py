@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hocket.cluster.base import Cluster, Team
-from hocket.cluster.message import Message, ordered_mean
+from hocket.cluster.message import Message, ordered_mean, there
 from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
 from hocket.compression.feedback import mean_with_feedback
 from hocket.compression.sign import Sign
@@ -59,19 +59,20 @@ class AllReduceChannel(Channel):
         width = -(-size // team.size)
         context = without_shapes(context)
         slices = _deal(pad(rows, (0, width * team.size - size)), team.size, codec.compares)
-        message, sender = codec.encode(slices, slice_keys(context.keys(1), team.size), memory.get("sender", {}), context)
+        keys = there(slice_keys(context.keys(1), team.size), rows)
+        message, sender = codec.encode(slices, keys, memory.get("sender", {}), context)
         sent = _gather(codec.decode(message, width, context), team.size, codec.compares)[:, :size]
         owned = _combine(codec, cluster.scatter(message, team), team.size, width, context)
         if codec.remembers and "error" in memory:
             owned += memory["error"]
         again = codec.again
-        message, owner = again.encode(owned, context.keys(2), memory.get("owner", {}), context)
+        message, owner = again.encode(owned, there(context.keys(2), rows), memory.get("owner", {}), context)
         remembered: Memory = {"sender": sender, "owner": owner}
         if codec.remembers:
             remembered["error"] = owned - again.decode(message, width, context)
         _, position = cluster.groups_here(team)
         shared = again.decode(cluster.share(message, team), width, context)
-        return Heard(_gather(shared, team.size, codec.compares)[:, :size][position.to(shared.device)], sent, remembered)
+        return Heard(_gather(shared, team.size, codec.compares)[:, :size][there(position, shared)], sent, remembered)
 
     def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
         if plain(compressor):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.base import Cluster, Team
-from hocket.cluster.message import Message
+from hocket.cluster.message import Message, there
 from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
 from hocket.compression.damped import Damped
 from hocket.compression.sign import Sign
@@ -163,7 +163,7 @@ class GossipChannel(Channel):
     def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
         size = rows.shape[1]
         table = self.partners(context.exchange)
-        message, memory = codec.encode(rows, context.keys(1), memory, context)
+        message, memory = codec.encode(rows, there(context.keys(1), rows), memory, context)
         sent = codec.decode(message, size, context)
         heard = codec.decode(self.cluster.hear(message, table.sources), size, context)
         return Heard(_mixed(sent, heard.view(-1, *rows.shape), table), sent, memory)
@@ -179,7 +179,7 @@ class GossipChannel(Channel):
         slots, (count, size) = table.sources.shape[0], rows.shape
         codec = compressor if compressor.contracts else Damped(compressor)
         old = memory.get(entry) or {"own": memory["start"], "heard": memory["start"].expand(slots, -1, -1), "codec": {}}
-        message, codec_memory = codec.encode(rows - old["own"], context.keys(1), old["codec"], context)
+        message, codec_memory = codec.encode(rows - old["own"], there(context.keys(1), rows), old["codec"], context)
         own = old["own"] + codec.decode(message, size, context)
         news = self.cluster.hear(message, table.sources)
         heard = old["heard"] + codec.decode(news, size, context).view(slots, count, size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hocket.cluster.base import Cluster, Team
-from hocket.cluster.message import Message
+from hocket.cluster.message import Message, there
 from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
 from hocket.compression.none import NoCompression
 from hocket.errors import HocketError
@@ -116,7 +116,7 @@ class HierarchicalChannel(Channel):
             return rows
         width = -(-rows.shape[1] // self.size)
         cells = pad(rows, (0, width * self.size - rows.shape[1])).view(rows.shape[0], self.size, width)
-        place = self.hosts.place_of[self.cluster.workers.start : self.cluster.workers.stop].to(rows.device)
+        place = there(self.hosts.place_of[self.cluster.workers.start : self.cluster.workers.stop], rows)
         return cells.gather(1, place.view(-1, 1, 1).expand(-1, 1, width)).squeeze(1)
 
     def _gather(self, part: Tensor, rows: Tensor) -> Tensor:
@@ -125,4 +125,4 @@ class HierarchicalChannel(Channel):
             return part
         _, position = self.cluster.groups_here(self.hosts)
         whole = self.cluster.share(Message((part.contiguous(),)), self.hosts).parts[0].view(-1, self.size * part.shape[1])
-        return whole[:, : rows.shape[1]][position.to(rows.device)]
+        return whole[:, : rows.shape[1]][there(position, rows)]

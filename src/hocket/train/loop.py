@@ -24,6 +24,7 @@ from hocket.train.report import LedgerView
 from hocket.train.schedule import factor, scheduler
 
 _EVALUATION_BATCH = 1000
+_MOST_ON_CUDA = 10_000
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Plan:
     augment: bool = True
     last: str = "even"
     evaluate: bool = True
-    """Evaluate the mean model after every epoch (the worst replica only after the last)."""
+    """Evaluate the mean model after every epoch, not only after the last."""
+    worst: bool = True
+    """After the last epoch evaluate every replica too, for the worst of them."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch"):
@@ -124,7 +127,7 @@ class Training:
         accuracy = self._evaluate() if self.plan.evaluate or over else None
         metrics: dict[str, Any] = {"epoch": self.epoch, "accuracy": accuracy, "loss": mean_loss, **vars(entry), "wall_s": wall}
         if over:
-            worst = self._worst()
+            worst = self._worst() if self.plan.worst else None
             if worst is not None and worst != accuracy:
                 metrics["accuracy_worst"] = worst
         self.metrics.append(metrics)
@@ -221,6 +224,13 @@ def _countable(targets: Tensor) -> bool:
     return not targets.is_floating_point()
 
 
+def _evaluation_batch(x: Tensor) -> int:
+    """Samples at a time; a GPU takes more of them where they are small, so as not to wait for the next launch."""
+    if not x.is_cuda or not len(x):
+        return _EVALUATION_BATCH
+    return min(_MOST_ON_CUDA, max(_EVALUATION_BATCH, 2**25 // x[0].numel()))
+
+
 @torch.no_grad()
 def accuracy_of(model: nn.Module, pair: tuple[Tensor, Tensor], data: DataSet) -> tuple[float, float]:
     """Right answers and questions; ``(0, 0)`` where targets are not classes."""
@@ -231,8 +241,9 @@ def accuracy_of(model: nn.Module, pair: tuple[Tensor, Tensor], data: DataSet) ->
     model.eval()
     right = torch.zeros((), dtype=torch.int64, device=x.device)
     try:
-        for start in range(0, len(x), _EVALUATION_BATCH):
-            part = slice(start, start + _EVALUATION_BATCH)
+        batch = _evaluation_batch(x)
+        for start in range(0, len(x), batch):
+            part = slice(start, start + batch)
             right += (model(data.prepare(x[part])).argmax(-1) == y[part]).sum()
     finally:
         model.train(training)

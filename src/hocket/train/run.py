@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +152,12 @@ def run(
     data: DataSet | None = None,
     checkpoints: bool = True,
     engines: Engines | None = None,
+    briefly: bool = False,
 ) -> Training:
-    """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given."""
+    """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given.
+
+    ``briefly``: nothing is evaluated but the mean model at the end.
+    """
     process = getattr(cluster, "rank", 0)
     record = None if out is None else Record(out, process, resume)
     data = load(settings.data, data_dir) if data is None else data
@@ -161,6 +165,8 @@ def run(
         if process:
             warnings.simplefilter("ignore")
         training = make_training(settings, cluster, data, engines)
+    if briefly:
+        training.plan = replace(training.plan, evaluate=False, worst=False)
     if record is not None and resume:
         record.check_resumed({**asdict(settings), "strategy": str(settings.check())})
         training.load_state_dict(record.load())
