@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,8 @@ def test_a_launched_worker_leaves_quietly_however_often_it_is_interrupted(tmp_pa
     started = start_training(tmp_path, "--virtual", environ={"HOCKET_LAUNCHED": "1"})
     while started.poll() is None:
         started.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):  # as fast as a hand never is, but not a flood that leaves it no time
+            started.wait(0.005)
     _, said = started.communicate(timeout=60)
     assert started.returncode == 130, said
     assert "Traceback" not in said, said

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
 import time
 from types import FrameType
-from typing import NoReturn
 
 import typer
 
@@ -41,7 +41,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 def main() -> None:
     """Run the command; every expected failure is one sentence on standard error and a non-zero exit."""
     if os.environ.get("HOCKET_LAUNCHED"):
-        signal.signal(signal.SIGINT, _interrupt_once)
+        signal.signal(signal.SIGINT, _Interruption())
     try:
         app()
     except (HocketError, WorkerLost, NonFiniteGradient) as error:
@@ -56,11 +56,19 @@ def main() -> None:
         _quit(130)
 
 
-def _interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
-    """A worker hears Ctrl-C twice, from the terminal and from its launcher: the second must not disturb its leaving."""
-    # Not SIG_IGN: Python complains of a signal that came just before it.
-    signal.signal(signal.SIGINT, lambda *_: None)
-    raise KeyboardInterrupt
+class _Interruption:
+    """A worker hears Ctrl-C twice, from the terminal and from its launcher: the second must not disturb its leaving.
+
+    After three seconds without one it counts again: the first may have been lost, in a destructor for instance.
+    """
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        before, self._last = self._last, time.monotonic()
+        if self._last - before > 3.0:
+            raise KeyboardInterrupt
 
 
 def _end(error: Exception, code: int) -> None:
