@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -210,6 +211,7 @@ def test_slice_owners_remember_what_their_second_encoding_lost(code: str) -> Non
 CODES = [
     "topk(0.1)", "topk(0.02)", "sign", "qsgd(4)", "qsgd(2)", "ternary", "natural", "cast(bf16)", "randomk(0.2)", "lowrank(1)",
     "randomk(0.2, unbiased=True)", "threshold(keep=0.1)", "topk(0.2) | ternary", "threshold(keep=0.1) | qsgd(4)",
+    "lowrank(1) | qsgd(8)",
 ]  # fmt: skip
 
 
@@ -258,9 +260,39 @@ def test_compressed_allreduce_of_weights_counts_from_the_last_common_mean() -> N
     channel = AllReduce().bind(cluster, cluster.everybody, 0)
     compressor, start = Strategy.parse("topk(0.1)").compression, rows_of(1, 50).expand(4, -1).contiguous()
     memory = channel.start_memory(compressor, start)
-    mixed, memory = channel.weights(compressor, start.clone(), memory, context(4))
+    together = [replace(context(4, exchange), together=True) for exchange in range(2)]
+    mixed, memory = channel.weights(compressor, start.clone(), memory, together[0])
     assert torch.equal(mixed, start)  # nobody moved, nothing is lost
-    mixed, memory = channel.weights(compressor, start + rows_of(4, 50), memory, context(4, 1))
+    mixed, memory = channel.weights(compressor, start + rows_of(4, 50), memory, together[1])
     assert all(torch.equal(mixed[0], row) for row in mixed)
     assert torch.equal(memory["reference"], mixed)
     assert 0 < (mixed[0] - start[0]).count_nonzero() <= 4 * 2  # per slice of 13 two places
+
+
+def test_what_was_held_back_stays_in_the_workers_own_weights() -> None:
+    cluster = VirtualCluster(4)
+    channel = AllReduce().bind(cluster, cluster.everybody, 0)
+    compressor, start = Strategy.parse("topk(0.1)").compression, rows_of(1, 52).expand(4, -1).contiguous()
+    memory = channel.start_memory(compressor, start)
+    moved = start + rows_of(4, 52)
+    mixed, memory = channel.weights(compressor, moved, memory, context(4))
+    reference = memory["reference"]
+    assert all(torch.equal(reference[0], row) for row in reference)
+    rest = mixed - reference
+    assert (rest.count_nonzero(1) >= 52 - 4 * 2).all()  # of each row at most two places per slice were sent
+    # Nothing is lost: what the owners of slices hold back of the mean is all that the mean of the weights lacks.
+    owners = memory["inner"]["error"].T.flatten()
+    torch.testing.assert_close(mixed.mean(0) + owners, moved.mean(0))
+
+
+@pytest.mark.parametrize("code", ["topk(0.1)", "threshold(keep=0.2)", "sign", "topk(0.2) | qsgd(8)", "lowrank(2)"])
+def test_compressed_weights_come_together_at_their_mean(code: str) -> None:
+    cluster = VirtualCluster(4)
+    channel = AllReduce().bind(cluster, cluster.everybody, 0)
+    compressor, rows = Strategy.parse(code).compression, rows_of(4, 64)
+    memory = channel.start_memory(compressor, torch.zeros(4, 64))
+    mean = rows.mean(0)
+    before = (rows - mean).norm()
+    for exchange in range(80):
+        rows, memory = channel.weights(compressor, rows, memory, context(4, exchange))
+    assert (rows - mean).norm() < 0.05 * before

@@ -41,6 +41,8 @@ class Context:
     """How many workers there are in all."""
     shapes: tuple[tuple[int, ...], ...] | None = None
     """Shapes of the parameters in the bucket, where rows are whole buckets."""
+    together: bool = False
+    """Whether exchanged weights must come out the same for everybody (an outer optimiser goes on from them)."""
 
     def keys(self, salt: int = 0) -> Tensor:
         """One random key per row, a hash of (seed, worker, step, bucket, salt), on the CPU: so few values are faster made there."""
@@ -99,6 +101,16 @@ class Compressor:
         return False
 
     @property
+    def gathers(self) -> bool:
+        """Whether all values are to be exchanged at once, in one bucket."""
+        return self.compares
+
+    @property
+    def rest_stays(self) -> bool:
+        """Under feedback, whether what was held back may stay in the worker's own weights: every value must get its turn soon."""
+        return self.remembers
+
+    @property
     def for_gradients_only(self) -> bool:
         """Whether exchanging weights with it makes no sense."""
         return False
@@ -145,6 +157,11 @@ class Precision(Codec):
     def encode_some(self, rows: Tensor, counts: Tensor | None, keys: Tensor, context: Context) -> Message:
         """As :meth:`encode`, where only the first ``counts`` values of each row are real and the others zero."""
         return self.encode(rows, keys, {}, context)[0]
+
+    @property
+    def needs_feedback(self) -> bool:
+        """Whether it does not train by itself, without error feedback around it."""
+        return False
 
     @abstractmethod
     def lengths(self, counts: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ _INK, _QUIET = "#1b1e24", "#5b6270"
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _MOST_BARS = 24
+_LONG = 62
+"""Characters of a name beside which there is no room for another in the legend."""
 _MOST_NAMED = 16
 """Series with a colour and a place in the legend; the others are drawn grey behind them."""
 
@@ -97,28 +99,51 @@ def _frontier(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     steps = {"color": "#b9bfc9", "linewidth": 1.2, "zorder": 1, "label": "_frontier", "drawstyle": "steps-post"}
     axes.plot([_mb(r) for r in line], [_percent(r) for r in line], **steps)
     named = _named(drawn, line + drawn)
+    floor = _floor(drawn, line)
+    places = {row.label: (_mb(row), max(floor, _percent(row))) for row in drawn}
     for row in sorted(drawn, key=lambda r: r in named):
         look = _look(looks[row.label], row in named)
-        if row in named:
-            place = (_mb(row), _percent(row))
-            axes.annotate(
-                str(looks[row.label].number), place, (5, 4), textcoords="offset points", fontsize=8, color=_QUIET, zorder=5
-            )
+        below = _percent(row) < floor
         axes.plot(
-            [_mb(row)],
-            [_percent(row)],
+            *([value] for value in places[row.label]),
             linestyle="",
-            marker=_MARKERS[looks[row.label].mark % len(_MARKERS)],
+            marker="v" if below else _MARKERS[looks[row.label].mark % len(_MARKERS)],
+            fillstyle="none" if below else "full",
             markersize=8 if row.on_frontier else 6,
             color=look["color"],
             alpha=1 if row.on_frontier or row.strategy == BASELINE else 0.75,
             label=_legend(row, looks, named),
         )
+    if floor > min(map(_percent, drawn)):
+        axes.set_xlabel("MB sent per worker (log scale); ▽ further down", color=_QUIET)
     axes.set_xscale("log")
     axes.margins(0.08)
     axes.minorticks_off()
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    _number(axes, {str(looks[row.label].number): places[row.label] for row in line + named if row in named}, list(places.values()))
     return _finish(figure, axes, len(drawn) - len(named))
+
+
+def _floor(drawn: list[Row], line: list[Row]) -> float:
+    """Where the chart ends below: a little under the frontier. A few failures far down would leave the rest a thin stripe."""
+    low, high = min(map(_percent, line)), max(map(_percent, line))
+    return max(min(map(_percent, drawn)), low - max(1.0, (high - low) / 4))
+
+
+def _number(axes: Any, names: dict[str, tuple[float, float]], points: list[tuple[float, float]]) -> None:
+    """Numbers beside their points, the first ones first, where neither another point nor another number is in the way."""
+    axes.autoscale_view()
+    taken = [tuple(axes.transData.transform(point)) for point in points]
+    for name, point in names.items():
+        x, y = axes.transData.transform(point)
+        scale = axes.figure.dpi / 72
+        spots = [(x + dx * scale, y + dy * scale) for dy in (9, -9, 18, -18, 27) for dx in (0, 9, -9)]
+        free = [s for s in spots if all(abs(s[0] - a) > 10 * scale or abs(s[1] - b) > 7 * scale for a, b in taken)]
+        if not free:
+            continue
+        taken.append(free[0])
+        offset = ((free[0][0] - x) / scale, (free[0][1] - y) / scale)
+        axes.annotate(name, point, offset, textcoords="offset points", fontsize=8, color=_QUIET, zorder=5, ha="center", va="center")
 
 
 def _bars(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
@@ -210,6 +235,8 @@ def _legend(row: Row, looks: dict[str, Style], named: list[Row]) -> str:
 def _finish(figure: Any, axes: Any, left_out: int, columns: int = 2) -> bytes:
     """The legend stands below the plot; ``bbox_inches`` makes the picture as large as both need."""
     title = f"{left_out} more are on the page" if left_out else None
+    if any(len(label) > _LONG for label in axes.get_legend_handles_labels()[1]):
+        columns = 1
     axes.legend(
         loc="upper left",
         bbox_to_anchor=(0, -0.16 * 4.8 / figure.get_figheight()),

@@ -34,6 +34,9 @@
     return svg("path", { class: "dot", d: path, transform: `translate(${x.toFixed(1)} ${y.toFixed(1)})` });
   }
 
+  // A point that lies further down than the chart goes.
+  const further = (x, y) => svg("path", { class: "further", d: `M${x - 5} ${y - 4}H${x + 5}L${x} ${y + 5}Z` });
+
   // Numbers ------------------------------------------------------------------------------------------------------------------
   const digits = (v) => {
     const size = Math.abs(v);
@@ -314,20 +317,25 @@
     const shown = chosen.filter((row) => row.ranked && row.mb > 0);
     if (!shown.length) return say("frontier", "There is nothing to draw: no finished run here sent anything.");
     const plot = begin("frontier", innerWidth < 560 ? 340 : 440, { left: 46, right: 18, top: 14, bottom: 46 });
-    const y = accuracyAxis(plot, shown.map((row) => row.accuracy));
+    const best = shown.filter((row) => row.frontier).sort((a, b) => a.mb - b.mb);
+    // A little under the frontier the chart ends: a few failures far down would leave the rest a thin stripe.
+    const heights = (best.length ? best : shown).map((row) => row.accuracy);
+    const least = Math.min(...heights), span = Math.max(...heights) - least;
+    const floor = Math.max(Math.min(...shown.map((row) => row.accuracy)), least - Math.max(0.01, span / 4));
+    const height = (row) => Math.max(floor, row.accuracy);
+    const y = accuracyAxis(plot, shown.map(height));
     const sent = shown.map((row) => row.mb);
     const [low, high] = [Math.min(...sent) / 1.6, Math.max(...sent) * 1.6];
     const x = log(low, high, plot.area.left, plot.area.right);
-    axisX(plot, x, logTicks(low, high, Math.max(3, Math.floor(plot.w / 80))), short, "MB sent per worker (log scale)");
-    const best = shown.filter((row) => row.frontier).sort((a, b) => a.mb - b.mb);
+    axisX(plot, x, logTicks(low, high, Math.max(3, Math.floor(plot.w / 80))), short, shown.some((row) => row.accuracy < floor) ? "MB sent per worker (log scale); ▽ further down" : "MB sent per worker (log scale)");
     const steps = best.map((row, i) => (i ? `H${x(row.mb)}V${y(row.accuracy)}` : `M${x(row.mb)} ${y(row.accuracy)}`));
     plot.root.append(svg("path", { class: "pareto", d: steps.join("") }));
     shown.sort((a, b) => a.frontier - b.frontier);
     for (const row of shown) {
       const element = group(plot, row, row.frontier || series[row.series].baseline ? "" : "faint");
-      const place = { x: x(row.mb), y: y(row.accuracy) };
-      element.append(marker(series[row.series].mark, place.x, place.y, row.frontier ? 5.5 : 4.2));
-      plot.targets.push({ ...place, row, group: element, halo: halo(element), at: row.frontier ? "on the frontier" : "" });
+      const place = { x: x(row.mb), y: y(height(row)) }, below = row.accuracy < floor;
+      element.append(below ? further(place.x, place.y) : marker(series[row.series].mark, place.x, place.y, row.frontier ? 5.5 : 4.2));
+      plot.targets.push({ ...place, row, group: element, halo: halo(element), at: row.frontier ? "on the frontier" : below ? "further down than drawn" : "" });
     }
     placeLabels(plot, best.map((row) => [x(row.mb), y(row.accuracy)]));
     finish(plot);

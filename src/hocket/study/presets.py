@@ -117,20 +117,15 @@ def _frontier(workers: int, steps: int) -> list[Entry]:
         "local(4) + topk(0.01)",
         "local(4) + topk(0.01) | qsgd(4)",
         "bulk + topk(0.01) | qsgd(4)",
+        "bulk + lowrank(2) | qsgd(8)",
         "local(2) + topk(0.02) | qsgd(4)",
         "local(4) + topk(0.05) | qsgd(4)",
-        "local(2) + lowrank(1)",
-        "diloco(4) + lowrank(2)",
-        "diloco(16) + qsgd(4)",
         "local(16) + sign",
-        "local(16) + lowrank(2)",
-        "diloco(16) + lowrank(2)",
         "local(16) + topk(0.01) | qsgd(4)",
     )
     return [
         *(Entry(s) for s in strategies),
         _dgc(0.01, steps // 10),
-        _dgc(0.001, steps // 10),
         _dgc(0.005, steps // 20, " | qsgd(4)"),
     ]
 

@@ -39,6 +39,8 @@ class Sync(ABC):
     """Whether exchanging gradients makes no sense under it."""
     default_weights: ClassVar[bool] = True
     """Whether weights are exchanged unless told otherwise (gossip always defaults to weights)."""
+    together: ClassVar[bool] = False
+    """Whether everybody must land on the same weights where there is a mean of all."""
 
     @property
     def period(self) -> int:

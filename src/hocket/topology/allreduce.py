@@ -6,7 +6,9 @@ averages what it got, codes the mean, and shares it with all. Where the code com
 is a fair sample of all layers, or a layer with large gradients would be starved in a slice of its own. Slice owners keep an error
 memory of their own where the code has feedback.
 
-Compressed weights travel as displacement from the last common mean.
+Compressed weights travel as displacement from the last common mean. What a code with feedback held back stays in the worker's
+own weights, and so in its next displacement: gradients are taken where the worker really is, and the mean of all weights moves as
+if everything had been sent.
 """
 
 from __future__ import annotations
@@ -77,8 +79,11 @@ class AllReduceChannel(Channel):
     def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
         if plain(compressor):
             return self.mean(rows, context), memory
-        reference = memory["reference"]
-        heard, _, inner = mean_with_feedback(compressor, rows - reference, self, memory.get("inner", {}), context)
+        reference, inner = memory["reference"], memory.get("inner", {})
+        if compressor.rest_stays and not context.together:
+            heard, sent, inner = compressor.mean(rows - reference, self, inner, context)
+            return rows + (heard - sent), {"reference": reference + heard, "inner": inner}
+        heard, _, inner = mean_with_feedback(compressor, rows - reference, self, inner, context)
         mixed = reference + heard
         return mixed, {"reference": mixed.clone(), "inner": inner}
 

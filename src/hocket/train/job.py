@@ -313,8 +313,8 @@ class Job:
 def layout_for(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, cap_bytes: int | None, first_cap_bytes: int | None
 ) -> Layout:
-    """The buckets of a job: a few large ones, or a single one where the compression weighs all values against each other."""
-    unlimited = sys.maxsize if strategy.compression.compares else None
+    """The buckets of a job: a few large ones, or a single one where the compression wants all values at once."""
+    unlimited = sys.maxsize if strategy.compression.gathers else None
     cap = cap_bytes or unlimited or CAP_BYTES
     first = first_cap_bytes or unlimited or FIRST_CAP_BYTES
     return layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap, first)
