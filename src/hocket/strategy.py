@@ -6,11 +6,11 @@ use instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from hocket import compression, sync, topology
-from hocket.compression import DGC, Chain, Compressor, LowRank, NoCompression, Precision
+from hocket.compression import DGC, Chain, Compressor, NoCompression, Precision
 from hocket.errors import HocketError, nearest
 from hocket.notation import Term, read, write
 from hocket.sync import Bulk, Local, Moment, PostLocal, Sync
@@ -92,10 +92,7 @@ class Strategy:
         >>> len(Strategy.parse("local(4) + gossip + topk(0.01)").citation())
         3
         """
-        compression = self.compression
-        links = [compression.first, compression.second] if isinstance(compression, Chain) else [compression]
-        if isinstance(compression, (DGC, LowRank)) and compression.precision is not None:
-            links.append(compression.precision)
+        links = [self.compression.first, self.compression.second] if isinstance(self.compression, Chain) else [self.compression]
         return list(dict.fromkeys(p for p in (self.sync.paper, self.topology.paper, *(c.paper for c in links)) if p))
 
     def moment(self, step: int) -> Moment:
@@ -152,8 +149,8 @@ def _chained(specs: list[Any]) -> Compressor:
     if len(specs) > 2:
         raise HocketError("A chain has two links, what and how precisely, for example topk(0.01) | qsgd(4).")
     first, second = specs
-    if isinstance(first, (DGC, LowRank)) and isinstance(second, Precision):
-        return replace(first, precision=second)
+    if isinstance(first, DGC) and isinstance(second, Precision):
+        return DGC(first.share, first.warmup, first.momentum, first.clip, second)
     return Chain(first, second)
 
 
@@ -197,8 +194,8 @@ def _argument(method: str, name: str, value: Any) -> Any:
 def _text(spec: Any) -> str:
     if isinstance(spec, Chain):
         return f"{write(spec.first)} | {write(spec.second)}"
-    if isinstance(spec, (DGC, LowRank)) and spec.precision is not None:
-        return f"{write(replace(spec, precision=None))} | {write(spec.precision)}"
+    if isinstance(spec, DGC) and spec.precision is not None:
+        return f"{write(DGC(spec.share, spec.warmup, spec.momentum, spec.clip))} | {write(spec.precision)}"
     return write(spec) if hasattr(spec, "__dataclass_fields__") else str(spec)
 
 

@@ -211,7 +211,6 @@ def test_slice_owners_remember_what_their_second_encoding_lost(code: str) -> Non
 CODES = [
     "topk(0.1)", "topk(0.02)", "sign", "qsgd(4)", "qsgd(2)", "ternary", "natural", "cast(bf16)", "randomk(0.2)", "lowrank(1)",
     "randomk(0.2, unbiased=True)", "threshold(keep=0.1)", "topk(0.2) | ternary", "threshold(keep=0.1) | qsgd(4)",
-    "lowrank(1) | qsgd(8)",
 ]  # fmt: skip
 
 

@@ -45,7 +45,6 @@ CHAINS = (
     "randomk(0.2) | natural",
     "randomk(0.2, unbiased=True) | qsgd(8)",
     "dgc(0.1, warmup=4) | cast(fp16)",
-    "lowrank(1) | qsgd(8)",
 )
 COMPRESSION = SINGLE + CHAINS
 

@@ -59,15 +59,15 @@ def main() -> None:
 class _Interruption:
     """A worker hears Ctrl-C twice, from the terminal and from its launcher: the second must not disturb its leaving.
 
-    After three seconds without one it counts again: the first may have been lost, in a destructor for instance.
+    After ten seconds it counts again: the first may have been lost, in a destructor for instance.
     """
 
     def __init__(self) -> None:
-        self._last = -math.inf
+        self._heard = -math.inf
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        before, self._last = self._last, time.monotonic()
-        if self._last - before > 3.0:
+        if time.monotonic() - self._heard > 10.0:
+            self._heard = time.monotonic()
             raise KeyboardInterrupt
 
 

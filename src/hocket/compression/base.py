@@ -158,11 +158,6 @@ class Precision(Codec):
         """As :meth:`encode`, where only the first ``counts`` values of each row are real and the others zero."""
         return self.encode(rows, keys, {}, context)[0]
 
-    @property
-    def needs_feedback(self) -> bool:
-        """Whether it does not train by itself, without error feedback around it."""
-        return False
-
     @abstractmethod
     def lengths(self, counts: Tensor) -> Tensor:
         """For rows of ``counts`` values each: how many values each part holds, ``[rows, parts]``."""

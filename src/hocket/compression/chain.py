@@ -29,9 +29,8 @@ class Chain(Codec):
     def __post_init__(self) -> None:
         if not isinstance(self.first, Selection) or not isinstance(self.second, Precision):
             raise HocketError(
-                f"{_name(self.first)} | {_name(self.second)}: a chain goes from what is sent "
-                "(topk, randomk, threshold, dgc, lowrank) to how precisely (cast, qsgd, ternary, sign, natural), "
-                "for example topk(0.01) | qsgd(4)."
+                f"{_name(self.first)} | {_name(self.second)}: a chain goes from what is sent (topk, randomk, threshold, dgc) "
+                "to how precisely (cast, qsgd, ternary, sign, natural), for example topk(0.01) | qsgd(4)."
             )
         if isinstance(self.second, Sign) and self.second.vote:
             raise HocketError(f"{self.first.name} | sign(vote=True): workers send different places, so there is no vote; use sign.")

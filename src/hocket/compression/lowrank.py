@@ -4,21 +4,19 @@ For a parameter as a matrix ``M`` (first dimension × the rest) and last exchang
 ``Q = mean(Mᵀ P)``, and everybody hears ``P Qᵀ``. One power iteration per exchange, warm-started: two small means per matrix.
 Vectors, and matrices that would not get smaller, travel plain with the first mean. Where there is no common mean (gossip), each
 worker does the iteration alone and sends its own ``P`` and ``Q``.
-
-In a chain such as ``lowrank(4) | qsgd(4)`` everything that travels is coded by the second link; feedback covers both.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message, there
-from hocket.compression.base import CONSENSUS_STEP, Channel, Codec, Context, Heard, Memory, Precision, flag
+from hocket.compression.base import CONSENSUS_STEP, Channel, Codec, Context, Heard, Memory, flag
 from hocket.errors import HocketError
 from hocket.noise import fold, uniform
 
@@ -38,8 +36,6 @@ class LowRank(Codec):
 
     matrix_rank: int = 2
     feedback: bool | None = None
-    precision: Precision | None = None
-    """How precisely the thin matrices travel."""
     name: ClassVar[str] = "lowrank"
     paper: ClassVar[str] = (
         "Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019"
@@ -49,11 +45,6 @@ class LowRank(Codec):
         if not isinstance(self.matrix_rank, int) or isinstance(self.matrix_rank, bool) or self.matrix_rank < 1:
             raise HocketError(f"lowrank({self.matrix_rank!r}): the matrix rank must be a whole number of at least 1, such as 2.")
         flag(self.feedback, "lowrank", "feedback")
-        if self.precision is not None and self.precision.needs_feedback:
-            name = self.precision.name
-            raise HocketError(
-                f"lowrank | {name}: {name} needs a feedback of its own, which thin matrices have none of; use qsgd(4)."
-            )
 
     @property
     def remembers(self) -> bool:
@@ -61,21 +52,15 @@ class LowRank(Codec):
 
     @property
     def gathers(self) -> bool:
-        return True  # two small means for the whole model: a few of them per bucket would be mostly frames and latency
+        return True  # two small means for the whole model: two per bucket would be mostly frames and latency
 
     @property
     def rest_stays(self) -> bool:
         return False  # most directions would never be averaged: the small CNN's workers were seen to part and diverge
 
-    @property
-    def contracts(self) -> bool:
-        return self.precision is None or self.precision.contracts
-
     def consensus_step(self, size: int, context: Context) -> float:
         # A message carries about this share of a matrix whose directions are all alike.
-        pieces = self.pieces(size, context)
-        step = min([CONSENSUS_STEP, *(self.matrix_rank / min(p.height, p.width) for p in pieces if p.width)])
-        return step if self.precision is None else step * self.precision.consensus_step(self._travelling(pieces), context)
+        return min([CONSENSUS_STEP, *(self.matrix_rank / min(p.height, p.width) for p in self.pieces(size, context) if p.width)])
 
     def pieces(self, size: int, context: Context) -> list[_Piece]:
         """How the row is cut: by the parameters' shapes, or as one square where rows are not whole buckets."""
@@ -103,18 +88,14 @@ class LowRank(Codec):
         matrices = [_matrix(rows, piece) for piece in thin]
         ps = [_matmul(matrix, q) for matrix, q in zip(matrices, q_old, strict=True)]
         first = torch.cat([*(p.flatten(1) for p in ps), *(rows[:, p.offset : p.offset + p.size] for p in plain)], 1)
-        first, first_sent = self._exchange(first, channel, context)
+        first = channel.mean(first, context)
         ps_mean, rest = _cut(first, [(p.height, self.matrix_rank) for p in thin])
         ps_mean = [_orthonormal(p) for p in ps_mean]
         q_own = [_matmul(_transposed(matrix), p) for matrix, p in zip(matrices, ps_mean, strict=True)]
         q_mean = q_own
         if thin:
-            second = torch.cat([q.flatten(1) for q in q_own], 1)
-            second, second_sent = self._exchange(second, channel, replace(context, bucket=-1 - context.bucket))
-            shapes = [(p.width, self.matrix_rank) for p in thin]
-            q_mean, _ = _cut(second, shapes)
-            if second_sent is not None:
-                q_own, _ = _cut(second_sent, shapes)
+            second = channel.mean(torch.cat([q.flatten(1) for q in q_own], 1), context)
+            q_mean, _ = _cut(second, [(p.width, self.matrix_rank) for p in thin])
         heard, sent = torch.empty_like(rows), torch.empty_like(rows)
         for piece, p, own, common in zip(thin, ps_mean, q_own, q_mean, strict=True):
             _fill(heard, piece, p, common)
@@ -123,21 +104,9 @@ class LowRank(Codec):
         for piece in plain:
             span = slice(piece.offset, piece.offset + piece.size)
             heard[:, span] = rest[:, start : start + piece.size]
-            end = rest.shape[1] - start
-            sent[:, span] = rows[:, span] if first_sent is None else first_sent[:, -end:][:, : piece.size]
+            sent[:, span] = rows[:, span]
             start += piece.size
         return Heard(heard, sent, {f"q{k}": q for k, q in enumerate(q_mean)})
-
-    def _exchange(self, rows: Tensor, channel: Channel, context: Context) -> tuple[Tensor, Tensor | None]:
-        """The mean of ``rows``, and what the others heard of them where that is something else."""
-        if self.precision is None:
-            return channel.mean(rows, context), None
-        heard = channel.coded(self.precision, rows, {}, context)
-        return heard.heard, heard.sent
-
-    def _travelling(self, pieces: list[_Piece]) -> int:
-        """How many values travel for a row cut into ``pieces``, all in one message."""
-        return sum(self.matrix_rank * (p.height + p.width) if p.width else p.size for p in pieces)
 
     def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
         pieces = self.pieces(rows.shape[1], context)
@@ -150,15 +119,12 @@ class LowRank(Codec):
             remembered[f"q{k}"] = q
             parts += [p.flatten(1), q.flatten(1)]
         parts += [rows[:, p.offset : p.offset + p.size] for p in pieces if not p.width]
-        flat = torch.cat(parts, 1)
-        return (Message((flat,)) if self.precision is None else self.precision.encode(flat, keys, {}, context)[0]), remembered
+        return Message((torch.cat(parts, 1),)), remembered
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         pieces = self.pieces(size, context)
         shapes = [s for p in pieces if p.width for s in ((p.height, self.matrix_rank), (p.width, self.matrix_rank))]
-        precision = self.precision
-        flat = message.parts[0] if precision is None else precision.decode(message, self._travelling(pieces), context)
-        factors, rest = _cut(flat, shapes)
+        factors, rest = _cut(message.parts[0], shapes)
         rows = torch.empty(message.rows, size, dtype=rest.dtype, device=rest.device)
         start = k = 0
         for piece in pieces:

@@ -41,10 +41,6 @@ class Sign(Precision):
     def remembers(self) -> bool:
         return self.feedback is not False
 
-    @property
-    def needs_feedback(self) -> bool:
-        return True
-
     def consensus_step(self, size: int, context: Context) -> float:
         # One scale for many values: large differences are caught up with slowly, and 0.4 was seen to diverge on directed graphs.
         return 0.1

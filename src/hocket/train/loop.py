@@ -24,7 +24,7 @@ from hocket.train.report import LedgerView
 from hocket.train.schedule import factor, scheduler
 
 _EVALUATION_BATCH = 1000
-_MOST_ON_CUDA = 10_000
+_MOST_ON_CUDA, _ROOM = 10_000, 2**34
 
 
 @dataclass(frozen=True)
@@ -225,8 +225,8 @@ def _countable(targets: Tensor) -> bool:
 
 
 def _evaluation_batch(x: Tensor) -> int:
-    """Samples at a time; a GPU takes more of them where they are small, so as not to wait for the next launch."""
-    if not x.is_cuda or not len(x):
+    """Samples at a time; a GPU with room takes more of them where they are small, so as not to wait for the next launch."""
+    if not x.is_cuda or not len(x) or torch.cuda.mem_get_info(x.device)[0] < _ROOM:
         return _EVALUATION_BATCH
     return min(_MOST_ON_CUDA, max(_EVALUATION_BATCH, 2**25 // x[0].numel()))
 
