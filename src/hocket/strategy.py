@@ -161,7 +161,7 @@ def _spec(term: Term) -> Any:
     """The spec that a term names."""
     if term.name not in _KNOWN:
         known = (*_KNOWN, "exchange")
-        raise HocketError(f"Unknown method '{term.name}'{nearest(term.name, known)}; known are {', '.join(sorted(_KNOWN))}.")
+        raise HocketError(f"Unknown method '{term.name}'{nearest(term.name, known) or '.'} Known are {', '.join(sorted(_KNOWN))}.")
     kind = _KNOWN[term.name]
     names = [f.name for f in fields(kind) if f.name != "precision"]
     if ("=", True) in term.options:
@@ -171,8 +171,8 @@ def _spec(term: Term) -> Any:
     values = dict(zip(names, term.arguments, strict=False))
     for name, value in term.options:
         if name not in names:
-            takes = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise HocketError(f"{term.name} has no argument '{name}'{nearest(name, names)}; {takes}.")
+            takes = f"It takes {', '.join(names)}" if names else "It takes none"
+            raise HocketError(f"{term.name} has no argument '{name}'{nearest(name, names) or '.'} {takes}.")
         if name in values:
             raise HocketError(f"{term.name} is given {name} twice.")
         values[name] = value

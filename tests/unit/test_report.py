@@ -10,6 +10,7 @@ import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -394,6 +395,26 @@ def test_charts_are_png_files_one_set_per_facet(tmp_path: Path, make: Any) -> No
     for kind in ("accuracy", "frontier"):
         assert sum(f.name.endswith(f"-{kind}.png") for f in files) == len(facets)
     assert sum(f.name.endswith("-bars.png") for f in files) == sum(not facet.virtual for facet in facets)
+
+
+def test_charts_of_runs_that_are_gone_go_too_and_nothing_else_does(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    build([ten_runs(tmp_path)], tmp_path)
+    made = {f.name for f in (tmp_path / "charts").iterdir()}
+    for name in ("gone-cnn-9-virtual-frontier.png", "holiday.png", "gone-frontier.txt"):
+        (tmp_path / "charts" / name).write_bytes(b"x")
+    build([tmp_path], tmp_path)
+    assert {f.name for f in (tmp_path / "charts").iterdir()} == made | {"holiday.png", "gone-frontier.txt"}
+
+
+def test_a_chart_of_the_frontier_ends_a_little_below_it() -> None:
+    def row(percent: float) -> Any:
+        return SimpleNamespace(accuracy=SimpleNamespace(mean=percent / 100))
+
+    line = [row(60.0), row(70.0)]
+    assert charts._floor([*line, row(65.0)], line) == pytest.approx(60.0)  # nothing is far down
+    assert charts._floor([*line, row(10.0)], line) == pytest.approx(57.5)
+    assert charts._floor([row(70.0), row(5.0)], [row(70.0)]) == pytest.approx(69.0)
 
 
 def test_without_matplotlib_everything_else_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

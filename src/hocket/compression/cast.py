@@ -31,7 +31,9 @@ class Cast(Precision):
     def __post_init__(self) -> None:
         flag(self.feedback, "cast", "feedback")
         if not isinstance(self.format, str) or self.format not in FORMATS:
-            raise HocketError(f"cast({self.format}): unknown format{nearest(str(self.format), FORMATS)}; use fp16, bf16 or fp8.")
+            raise HocketError(
+                f"cast({self.format}): unknown format{nearest(str(self.format), FORMATS) or '.'} Use fp16, bf16 or fp8."
+            )
 
     @property
     def remembers(self) -> bool:

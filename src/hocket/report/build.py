@@ -62,4 +62,7 @@ def build(folders: Sequence[Path], out: Path, title: str | None = None, png: boo
         "report.html": make_page(title, rows, answers, reading, bool(pictures)).encode(),
     }
     write_files(Path(out), files)
+    for chart in (Path(out) / "charts").glob("*.png") if pictures else ():
+        if charts.ours(chart.name) and chart.name not in pictures:  # of runs that are there no longer
+            chart.unlink(missing_ok=True)
     return Report(Path(out) / "report.html", rows, reading.notes, answers)

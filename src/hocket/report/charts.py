@@ -53,6 +53,15 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
     return files
 
 
+def ours(name: str) -> bool:
+    """Whether a file of this name is one of our charts.
+
+    >>> [ours(n) for n in ("digits-cnn-4-virtual-frontier.png", "mlp-workers-2.png", "holiday.png")]
+    [True, True, False]
+    """
+    return re.search(r"-(accuracy|frontier|bars|workers)(-\d+)?\.png$", name) is not None
+
+
 def safe(name: str) -> str:
     """A file name of any text.
 

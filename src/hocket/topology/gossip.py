@@ -55,7 +55,9 @@ class Gossip(Topology):
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise HocketError(f"gossip({self.kind}): unknown kind{nearest(str(self.kind), KINDS)}; use one of {', '.join(KINDS)}.")
+            raise HocketError(
+                f"gossip({self.kind}): unknown kind{nearest(str(self.kind), KINDS) or '.'} Use one of {', '.join(KINDS)}."
+            )
         if self.step is not None and (
             not isinstance(self.step, (int, float)) or isinstance(self.step, bool) or not 0 < self.step <= 1
         ):

@@ -71,7 +71,7 @@ class Settings:
             raise HocketError(f"--workers {self.workers}: there must be at least one worker.")
         if self.optimizer not in OPTIMIZERS:
             hint = nearest(self.optimizer, OPTIMIZERS)
-            raise HocketError(f"--optimizer {self.optimizer}: unknown{hint}; use one of {', '.join(OPTIMIZERS)}.")
+            raise HocketError(f"--optimizer {self.optimizer}: unknown{hint or '.'} Use one of {', '.join(OPTIMIZERS)}.")
         if self.autocast not in AUTOCAST:
             raise HocketError(f"--autocast {self.autocast}: use none, bf16 or fp16.")
         if not self.lr > 0:
