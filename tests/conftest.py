@@ -1,10 +1,14 @@
-"""What all tests share: one thread (equal bits, shared cores) and hypothesis without deadlines."""
+"""What all tests share: one thread (equal bits, shared cores), Ctrl-C that is heard, and hypothesis without deadlines."""
 
 from __future__ import annotations
+
+import signal
 
 import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# A shell that starts the tests in the background has Ctrl-C ignored by them and by all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("hocket", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hocket")
