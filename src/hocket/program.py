@@ -203,7 +203,7 @@ class Program:
             workers=self._workers,
             world=self.cluster.size,
             shapes=self._shapes[bucket],
-            together=self.strategy.sync.together,
+            rest_stays=self.strategy.sync.rest_stays,
         )
 
 

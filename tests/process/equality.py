@@ -88,6 +88,7 @@ CASES = [
     Case("local(4)"),
     Case("local(3, mean=after)", "adam"),
     Case("local(4) + topk(0.05)", "adam"),
+    Case("local(4, rest=weights) + topk(0.05) | qsgd(4)"),
     Case("local(4) + lowrank(1)"),
     Case("local(4) + gossip"),
     Case("local(4) + gossip + topk(0.05)"),

@@ -259,22 +259,21 @@ def test_compressed_allreduce_of_weights_counts_from_the_last_common_mean() -> N
     channel = AllReduce().bind(cluster, cluster.everybody, 0)
     compressor, start = Strategy.parse("topk(0.1)").compression, rows_of(1, 50).expand(4, -1).contiguous()
     memory = channel.start_memory(compressor, start)
-    together = [replace(context(4, exchange), together=True) for exchange in range(2)]
-    mixed, memory = channel.weights(compressor, start.clone(), memory, together[0])
+    mixed, memory = channel.weights(compressor, start.clone(), memory, context(4))
     assert torch.equal(mixed, start)  # nobody moved, nothing is lost
-    mixed, memory = channel.weights(compressor, start + rows_of(4, 50), memory, together[1])
+    mixed, memory = channel.weights(compressor, start + rows_of(4, 50), memory, context(4, 1))
     assert all(torch.equal(mixed[0], row) for row in mixed)
     assert torch.equal(memory["reference"], mixed)
     assert 0 < (mixed[0] - start[0]).count_nonzero() <= 4 * 2  # per slice of 13 two places
 
 
-def test_what_was_held_back_stays_in_the_workers_own_weights() -> None:
+def test_what_was_held_back_stays_in_the_workers_own_weights_where_asked() -> None:
     cluster = VirtualCluster(4)
     channel = AllReduce().bind(cluster, cluster.everybody, 0)
     compressor, start = Strategy.parse("topk(0.1)").compression, rows_of(1, 52).expand(4, -1).contiguous()
     memory = channel.start_memory(compressor, start)
     moved = start + rows_of(4, 52)
-    mixed, memory = channel.weights(compressor, moved, memory, context(4))
+    mixed, memory = channel.weights(compressor, moved, memory, replace(context(4), rest_stays=True))
     reference = memory["reference"]
     assert all(torch.equal(reference[0], row) for row in reference)
     rest = mixed - reference
@@ -284,8 +283,9 @@ def test_what_was_held_back_stays_in_the_workers_own_weights() -> None:
     torch.testing.assert_close(mixed.mean(0) + owners, moved.mean(0))
 
 
+@pytest.mark.parametrize("rest_stays", [False, True])
 @pytest.mark.parametrize("code", ["topk(0.1)", "threshold(keep=0.2)", "sign", "topk(0.2) | qsgd(8)", "lowrank(2)"])
-def test_compressed_weights_come_together_at_their_mean(code: str) -> None:
+def test_compressed_weights_come_together_at_their_mean(code: str, rest_stays: bool) -> None:
     cluster = VirtualCluster(4)
     channel = AllReduce().bind(cluster, cluster.everybody, 0)
     compressor, rows = Strategy.parse(code).compression, rows_of(4, 64)
@@ -293,5 +293,6 @@ def test_compressed_weights_come_together_at_their_mean(code: str) -> None:
     mean = rows.mean(0)
     before = (rows - mean).norm()
     for exchange in range(80):
-        rows, memory = channel.weights(compressor, rows, memory, context(4, exchange))
+        where = replace(context(4, exchange), rest_stays=rest_stays)
+        rows, memory = channel.weights(compressor, rows, memory, where)
     assert (rows - mean).norm() < 0.05 * before

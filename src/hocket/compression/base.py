@@ -41,8 +41,8 @@ class Context:
     """How many workers there are in all."""
     shapes: tuple[tuple[int, ...], ...] | None = None
     """Shapes of the parameters in the bucket, where rows are whole buckets."""
-    together: bool = False
-    """Whether exchanged weights must come out the same for everybody (an outer optimiser goes on from them)."""
+    rest_stays: bool = False
+    """Whether what is held back of exchanged weights stays in them, not in a memory."""
 
     def keys(self, salt: int = 0) -> Tensor:
         """One random key per row, a hash of (seed, worker, step, bucket, salt), on the CPU: so few values are faster made there."""
@@ -107,7 +107,7 @@ class Compressor:
 
     @property
     def rest_stays(self) -> bool:
-        """Under feedback, whether what was held back may stay in the worker's own weights: every value must get its turn soon."""
+        """Whether what feedback holds back may stay in the worker's own weights: every value must get its turn soon."""
         return self.remembers
 
     @property

@@ -39,13 +39,16 @@ class Sync(ABC):
     """Whether exchanging gradients makes no sense under it."""
     default_weights: ClassVar[bool] = True
     """Whether weights are exchanged unless told otherwise (gossip always defaults to weights)."""
-    together: ClassVar[bool] = False
-    """Whether everybody must land on the same weights where there is a mean of all."""
 
     @property
     def period(self) -> int:
         """Steps between exchanges."""
         return 1
+
+    @property
+    def rest_stays(self) -> bool:
+        """Whether what a code with feedback holds back of exchanged weights stays in them, not in a memory."""
+        return False
 
     @abstractmethod
     def moment(self, step: int, weights: bool) -> Moment:

@@ -25,7 +25,6 @@ class DiLoCo(Sync):
     momentum: float = 0.9
     name: ClassVar[str] = "diloco"
     only_weights: ClassVar[bool] = True
-    together: ClassVar[bool] = True
     paper: ClassVar[str] = "Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023"
 
     def __post_init__(self) -> None:

@@ -6,9 +6,8 @@ averages what it got, codes the mean, and shares it with all. Where the code com
 is a fair sample of all layers, or a layer with large gradients would be starved in a slice of its own. Slice owners keep an error
 memory of their own where the code has feedback.
 
-Compressed weights travel as displacement from the last common mean. What a code with feedback held back stays in the worker's
-own weights, and so in its next displacement: gradients are taken where the worker really is, and the mean of all weights moves as
-if everything had been sent.
+Compressed weights travel as displacement from the last common mean. What a code with feedback held back waits in a
+memory or, with ``local(p, rest=weights)``, stays in the worker's own weights and so in its next displacement.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class AllReduceChannel(Channel):
         if plain(compressor):
             return self.mean(rows, context), memory
         reference, inner = memory["reference"], memory.get("inner", {})
-        if compressor.rest_stays and not context.together:
+        if compressor.rest_stays and context.rest_stays:
             heard, sent, inner = compressor.mean(rows - reference, self, inner, context)
             return rows + (heard - sent), {"reference": reference + heard, "inner": inner}
         heard, _, inner = mean_with_feedback(compressor, rows - reference, self, inner, context)
