@@ -53,6 +53,23 @@ def test_numbers_sort_as_numbers_both_ways(pages: dict[str, Path], visit: Visit,
         assert keys[len(values) :] == [""] * (len(keys) - len(values)), "what is not known comes last"
 
 
+def test_what_lies_far_below_the_frontier_is_marked_at_its_foot(tmp_path: Path, visit: Visit) -> None:
+    for strategy, accuracy, sent in (
+        ("bulk", 0.70, 1000),
+        ("local(4)", 0.68, 250),
+        ("local(16)", 0.66, 300),
+        ("local(64)", 0.1, 900),
+    ):
+        line = {"epoch": 1, "accuracy": accuracy, "loss": 1.0, "seconds": None, "bytes_sent": sent * 10**6}
+        write_run(tmp_path / strategy, strategy, [line], virtual=True, epochs=1)
+    page = visit(build([tmp_path], tmp_path / "out", png=False).path)
+    foot, points = boxes(page, "#frontier .further"), boxes(page, "#frontier .mark .dot")
+    assert (len(foot), len(points)) == (1, 3)
+    assert foot[0]["y"] > max(point["y"] for point in points)
+    assert "further down" in page.inner_text("#frontier")
+    assert max(p["y"] for p in points) - min(p["y"] for p in points) > 100, "the others have the height of the chart"
+
+
 def test_words_sort_naturally(pages: dict[str, Path], visit: Visit) -> None:
     page = visit(pages["ten"])
     page.click("th[data-name=strategy] button")

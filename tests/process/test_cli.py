@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from hocket.cli.main import _Interruption
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
@@ -224,6 +226,15 @@ def test_a_launched_worker_leaves_quietly_however_often_it_is_interrupted(tmp_pa
     _, said = started.communicate(timeout=60)
     assert started.returncode == 130, said
     assert "Traceback" not in said, said
+
+
+def test_an_interruption_that_was_lost_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    heard = _Interruption()
+    for now[0], counts in ((100.0, True), (100.1, False), (109.0, False), (111.0, True), (111.1, False)):
+        with pytest.raises(KeyboardInterrupt) if counts else nullcontext():
+            heard(signal.SIGINT, None)
 
 
 def test_version_and_help() -> None:

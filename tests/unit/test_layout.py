@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from hocket.cluster.layout import layout_of
+from hocket.strategy import Strategy
+from hocket.train.job import layout_for
 
 
 class Mixed(nn.Module):
@@ -94,3 +96,10 @@ def test_spaced_rows_start_where_a_storage_of_their_own_would(rows: int) -> None
         storage = bucket.spaced(rows)
         assert storage.shape == (rows, bucket.size)
         assert all(row.data_ptr() % 64 == 0 and row.is_contiguous() for row in storage)
+
+
+@pytest.mark.parametrize("code, one", [("none", False), ("qsgd(4)", False), ("topk(0.1)", True), ("lowrank(2)", True)])
+def test_some_codes_want_the_whole_model_in_one_bucket(code: str, one: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))
+    layout = layout_for(model, torch.optim.SGD(model.parameters(), 0.1), Strategy.parse(code), None, None)
+    assert (len(layout.buckets) == 1) is one

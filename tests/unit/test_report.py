@@ -413,8 +413,8 @@ def test_a_chart_of_the_frontier_ends_a_little_below_it() -> None:
 
     line = [row(60.0), row(70.0)]
     assert charts._floor([*line, row(65.0)], line) == pytest.approx(60.0)  # nothing is far down
-    assert charts._floor([*line, row(10.0)], line) == pytest.approx(57.5)
-    assert charts._floor([row(70.0), row(5.0)], [row(70.0)]) == pytest.approx(69.0)
+    assert charts._floor([*line, row(10.0)], line) == pytest.approx(57.0)
+    assert charts._floor([row(70.0), row(5.0)], [row(70.0)]) == pytest.approx(67.0)
 
 
 def test_without_matplotlib_everything_else_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

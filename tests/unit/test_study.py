@@ -653,6 +653,17 @@ def test_the_last_rate_is_kept_and_other_seeds_do_not_decide(tmp_path: Path) -> 
     assert script.trained == [(0, 0.1), (1, 0.1)]
 
 
+def test_a_try_is_evaluated_once_and_a_run_after_every_epoch(tmp_path: Path) -> None:
+    settings = expand(small(["local(2)"]), Data()).runs[0].settings
+    settings = replace(settings, epochs=3, max_steps=None)
+    tried, whole = (Virtual(Data())(settings, out, Watch()) for out in (None, tmp_path))
+    assert [m["accuracy"] is None for m in tried] == [True, True, False]
+    assert [m["accuracy"] is None for m in whole] == [False, False, False]
+    assert tried[-1]["accuracy"] == whole[-1]["accuracy"]
+    assert "accuracy_worst" in whole[-1]
+    assert "accuracy_worst" not in tried[-1]
+
+
 def test_the_search_is_recorded_shared_by_seeds_and_not_repeated(tmp_path: Path) -> None:
     tried: list[float] = []
 

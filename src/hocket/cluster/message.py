@@ -45,8 +45,9 @@ class Message:
 
     def select(self, index: Tensor) -> Message:
         """The rows named by ``index``, in that order."""
-        parts = tuple(p.index_select(0, there(index, p)) for p in self.parts)
-        return Message(parts, None if self.lengths is None else self.lengths.index_select(0, there(index, self.lengths)))
+        index = there(index, self.parts[0])
+        parts = tuple(p.index_select(0, index) for p in self.parts)
+        return Message(parts, None if self.lengths is None else self.lengths.index_select(0, index))
 
     def pack(self, row: int) -> Tensor:
         """One row as the bytes that travel (no copy where a single part of fixed size allows it)."""

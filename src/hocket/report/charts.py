@@ -136,7 +136,7 @@ def _frontier(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
 def _floor(drawn: list[Row], line: list[Row]) -> float:
     """Where the chart ends below: a little under the frontier. A few failures far down would leave the rest a thin stripe."""
     low, high = min(map(_percent, line)), max(map(_percent, line))
-    return max(min(map(_percent, drawn)), low - max(1.0, (high - low) / 4))
+    return max(min(map(_percent, drawn)), low - max(3.0, (high - low) / 4))
 
 
 def _number(axes: Any, names: dict[str, tuple[float, float]], points: list[tuple[float, float]]) -> None:

@@ -321,7 +321,7 @@
     // A little under the frontier the chart ends: a few failures far down would leave the rest a thin stripe.
     const heights = (best.length ? best : shown).map((row) => row.accuracy);
     const least = Math.min(...heights), span = Math.max(...heights) - least;
-    const floor = Math.max(Math.min(...shown.map((row) => row.accuracy)), least - Math.max(0.01, span / 4));
+    const floor = Math.max(Math.min(...shown.map((row) => row.accuracy)), least - Math.max(0.03, span / 4));
     const height = (row) => Math.max(floor, row.accuracy);
     const y = accuracyAxis(plot, shown.map(height));
     const sent = shown.map((row) => row.mb);

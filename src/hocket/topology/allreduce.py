@@ -79,7 +79,7 @@ class AllReduceChannel(Channel):
         if plain(compressor):
             return self.mean(rows, context), memory
         reference, inner = memory["reference"], memory.get("inner", {})
-        if compressor.rest_stays and context.rest_stays:
+        if context.rest_stays:
             heard, sent, inner = compressor.mean(rows - reference, self, inner, context)
             return rows + (heard - sent), {"reference": reference + heard, "inner": inner}
         heard, _, inner = mean_with_feedback(compressor, rows - reference, self, inner, context)
