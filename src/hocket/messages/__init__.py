@@ -1,0 +1,1 @@
+"""ZeroMQ links: checked headers, raw tensor bytes, keys."""

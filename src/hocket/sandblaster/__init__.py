@@ -1,0 +1,1 @@
+"""Sandblaster L-BFGS: a batch optimiser whose coordinator holds no parameters."""
