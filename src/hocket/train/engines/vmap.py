@@ -120,7 +120,8 @@ class VmapEngine:
         training = tuple(m.training for m in self.loop.model.modules())
         key = (x.shape, x.dtype, y.shape, y.dtype, pointers, training)
         if key not in self._captured:
-            if len(self._captured) == _GRAPHS:
+            # Other storage is that of another training, which is over: its graphs would only take room.
+            if len(self._captured) == _GRAPHS or any(other[4] != pointers for other in self._captured):
                 self._captured.clear()
             self._captured[key] = None
             return self._chunks(weights, buffers, x, y, grads)
