@@ -13,8 +13,9 @@ from hocket import compression, sync, topology
 from hocket.compression import DGC, Chain, Compressor, NoCompression, Precision
 from hocket.errors import HocketError, nearest
 from hocket.notation import Term, read, write
-from hocket.sync import Bulk, Local, Moment, PostLocal, Sync
-from hocket.topology import AllReduce, Topology
+from hocket.sync import Async, Bulk, Local, Moment, PostLocal, Stale, Sync
+from hocket.topology import AllReduce, Gossip, Server, Topology
+from hocket.topology.base import plain
 
 T = TypeVar("T")
 
@@ -31,12 +32,16 @@ class Strategy:
     """
 
     sync: Sync = field(default_factory=Bulk)
-    topology: Topology = field(default_factory=AllReduce)
+    topology: Topology = None  # type: ignore[assignment]
+    """All-reduce unless told otherwise; a server where nobody waits for everybody."""
     compression: Compressor = field(default_factory=NoCompression)
     exchange: str | None = None
     """``"weights"`` or ``"gradients"``; None: gradients for bulk+allreduce, weights for local steps and for gossip."""
 
     def __post_init__(self) -> None:
+        if self.topology is None:
+            waits = not (isinstance(self.sync, Sync) and self.sync.free) or isinstance(self.sync, Stale)
+            object.__setattr__(self, "topology", AllReduce() if waits else Server())
         for part, kind, what in (
             (self.sync, Sync, "sync"),
             (self.topology, Topology, "topology"),
@@ -49,6 +54,11 @@ class Strategy:
             raise HocketError(f"exchange={self.exchange}: what is exchanged is weights or gradients{words}.")
         if reason := self._refusal():
             raise HocketError(f"{self}: {reason}.")
+
+    @property
+    def free(self) -> bool:
+        """Whether workers are programs of their own that send messages; otherwise all of them take part in every exchange."""
+        return self.sync.free or (isinstance(self.topology, Server) and not self.topology.sums)
 
     @property
     def weights(self) -> bool:
@@ -109,6 +119,8 @@ class Strategy:
     def _refusal(self) -> str | None:
         """Why this combination makes no sense and what to use instead, or None."""
         compressor = self.compression
+        if self.free and (reason := self._refusal_of_messages()):
+            return reason
         if self.sync.only_weights and self.exchange == "gradients":
             return (
                 f"{self.sync.name} exchanges weights by definition; leave exchange=gradients out, or use local({self.sync.period})"
@@ -126,6 +138,38 @@ class Strategy:
         if feedback is True and not compressor.biased:
             return f"{compressor.name} is unbiased, and feedback makes unbiased codes diverge; leave feedback out"
         return self.topology.refusal(compressor, self.weights)
+
+    def _refusal_of_messages(self) -> str | None:
+        """The same where workers are programs that send messages."""
+        when, whom = self.sync, self.topology
+        if isinstance(whom, Server) and whom.sums:
+            return f"servers that only sum are for those who wait for everybody; leave role=sum out of {when.name}, or use bulk"
+        if isinstance(when, Stale):
+            if not isinstance(whom, (AllReduce, Server)):
+                return "all synchronise when the first has used its steps up, so it needs allreduce or server"
+            if not plain(self.compression):
+                return "stale exchanges whole weights of steps that differ from worker to worker; leave the compression out"
+            return None
+        if isinstance(whom, Gossip) and isinstance(when, Async):
+            if self.exchange == "gradients":
+                return "partners that meet average their weights; leave exchange=gradients out"
+            if not plain(self.compression):
+                return "partners that meet average whole weights; leave the compression out, or use bulk + gossip"
+            if when != Async():
+                return "between partners there is no old gradient to compensate and no fetch to overlap; write async + gossip"
+            return None
+        if not isinstance(whom, Server):
+            instead = f"{when.name} + server or async + gossip" if isinstance(when, Async) else f"{when.name} + server"
+            why = (
+                "an all-reduce waits for everybody" if isinstance(whom, AllReduce) else f"{whom.name} goes step by step with others"
+            )
+            return f"{why}, and {when.name} is there not to wait; use {instead}"
+        if not (isinstance(when, Bulk) or when.free):
+            period = when.period
+            return f"a server takes gradients; for steps of one's own in between use downpour(push={period}, fetch={period})"
+        if self.exchange == "weights":
+            return "gradients are pushed and weights are fetched; leave exchange=weights out"
+        return None
 
 
 def _axis_and_spec(chain: list[Term]) -> tuple[str, Any]:

@@ -1,11 +1,30 @@
 """When workers talk: one file per method."""
 
-from hocket.sync.base import Moment, Sync
+from hocket.sync.asynchronous import Async
+from hocket.sync.base import Free, Moment, Sync, Turn
 from hocket.sync.bulk import Bulk
 from hocket.sync.diloco import DiLoCo
+from hocket.sync.downpour import Downpour
 from hocket.sync.local import Local, proven_period
 from hocket.sync.postlocal import PostLocal
+from hocket.sync.ssp import SSP
+from hocket.sync.stale import Stale
 
-METHODS: dict[str, type[Sync]] = {s.name: s for s in (Bulk, Local, PostLocal, DiLoCo)}
+METHODS: dict[str, type[Sync]] = {s.name: s for s in (Bulk, Local, PostLocal, DiLoCo, Async, SSP, Downpour, Stale)}
 
-__all__ = ["METHODS", "Bulk", "DiLoCo", "Local", "Moment", "PostLocal", "Sync", "proven_period"]
+__all__ = [
+    "METHODS",
+    "SSP",
+    "Async",
+    "Bulk",
+    "DiLoCo",
+    "Downpour",
+    "Free",
+    "Local",
+    "Moment",
+    "PostLocal",
+    "Stale",
+    "Sync",
+    "Turn",
+    "proven_period",
+]

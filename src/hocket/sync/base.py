@@ -10,6 +10,7 @@ A synchronisation says, for each step ``t`` = 1, 2, …, at which moment of the 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +18,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hocket.errors import HocketError
+from hocket.errors import HocketError, nearest
 
 
 class Moment(Enum):
@@ -30,6 +31,16 @@ class Moment(Enum):
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What a worker that talks to servers does after a gradient; the gradient is always added to what it will push."""
+
+    push: bool = True
+    fetch: bool = True
+    local: bool = False
+    """Step on its own with this gradient."""
+
+
+@dataclass(frozen=True)
 class Sync(ABC):
     """Base of all synchronisations."""
 
@@ -39,6 +50,19 @@ class Sync(ABC):
     """Whether exchanging gradients makes no sense under it."""
     default_weights: ClassVar[bool] = True
     """Whether weights are exchanged unless told otherwise (gossip always defaults to weights)."""
+    free: ClassVar[bool] = False
+    """Whether workers go on without waiting for everybody: then they are programs of their own that send messages."""
+    own_share: ClassVar[bool] = True
+    """Whether every worker has its own share of an epoch; otherwise who is free takes the next mini-batch."""
+
+    @property
+    def lead(self) -> float:
+        """On a server: how many steps a worker may be ahead of the slowest."""
+        return 0.0
+
+    def turn(self, step: int) -> Turn:
+        """On a server: what a worker does after its ``step``-th gradient (from 1)."""
+        return Turn()
 
     @property
     def period(self) -> int:
@@ -65,6 +89,38 @@ class Sync(ABC):
     def start_memory(self, rows: Tensor) -> dict[str, Tensor]:
         """What :meth:`land` remembers, before the first step."""
         return {}
+
+
+@dataclass(frozen=True)
+class Free(Sync):
+    """Base of those that never wait for everybody."""
+
+    default_weights: ClassVar[bool] = False
+    free: ClassVar[bool] = True
+    own_share: ClassVar[bool] = False
+
+    @property
+    def lead(self) -> float:
+        return math.inf
+
+    def moment(self, step: int, weights: bool) -> Moment:
+        return Moment.GRADIENTS if self.turn(step).push else Moment.NEVER
+
+
+COMPENSATIONS = {"none": 0.0, "rate": 0.0, "taylor": 0.04, "adaptive": 2.0}
+"""Ways to make up for the age of a gradient, with the strength λ that each has unless told otherwise."""
+
+
+def compensation(kind: object, strength: object, name: str) -> None:
+    """Refuse an unknown compensation, and a strength where there is none."""
+    if kind not in COMPENSATIONS:
+        hint = nearest(str(kind), COMPENSATIONS) or "."
+        raise HocketError(f"{name}(compensation={kind!r}): unknown{hint} Use one of {', '.join(COMPENSATIONS)}.")
+    if strength is None:
+        return
+    if kind in ("none", "rate"):
+        raise HocketError(f"{name}(strength={strength!r}): only the compensations taylor and adaptive have a strength.")
+    number(strength, name, "strength", 0, math.inf)
 
 
 def whole(value: object, name: str, argument: str, least: int = 1) -> None:

@@ -1,0 +1,38 @@
+"""Asynchronous: a server holds the truth; each worker pushes its gradient when ready and fetches fresh weights; nobody waits.
+
+Each push is one step of the optimiser on the server, with the worker's current rate. The gradient of a worker that took long was
+computed at old weights; ``τ`` is the number of updates since. Against that, ``compensation``:
+
+- ``rate``: the update is scaled by ``1/τ`` (Zhang 2016, staleness-aware);
+- ``taylor``: ``g + λ g⊙g⊙(w_now − w_then)``, DC-ASGD with a constant λ (Zheng 2017, arXiv:1609.08326);
+- ``adaptive``: the same with ``λ/√(v + ε)``, where ``v`` is the running mean of ``g⊙g`` (0.95).
+
+With ``overlap`` the weights travel while the next gradient is computed, at the price of one more step of age.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hocket.errors import HocketError
+from hocket.sync.base import Free, Turn, compensation
+
+
+@dataclass(frozen=True)
+class Async(Free):
+    """``async``, ``async(compensation=adaptive)``, ``async(overlap=True)``."""
+
+    compensation: str = "none"
+    strength: float | None = None
+    overlap: bool = False
+    name: ClassVar[str] = "async"
+    paper: ClassVar[str] = "Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017"
+
+    def __post_init__(self) -> None:
+        compensation(self.compensation, self.strength, "async")
+        if not isinstance(self.overlap, bool):
+            raise HocketError(f"async(overlap={self.overlap!r}): overlap must be True or False.")
+
+    def turn(self, step: int) -> Turn:
+        return Turn()

@@ -1,0 +1,36 @@
+"""The study's stale-synchronous scheme: workers run freely, for at most ``s`` steps since the last synchronisation.
+
+The first to use its steps up waits; the others finish the step in hand; then all take the mean of the weights, weighted by the
+steps that each did. So fast workers do several mini-batches where slow ones do fewer, and nobody is more than ``s`` steps old.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hocket.sync.base import Free, Moment, Turn, whole
+
+
+@dataclass(frozen=True)
+class Stale(Free):
+    """``stale(s)``."""
+
+    s: int = 4
+    name: ClassVar[str] = "stale"
+    default_weights: ClassVar[bool] = True
+    only_weights: ClassVar[bool] = True
+    paper: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        whole(self.s, "stale", "s")
+
+    @property
+    def period(self) -> int:
+        return self.s
+
+    def turn(self, step: int) -> Turn:
+        return Turn(push=False, fetch=False, local=True)
+
+    def moment(self, step: int, weights: bool) -> Moment:
+        return Moment.AFTER if step % self.s == 0 else Moment.NEVER

@@ -1,0 +1,73 @@
+"""Parameter servers: the parameters split over ``shards``; workers push gradients and fetch weights (Li 2014).
+
+The shards hold the truth and run the optimiser: the worker's own, or ``optimizer`` (one of torch.optim's elementwise ones by name,
+such as adagrad) with the worker's rate times ``rate``. Under ``bulk`` and ``ssp(0)`` a step is one update with the mean of all
+pushes, the classical centralised scheme; otherwise every push is an update.
+
+``role=sum`` (BytePS, Jiang 2020): ``n ≤ N`` spare CPU machines only *sum*; the workers keep the optimiser and share the summing.
+With ``d = N² + nN − 2n`` each CPU machine sums ``2(N−1)M/d`` and each worker machine ``(N−n)M/d``, which loads all links equally:
+an exchange takes ``2N(N−1)M/(d·B)``, and ring all-reduce is the case ``n = 0``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hocket.cluster.base import Cluster, Team
+from hocket.compression.base import Codec, Compressor
+from hocket.compression.lowrank import LowRank
+from hocket.errors import HocketError, nearest
+from hocket.topology.base import Channel, Topology, plain
+
+ROLES = ("optimize", "sum")
+OPTIMIZERS = ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd")
+FETCHES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Server(Topology):
+    """``server(shards=1)``, ``server(shards=2, optimizer=adagrad, rate=10)``, ``server(shards=2, role=sum)``."""
+
+    shards: int = 1
+    role: str = "optimize"
+    optimizer: str | None = None
+    rate: float = 1.0
+    fetch: str = "fp32"
+    """How precisely weights travel to the workers."""
+    name: ClassVar[str] = "server"
+    paper: ClassVar[str] = "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shards, int) or isinstance(self.shards, bool) or self.shards < 1:
+            raise HocketError(f"server(shards={self.shards!r}): there must be at least one shard, a whole number.")
+        for value, known, what in ((self.role, ROLES, "role"), (self.fetch, FETCHES, "fetch")):
+            if value not in known:
+                hint = nearest(str(value), known) or "."
+                raise HocketError(f"server({what}={value!r}): unknown{hint} Use {' or '.join(known)}.")
+        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
+            hint = nearest(str(self.optimizer), OPTIMIZERS) or "."
+            raise HocketError(f"server(optimizer={self.optimizer!r}): unknown{hint} Use one of {', '.join(OPTIMIZERS)}.")
+        if not isinstance(self.rate, (int, float)) or isinstance(self.rate, bool) or not 0 < self.rate < float("inf"):
+            raise HocketError(f"server(rate={self.rate!r}): the factor on the worker's rate must be a number above 0.")
+        if self.role == "sum" and (self.optimizer is not None or self.rate != 1 or self.fetch != "fp32"):
+            raise HocketError("server(role=sum): who only sums has no optimiser, no rate and no weights; leave them out.")
+
+    @property
+    def uniform(self) -> bool:
+        return True
+
+    @property
+    def sums(self) -> bool:
+        """Whether the servers only sum, and the workers keep the optimiser."""
+        return self.role == "sum"
+
+    def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
+        raise HocketError(f"server(shards={self.shards}, role={self.role}) is not for this kind of cluster.")
+
+    def refusal(self, compressor: Compressor, weights: bool) -> str | None:
+        if not plain(compressor) and (not isinstance(compressor, Codec) or isinstance(compressor, LowRank)):
+            return (
+                f"{compressor.name} is more than a code of one worker's values, and a server gets them one by one; use topk or sign"
+            )
+        return None
