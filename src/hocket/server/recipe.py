@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from hocket.errors import HocketError
 from hocket.topology.server import OPTIMIZERS
 
-KNOWN: dict[str, type[Optimizer]] = {cls.__name__.lower(): cls for cls in vars(torch.optim).values() if inspect.isclass(cls)}
+KNOWN: dict[str, type[Optimizer]] = {
+    kind.__name__.lower(): kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and issubclass(kind, Optimizer)
+}
 Options = dict[str, Any]
 
 

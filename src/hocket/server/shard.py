@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hocket.server.recipe import Recipe
@@ -52,6 +51,7 @@ class Shard:
         self._given: dict[int, int] = {}
         self._waiting: dict[int, list[Tensor]] = {}
         self._rates: Sequence[float] = ()
+        self._warm = getattr(sync, "warm", 0)
         self._compensation = getattr(sync, "compensation", "none")
         strength = getattr(sync, "strength", None)
         self._strength = COMPENSATIONS[self._compensation] if strength is None else float(strength)
@@ -82,8 +82,10 @@ class Shard:
         self._step(gradients, [r / max(age, 1) for r in rates] if self._compensation == "rate" else rates)
         return True
 
-    def ready(self, step: int) -> bool:
-        """Whether a worker that has pushed ``step`` steps may have weights and go on."""
+    def ready(self, worker: int, step: int) -> bool:
+        """Whether a worker that has done ``step`` steps may have weights and go on."""
+        if step == 0 and worker != (first := min(self.done, default=worker)) and self.done.get(first, 0) < self._warm:
+            return False  # the first one warms up alone
         if self.together:
             return not self._waiting and step <= self.slowest
         return step - self.slowest <= self.sync.lead

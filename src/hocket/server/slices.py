@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hocket.cluster.layout import Layout
@@ -38,6 +37,7 @@ class Slices:
     def cut(self, bucket: int, row: Tensor) -> list[Tensor]:
         """A bucket's values (the last dimension) as one slice per shard: views.
 
+        >>> import torch
         >>> [s.tolist() for s in Slices((5,), 2).cut(0, torch.arange(5))], Slices((5,), 2, True).cut(0, torch.arange(5))[1].tolist()
         ([[0, 1, 2], [3, 4]], [1, 3])
         """

@@ -68,6 +68,6 @@ class Server(Topology):
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
         if not plain(compressor) and (not isinstance(compressor, Codec) or isinstance(compressor, LowRank)):
             return (
-                f"{compressor.name} is more than a code of one worker's values, and a server gets them one by one; use topk or sign"
+                f"{compressor.name} is more than a code of values one by one, which is all that a shard can read; use topk or sign"
             )
         return None
