@@ -1,0 +1,60 @@
+"""Mini-batches by number, for workers that do not go in step: who is free takes the next one.
+
+The mini-batches of a training are numbered through: round after round, in each round by worker, epoch after epoch. A worker with
+its own share takes number ``t·N + i`` at its step ``t`` (from 0), just as under ``bulk``; otherwise a counter that all share tells
+the next number. Either way the samples of a number are a pure function of the partition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hocket.data.partition import Partition, Round
+
+
+@dataclass(frozen=True, eq=False)
+class Hand:
+    """One mini-batch: its samples, its weight among those of its round, its epoch (from 0) and step (its round, from 0)."""
+
+    indices: Tensor
+    weight: float
+    epoch: int
+    step: int
+
+
+class Dealing:
+    """The mini-batches of ``steps`` rounds of ``partition``, by number.
+
+    >>> dealing = Dealing(Partition(samples=11, workers=2, batch=4, seed=0), steps=4)
+    >>> len(dealing), [(len(h.indices), h.epoch, h.step) for h in map(dealing.hand, (0, 3, 4))]
+    (8, [(4, 0, 0), (1, 0, 1), (4, 1, 2)])
+    """
+
+    def __init__(self, partition: Partition, steps: int) -> None:
+        self.partition, self.steps = partition, steps
+        self._rounds: dict[int, list[Round]] = {}
+
+    def __len__(self) -> int:
+        return self.steps * self.partition.workers
+
+    @property
+    def per_epoch(self) -> int:
+        """Mini-batches in an epoch."""
+        return len(self.partition) * self.partition.workers
+
+    def own(self, worker: int, step: int) -> int:
+        """The number of a worker's ``step``-th mini-batch (from 0) where everyone has a share of its own."""
+        return step * self.partition.workers + worker
+
+    def hand(self, number: int) -> Hand:
+        """The mini-batch of that number."""
+        step, slot = divmod(number, self.partition.workers)
+        epoch, place = divmod(step, len(self.partition))
+        if epoch not in self._rounds:
+            while len(self._rounds) > 1:  # workers are rarely further apart than two epochs; older ones are drawn again
+                self._rounds.pop(next(iter(self._rounds)))
+            self._rounds[epoch] = self.partition.rounds(epoch)
+        found = self._rounds[epoch][place]
+        return Hand(found.indices[slot], found.weights[slot], epoch, step)
