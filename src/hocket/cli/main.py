@@ -12,7 +12,7 @@ from types import FrameType
 
 import typer
 
-from hocket.cli import demo, report, study, train
+from hocket.cli import demo, keys, report, study, train
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.study.carry_out import Interrupted
 
@@ -27,6 +27,7 @@ app.command("train")(train.command)
 app.command("study")(study.command)
 app.command("report")(report.command)
 app.command("demo")(demo.command)
+app.command("keys")(keys.command)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,19 @@
+"""``hocket keys``: the keys of a job, for links between machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the keys; only you will be able to read it.")],
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+) -> None:
+    """Make the keys that the processes of a job need to talk beyond one machine."""
+    from hocket.messages.keys import Keys
+
+    Keys.make().write(path, force)
+    print(f"Keys written to {path}: copy it to every machine of the job, readable by you alone, and show it to nobody else.")

@@ -1,0 +1,118 @@
+"""One ZeroMQ socket with what all links ask of it: bounded queues, signs of life, time limits, a close that waits.
+
+It has a context of its own, so that the keys of one listener do not meet another's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import zmq
+
+from hocket.errors import HocketError
+from hocket.messages.frame import JOB_BYTES, MOST_HEADER_BYTES, MOST_NOTE_BYTES, MOST_TENSORS, Frame
+
+BEAT_S = 5.0
+"""How often ZeroMQ asks the other end for a sign of life."""
+SILENCE_S = 30.0
+"""After so long without one a connection is dead. A message that is still arriving, or that waits behind a full queue, is no sign,
+so the time that the largest message takes at ``SLOWEST_BYTES_PER_S`` is added for each direction."""
+SLOWEST_BYTES_PER_S = 1_000_000
+
+_MORE, _POLLOUT = int(zmq.SNDMORE), int(zmq.POLLOUT)
+
+
+class End:
+    """A socket that is not yet bound or connected; ``most_bytes`` bounds a message, ``high_water`` each queue, in messages."""
+
+    def __init__(self, kind: int, job: bytes, most_bytes: int, high_water: int, six: bool) -> None:
+        if len(job) != JOB_BYTES:
+            raise HocketError(f"The id of a job has {JOB_BYTES} bytes, got {len(job)}.")
+        if most_bytes < (least := MOST_HEADER_BYTES + MOST_NOTE_BYTES):
+            raise HocketError(f"A link must take messages of {least} bytes, those without tensors, got most_bytes={most_bytes}.")
+        if high_water < 1:
+            raise HocketError(
+                f"A queue holds at least one message, got high_water={high_water} (ZeroMQ takes 0 for no bound at all)."
+            )
+        self._most = most_bytes
+        # Setting an option takes as long as sending a frame, so only changes are set.
+        self._send_ms = self._receive_ms = -1
+        self.context = zmq.Context(io_threads=1)
+        self.socket: zmq.Socket[bytes] = self.context.socket(kind)
+        set_options(self.socket, most_bytes, high_water, six)
+
+    def take(self, deadline: float) -> list[Frame] | None:
+        """All frames of the next message, or None when the time is up.
+
+        Of a message that is too long or too large only so much is kept as shows that it is.
+        """
+        # ZeroMQ's own time limit: a poller costs as much as all the rest. Rounded up, or the last millisecond would be a busy loop.
+        wait_ms = max(0, math.ceil((deadline - time.monotonic()) * 1000))
+        if wait_ms != self._receive_ms:
+            self.socket.setsockopt(zmq.RCVTIMEO, wait_ms)
+            self._receive_ms = wait_ms
+        receive = self.socket.recv
+        try:
+            frame = receive(copy=False)
+        except zmq.Again:
+            return None
+        frames: list[Frame] = [frame]
+        total = len(frame)
+        while frame.more:  # a message is there whole or not at all: nothing to wait for
+            frame = receive(copy=False)
+            if total <= self._most and len(frames) <= MOST_TENSORS + 3:
+                frames.append(frame)
+            total += len(frame)
+        return frames
+
+    def put(self, frames: list[Frame], small: int, timeout_s: float) -> bool:
+        """Whether the message went into the queue in time; the first ``small`` frames are copied, which is quicker for these."""
+        total = sum(map(len, frames))
+        if total > self._most:
+            raise HocketError(f"A message of {total} bytes does not fit this link, which takes {self._most}: send it in pieces.")
+        wait_ms = max(0, math.ceil(timeout_s * 1000))
+        if wait_ms != self._send_ms:
+            self.socket.setsockopt(zmq.SNDTIMEO, wait_ms)
+            self._send_ms = wait_ms
+        if not self._begin(frames[0]):
+            return False
+        last = len(frames) - 1
+        for k in range(1, last + 1):
+            self.socket.send(frames[k], _MORE if k < last else 0, copy=k < small)
+        return True
+
+    def close(self, linger_s: float) -> None:
+        """Let what was sent leave, for at most ``linger_s``."""
+        if not self.context.closed:
+            self.socket.disable_monitor()
+            self.socket.close(int(linger_s * 1000))
+            self.context.term()  # waits for what lingers, and wakes whoever waits in the context
+
+    def _begin(self, frame: Frame) -> bool:
+        """Send the first frame, by which ZeroMQ decides about them all."""
+        try:
+            self.socket.send(frame, _MORE)
+        except zmq.Again:
+            # ZeroMQ looks only once in a millisecond what has left the queue, unless it is asked.
+            if not int(self.socket.getsockopt(zmq.EVENTS)) & _POLLOUT:
+                return False
+            try:
+                self.socket.send(frame, _MORE)
+            except zmq.Again:
+                return False
+        return True
+
+
+def set_options(socket: zmq.Socket[bytes], most_bytes: int, high_water: int, six: bool) -> None:
+    """What both ends of a link ask of their sockets."""
+    socket.setsockopt(zmq.IPV6, six)
+    socket.setsockopt(zmq.SNDHWM, high_water)
+    socket.setsockopt(zmq.RCVHWM, high_water)
+    socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)  # of one frame; ``take`` bounds their sum
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(BEAT_S * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int((SILENCE_S + 2 * most_bytes / SLOWEST_BYTES_PER_S) * 1000))
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)

@@ -1,0 +1,280 @@
+"""What travels on a link: a checked header, a note in JSON, and the raw bytes of tensors. Never pickle.
+
+A message is a list of frames: the header, the note, then one frame per tensor. The header is a fixed struct (magic, version, kind,
+sender, place, step, number, job, how many tensors, bytes of the note), a table with dtype and length of each tensor, and a CRC-32
+of all that and of the note. TCP and the keys' cipher guard the tensors' own bytes; the header guards their sizes and their meaning.
+
+``unpack`` believes nothing: whatever list of bytes it is given, it returns an envelope that is right in every field, or raises
+``Refused``. Magic and version come first and stay where they are in every later version, so that an old peer is told so.
+
+Nothing is copied that need not be. Sent tensors are handed to the link as they lie: *who has sent a tensor must not write to it any
+more*. Received tensors lie in the link's own buffer, which lives as long as they do: *copy before writing*.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import torch
+import zmq
+from torch import Tensor
+
+from hocket.errors import HocketError
+
+Frame: TypeAlias = "bytes | memoryview | zmq.Frame"
+
+MAGIC = b"HKT1"
+VERSION = 1
+JOB_BYTES = 16
+NO_JOB = bytes(JOB_BYTES)
+"""The job named in a refusal: whoever asked for the wrong one is not told the right one."""
+MOST_NOTE_BYTES = 64 * 1024
+MOST_TENSORS = 4096
+MOST_DEPTH = 16
+"""How deep lists and objects of a note may be nested."""
+
+_HEAD = struct.Struct("<4sBBiiqq16sHI")
+_ROW = struct.Struct("<BQ")
+_CHECK = struct.Struct("<I")
+MOST_HEADER_BYTES = _HEAD.size + MOST_TENSORS * _ROW.size + _CHECK.size
+
+# The places are the codes on the wire: append, never reorder.
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+
+REASONS = ("magic", "version", "damaged", "job", "kind", "dtype", "size", "note")
+"""Why a message is refused, one word each for counting; ``magic``: not Hocket's at all. Listeners count ``key`` too."""
+
+
+class Kind(IntEnum):
+    """What a message wants."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSAL = 3
+    PUSH = 4
+    FETCH = 5
+    REPLY = 6
+    WAIT = 7
+    BEAT = 8
+    GOODBYE = 9
+    ORDER = 10
+    ANSWER = 11
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+
+
+class Refused(HocketError):
+    """A message that is not let in; ``reason`` is one of ``REASONS``, the text is a sentence."""
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+
+
+@dataclass(frozen=True, eq=False)
+class Envelope:
+    """One message: who sends it, about what, and the tensors, which are 1-D, contiguous and on the CPU.
+
+    ``place`` is a shard or a bucket, ``step`` the sender's, ``number`` counts what must not be mixed up or taken twice.
+    """
+
+    kind: Kind
+    sender: int = -1
+    place: int = 0
+    step: int = 0
+    number: int = 0
+    note: Mapping[str, Any] = field(default_factory=dict)
+    tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+def pack(envelope: Envelope, job: bytes) -> list[Frame]:
+    """The frames of a message of this job; the tensors' frames are views of the tensors themselves.
+
+    >>> frames = pack(Envelope(Kind.PUSH, sender=3, tensors=(torch.ones(2),)), bytes(16))
+    >>> [len(bytes(f)) for f in frames], unpack(frames, bytes(16), 1000).tensors
+    ([65, 2, 8], (tensor([1., 1.]),))
+    """
+    note = _note(envelope.note)
+    if len(envelope.tensors) > MOST_TENSORS:
+        raise HocketError(f"A message holds at most {MOST_TENSORS} tensors, got {len(envelope.tensors)}: join them into fewer.")
+    if len(job) != JOB_BYTES:
+        raise HocketError(f"The id of a job has {JOB_BYTES} bytes, got {len(job)}.")
+    e = envelope
+    try:
+        head = _HEAD.pack(MAGIC, VERSION, int(e.kind), e.sender, e.place, e.step, e.number, job, len(e.tensors), len(note))
+    except struct.error:
+        numbers = f"sender {e.sender}, place {e.place}, step {e.step}, number {e.number}"
+        raise HocketError(f"Sender and place are whole numbers of 32 bits, step and number of 64 bits, got {numbers}.") from None
+    rows, bodies = [], []
+    for tensor in e.tensors:
+        rows.append(_ROW.pack(_code(tensor), tensor.numel()))
+        bodies.append(_body(tensor))
+    head = head + b"".join(rows)
+    return [head + _CHECK.pack(zlib.crc32(note, zlib.crc32(head))), note, *bodies]
+
+
+def unpack(frames: Sequence[Frame], job: bytes, most_bytes: int) -> Envelope:
+    """The envelope in these frames, or ``Refused``; nothing else is raised, whatever the frames hold."""
+    views = [view_of(f) for f in frames]
+    head = bytes(views[0][: MOST_HEADER_BYTES + 1]) if views else b""
+    if not head.startswith(MAGIC) or len(head) == len(MAGIC):
+        raise Refused("magic", "This is not a message of Hocket's.")
+    if head[len(MAGIC)] != VERSION:
+        theirs = f"The message is of version {head[len(MAGIC)]}, this side speaks {VERSION}"
+        raise Refused("version", f"{theirs}: use the same Hocket on both.")
+    if (total := sum(map(len, views))) > most_bytes:
+        raise Refused("size", f"The message has {total} bytes, at most {most_bytes} are taken.")
+    if len(head) < _HEAD.size + _CHECK.size or len(views) < 2:
+        raise Refused("damaged", "The message is cut short.")
+    _, _, kind, sender, place, step, number, of_job, count, note_bytes = _HEAD.unpack_from(head)
+    if note_bytes > MOST_NOTE_BYTES:
+        raise Refused("size", f"The note is said to have {note_bytes} bytes, at most {MOST_NOTE_BYTES} are taken.")
+    if count > MOST_TENSORS or len(head) != _HEAD.size + count * _ROW.size + _CHECK.size:
+        raise Refused("size", f"A header of {len(head)} bytes is not one of {count} tensors.")
+    if len(views[1]) != note_bytes:
+        raise Refused("size", f"The note has {len(views[1])} bytes where {note_bytes} were said.")
+    (check,) = _CHECK.unpack_from(head, len(head) - _CHECK.size)
+    if zlib.crc32(views[1], zlib.crc32(head[: -_CHECK.size])) != check:
+        raise Refused("damaged", "The header or the note was damaged on its way.")
+    if of_job != job:
+        raise Refused("job", "The message belongs to another job.")
+    if (known := _KINDS.get(kind)) is None:
+        raise Refused("kind", f"There is no message of kind {kind}.")
+    if len(views) != 2 + count:
+        raise Refused("size", f"The message has {len(views) - 2} tensors where {count} were said.")
+    note = _read_note(views[1])
+    rows = list(_ROW.iter_unpack(head[_HEAD.size : -_CHECK.size]))
+    # All sizes before any tensor: a message is taken whole or not at all.
+    for k, (code, values) in enumerate(rows):
+        if code >= len(DTYPES):
+            raise Refused("dtype", f"Tensor {k} has a dtype of code {code}, which is not known here.")
+        if len(views[2 + k]) != values * DTYPES[code].itemsize:
+            raise Refused("size", f"Tensor {k} has {len(views[2 + k])} bytes where {values} values of {DTYPES[code]} were said.")
+    tensors = tuple([_tensor(views[2 + k], DTYPES[code]) for k, (code, _) in enumerate(rows)])
+    return Envelope(known, sender, place, step, number, note, tensors)
+
+
+def view_of(frame: Frame) -> memoryview:
+    """A frame's bytes where they lie."""
+    return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
+
+
+def _code(tensor: Tensor) -> int:
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise HocketError(
+            f"Tensors travel 1-D, contiguous and from the CPU, got shape {list(tensor.shape)} with stride {list(tensor.stride())} "
+            f"on {tensor.device}: use tensor.flatten().cpu()."
+        )
+    if tensor.dtype not in _CODES:
+        raise HocketError(f"A tensor of {tensor.dtype} cannot travel: use one of {', '.join(str(d)[6:] for d in DTYPES)}.")
+    return _CODES[tensor.dtype]
+
+
+def _body(tensor: Tensor) -> Frame:
+    if tensor.numel() == 0:
+        return b""
+    return tensor.detach().resolve_neg().view(torch.uint8).numpy().data
+
+
+def _tensor(view: memoryview, dtype: torch.dtype) -> Tensor:
+    if not len(view):
+        return torch.empty(0, dtype=dtype)
+    # A link's buffers may be written to. Others are copied, for torch has no tensors that may not be (and warns of it).
+    tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype)
+    if tensor.data_ptr() % dtype.itemsize:
+        tensor = torch.frombuffer(bytearray(view), dtype=dtype)  # small frames share a buffer and start anywhere in it
+    if dtype == torch.bool and int(tensor.view(torch.uint8).max()) > 1:
+        raise Refused("damaged", "A tensor of truth values holds something else than 0 and 1.")
+    return tensor
+
+
+def _note(note: Mapping[str, Any]) -> bytes:
+    if note == {}:
+        return b"{}"
+    _check_note(note)
+    text = json.dumps(dict(note), separators=(",", ":")).encode()
+    if len(text) > MOST_NOTE_BYTES:
+        raise HocketError(f"A note has at most {MOST_NOTE_BYTES} bytes, got {len(text)}: send numbers as tensors.")
+    return text
+
+
+def _check_note(note: Mapping[str, Any]) -> None:
+    """Only what JSON can say, and gives back the same (a tuple comes back as a list)."""
+    if not isinstance(note, Mapping):
+        raise HocketError(f"A note is a mapping, got {type(note).__name__}.")
+    layer: list[Any] = [dict(note)]
+    for _ in range(MOST_DEPTH + 1):
+        inner: list[Any] = []
+        for thing in layer:
+            if isinstance(thing, dict):
+                if wrong := [k for k in thing if not isinstance(k, str)]:
+                    raise HocketError(f"Names in a note are text, got {wrong[0]!r}.")
+                _check_text(*thing)
+                inner += thing.values()
+            elif isinstance(thing, list | tuple):
+                inner += thing
+            elif isinstance(thing, str):
+                _check_text(thing)
+            elif thing is not None and not isinstance(thing, bool | int | float):
+                raise HocketError(f"A note holds numbers, text, lists and mappings, got {type(thing).__name__}.")
+        layer = inner
+        if not layer:
+            return
+    raise HocketError(f"A note is nested at most {MOST_DEPTH} deep.")
+
+
+def _check_text(*texts: str) -> None:
+    for text in texts:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise HocketError("A note holds half a character (a lone surrogate), which no text can show.") from None
+
+
+def _read_note(view: memoryview) -> dict[str, Any]:
+    if len(view) == 2 and bytes(view) == b"{}":
+        return {}
+    # NaN and the infinities are spelt as Python's json spells them: a loss may be one, and both ends are ours.
+    try:
+        note = _DECODER.decode(str(view, "utf-8"))
+        _check_note(note)
+    except (ValueError, RecursionError) as error:  # HocketError is a ValueError
+        raise Refused("note", f"The note cannot be read: {str(error).rstrip('.')}.") from None
+    return note
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it has a name twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once)
