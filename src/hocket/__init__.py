@@ -1,7 +1,9 @@
 """Hocket: one model trained by many workers, over links that are not infinitely fast."""
 
+from hocket.cluster.spec import Spec
 from hocket.compression import DGC, QSGD, Cast, Chain, LowRank, Natural, NoCompression, RandomK, Sign, Ternary, Threshold, TopK
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.sandblaster import Sandblaster, SandblasterRun
 from hocket.session import Shard, init, leave, parallelize, shard
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, DiLoCo, Local, PostLocal
@@ -30,8 +32,11 @@ __all__ = [
     "PostLocal",
     "RandomK",
     "Run",
+    "Sandblaster",
+    "SandblasterRun",
     "Shard",
     "Sign",
+    "Spec",
     "Strategy",
     "Ternary",
     "Threshold",

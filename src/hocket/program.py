@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class Program:
         self.channel = topology.bind(cluster, cluster.everybody, seed)
         self._workers = torch.arange(cluster.workers.start, cluster.workers.stop)
         self._shapes = [slot_shapes(b) for b in layout.buckets]
+        # The share of the gradients that the backward pass has produced when a bucket is complete.
+        self._produced = [done / layout.parameters for done in accumulate(b.size for b in layout.buckets)]
         self._exchange: Exchange | None = None
         self._in_flight = False
         self._landing: list[Tensor] | None = None
@@ -68,7 +71,7 @@ class Program:
             return
         if self._exchange is None:
             self._exchange = self.cluster.exchange()
-        self._exchange.submit(partial(self._mix_gradients, bucket, rows))
+        self._exchange.submit(partial(self._mix_gradients, bucket, rows), self._produced[bucket])
 
     def flags_ready(self, flags: Tensor) -> None:
         """Bool flags ``[rows, k]`` to be combined over all workers, as the last part of the exchange of gradients."""
@@ -82,6 +85,7 @@ class Program:
             results = self._exchange.wait()
             self._exchange = None
             self.exchanges += 1
+            self._land()
         return results
 
     def _mix_gradients(self, bucket: int, rows: Tensor) -> Any:
@@ -102,6 +106,7 @@ class Program:
         if not self._in_flight and self._landing is None:
             self._launch(weights)  # the very first step of a period of one: nothing could be launched earlier
         self.drain()
+        self._land()
         assert self._landing is not None
         for rows, mixed in zip(weights, self._landing, strict=True):
             rows.copy_(mixed)
@@ -126,6 +131,11 @@ class Program:
             self._exchange, self._in_flight = None, False
             self.exchanges += 1
 
+    def _land(self) -> None:
+        """The mix is needed now; a drain alone (for an evaluation, a checkpoint) costs no virtual time."""
+        if self.cluster.clock is not None:
+            self.cluster.clock.land()
+
     def _launch(self, weights: list[Tensor]) -> None:
         self._exchange = self.cluster.exchange()
         self._in_flight = True
@@ -139,6 +149,7 @@ class Program:
         if not self.alone:
             self._launch(weights)
             self.drain()
+            self._land()
             assert self._landing is not None
             mixed, self._landing = self._landing, None
         for k, (rows, result) in enumerate(zip(weights, mixed, strict=True)):
@@ -168,6 +179,7 @@ class Program:
                 "step": self.step,
                 "exchanges": self.exchanges,
                 "landing": self._landing,
+                "clock": None if self.cluster.clock is None else self.cluster.clock.state_dict(),
                 "gradient_memory": self.gradient_memory,
                 "weight_memory": self.weight_memory,
                 "outer_memory": self.outer_memory,
@@ -188,7 +200,11 @@ class Program:
                     f"The checkpoint's {name} is {state.get(name)}, this job's is {value}; resume with what it was saved with."
                 )
         self.drain()
-        state = _to(copy.deepcopy(state), self.cluster.device)
+        state = copy.deepcopy(state)
+        clock = state.pop("clock", None)
+        if self.cluster.clock is not None and clock is not None:
+            self.cluster.clock.load_state_dict(clock)  # it stays on the CPU
+        state = _to(state, self.cluster.device)
         self.step, self.exchanges = state["step"], state["exchanges"]
         self._landing = state["landing"]
         self.gradient_memory, self.weight_memory = state["gradient_memory"], state["weight_memory"]

@@ -6,6 +6,7 @@ import atexit
 import gc
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,16 @@ from torch import nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
+from hocket.cluster.layout import Layout
+from hocket.cluster.processes import ProcessCluster
 from hocket.data.shard import shard_length, shard_loader
 from hocket.errors import HocketError
+from hocket.messages import Keys
+from hocket.server.client import Client
+from hocket.server.wire import DEFAULT_JOB, job_id
 from hocket.strategy import Strategy
+from hocket.train.free_job import FreeJob, serves_itself
+from hocket.train.free_start import Servers, start_servers
 from hocket.train.job import Job
 
 
@@ -24,9 +32,15 @@ class _Session:
     """What the last ``init`` joined, and the jobs on it."""
 
     cluster: Cluster | None = None
-    jobs: list[Job] = []  # noqa: RUF012 - one session per process
+    jobs: list[Job | FreeJob] = []  # noqa: RUF012 - one session per process
     seed: int = 0
     epochs: dict[int, tuple[Any, int]] = {}  # noqa: RUF012
+    servers: list[str] | None = None
+    job: bytes = DEFAULT_JOB
+    keys: Path | None = None
+    patience_s: float = 10.0
+    worker: int = 0
+    world: int = 1
 
 
 def init(
@@ -36,20 +50,44 @@ def init(
     exact: bool = False,
     timeout_s: float = 1800.0,
     patience_s: float = 10.0,
+    servers: str | None = None,
+    keys: str | Path | None = None,
+    job: str | None = None,
+    worker: int | None = None,
+    workers: int | None = None,
 ) -> Cluster:
     """Join torchrun, mpirun, Slurm or Ray, or a process group that exists already; alone: one worker.
 
     ``device`` decides the backend unless one is given: NCCL for CUDA, Gloo for CPU. ``seed`` is for partition and codecs. ``exact``
     makes means sum in worker order (slower, bit-equal to virtual workers). A worker silent for ``patience_s`` counts as lost.
+
+    Strategies with servers start them as children, unless ``servers`` names some that run already (``python -m
+    hocket.server.host``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were given one.
+    Then no launcher is needed: this is worker ``worker`` of ``workers``. ``keys`` is the file made by `hocket keys`, for links
+    between machines.
     """
     leave()
     _Session.cluster = join(backend, device, None, exact, timeout_s, patience_s)
-    _Session.seed = seed
-    return _Session.cluster
+    cluster = _Session.cluster
+    _Session.seed, _Session.patience_s = seed, patience_s
+    _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]
+    _Session.keys = None if keys is None else Path(keys)
+    _Session.job = DEFAULT_JOB if job is None else job_id(job)
+    if (worker is None) != (workers is None) or (worker is not None and (servers is None or cluster.size > 1)):
+        raise HocketError("worker= and workers= go together, with servers= and without a launcher, which would tell them.")
+    _Session.worker, _Session.world = cluster.workers.start, cluster.size
+    if worker is not None and workers is not None:
+        if not 0 <= worker < workers:
+            raise HocketError(f"worker={worker}, workers={workers}: workers are numbered from 0 to {workers - 1}.")
+        _Session.worker, _Session.world = worker, workers
+    return cluster
 
 
 def leave() -> None:
     """Leave the cluster in good order (also done when the program ends)."""
+    for job in _Session.jobs:
+        if isinstance(job, FreeJob):
+            job.detach()
     if _Session.cluster is not None:
         _Session.cluster.close()
     _Session.cluster, _Session.jobs, _Session.epochs = None, [], {}
@@ -67,7 +105,7 @@ def parallelize(
     steps: int | None = None,
     bucket_bytes: int | None = None,
     first_bucket_bytes: int | None = None,
-) -> Job:
+) -> Job | FreeJob:
     """Train ``model`` with ``optimizer`` in parallel; the loop stays as it is.
 
     ``accumulate`` backward passes make a step. ``scaler`` is the GradScaler, if one is used: all workers then skip together.
@@ -77,22 +115,39 @@ def parallelize(
     """
     if _Session.cluster is None:
         raise HocketError("Call hocket.init() before hocket.parallelize(…).")
-    job = Job(
-        model,
-        optimizer,
-        Strategy.parse(strategy),
-        _Session.cluster,
-        accumulate=accumulate,
-        nonfinite=nonfinite,
-        check=check,
-        steps=steps,
-        seed=_Session.seed,
-        scaler=scaler,
-        cap_bytes=bucket_bytes,
-        first_cap_bytes=first_bucket_bytes,
-    )
+    parsed = Strategy.parse(strategy)
+    options: dict[str, Any] = {
+        "accumulate": accumulate,
+        "nonfinite": nonfinite,
+        "check": check,
+        "seed": _Session.seed,
+        "scaler": scaler,
+        "cap_bytes": bucket_bytes,
+        "first_cap_bytes": first_bucket_bytes,
+    }
+    job: Job | FreeJob
+    if parsed.free and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
+        if isinstance(_Session.cluster, ProcessCluster):
+            _Session.cluster.heartbeat.stop()  # who does not wait for others does not end with them
+        job = FreeJob(model, optimizer, parsed, lambda layout: _connect(parsed, layout), _Session.cluster, **options)
+    else:
+        job = Job(model, optimizer, parsed, _Session.cluster, steps=steps, **options)
     _Session.jobs.append(job)
     return job
+
+
+def _connect(strategy: Strategy, layout: Layout) -> Client:
+    """The link to the servers that ``init`` named, or to new ones."""
+    session, cluster = _Session, _Session.cluster
+    assert cluster is not None
+    servers = (
+        Servers(session.servers, session.job)
+        if session.servers is not None
+        else start_servers(strategy, layout, cluster, session.keys, session.patience_s)
+    )
+    keys = None if session.keys is None else Keys.read(session.keys)
+    patience_s = session.patience_s
+    return Client(servers.addresses, servers.job, strategy, layout, session.worker, session.world, session.seed, keys, patience_s)
 
 
 def shard(loader: Iterable[Any], epoch: int | None = None) -> Shard:
@@ -115,11 +170,10 @@ class Shard:
 
     def __len__(self) -> int:
         """Batches in an epoch (of a loader that has a length)."""
-        return shard_length(self.loader, _Session.cluster.size if _Session.cluster is not None else 1)
+        return shard_length(self.loader, _Session.world if _Session.cluster is not None else 1)
 
     def __iter__(self) -> Iterator[Any]:
-        cluster = _Session.cluster
-        if cluster is None:
+        if _Session.cluster is None:
             raise HocketError("Call hocket.init() before iterating over hocket.shard(…).")
         epoch = self.epoch
         if epoch is None:
@@ -127,7 +181,7 @@ class Shard:
             _, epoch = _Session.epochs.get(id(self.loader), (self.loader, 0))
             _Session.epochs[id(self.loader)] = (self.loader, epoch + 1)
         try:
-            for batch, weight in shard_loader(self.loader, cluster.size, cluster.workers.start, _Session.seed, epoch):
+            for batch, weight in shard_loader(self.loader, _Session.world, _Session.worker, _Session.seed, epoch):
                 for job in _Session.jobs:
                     job.weight = weight
                 yield batch

@@ -119,6 +119,8 @@ class Strategy:
     def _refusal(self) -> str | None:
         """Why this combination makes no sense and what to use instead, or None."""
         compressor = self.compression
+        if isinstance(self.topology, Gossip) and self.topology.kind == "pushsum" and not self.sync.free:
+            return "push-sum is for workers that do not go in step; use async + gossip(pushsum), or gossip(exponential)"
         if self.free and (reason := self._refusal_of_messages()):
             return reason
         if self.sync.only_weights and self.exchange == "gradients":
@@ -155,6 +157,8 @@ class Strategy:
                 return "partners that meet average their weights; leave exchange=gradients out"
             if not plain(self.compression):
                 return "partners that meet average whole weights; leave the compression out, or use bulk + gossip"
+            if whom.matrix is not None or whom.kind == "exponential":
+                return "callers reach answerers, every other worker; use gossip, gossip(ring), gossip(random) or gossip(pushsum)"
             if when != Async():
                 return "between partners there is no old gradient to compensate and no fetch to overlap; write async + gossip"
             return None

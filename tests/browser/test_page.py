@@ -185,6 +185,25 @@ def test_a_legend_key_can_be_kept(pages: dict[str, Path], visit: Visit) -> None:
     assert key.get_attribute("aria-pressed") == "false"
 
 
+def test_predicted_seconds_are_drawn_with_their_cluster(tmp_path: Path, visit: Visit) -> None:
+    for strategy, seconds in (("bulk + allreduce", 4.0), ("local(4)", 1.0)):
+        part = {"seconds": seconds, "compute_s": seconds / 2, "wait_s": seconds / 4, "transfer_s": seconds / 4}
+        lines = [{"epoch": e, "accuracy": 0.3 * e, "loss": 1.0, "bytes_sent": 1000, **part} for e in (1, 2)]
+        write_run(tmp_path / strategy, strategy, lines, epochs=2, virtual=True, spec={"name": "1gbit"})
+        write_run(tmp_path / f"real {strategy}", strategy, lines, epochs=2)
+    page = visit(build([tmp_path], tmp_path, png=False).path)
+    page.select_option("select[name=kind]", "virtual")
+    for figure in ("#cost", "#bars"):
+        assert "predicted for 1gbit" in page.inner_text(f"{figure} figcaption")
+        assert "seconds, predicted for 1gbit" in page.text_content(f"{figure} svg")
+        assert page.locator(f"{figure} .mark").count() == 2
+    assert "predicted for 1gbit" in page.inner_text(".facet:visible")
+    page.select_option("select[name=kind]", "real")
+    for figure in ("#cost", "#bars"):
+        assert "measured" in page.inner_text(f"{figure} figcaption")
+        assert "predicted" not in page.text_content(figure)
+
+
 def test_selectors_change_answers_charts_and_table(pages: dict[str, Path], visit: Visit) -> None:
     page = visit(pages["hundred"])
     assert page.locator("#choose select").count() == 4

@@ -388,7 +388,7 @@ def gradients_are_not_in_flight(rank: int) -> dict[str, Any]:
 def pieces(rank: int) -> dict[str, Any]:
     """Large messages travel in pieces, distance by distance; 1,000 bytes stand for half a megabyte."""
     found: dict[str, Any] = {}
-    whole = processes._PIECE_BYTES
+    whole = processes.PIECE_BYTES
     try:
         for strategy in (
             "bulk + gossip + exchange=gradients",
@@ -397,7 +397,7 @@ def pieces(rank: int) -> dict[str, Any]:
             "bulk + gossip(exponential) + qsgd(4)",
         ):
             for size in (whole, 1000):
-                processes._PIECE_BYTES = size
+                processes.PIECE_BYTES = size
                 model = net()
                 optimizer = sgd(model)
                 job = hocket.parallelize(model, optimizer, strategy, **SMALL)
@@ -409,7 +409,7 @@ def pieces(rank: int) -> dict[str, Any]:
                 found[f"{strategy} {size}"] = flat(model)
                 job.detach()
     finally:
-        processes._PIECE_BYTES = whole
+        processes.PIECE_BYTES = whole
     return found
 
 

@@ -102,6 +102,31 @@ def test_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
     assert parts[1]["accuracy"] == unbroken[1]["accuracy"]
 
 
+def test_a_described_cluster_gives_virtual_workers_seconds_that_survive_a_stop(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('[compute]\nstep = "20ms"\njitter = 0.1\n[link]\nbandwidth = "100Mbit"\nlatency = "1ms"\n')
+    slow = ["--cluster", str(tmp_path / "mine.toml"), "--slowdown", "1,1,4"]
+    base = ["train", "--model", "cnn", "--batch", "100", "--workers", "3", "--virtual", "--strategy", "local(4)", *slow]
+    whole = hocket(*base, "--epochs", "2", "--out", str(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stderr
+    assert "seconds predicted for mine with slowdown 1,1,4" in " ".join(whole.stdout.split())
+    for epochs, more in (("1", []), ("2", ["--resume"])):
+        ended = hocket(*base, "--epochs", epochs, "--out", str(tmp_path / "parts"), *more)
+        assert ended.returncode == 0, ended.stderr
+    parts, unbroken = metrics_of(tmp_path / "parts"), metrics_of(tmp_path / "whole")
+    for name in ("seconds", "compute_s", "wait_s", "transfer_s", "transfer_hidden_s"):
+        assert [m[name] for m in parts] == [m[name] for m in unbroken]
+    assert all(m["seconds"] == pytest.approx(m["compute_s"] + m["wait_s"] + m["transfer_s"]) for m in unbroken)
+    assert sum(m["compute_s"] for m in unbroken) == pytest.approx(9.6 * 0.02 * 2, rel=0.1)  # a mean over 1, 1 and 4
+    run = json.loads((tmp_path / "whole" / "run.json").read_text())
+    assert run["spec"]["name"] == "mine"
+    assert run["spec"]["latency_s"] == 1e-3
+    assert run["spec"]["slowdown"] == [1, 1, 4]
+    (tmp_path / "mine.toml").write_text('[compute]\nstep = "30ms"\n')
+    other = hocket(*base, "--epochs", "3", "--out", str(tmp_path / "parts"), "--resume")
+    assert other.returncode != 0
+    assert "spec step_s 0.02, not 0.03" in other.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -123,6 +148,13 @@ def test_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
         (["--data", "no_such_module:factory"], ["no_such_module"]),
         (["--nonfinite", "ignore", "--virtual"], ["ignore", "skip"]),
         (["--lr", "-1"], ["--lr"]),
+        (["--cluster", "1gbit"], ["--cluster 1gbit", "virtual workers", "--virtual"]),
+        (["--cluster", "1gbi", "--virtual"], ["1gbi", "did you mean '1gbit'"]),
+        (["--cluster", "{tmp}", "--virtual"], ["{tmp}", "no such file"]),
+        (["--slowdown", "1,0.5", "--workers", "2"], ["--slowdown 1,0.5", "only be made slower"]),
+        (["--slowdown", "1,4", "--virtual"], ["--slowdown 1,4", "--cluster"]),
+        (["--slowdown", "1;4", "--virtual", "--cluster", "1gbit"], ["--slowdown 1;4", "1,1,1,4"]),
+        (["--slowdown", "1,-4", "--virtual", "--cluster", "1gbit"], ["--slowdown 1,-4", "above 0"]),
     ],
 )
 def test_every_mistake_meets_one_sentence(tmp_path: Path, arguments: list[str], words: list[str]) -> None:

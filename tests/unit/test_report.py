@@ -359,6 +359,63 @@ def test_without_a_clock_traffic_decides_and_no_seconds_are_invented(tmp_path: P
     assert "virtual: counted, not timed" in (tmp_path / "report.html").read_text()
 
 
+CLUSTER = {"name": "1gbit", "bandwidth": 125e6, "jitter": 0.05}
+
+
+def test_predicted_seconds_are_labelled_wherever_they_appear(tmp_path: Path) -> None:
+    runs = {BASELINE: flat(0.72, 20.0), "local(4)": flat(0.72, 10.0)}
+    report = study_of(tmp_path, runs, virtual=True, spec=CLUSTER)
+    fastest = next(a for a in report.answers if a.startswith("Fastest"))
+    assert fastest == f"Fastest to 70 % (predicted for 1gbit): local(4), 20.0 s ({BASELINE}: 40.0 s, 2.0× slower)"
+    page = (tmp_path / "report.html").read_text()
+    assert "virtual: bytes counted, seconds predicted" in page
+    assert "digits, mlp, 4 virtual workers, predicted for 1gbit" in page
+    assert "1gbit: bandwidth 1.25e+08, jitter 0.05" in page
+    assert '"cluster":"1gbit"' in page
+    assert '["figures","virtual, seconds predicted for 1gbit"]' in page
+    head, *body = table_of(page)
+    assert [row[head.index("seconds are")] for row in body] == ["predicted for 1gbit"] * 2
+    assert "| predicted for 1gbit |" in (tmp_path / "table.md").read_text()
+    cells = list(csv.DictReader((tmp_path / "table.csv").read_text().splitlines()))
+    assert {c["clock"] for c in cells} == {"predicted for 1gbit"}
+    same = study_of(tmp_path / "as good", {BASELINE: flat(0.72), "local(4)": flat(0.72)}, virtual=True, spec=CLUSTER)
+    assert any("5 % sooner (predicted for 1gbit)" in a for a in same.answers)
+
+
+def test_predicted_and_measured_seconds_are_never_compared(tmp_path: Path) -> None:
+    write_run(tmp_path / "real", BASELINE, flat(0.72, 20.0), epochs=2)
+    kinds: list[dict[str, Any]] = [{"spec": CLUSTER}, {"spec": {**CLUSTER, "jitter": 0.5}}, {"spec": {**CLUSTER, "name": "slow"}}]
+    kinds += [{"spec": CLUSTER, "slowdown": "1,4"}, {}]
+    for index, kind in enumerate(kinds):
+        write_run(tmp_path / str(index), BASELINE, flat(0.72, 10.0 if kind else None), epochs=2, virtual=True, **kind)
+    planned = [{"folder": "later", "settings": {"strategy": "gossip", "virtual": True, "cluster": "racks/slow.toml"}}]
+    (tmp_path / "study.json").write_text(json.dumps({"title": "T", "runs": planned}))
+    report = build([tmp_path], tmp_path / "out", png=False)
+    rows = {row.facet.cluster or row.facet.kind: row for row in report.rows if row.ranked}
+    assert set(rows) == {"real", "virtual", "1gbit, no. 1", "1gbit, no. 2", "slow", "1gbit with slowdown 1,4"}
+    assert next(row.facet.cluster for row in report.rows if not row.ranked) == "slow"
+    cells = list(csv.DictReader((tmp_path / "out" / "table.csv").read_text().splitlines()))
+    assert [c["clock"] for c in cells if c["kind"] == "real"] == ["measured"]
+    assert [c["clock"] for c in cells if c["seconds"] == "" and c["state"] == "finished"] == [""]
+
+
+def test_a_setting_that_there_was_not_yet_makes_no_other_configuration(tmp_path: Path) -> None:
+    unset: list[dict[str, Any]] = [{}, {"spec": None, "slowdown": None}]
+    for seed, more in enumerate(unset):
+        write_run(tmp_path / str(seed), BASELINE, flat(0.7), epochs=2, seed=seed, **more)
+    (row,) = make_rows(read([tmp_path]).runs)
+    assert row.seeds == (0, 1)
+
+
+def test_charts_name_the_cluster(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for place, spec in (("a", CLUSTER), ("b", None)):
+        write_run(tmp_path / place, BASELINE, flat(0.72, 10.0 if spec else None), epochs=2, virtual=True, spec=spec)
+    drawn = charts.draw(make_rows(read([tmp_path]).runs))
+    assert "digits-mlp-4-virtual-1gbit-bars.png" in drawn
+    assert "digits-mlp-4-virtual-bars.png" not in drawn
+
+
 @pytest.mark.parametrize(
     "runs, words",
     [

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hocket import compression, topology
-from hocket.cli import demo
+from hocket.cli import demo, display
 from hocket.cli import main as cli
 from hocket.cli import study as cli_study
 from hocket.cli import train as cli_train
@@ -274,6 +274,10 @@ def test_a_file_is_a_study(tmp_path: Path) -> None:
         ("epochs = 2", "augment = 1", 6, ["augment is true or false", "1"]),
         ("epochs = 2", "within = -1", 6, ["within", "-1"]),
         ("epochs = 2", "epochs == 2", 6, ["not TOML"]),
+        ("epochs = 2", "cluster = '1gbi'", 6, ["1gbi", "did you mean '1gbit'"]),
+        ("epochs = 2", "virtual = false\ncluster = '1gbit'", 7, ["describes virtual workers"]),
+        ("epochs = 2", "cluster = '1gbit'\nslowdown = '1;4'", 7, ["--slowdown 1;4"]),
+        ("epochs = 2", "slowdown = '1,4'", 6, ["--slowdown 1,4", "--cluster"]),
         ("epochs = 2", "epochs = 2\nepochs = 3", 7, ["not TOML", "overwrite"]),
         ("           4]", "           0]", 4, ["workers", "at least 1", "got 0"]),
         ("           4]", "           2]", 4, ["workers names 2 twice"]),
@@ -706,6 +710,21 @@ def test_a_rate_that_diverges_is_never_chosen(tmp_path: Path) -> None:
     assert outcome.run["rate"]["losses"]["0.1"] is None
 
 
+def test_a_described_cluster_changes_seconds_and_not_the_rate_that_is_found(tmp_path: Path) -> None:
+    plain = carried(tmp_path / "plain", small(["local(2)"], lr="auto"))
+    settings = {"cluster": "1gbit", "slowdown": "1,4"}
+    timed = carried(tmp_path / "timed", small(["local(2)"], lr="auto", settings=settings))
+    same = ("accuracy", "loss", "bytes_sent")
+    assert [[m[n] for n in same] for o in plain for m in o.metrics] == [[m[n] for n in same] for o in timed for m in o.metrics]
+    assert (tmp_path / "plain" / "rates.json").read_text() == (tmp_path / "timed" / "rates.json").read_text()
+    assert all(m["seconds"] is None for o in plain for m in o.metrics)
+    assert all(m["seconds"] > m["compute_s"] > 0 for o in timed for m in o.metrics)
+    assert timed[0].run["spec"]["name"] == "1gbit"
+    assert timed[0].run["spec"]["slowdown"] == [1, 4]
+    assert "predicted for 1gbit with slowdown 1,4" in display._result(timed[0])
+    assert "predicted" not in display._result(plain[0])
+
+
 def test_where_every_rate_diverges_the_run_has_failed(tmp_path: Path) -> None:
     def fragile(settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         raise NonFiniteGradient("too fast.")
@@ -723,6 +742,7 @@ OTHER: dict[str, Any] = {
     **{"optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "weight_decay": 0.0005, "schedule": "cosine", "warmup": 2.5},
     **{"scale_lr": True, "batch": 7, "epochs": 3, "max_steps": 11, "clip": 0.25, "autocast": "bf16", "augment": False},
     **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
+    **{"cluster": "1gbit", "slowdown": "1,4"},
     **{"bucket_bytes": 1000, "first_bucket_bytes": 100},
 }
 
@@ -731,7 +751,8 @@ OTHER: dict[str, Any] = {
 def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(OTHER) == set(asdict(Settings())), "a new setting needs a value here"
     assert not any(OTHER[name] == value for name, value in asdict(Settings()).items())
-    settings = Settings(**{name: value for name, value in OTHER.items() if changed in (name, "all")})
+    beside = ("virtual",) if changed == "cluster" else ()  # it describes virtual workers
+    settings = Settings(**{name: value for name, value in OTHER.items() if changed in (name, "all") or name in beside})
     got: list[Settings] = []
     monkeypatch.setattr(cli_train, "_start", lambda settings, *_: got.append(settings))
     ended = CliRunner().invoke(cli.app, ["train", *cli_train.arguments(settings)])
@@ -765,6 +786,11 @@ def study_command(*arguments: str) -> str:
         (["ten", "--last", "evn"], ["evn", "did you mean 'even'"]),
         (["ten", "--within", "-1"], ["--within -1"]),
         (["ten", "--device", "tpu"], ["tpu"]),
+        (["ten", "--cluster", "1gbi"], ["1gbi", "did you mean '1gbit'"]),
+        (["ten", "--cluster", "1gbit", "--real"], ["--cluster 1gbit", "virtual workers"]),
+        (["ten", "--slowdown", "1,4"], ["--slowdown 1,4", "--cluster"]),
+        (["ten", "--slowdown", "1,0.5", "--real"], ["--slowdown 1,0.5", "only be made slower"]),
+        (["ten", "--cluster", "1gbit", "--slowdown", "a"], ["--slowdown a", "1,1,1,4"]),
     ],
 )
 def test_every_mistake_meets_one_sentence(

@@ -16,7 +16,29 @@ TOPOLOGY = (
     "hierarchical(size=2, every=2)",
     "hierarchical(allreduce, gossip, size=2)",
     "hierarchical(gossip, allreduce, size=2, every=2)",
+    "server(2, role=sum)",
 )
+FREE = (
+    "async",
+    "async(compensation=rate)",
+    "async(compensation=taylor)",
+    "async(compensation=adaptive) + server(2)",
+    "async(overlap=True)",
+    "ssp(0)",
+    "ssp(2) + server(shards=3)",
+    "downpour(2, 3)",
+    "downpour(3, 2, overlap=False) + server(2, optimizer=adagrad)",
+    "downpour(1, 1, warm=3)",
+    "bulk + server(2)",
+    "bulk + server(fetch=bf16)",
+    "stale(3)",
+    "stale(2) + server",
+    "async + gossip",
+    "async + gossip(ring)",
+    "async + gossip(random)",
+    "async + gossip(pushsum)",
+)
+"""Whole strategies whose workers do not go in step; what they can push is all of COMPRESSION."""
 LOSSLESS = ("none", "topk(1.0)", "threshold(0)", "randomk(1.0)")
 SINGLE = (
     "none",
@@ -56,5 +78,6 @@ def name(text: str) -> str:
 
 def missing() -> list[str]:
     """Registered methods that no row of the table names."""
-    rows = {name(t) for t in (*SYNC, *TOPOLOGY, *COMPRESSION)}
+    free = [part for text in FREE for part in text.split(" + ")]
+    rows = {name(t) for t in (*SYNC, *TOPOLOGY, *COMPRESSION, *free)}
     return sorted({*sync.METHODS, *topology.METHODS, *compression.METHODS} - rows)

@@ -6,6 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -17,11 +18,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from hocket.cluster.ledger import Entry
-from hocket.report.rows import Row
+from hocket.report.rows import Row, cluster_name
 from hocket.study.carry_out import Watch
 from hocket.study.folder import Outcome
 from hocket.study.plan import Planned, Study
 from hocket.train.loop import Progress as Where
+from hocket.train.run import Settings
 
 
 class Display:
@@ -143,14 +145,17 @@ class StudyDisplay(Watch):
 
     def _picture(self) -> RenderableType:
         table = Table(title=escape(self._study.title), title_justify="left", header_style="bold", padding=(0, 1), box=SIMPLE_HEAD)
-        widest = max(20, self._console.width - 42)  # what the figures leave
+        names = list(dict.fromkeys(name for r in self._study.runs if (name := predicted_for(r.settings))))
+        predicted = [f"s, predicted for {names[0]}" if len(names) == 1 else "s, predicted"] if names else []
+        widest = max(20, self._console.width - 42 - sum(len(title) + 3 for title in predicted))  # what the figures leave
         table.add_column("run", overflow="ellipsis", no_wrap=True, max_width=widest)
-        for column in ("accuracy", "MB", "took, s"):
+        for column in ("accuracy", "MB", "took, s", *predicted):
             table.add_column(column, justify="right", no_wrap=True, min_width=8)
         room = max(3, self._console.height - 9)
         for _, outcome in self._over[-room:]:
-            accuracy, sent, took = _figures(outcome)
-            table.add_row(escape(self._name(outcome.planned)), "failed" if outcome.failure else accuracy, sent, took)
+            accuracy, sent, took, virtual = _figures(outcome)
+            cells = ["failed" if outcome.failure else accuracy, sent, took, *[virtual for _ in predicted]]
+            table.add_row(escape(self._name(outcome.planned)), *cells)
         parts: list[RenderableType] = [table] if self._over else []
         number = self._now  # another thread draws while this one goes on
         if number is not None:
@@ -177,21 +182,25 @@ def _cost(planned: Planned) -> float:
     return planned.settings.epochs * (2 if planned.tuned else 1)
 
 
-def _figures(outcome: Outcome) -> tuple[str, str, str]:
+def _figures(outcome: Outcome) -> tuple[str, str, str, str]:
+    """Accuracy, MB, seconds that it took here, and seconds predicted for a described cluster."""
     if outcome.failure or not outcome.metrics:
-        return "–", "–", "–"
+        return "–", "–", "–", "–"
     accuracy = outcome.metrics[-1].get("accuracy")
     sent, took_s = (sum(m.get(name) or 0 for m in outcome.metrics) for name in ("bytes_sent", "wall_s"))
-    return "–" if accuracy is None else f"{accuracy:.1%}", megabytes(sent), seconds(took_s)
+    predicted = total_of(list(outcome.metrics)).seconds if cluster_name(outcome.run) else None
+    return "–" if accuracy is None else f"{accuracy:.1%}", megabytes(sent), seconds(took_s), seconds(predicted)
 
 
 def _result(outcome: Outcome) -> str:
     """The end of a run in a few words."""
     if outcome.failure:
         return f"failed: {outcome.failure}"
-    accuracy, sent, took = _figures(outcome)
+    accuracy, sent, took, virtual = _figures(outcome)
     rate = f", rate {outcome.rate:g}" if outcome.planned.tuned else ""
-    return f"accuracy {accuracy}, {sent} MB, {took} s{rate}"
+    cluster = cluster_name(outcome.run)
+    predicted = f", {virtual} s predicted for {cluster}" if cluster else ""
+    return f"accuracy {accuracy}, {sent} MB, {took} s{predicted}{rate}"
 
 
 def study_tables(rows: Sequence[Row]) -> list[Table]:
@@ -222,9 +231,20 @@ def _add_row(table: Table, row: Row) -> None:
 
 
 LEGEND = (
-    "accuracy: of the mean model; worst: of the worst replica. compute, wait, transfer: seconds, means over workers. "
+    "accuracy: of the mean model; worst: of the worst replica. compute, wait, transfer: seconds, means over workers "
+    "(of virtual workers: predicted). "
     "MB: sent by all workers together; less: how many times less than bulk + allreduce."
 )
+
+
+def predicted_for(settings: Settings) -> str:
+    """The described cluster that a run's seconds will be predicted for; empty where there is none.
+
+    >>> predicted_for(Settings(virtual=True, cluster="1gbit"))
+    '1gbit'
+    """
+    spec = settings.spec()
+    return "" if spec is None else cluster_name({**asdict(settings), "spec": spec.describe()})
 
 
 def plain_notes() -> None:

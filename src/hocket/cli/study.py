@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hocket.cli.display import LEGEND, StudyDisplay, plain_notes, study_tables
-from hocket.cli.train import arguments, device_of
+from hocket.cli.train import CLUSTER, SLOWDOWN, arguments, device_of
 from hocket.cluster.join import without_launcher
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.report import Report, build
@@ -64,6 +64,8 @@ def command(
     augment: Annotated[bool | None, typer.Option("--augment/--no-augment", help="Random crops and flips.")] = None,
     last: Annotated[str | None, typer.Option(help="An epoch's incomplete round: even (dealt out evenly) or drop.")] = None,
     engine: Annotated[str | None, typer.Option(help="Gradients of virtual workers: auto, loop or vmap.")] = None,
+    cluster: Annotated[str | None, typer.Option(help=CLUSTER)] = None,
+    slowdown: Annotated[str | None, typer.Option(help=SLOWDOWN)] = None,
     within: Annotated[
         float | None,
         typer.Option(help="Points of accuracy to lose for sending less (default: 1; frontier: 0.5)."),
@@ -98,6 +100,8 @@ def command(
         augment=augment,
         last=last,
         engine=engine,
+        cluster=cluster,
+        slowdown=slowdown,
     )
     machine = Machine(device_of(device), Data(data_dir))
     study = expand(outline, machine.data)

@@ -6,22 +6,29 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
-from hocket.cli.display import LEGEND, Display, add_result, plain_notes, results_table, total_of
+from hocket.cli.crew import Care, Crew
+from hocket.cli.display import LEGEND, Display, add_result, plain_notes, predicted_for, results_table, total_of
 from hocket.cli.launch import launch
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import find_place, join
+from hocket.cluster.spec import PRESETS
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.errors import HocketError
 from hocket.models import build
+from hocket.server.host import PATIENCE_S, SNAPSHOT_S
 from hocket.strategy import Strategy
-from hocket.train.run import Settings, bulk_bytes, run
+from hocket.train.free_job import serves_itself
+from hocket.train.run import Settings, bulk_bytes, bulk_bytes_of, run
+
+CLUSTER = f"Predict seconds of virtual workers for a cluster: {', '.join(PRESETS)} or a TOML file."
+SLOWDOWN = "How many times as long each worker takes to compute, such as 1,1,1,4 (repeated over all)."
 
 
 def command(
@@ -54,11 +61,17 @@ def command(
     nonfinite: Annotated[str, typer.Option(help="NaN or Inf gradients: raise or skip.")] = "raise",
     exact: Annotated[bool, typer.Option("--exact", help="Sum in worker order: equal bit for bit to virtual workers.")] = False,
     host_size: Annotated[int | None, typer.Option(help="Workers per host, for hierarchical topologies.")] = None,
+    cluster: Annotated[str | None, typer.Option(help=CLUSTER)] = None,
+    slowdown: Annotated[str | None, typer.Option(help=SLOWDOWN)] = None,
     bucket_bytes: Annotated[int | None, typer.Option(help="Largest bucket (default: by strategy).")] = None,
     first_bucket_bytes: Annotated[int | None, typer.Option(help="Largest first bucket (default: by strategy).")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for run.json, metrics.jsonl and checkpoints.")] = None,
     checkpoints: Annotated[bool, typer.Option(help="A checkpoint after every epoch, for --resume.")] = True,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    keys: Annotated[Path | None, typer.Option(help="Servers: keys made by `hocket keys`.")] = None,
+    snapshot: Annotated[float, typer.Option(help="Servers: seconds between snapshots, 0 for none.")] = SNAPSHOT_S,
+    patience: Annotated[float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")] = PATIENCE_S,
+    replace: Annotated[bool, typer.Option("--replace", help="Servers: start another worker for one that died.")] = False,
 ) -> None:
     """Train a model with one strategy, on real processes or on virtual workers."""
     plain_notes()
@@ -91,9 +104,20 @@ def command(
         nonfinite=nonfinite,
         exact=exact,
         host_size=host_size,
+        cluster=cluster,
+        slowdown=slowdown,
         bucket_bytes=bucket_bytes,
         first_bucket_bytes=first_bucket_bytes,
     )
+    parsed = settings.check()
+    if parsed.free and not virtual and (size > 1 or serves_itself(parsed)):
+        if joined or resume or processes not in (None, size):
+            what = "under another launcher" if joined else "with --resume" if resume else f"with --processes {processes}"
+            raise HocketError(f"{parsed} starts its own shards and workers and cannot run {what}; leave that out.")
+        if snapshot < 0 or patience <= 0:
+            raise HocketError(f"--snapshot {snapshot:g} --patience {patience:g}: seconds are above 0 (--snapshot 0: none).")
+        _run_crew(settings, device_of(device), data_dir, out, Care(patience, snapshot, replace, keys))
+        return
     _start(settings, joined, processes, device, data_dir, out, resume, checkpoints)
 
 
@@ -142,6 +166,16 @@ def _start(
         cluster.close()
 
 
+def _run_crew(settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None, care: Care) -> None:
+    """Shards and workers as processes, this one as their observer."""
+    crew = Crew(settings, device, data_dir, out, care)
+    with Display(str(crew.strategy), True, settings.epochs) as display:
+        metrics = crew.run(display.step, display.epoch)
+    steps, workers = crew.dealing.steps, settings.workers
+    title = f"{settings.model} on {settings.data}, {workers} workers and {crew.slices.shards} shards, {steps} steps"
+    _show(title, str(crew.strategy), metrics, bulk_bytes_of(crew.layout, workers, steps), out)
+
+
 def _train(
     settings: Settings,
     strategy: Strategy,
@@ -156,18 +190,26 @@ def _train(
         training = run(settings, cluster, data_dir, out, resume, display.step, display.epoch, checkpoints=checkpoints)
     if speaks:
         kind = "virtual workers" if settings.virtual else "workers"
-        table = results_table(f"{settings.model} on {settings.data}, {cluster.size} {kind}, {training.step} steps")
-        add_result(table, str(strategy), training.metrics[-1], total_of(training.metrics), bulk_bytes(training))
-        console = Console()
-        console.print(table)
-        console.print(LEGEND + " There: computed, not measured.", style="dim")
-        if out is not None:
-            console.print(f"Records in {out}/run.json and {out}/metrics.jsonl")
+        name = predicted_for(settings)
+        predicted = f", seconds predicted for {name}" if name else ""
+        title = f"{settings.model} on {settings.data}, {cluster.size} {kind}, {training.step} steps{predicted}"
+        _show(title, str(strategy), training.metrics, bulk_bytes(training), out)
+
+
+def _show(title: str, strategy: str, metrics: list[dict[str, Any]], baseline: int, out: Path | None) -> None:
+    """The table at the end."""
+    table = results_table(title)
+    add_result(table, strategy, metrics[-1], total_of(metrics), baseline)
+    console = Console()
+    console.print(table)
+    console.print(LEGEND + " There: computed, not measured.", style="dim")
+    if out is not None:
+        console.print(f"Records in {out}/run.json and {out}/metrics.jsonl")
 
 
 def _cluster(settings: Settings, device: torch.device, joined: bool, processes: int) -> Cluster:
     if settings.virtual:
-        return VirtualCluster(settings.workers, device, settings.host_size)
+        return settings.virtual_cluster(device)
     if joined or processes > 1:
         cluster = join(device=device, workers=settings.workers, exact=settings.exact)
         if settings.host_size is not None:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.cluster.clock import Clock
 from hocket.cluster.ledger import Ledger, Span
 from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, LENGTH_BYTES, Message, ring_bytes, there
+from hocket.errors import HocketError
 
 
 class Team:
@@ -63,8 +65,13 @@ class Exchange:
         self._first: Any = None
         self._last: Any = None
 
-    def submit(self, work: Callable[[], Any]) -> None:
-        """Start ``work`` (it may use any verb); it runs after everything submitted before it."""
+    def submit(self, work: Callable[[], Any], produced: float = 1.0) -> None:
+        """Start ``work`` (it may use any verb); it runs after everything submitted before it.
+
+        Virtual workers with a clock launch it when their backward pass had ``produced`` this share of the gradients.
+        """
+        if self._cluster.clock is not None:
+            self._cluster.clock.launch(produced)
         self._last = self._cluster.ledger.clock.stamp()
         if not self._tickets:
             self._first = self._last
@@ -81,6 +88,9 @@ class Exchange:
 
 class Cluster(ABC):
     """Who the workers are. Only clusters write the ledger."""
+
+    clock: Clock | None = None
+    """The virtual time of virtual workers on a described cluster."""
 
     def __init__(self, size: int, workers: range, device: torch.device, timed: bool) -> None:
         self.size = size
@@ -106,6 +116,7 @@ class Cluster(ABC):
         ledger = self.ledger
         sent, varying = ledger.sent.clone(), ledger.sent_varying.clone()
         spans, exchanges, running = len(ledger.spans), ledger.exchanges, ledger.running
+        time = None if self.clock is None else self.clock.state_dict()
         ledger.pause()
         try:
             yield
@@ -114,6 +125,8 @@ class Cluster(ABC):
             ledger.sent_varying.copy_(varying)
             del ledger.spans[spans:]
             ledger.exchanges = exchanges
+            if self.clock is not None and time is not None:
+                self.clock.load_state_dict(time)
             if running:
                 ledger.resume()
 
@@ -130,6 +143,10 @@ class Cluster(ABC):
     @abstractmethod
     def mean(self, rows: Tensor, team: Team) -> Tensor:
         """Every row becomes the mean over its group (in place)."""
+
+    def mean_on(self, servers: int, rows: Tensor) -> Tensor:
+        """The same over all workers, summed on ``servers`` spare machines and on the workers' own (in place)."""
+        raise HocketError(f"server({servers}, role=sum) needs servers that sum, and this job has none; use allreduce.")
 
     @abstractmethod
     def hear(self, message: Message, sources: Tensor) -> Message:
@@ -178,8 +195,8 @@ class Cluster(ABC):
     def _count_mean(self, rows: Tensor, team: Team) -> None:
         self.ledger.sent += ring_bytes(rows.shape[1] * rows.element_size(), team.size)
 
-    def _count_messages(self, message: Message, copies: Tensor | int) -> None:
-        """``copies`` of each row's message leave the worker that sends it."""
+    def _count_messages(self, message: Message, copies: Tensor | int) -> Tensor:
+        """``copies`` of each row's message leave the worker that sends it; returns the bytes of one."""
         payload = message.payload_bytes()
         sent = self.ledger.sent if message.lengths is None else self.ledger.sent_varying
         # A message of varying size is announced by a small one.
@@ -187,6 +204,7 @@ class Cluster(ABC):
         framed = payload + (payload * HEADER_SHARE).to(torch.int64) + frame
         copies = there(copies, payload) if isinstance(copies, Tensor) else copies
         sent += (framed * copies).view(self.rows, -1).sum(1)
+        return framed
 
     def _copies_heard(self, sources: Tensor) -> Tensor:
         """How many others hear each worker hosted here, per the table ``sources``."""

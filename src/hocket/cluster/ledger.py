@@ -4,7 +4,8 @@ In one exchange, *wait* = latest start − own start and *transfer* = end − la
 computing counts into these; the hidden part is ``transfer_hidden_s``. So compute + wait + transfer add up to ``seconds``.
 
 Time stamps are local; the latest start of each exchange is found once per epoch by gathering everyone's starts (a barrier per
-step would cost milliseconds and inflate what it measures). Virtual workers have no clocks yet: their seconds are ``None``.
+step would cost milliseconds and inflate what it measures). Virtual workers on a described cluster have a virtual clock
+(:mod:`hocket.cluster.clock`), which says the same in its own seconds; without one their seconds are ``None``.
 """
 
 from __future__ import annotations
@@ -113,6 +114,8 @@ class Ledger:
     nonfinite: int = 0
     exchanges: int = 0
     clock: HostClock = field(default_factory=HostClock)
+    predict: Callable[[], Tensor] | None = None
+    """Seconds, wait, transfer and hidden transfer ``[rows, 4]`` since the last call, where a virtual clock tells them."""
     _seconds: float = 0.0
     _since: float | None = None
 
@@ -155,13 +158,15 @@ class Ledger:
             latest = collect(starts).amax(0) if spans else starts.new_zeros(0)
             wait, transfer, hidden = split(spans, latest)
             figures[:, :4] = torch.tensor([self._seconds, wait, transfer, hidden], dtype=torch.float64)
+        elif self.predict is not None:
+            figures[:, :4] = self.predict()
         figures[:, 4] = self.bytes_sent.to(torch.float64)
         figures[0, 5] = self.nonfinite
         everyone = collect(figures)
         seconds, wait, transfer, hidden = everyone[:, :4].mean(0).tolist()
         sent, nonfinite = everyone[:, 4:].sum(0).tolist()
         entry = Entry(bytes_sent=int(sent), exchanges=self.exchanges, nonfinite=int(nonfinite))
-        if self.timed:
+        if self.timed or self.predict is not None:
             entry.seconds, entry.wait_s, entry.transfer_s, entry.transfer_hidden_s = seconds, wait, transfer, hidden
             entry.compute_s = max(seconds - wait - transfer, 0.0)
         self.entries.append(entry)

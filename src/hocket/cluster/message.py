@@ -18,6 +18,8 @@ HEADER_SHARE = 0.033
 """Packet headers per payload byte: 0.5 % where network cards take large segments, 6.5 % where every packet is counted."""
 LENGTH_BYTES = 4
 """Each part of a message of variable size is preceded by its length."""
+PIECE_BYTES = 1 << 19
+"""Messages larger than this go one after another, in pieces of this size (docs/decisions/11)."""
 
 
 @dataclass
@@ -101,6 +103,24 @@ def ring_bytes(payload_bytes: int, workers: int) -> int:
     True
     """
     return 0 if workers == 1 else 2 * (workers - 1) * (FRAME_BYTES + int(payload_bytes / workers * (1 + HEADER_SHARE)))
+
+
+def summed_bytes(payload_bytes: int, workers: int, servers: int) -> tuple[int, int]:
+    """What one worker and one of ``servers`` machines that only sum send in a mean of ``payload_bytes`` (BytePS, Jiang 2020).
+
+    With ``d = N² + nN − 2n`` a server sums ``2(N−1)M/d`` and a worker ``(N−n)M/d``, so that all links carry the same.
+
+    >>> [round(b / ring_bytes(10**6, 4), 2) for b in summed_bytes(10**6, 4, 2)]
+    [0.8, 0.8]
+    >>> summed_bytes(10**6, 4, 0)[0] == ring_bytes(10**6, 4)
+    True
+    """
+    if workers == 1:
+        return 0, 0
+    d = workers**2 + servers * workers - 2 * servers
+    load = 2 * workers * (workers - 1) * payload_bytes / d
+    frames = 2 * (workers - 1)
+    return frames * (FRAME_BYTES + int(load / frames * (1 + HEADER_SHARE))), workers * FRAME_BYTES + int(load * (1 + HEADER_SHARE))
 
 
 def ordered_mean(rows: Tensor) -> Tensor:

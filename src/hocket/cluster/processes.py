@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 from hocket.cluster.base import Cluster, Team
 from hocket.cluster.heartbeat import Heartbeat, boot_id
 from hocket.cluster.ledger import CudaClock
-from hocket.cluster.message import Message, ordered_mean, ring_bytes
+from hocket.cluster.message import PIECE_BYTES, Message, ordered_mean, ring_bytes, summed_bytes
 from hocket.errors import HocketError, WorkerLost
 
 _MAX_TAG = 2**30
@@ -70,6 +71,13 @@ class ProcessCluster(Cluster):
         self._owner = [r for r, hosted in enumerate(self.hosting) for _ in hosted]
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(size)): dist.group.WORLD}
         self._sequence = 0
+        self.summing: dict[int, Callable[[Tensor], Tensor]] = {}
+        """Means over so many machines that only sum, where the job has some."""
+        self.reached_at = "127.0.0.1"
+        self.keys: Path | None = None
+        """The address at which other processes of the job reach this one by messages, and the file with the job's keys."""
+        self.endings: list[Callable[[], None]] = []
+        """What is to be done when the cluster is left."""
         self._host_size = host_size or size
         self._threaded = "gloo" in self.backend and "nccl" not in self.backend
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], _Ticket] | None] = queue.SimpleQueue()
@@ -125,6 +133,13 @@ class ProcessCluster(Cluster):
         return self.start(work)()
 
     # --- verbs -----------------------------------------------------------------------------------------------------------
+
+    def mean_on(self, servers: int, rows: Tensor) -> Tensor:
+        if servers not in self.summing:
+            return super().mean_on(servers, rows)
+        own, theirs = summed_bytes(rows.shape[1] * rows.element_size(), self.size, servers)
+        self.ledger.sent += own + servers * theirs // self.size
+        return self.summing[servers](rows)
 
     def mean(self, rows: Tensor, team: Team) -> Tensor:
         pending = self.mean_later(rows, team)
@@ -230,6 +245,9 @@ class ProcessCluster(Cluster):
 
     def close(self) -> None:
         self.heartbeat.stop()
+        for end in self.endings:
+            end()
+        self.endings.clear()
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout=self.heartbeat.patience_s)  # what is still under way needs the others; they may be gone
@@ -288,7 +306,7 @@ class ProcessCluster(Cluster):
         Several that meet at one receiver crowd each other out, and Gloo sends a whole message to a peer before it receives that
         peer's own (docs/decisions/11).
         """
-        if "gloo" in self.backend and largest_bytes > _PIECE_BYTES:
+        if "gloo" in self.backend and largest_bytes > PIECE_BYTES:
             rounds = [_pieces(distances[d]) for d in sorted(distances)]
         else:
             rounds = [[o for operations in distances.values() for o in operations]]
@@ -326,7 +344,6 @@ class ProcessCluster(Cluster):
         return offset
 
 
-_PIECE_BYTES = 1 << 19
 _CLUSTERS: weakref.WeakSet[ProcessCluster] = weakref.WeakSet()
 
 
@@ -342,7 +359,7 @@ def _end_at_once() -> None:
 def _pieces(operations: list[dist.P2POp]) -> list[dist.P2POp]:
     """The same in pieces, taken in turn from each; pieces with one tag arrive in the order they were sent."""
     cut = [
-        [dist.P2POp(o.op, piece, o.peer, tag=o.tag) for piece in o.tensor.split(_PIECE_BYTES // o.tensor.element_size())]
+        [dist.P2POp(o.op, piece, o.peer, tag=o.tag) for piece in o.tensor.split(PIECE_BYTES // o.tensor.element_size())]
         for o in operations
     ]
     return [piece for turn in zip_longest(*cut) for piece in turn if piece is not None]

@@ -1,4 +1,7 @@
-"""All workers as rows in this process: no sockets, the same bytes and the same results as real processes."""
+"""All workers as rows in this process: no sockets, the same bytes and the same results as real processes.
+
+On a described cluster (a :class:`~hocket.cluster.spec.Spec`) they have a clock, and every verb takes the time it would take there.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.base import Cluster, Team
-from hocket.cluster.message import Message, ordered_mean, ring_bytes
+from hocket.cluster.clock import Clock
+from hocket.cluster.message import Message, ordered_mean, ring_bytes, summed_bytes
+from hocket.cluster.spec import Spec
 
 
 class VirtualCluster(Cluster):
@@ -20,9 +25,21 @@ class VirtualCluster(Cluster):
     [3.0, 3.0, 3.0, 3.0]
     """
 
-    def __init__(self, size: int, device: torch.device | str = "cpu", host_size: int | None = None, timed: bool = False) -> None:
-        super().__init__(size, range(size), torch.device(device), timed)
-        self._host_size = host_size or size
+    def __init__(
+        self,
+        size: int,
+        device: torch.device | str = "cpu",
+        host_size: int | None = None,
+        timed: bool = False,
+        spec: Spec | None = None,
+        seed: int = 0,
+    ) -> None:
+        """``timed``: seconds are this process's own; ``spec``: they are those of the virtual clock, disturbed by ``seed``."""
+        super().__init__(size, range(size), torch.device(device), timed and spec is None)
+        self._host_size = host_size or (spec.host_size if spec is not None else None) or size
+        if spec is not None:
+            self.clock = Clock(spec, size, seed)
+            self.ledger.predict = self.clock.take
 
     @property
     def host_size(self) -> int:
@@ -34,6 +51,8 @@ class VirtualCluster(Cluster):
 
     def mean(self, rows: Tensor, team: Team) -> Tensor:
         self._count_mean(rows, team)
+        if self.clock is not None:
+            self.clock.ring(ring_bytes(rows.shape[1] * rows.element_size(), team.size), team)
         if team.whole:
             return rows.copy_(ordered_mean(rows).expand_as(rows))
         for group in team.members:
@@ -41,23 +60,40 @@ class VirtualCluster(Cluster):
             rows[index] = ordered_mean(rows[index]).expand(team.size, -1)
         return rows
 
+    def mean_on(self, servers: int, rows: Tensor) -> Tensor:
+        payload = rows.shape[1] * rows.element_size()
+        own, theirs = summed_bytes(payload, self.size, servers)
+        self.ledger.sent += own + servers * theirs // self.size  # what servers send stands to the account of those they serve
+        if self.clock is not None:
+            self.clock.summed(own, self.everybody)
+        return rows.copy_(ordered_mean(rows).expand_as(rows))
+
     def hear(self, message: Message, sources: Tensor) -> Message:
-        self._count_messages(message, self._copies_heard(sources))
+        sizes = self._count_messages(message, self._copies_heard(sources))
+        if self.clock is not None:
+            self.clock.hear(sizes.cpu(), sources, message.lengths is not None)
         own = torch.arange(self.size).expand_as(sources)
         return message.select(torch.where(sources < 0, own, sources).flatten())
 
     def scatter(self, message: Message, team: Team) -> Message:
-        self._count_messages(message, self._to_others(team))
+        sizes = self._count_messages(message, self._to_others(team))
+        if self.clock is not None:
+            self.clock.scatter(sizes.cpu(), team, message.lengths is not None)
         place = team.place_of.unsqueeze(1)
         senders = team.members[team.group_of]  # [workers, size]: who sends to worker i, in group order
         return message.select((senders * team.size + place).flatten())
 
     def share(self, message: Message, team: Team) -> Message:
-        self._count_messages(message, team.size - 1)
+        sizes = self._count_messages(message, team.size - 1)
+        if self.clock is not None:
+            self.clock.share(sizes.cpu(), team, message.lengths is not None)
         return message.select(team.members.flatten())
 
     def any(self, flags: Tensor) -> Tensor:
-        self.ledger.sent += ring_bytes(flags.shape[1], self.size)
+        sent_bytes = ring_bytes(flags.shape[1], self.size)
+        self.ledger.sent += sent_bytes
+        if self.clock is not None:
+            self.clock.ring(sent_bytes, self.everybody)
         return flags.any(0)
 
     def collect(self, values: Tensor) -> Tensor:

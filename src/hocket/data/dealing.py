@@ -16,12 +16,15 @@ from hocket.data.partition import Partition, Round
 
 @dataclass(frozen=True, eq=False)
 class Hand:
-    """One mini-batch: its samples, its weight among those of its round, its epoch (from 0) and step (its round, from 0)."""
+    """One mini-batch: its samples, its weight among those of its round, and where it stands (all from 0)."""
 
     indices: Tensor
     weight: float
     epoch: int
     step: int
+    """Its round, counted through all epochs."""
+    slot: int
+    """Whose it is in that round under ``bulk``."""
 
 
 class Dealing:
@@ -57,4 +60,4 @@ class Dealing:
                 self._rounds.pop(next(iter(self._rounds)))
             self._rounds[epoch] = self.partition.rounds(epoch)
         found = self._rounds[epoch][place]
-        return Hand(found.indices[slot], found.weights[slot], epoch, step)
+        return Hand(found.indices[slot], found.weights[slot], epoch, step, slot)

@@ -41,8 +41,9 @@ def basis(rows: Sequence[Row], facet: Facet) -> str:
     """Where a facet's figures come from."""
     if not facet.virtual:
         return "measured"
-    timed = any(r.seconds for r in rows if r.facet == facet)
-    return "virtual: bytes counted, seconds by the virtual clock" if timed else "virtual: counted, not timed"
+    if not any(r.seconds for r in rows if r.facet == facet):
+        return "virtual: counted, not timed"
+    return f"virtual: bytes counted, seconds {'predicted' if facet.cluster else 'by a virtual clock'}"
 
 
 def answers_of(facet: Facet, rows: Sequence[Row], within: float = WITHIN) -> list[Answer]:
@@ -97,12 +98,12 @@ def _threshold(ranked: list[Row], base: Row | None) -> float:
 def _fastest(ranked: list[Row], base: Row | None, threshold: float) -> Answer:
     if not any(r.seconds for r in ranked):
         why = (
-            "virtual workers have no clock, so seconds are not known; bytes are"
+            "virtual workers have no clock without --cluster, so seconds are not known; bytes are"
             if ranked[0].facet.virtual
             else "no seconds were recorded"
         )
         return Answer("Fastest", detail=f"cannot be said here: {why}.")
-    question = f"Fastest to {_goal(threshold)}"
+    question = f"Fastest to {_goal(threshold)}{_predicted(ranked[0].facet)}"
     timed = sorted(
         ((t, r is not base, r.label, r) for r in ranked if (t := time_to(r, threshold)) is not None), key=lambda x: x[:3]
     )
@@ -161,10 +162,16 @@ def _plain_is_enough(ranked: list[Row], base: Row, threshold: float, within: flo
             return ""
         lean = any(_gain(r, base) >= -within / 100 and _ratio(r, base) > _LEANER for r in others)
         saved = "; what others save is traffic, not time" if lean else ""
-        return f"nothing reaches {_goal(threshold)} more than 5 % sooner or ends more than 0.5 points higher{saved}"
+        sooner = f"nothing reaches {_goal(threshold)} more than 5 % sooner{_predicted(base.facet)}"
+        return f"{sooner} or ends more than 0.5 points higher{saved}"
     if any(_gain(r, base) >= -within / 100 and _ratio(r, base) > _LEANER for r in others):
         return ""
     return f"nothing sends less within {_points(within)} of it or ends more than 0.5 points higher"
+
+
+def _predicted(facet: Facet) -> str:
+    """What a statement about seconds is labelled with where they were not measured."""
+    return f" ({facet.predicted})" if facet.cluster else ""
 
 
 def _points(within: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hocket.report.answers import basis
 from hocket.report.figures import seconds
-from hocket.report.rows import BASELINE, Row, frontier
+from hocket.report.rows import BASELINE, Facet, Row, frontier
 from hocket.report.series import Style, styles
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B07A00", "#3A9AD9", "#7A5195")
@@ -36,7 +36,7 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for facet in sorted({r.facet for r in rows}):
         inside = [r for r in rows if r.facet == facet]
-        name = f"{facet.data}-{facet.model}-{facet.workers}-{facet.kind}" + f"-{facet.study}" * bool(facet.study)
+        name = f"{facet.data}-{facet.model}-{facet.workers}-{facet.kind}{_ending(facet)}"
         for chart, picture in (
             ("accuracy", _accuracy(inside, looks)),
             ("frontier", _frontier(inside, looks)),
@@ -48,9 +48,13 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
         inside = [r for r in rows if replace(r.facet, workers=0) == alike]
         picture = _workers(inside, looks)
         if picture is not None:
-            name = f"{alike.data}-{alike.model}-{alike.kind}" + f"-{alike.study}" * bool(alike.study)
+            name = f"{alike.data}-{alike.model}-{alike.kind}{_ending(alike)}"
             files[_unused(f"{name}-workers", files)] = picture
     return files
+
+
+def _ending(facet: Facet) -> str:
+    return "".join(f"-{part}" for part in (facet.study, facet.cluster) if part)
 
 
 def ours(name: str) -> bool:
@@ -160,7 +164,8 @@ def _bars(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     if not timed:
         return None
     drawn = [r for i, r in enumerate(timed) if i < _MOST_BARS or r.strategy == BASELINE]
-    figure, axes = _canvas("Where the seconds went", rows, "", "seconds, mean over workers", height=1.8 + 0.3 * len(drawn))
+    axis = ", ".join(["seconds", *[p for p in [rows[0].facet.predicted] if p], "mean over workers"])
+    figure, axes = _canvas("Where the seconds went", rows, "", _plain(axis).strip(), height=1.8 + 0.3 * len(drawn))
     left = [0.0] * len(drawn)
     for name, colour, parts in (
         ("compute", "#8c96a5", [r.compute for r in drawn]),
@@ -212,7 +217,8 @@ def _canvas(title: str, rows: list[Row], ylabel: str, xlabel: str, height: float
 
     facets = {row.facet for row in rows}
     facet = rows[0].facet
-    place = str(facet) if len(facets) == 1 else f"{facet.data}, {facet.model}, {facet.kind} workers"
+    several = ", ".join(part for part in (facet.data, facet.model, f"{facet.kind} workers", facet.predicted) if part)
+    place = str(facet) if len(facets) == 1 else several
 
     figure = Figure(figsize=(7.2, height), dpi=144)
     axes = figure.add_subplot()

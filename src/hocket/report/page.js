@@ -396,13 +396,17 @@
     return null;
   }
 
+  // Where seconds come from: never a prediction without its cluster.
+  const origin = (facet) => (facet.cluster ? `, predicted for ${facet.cluster}` : facet.kind === "virtual" ? ", by a virtual clock" : ", measured");
+  const inSeconds = (facet) => (facet.cluster ? `seconds, predicted for ${facet.cluster}` : "seconds");
+
   // Bars ---------------------------------------------------------------------------------------------------------------------
   function bars(chosen) {
     const facet = facets[state.facet];
-    caption("bars", "Where the seconds went", "Seconds of the whole run, mean over workers. Wait and transfer together are synchronisation; transfer is communication.");
+    caption("bars", "Where the seconds went", `Seconds of the whole run, mean over workers${origin(facet)}. Wait and transfer together are synchronisation; transfer is communication.`);
     const timed = chosen.filter((row) => row.ranked && row.compute !== null && row.wait !== null && row.transfer !== null).sort((a, b) => a.seconds - b.seconds);
     if (!timed.length) {
-      return say("bars", facet.kind === "virtual" ? "Virtual workers have no clock yet: their bytes are counted, their seconds are not known." : "No finished run here recorded seconds.");
+      return say("bars", facet.kind === "virtual" ? "Virtual workers have no clock without --cluster: their bytes are counted, their seconds are not known." : "No finished run here recorded seconds.");
     }
     const shown = state.allBars || timed.length <= 24 ? timed : timed.filter((row, i) => i < 20 || series[row.series].baseline);
     const place = byId("bars").querySelector(".plot");
@@ -415,7 +419,7 @@
     const x = linear(0, high || 1, plot.area.left, plot.area.right);
     const values = ticks(0, high || 1, Math.max(3, Math.floor((plot.area.right - left) / 90)));
     for (const value of values) plot.root.append(svg("line", { class: "grid", x1: x(value), x2: x(value), y1: plot.area.top, y2: plot.area.bottom }));
-    axisX(plot, x, values, short, "seconds");
+    axisX(plot, x, values, short, inSeconds(facet));
     shown.forEach((row, i) => {
       const element = group(plot, row);
       const top = plot.area.top + i * step + (narrow ? 20 : 5);
@@ -454,7 +458,7 @@
   // Worker counts ------------------------------------------------------------------------------------------------------------
   function workers() {
     const facet = facets[state.facet];
-    const near = (f) => f.data === facet.data && f.model === facet.model && f.kind === facet.kind && f.study === facet.study;
+    const near = (f) => f.data === facet.data && f.model === facet.model && f.kind === facet.kind && f.study === facet.study && f.cluster === facet.cluster;
     const found = rows.filter((row) => row.ranked && near(facets[row.facet]));
     const counts = [...new Set(found.map((row) => facets[row.facet].workers))].sort((a, b) => a - b);
     byId("workers").hidden = counts.length < 2;
@@ -558,7 +562,7 @@
   const matches = (row) => state.words.every((word) => row.text.includes(word));
 
   // Selectors ----------------------------------------------------------------------------------------------------------------
-  const AXES = [["data", "Data set"], ["model", "Model"], ["workers", "Workers"], ["kind", "Kind"], ["study", "Study"]];
+  const AXES = [["data", "Data set"], ["model", "Model"], ["workers", "Workers"], ["kind", "Kind"], ["study", "Study"], ["cluster", "Cluster"]];
 
   function selectors() {
     const form = byId("choose");
@@ -568,7 +572,7 @@
       if (values.length < 2) continue;
       if (axis === "workers") values.sort((a, b) => a - b);
       const select = html("select", { name: axis });
-      for (const value of values) select.append(html("option", { value: String(value) }, axis === "kind" && value === "real" ? "real (measured)" : String(value) || "all"));
+      for (const value of values) select.append(html("option", { value: String(value) }, axis === "kind" && value === "real" ? "real (measured)" : String(value) || (axis === "cluster" ? "none" : "all")));
       select.addEventListener("change", () => choose(axis, select.value));
       form.append(html("label", {}, title, select));
     }
@@ -602,10 +606,10 @@
     lines("epochs", chosen, EPOCH, { title: "epoch", empty: "No run here recorded an accuracy.", at: (p) => `epoch ${p[EPOCH]}: ${percent(p[ACCURACY])}` });
     const timed = chosen.some((row) => row.curve.some((p) => p[SECONDS] !== null));
     if (timed) {
-      caption("cost", "Accuracy against seconds", `Seconds since the start, mean over workers${facet.kind === "virtual" ? ", by the virtual clock" : ", measured"}.`);
-      lines("cost", chosen, SECONDS, { title: "seconds", empty: "", at: (p) => `epoch ${p[EPOCH]}, ${digits(p[SECONDS])} s: ${percent(p[ACCURACY])}` });
+      caption("cost", "Accuracy against seconds", `Seconds since the start, mean over workers${origin(facet)}.`);
+      lines("cost", chosen, SECONDS, { title: inSeconds(facet), empty: "", at: (p) => `epoch ${p[EPOCH]}, ${digits(p[SECONDS])} s: ${percent(p[ACCURACY])}` });
     } else {
-      const why = facet.kind === "virtual" ? "Virtual workers have no clock yet, so there are no seconds to draw" : "No seconds were recorded";
+      const why = facet.kind === "virtual" ? "Virtual workers have no clock without --cluster, so there are no seconds to draw" : "No seconds were recorded";
       caption("cost", "Accuracy against traffic", `${why}; this is accuracy against MB sent instead.`);
       lines("cost", chosen, MB, { title: "MB sent per worker (log scale)", log: true, empty: "Nothing was sent here.", at: (p) => `epoch ${p[EPOCH]}, ${digits(p[MB])} MB: ${percent(p[ACCURACY])}` });
     }

@@ -99,7 +99,10 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
     place = {label: i for i, label in enumerate(labels)}
     shown = columns(rows)
     return {
-        "facets": [{"data": f.data, "model": f.model, "workers": f.workers, "kind": f.kind, "study": f.study} for f in facets],
+        "facets": [
+            {"data": f.data, "model": f.model, "workers": f.workers, "kind": f.kind, "study": f.study, "cluster": f.cluster}
+            for f in facets
+        ],
         "series": [{"label": label, **vars(looks[label])} for label in labels],
         "rows": [
             {
@@ -156,7 +159,8 @@ def _tip(row: Row) -> list[list[str]]:
     pairs.append(["rate", rate(row.rate)])
     if not row.ranked:
         pairs.append(["state", row.state])
-    pairs.append(["figures", "virtual" if row.facet.virtual else "measured"])
+    source = "virtual" if row.facet.virtual else "measured"
+    pairs.append(["figures", f"{source}, seconds {row.facet.predicted}" if row.facet.cluster else source])
     return pairs
 
 

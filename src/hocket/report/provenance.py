@@ -13,7 +13,7 @@ from hocket.report.rows import Row
 
 # Settings that the table shows, or that say nothing to a reader.
 _SHOWN = {"strategy", "workers", "virtual", "data", "model", "seed", "lr", "rate", "failure", "finished"}
-_INNER = {"versions", "citations", "buckets", "cluster", "exchange", "steps", "parameters"}
+_INNER = {"versions", "citations", "buckets", "cluster", "spec", "exchange", "steps", "parameters"}
 
 
 def provenance(rows: Sequence[Row], reading: Reading) -> str:
@@ -28,6 +28,7 @@ def provenance(rows: Sequence[Row], reading: Reading) -> str:
         _block("Unfinished runs, not ranked", _list(unfinished)),
         _block("Notes", _list(dict.fromkeys(notes))),
         _block("Settings common to all runs", _pairs(_common(reading))),
+        _block("Clusters that seconds are predicted for", _list(_clusters(rows))),
         _block("Learning rates", _rates(rows)),
         _block("Versions", _list(_versions(reading))),
     ]
@@ -39,6 +40,17 @@ def _common(reading: Reading) -> list[tuple[str, str]]:
     names = [name for name in settings[0] if name not in _SHOWN | _INNER]
     same = [name for name in names if len({json.dumps(s.get(name), sort_keys=True, default=str) for s in settings}) == 1]
     return [(name, _said(settings[0][name])) for name in same if settings[0][name] is not None]
+
+
+def _clusters(rows: Sequence[Row]) -> list[str]:
+    """Each described cluster with what it says, but for what it leaves out."""
+    found: dict[str, None] = {}
+    for row in rows:
+        spec = row.settings.get("spec")
+        if row.facet.cluster and isinstance(spec, dict):
+            said = ", ".join(f"{name} {_said(value)}" for name, value in spec.items() if name != "name" and value is not None)
+            found[f"{row.facet.cluster}: {said}"] = None
+    return list(found)
 
 
 def _rates(rows: Sequence[Row]) -> str:

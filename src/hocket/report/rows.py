@@ -1,7 +1,8 @@
 """One row per configuration: the seeds of one configuration become a mean and a spread, compared within its facet.
 
-A *facet* is data set × model × worker count × kind, and for real workers the study, where there are several: what they measured
-depends on where they ran. Figures of different facets are never compared. The *spread* is the standard deviation over seeds.
+A *facet* is data set × model × worker count × kind; for real workers also the study, where there are several: what they measured
+depends on where they ran; for virtual ones also the cluster that their seconds are predicted for. Figures of different facets are
+never compared. The *spread* is the standard deviation over seeds.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 from hocket.report.figures import rate as rate_text
@@ -31,6 +33,13 @@ class Facet:
     workers: int
     virtual: bool
     study: str = ""
+    cluster: str = ""
+    """The described cluster that seconds are predicted for."""
+
+    @property
+    def predicted(self) -> str:
+        """``predicted for 1gbit``, or nothing where seconds are measured or there are none."""
+        return f"predicted for {self.cluster}" if self.cluster else ""
 
     @property
     def kind(self) -> str:
@@ -39,7 +48,8 @@ class Facet:
 
     def __str__(self) -> str:
         where = f" ({self.study})" if self.study else ""
-        return f"{self.data}, {self.model}, {self.workers} {self.kind} worker{'s' if self.workers != 1 else ''}{where}"
+        clock = f", {self.predicted}" if self.cluster else ""
+        return f"{self.data}, {self.model}, {self.workers} {self.kind} worker{'s' if self.workers != 1 else ''}{where}{clock}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,19 @@ def make_rows(runs: Iterable[Run]) -> list[Row]:
     return sorted(rows, key=lambda r: (r.facet, not r.ranked, -r.accuracy.mean if r.accuracy else 0.0, r.label))
 
 
+def cluster_name(settings: Mapping[str, Any]) -> str:
+    """The described cluster that virtual workers were timed on; empty where there is none.
+
+    >>> cluster_name({"virtual": True, "cluster": "racks/mine.toml", "slowdown": "1,4"}), cluster_name({"virtual": False})
+    ('mine with slowdown 1,4', '')
+    """
+    spec, asked, slowdown = (settings.get(name) for name in ("spec", "cluster", "slowdown"))
+    name = spec.get("name") if isinstance(spec, dict) else PurePath(asked).stem if isinstance(asked, str) else None
+    if not settings.get("virtual") or not isinstance(name, str) or not name:
+        return ""
+    return f"{name} with slowdown {slowdown}" if isinstance(slowdown, str) else name
+
+
 def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
     """The ``bulk + allreduce`` that a row is compared with: of its facet, if possible of its study, length and batch."""
     candidates = [r for r in rows if r.facet == row.facet and r.ranked and r.strategy == BASELINE]
@@ -171,7 +194,8 @@ def _compared(rows: list[Row]) -> list[Row]:
 
 
 def _configuration(run: Run) -> str:
-    settings = {k: v for k, v in run.settings.items() if k not in _NOT_CONFIGURATION}
+    # A setting that is None is as good as one that there was not yet.
+    settings = {k: v for k, v in run.settings.items() if k not in _NOT_CONFIGURATION and v is not None}
     return json.dumps([run.study, run.state, settings], sort_keys=True, default=str)
 
 
@@ -182,6 +206,7 @@ def _facet(settings: dict[str, Any]) -> Facet:
         str(settings.get("model", "?")),
         workers if isinstance(workers, int) and 1 <= workers <= 10**9 else 1,
         bool(settings.get("virtual", False)),
+        cluster=cluster_name(settings),
     )
 
 
@@ -242,15 +267,25 @@ def _by_facet(rows: Iterable[Row]) -> dict[Facet, list[Row]]:
 
 
 def _apart(rows: list[Row]) -> list[Row]:
-    """Real workers of several studies in facets of their own."""
+    """Real workers of several studies in facets of their own; so are clusters of one name that are not the same."""
     studies: dict[Facet, set[str]] = defaultdict(set)
+    specs: dict[str, list[Any]] = defaultdict(list)
     for row in rows:
         studies[row.facet].add(row.study)
+        spec = row.settings.get("spec")
+        if row.facet.cluster and isinstance(spec, dict) and spec not in specs[row.facet.cluster]:
+            specs[row.facet.cluster].append(spec)
 
-    def apart(row: Row) -> bool:
-        return not row.facet.virtual and len(studies[row.facet]) > 1
+    def facet(row: Row) -> Facet:
+        found = row.facet
+        if not found.virtual and len(studies[found]) > 1:
+            return replace(found, study=row.study or "no study")
+        alike, spec = specs[found.cluster], row.settings.get("spec")
+        if len(alike) > 1 and spec in alike:
+            return replace(found, cluster=f"{found.cluster}, no. {alike.index(spec) + 1}")
+        return found
 
-    return [replace(row, facet=replace(row.facet, study=row.study or "no study")) if apart(row) else row for row in rows]
+    return [replace(row, facet=facet(row)) for row in rows]
 
 
 def _labelled(rows: list[Row]) -> list[Row]:

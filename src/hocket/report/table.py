@@ -13,7 +13,7 @@ from hocket.report.read import FINISHED
 from hocket.report.rows import Figure, Row
 
 Value = float | str | None
-_FACET = ("data", "model", "workers", "kind")
+_FACET = ("data", "model", "workers", "kind", "clock")
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,14 @@ class Column:
     @property
     def numeric(self) -> bool:
         """Whether it holds numbers."""
-        return self.name not in ("strategy", "study", "data", "model", "kind", "seeds", "state")
+        return self.name not in ("strategy", "study", "data", "model", "kind", "clock", "seeds", "state")
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns for these rows; ``study`` only where there are several, the facet's own ones first where there are several."""
+    """The columns for these rows; ``study`` only where there are several, the facet's own ones first where there are several.
+
+    ``clock`` says where seconds come from, and is there where some are predicted.
+    """
     found = [
         Column("strategy", "strategy", lambda r: r.label, lambda r: r.label),
         _figure("accuracy", "accuracy", "%", lambda r: r.accuracy, 100, 1),
@@ -50,6 +53,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("model", "model", lambda r: r.facet.model, lambda r: r.facet.model),
         Column("workers", "workers", lambda r: float(r.facet.workers), lambda r: str(r.facet.workers)),
         Column("kind", "kind", lambda r: r.facet.kind, lambda r: r.facet.kind),
+        Column("clock", "seconds are", _clock, lambda r: _clock(r) or NONE),
         Column("seeds", "seeds", _seeds, _seeds),
         Column("rate", "rate", lambda r: r.rate, lambda r: rate(r.rate)),
         Column("study", "study", lambda r: r.study, lambda r: r.study or NONE),
@@ -57,6 +61,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     ]
     if len({r.study for r in rows}) < 2:
         found = [c for c in found if c.name != "study"]
+    if not any(r.facet.cluster for r in rows):
+        found = [c for c in found if c.name != "clock"]
     if len({r.facet for r in rows}) > 1:
         found.sort(key=lambda c: 0 if c.name == "strategy" else 1 if c.name in _FACET else 2)
     return found
@@ -141,6 +147,10 @@ def _figure(
         return around(mean, spread(row), digits) if isinstance(mean, float) else NONE
 
     return Column(name, title, value, text, unit, spread)
+
+
+def _clock(row: Row) -> str:
+    return row.facet.predicted if row.facet.virtual else "measured"
 
 
 def _seeds(row: Row) -> str:

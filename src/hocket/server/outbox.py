@@ -6,7 +6,9 @@ bucket, shard) alone, so a virtual worker and a real one send the same bytes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,9 +55,13 @@ class Outbox:
             self.errors[bucket] = rest
         return messages
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """What was held back, and what the code remembers."""
-        return {"memory": self.memory, "errors": self.errors}
+        return copy.deepcopy({"memory": self.memory, "errors": self.errors})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.memory, self.errors = state["memory"], state["errors"]
 
 
 def read(strategy: Strategy, message: Message, width: int, bucket: int, step: int, worker: int, world: int, seed: int) -> Tensor:

@@ -49,7 +49,7 @@ class Shard:
         self.version = 0
         self.ages: Counter[int] = Counter()
         self._given: dict[int, int] = {}
-        self._waiting: dict[int, list[Tensor]] = {}
+        self._waiting: dict[int, tuple[int, list[Tensor]]] = {}
         self._rates: Sequence[float] = ()
         self._warm = getattr(sync, "warm", 0)
         self._compensation = getattr(sync, "compensation", "none")
@@ -65,17 +65,21 @@ class Shard:
 
     # --- what workers do -----------------------------------------------------------------------------------------------------
 
-    def push(self, worker: int, step: int, gradients: Sequence[Tensor], rates: Sequence[float]) -> bool:
-        """Take a worker's gradients up to its ``step``; False where they were there before (sent again after a broken link)."""
+    def push(self, worker: int, step: int, gradients: Sequence[Tensor], rates: Sequence[float], seen: int | None = None) -> bool:
+        """Take a worker's gradients up to its ``step``; False where they were there before (sent again after a broken link).
+
+        ``seen`` is the version of the weights they were computed at, where that is not the last one given.
+        """
         if step <= self.done.setdefault(worker, 0):
             return False
         self.done[worker] = step
         if self.together:
-            self._waiting[worker] = list(gradients)
+            self._waiting[worker] = step, list(gradients)
             self._rates = rates
             self._step_together()
             return True
-        age = self.version - self._given.get(worker, 0)
+        # After a restart from a snapshot a worker may have seen more than this shard remembers.
+        age = max(self.version - (self._given.get(worker, 0) if seen is None else seen), 0)
         self.ages[age] += 1
         if self._compensation in ("taylor", "adaptive"):
             gradients = self._compensated(worker, gradients)
@@ -87,7 +91,7 @@ class Shard:
         if step == 0 and worker != (first := min(self.done, default=worker)) and self.done.get(first, 0) < self._warm:
             return False  # the first one warms up alone
         if self.together:
-            return not self._waiting and step <= self.slowest
+            return step <= self.slowest  # then all pushes of that step are in the weights
         return step - self.slowest <= self.sync.lead
 
     @property
@@ -105,6 +109,9 @@ class Shard:
     def join(self, worker: int, step: int | None = None) -> int:
         """A worker comes, or comes back; it goes on from the step it has done, or with the slowest."""
         self.done[worker] = self.slowest if step is None else step
+        if worker in self._waiting and self._waiting[worker][0] < self.done[worker]:
+            del self._waiting[worker]  # from before a restart
+        self._step_together()
         return self.done[worker]
 
     def leave(self, worker: int) -> bool:
@@ -113,24 +120,24 @@ class Shard:
         self._given.pop(worker, None)
         self._then.pop(worker, None)
         lost = self._waiting.pop(worker, None) is not None
-        if self.together and self._waiting:
-            self._step_together()
+        self._step_together()
         return lost
 
     # --- updates -------------------------------------------------------------------------------------------------------------
 
     def _step_together(self) -> None:
-        """One step with the mean of all, once all who are here have pushed."""
-        if len(self._waiting) < len(self.done):
+        """One step with the mean of all, once all who are here have come so far (a newcomer may stand there without a push)."""
+        order = sorted(worker for worker, (step, _) in self._waiting.items() if step <= self.slowest)
+        if not order:
             return
-        order = sorted(self._waiting)
-        means = [g.clone() for g in self._waiting[order[0]]]
+        means = [g.clone() for g in self._waiting[order[0]][1]]
         for worker in order[1:]:
-            for mean, gradient in zip(means, self._waiting[worker], strict=True):
+            for mean, gradient in zip(means, self._waiting[worker][1], strict=True):
                 mean += gradient
         for mean in means:
             mean /= len(order)
-        self._waiting = {}
+        for worker in order:
+            del self._waiting[worker]
         self.ages[0] += len(order)
         self._step(means, self._rates)
 

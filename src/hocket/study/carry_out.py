@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from hocket.cluster.virtual import VirtualCluster
 from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.models import build
@@ -24,6 +23,9 @@ from hocket.study.rates import best_rate, next_rate, short
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite
 from hocket.train.run import Engines, Settings, run
+
+_CLOCK = ("cluster", "slowdown")
+"""Settings that say how long a training takes, not what comes of it."""
 
 
 class Interrupted(Exception):
@@ -90,7 +92,7 @@ class Virtual:
         if of != self.engines_of:  # runs go by workers: what served the last number of them only takes room
             self.engines.clear()
             self.engines_of = of
-        cluster = VirtualCluster(settings.workers, self.device, settings.host_size)
+        cluster = settings.virtual_cluster(self.device)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             try:
@@ -202,8 +204,9 @@ class Search:
     def __init__(self, folder: Folder, settings: Settings, data: Data, virtual: Train, watch: Watch) -> None:
         self.folder, self.settings, self.data, self.virtual, self.watch = folder, settings, data, virtual, watch
         self.rates = folder.rates()
-        alike = json.dumps({**Planned("", settings, True).described(), "virtual": None, "seed": None}, sort_keys=True)
-        digest = hashlib.sha256(alike.encode()).hexdigest()[:12]
+        alike = {**Planned("", settings, True).described(), "virtual": None, "seed": None}
+        alike = {name: value for name, value in alike.items() if name not in _CLOCK}
+        digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:12]
         what = f"{settings.strategy}, {settings.workers} workers, {settings.data}, {settings.model} ({digest})"
         begun: dict[str, Any] = {"chosen": None, "tried": {}, "losses": {}, "given_up": {}, "epochs": None, "seed": settings.seed}
         self.found = self.rates.setdefault(what, begun)
@@ -250,7 +253,7 @@ class Search:
         settings = short(self.settings, rate, rounds_of(self.settings, data), steps_of(self.settings, data))
         self.found["epochs"] = settings.epochs
         try:
-            last = self.virtual(replace(settings, virtual=True), None, self.watch)[-1]
+            last = self.virtual(replace(settings, virtual=True, cluster=None, slowdown=None), None, self.watch)[-1]
         except NonFiniteGradient:
             return None, None
         return (last["loss"], last["accuracy"]) if math.isfinite(last["loss"]) else (None, None)

@@ -120,7 +120,7 @@ class _Reader:
                 auto = " or 'auto'" if name == "lr" else ""
                 self.wrong(f"{name} is {_WORDS[kind]}{auto}, got {value!r}", *here, name)
             try:
-                Settings(**{name: value}).check()
+                Settings(**{**_beside(name, table, self.content), name: value}).check()
             except HocketError as error:
                 self.wrong(str(error).removesuffix("."), *here, name)
         return given
@@ -152,6 +152,15 @@ class _Reader:
     def wrong(self, what: str, *where: str | int) -> NoReturn:
         mark = "" if what.endswith("?") else "."
         raise HocketError(f"{self.path}, line {self.lines.of(*where)}: {what}{mark}")
+
+
+def _beside(name: str, *tables: Mapping[str, Any]) -> dict[str, Any]:
+    """What a setting cannot be checked without: whether workers are virtual, and on which cluster."""
+    if name not in ("cluster", "slowdown"):
+        return {}
+    given = {key: value for table in reversed(tables) for key, value in table.items()}
+    virtual, cluster = given.get("virtual", True), given.get("cluster")
+    return {"virtual": virtual is not False, "cluster": cluster if isinstance(cluster, str) else None}
 
 
 def _syntax(path: Path, text: str, error: tomllib.TOMLDecodeError) -> str:

@@ -33,6 +33,11 @@ class Async(Free):
         compensation(self.compensation, self.strength, "async")
         if not isinstance(self.overlap, bool):
             raise HocketError(f"async(overlap={self.overlap!r}): overlap must be True or False.")
+        if self.overlap and self.compensation in ("taylor", "adaptive"):
+            raise HocketError(
+                f"async(compensation={self.compensation}, overlap=True): it compares with the weights given last, and under "
+                "overlap gradients are older than these; leave one of the two out."
+            )
 
     def turn(self, step: int) -> Turn:
         return Turn()

@@ -32,6 +32,11 @@ class SSP(Free):
         compensation(self.compensation, self.strength, "ssp")
         if not isinstance(self.overlap, bool):
             raise HocketError(f"ssp(overlap={self.overlap!r}): overlap must be True or False.")
+        if self.overlap and self.compensation in ("taylor", "adaptive"):
+            raise HocketError(
+                f"ssp(compensation={self.compensation}, overlap=True): it compares with the weights given last, and under overlap "
+                "gradients are older than these; leave one of the two out."
+            )
         if self.s == 0 and (self.overlap or self.compensation != "none"):
             raise HocketError("ssp(0) is bulk: its gradients are never old, so there is nothing to overlap or to compensate.")
 

@@ -6,6 +6,7 @@ Partners are data: ``Gossip.partners(N, e)`` gives, for exchange number ``e``, w
   a third each; when both partners are one worker, a half each.
 - *ring*: distance 1 always. *exponential*: one partner at distance 2^e mod N (Ying 2021). *random*: a fresh perfect matching.
 - ``matrix=``: any doubly stochastic matrix, or a list of them taken in turn.
+- *pushsum*: for workers that do not go in step (``async``), on a directed graph; see :mod:`hocket.train.free.pushsum`.
 
 Compressed gossip of weights goes the CHOCO way (Koloskova 2019): worker ``i`` and its partners keep a public copy ``x̂_i``; only
 ``q_i = C(x_i − x̂_i)`` travels; then ``x̂_i ← x̂_i + q_i`` everywhere and ``x_i ← x_i + γ Σ_j K_ij (x̂_j − x̂_i)``. Copies belong
@@ -29,7 +30,7 @@ from hocket.errors import HocketError, nearest
 from hocket.noise import bits, fold
 from hocket.topology.base import Channel, Topology, plain
 
-KINDS = ("rotating", "ring", "exponential", "random")
+KINDS = ("rotating", "ring", "exponential", "random", "pushsum")
 CHOCO_DISTANCES = 4
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -44,7 +45,7 @@ class Partners(NamedTuple):
 
 @dataclass(frozen=True)
 class Gossip(Topology):
-    """``gossip``, ``gossip(ring)``, ``gossip(exponential)``, ``gossip(random)``, ``gossip(matrix=[[…], …])``."""
+    """``gossip``, ``gossip(ring | exponential | random | pushsum)``, ``gossip(matrix=[[…], …])``."""
 
     kind: str = "rotating"
     matrix: Matrix | tuple[Matrix, ...] | None = None

@@ -22,6 +22,7 @@ from hocket.compression.none import NoCompression
 from hocket.errors import HocketError
 from hocket.topology.allreduce import AllReduce
 from hocket.topology.base import Channel, Topology, plain, without_shapes
+from hocket.topology.gossip import Gossip
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Hierarchical(Topology):
 
     def __post_init__(self) -> None:
         for part, which in ((self.inner, "inner"), (self.outer, "outer")):
-            if not isinstance(part, Topology) or isinstance(part, Hierarchical):
+            if not isinstance(part, (AllReduce, Gossip)):
                 raise HocketError(
                     f"hierarchical({which}={part}): it must be allreduce or a gossip, for example hierarchical(allreduce, gossip)."
                 )

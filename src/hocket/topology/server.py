@@ -14,8 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from hocket.cluster.base import Cluster, Team
-from hocket.compression.base import Codec, Compressor
+from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
 from hocket.compression.lowrank import LowRank
 from hocket.errors import HocketError, nearest
 from hocket.topology.base import Channel, Topology, plain
@@ -23,6 +25,25 @@ from hocket.topology.base import Channel, Topology, plain
 ROLES = ("optimize", "sum")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd")
 FETCHES = ("fp32", "bf16", "fp16")
+
+
+class SumChannel(Channel):
+    """The mean of all, summed on spare machines and on the workers' own."""
+
+    uniform = True
+
+    def __init__(self, cluster: Cluster, team: Team, servers: int) -> None:
+        super().__init__(cluster, team)
+        self.servers = servers
+
+    def mean(self, rows: Tensor, context: Context) -> Tensor:
+        return self.cluster.mean_on(self.servers, rows)
+
+    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+        raise HocketError("Servers that only sum cannot add up codes.")  # refused when the strategy was built
+
+    def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
+        return self.mean(rows, context), memory
 
 
 @dataclass(frozen=True)
@@ -63,9 +84,18 @@ class Server(Topology):
         return self.role == "sum"
 
     def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
-        raise HocketError(f"server(shards={self.shards}, role={self.role}) is not for this kind of cluster.")
+        if not self.sums or not team.whole:
+            raise HocketError("server(…) serves all workers at once, each by messages of its own; it cannot be part of another.")
+        if self.shards > cluster.size:
+            raise HocketError(
+                f"server({self.shards}, role=sum): more machines that sum than the {cluster.size} workers have nothing to carry; "
+                f"use at most {cluster.size}."
+            )
+        return SumChannel(cluster, team, self.shards)
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
+        if self.sums and not plain(compressor):
+            return "servers that only sum cannot add up codes; leave the compression out, or use allreduce, whose slices are coded"
         if not plain(compressor) and (not isinstance(compressor, Codec) or isinstance(compressor, LowRank)):
             return (
                 f"{compressor.name} is more than a code of values one by one, which is all that a shard can read; use topk or sign"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from hocket.errors import HocketError
 from hocket.program import Program
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, Local, PostLocal, proven_period
+from hocket.topology import Server
 from hocket.train.report import LedgerView
 from hocket.train.watch import NonFinite
 
@@ -65,11 +67,11 @@ class Job:
         self.accumulate, self.check = accumulate, check
         self.weight = 1.0
         """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.shard`)."""
-        _check_device(model, cluster)
+        check_device(model, cluster)
         self.layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes)
         if not self.layout.buckets:
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
-        _check_optimizer(model, optimizer)
+        check_optimizer(model, optimizer)
         check_equal(
             model,
             self.layout,
@@ -84,13 +86,19 @@ class Job:
         self.weights = [b.empty(1) for b in self.layout.buckets]
         self.grads = [b.empty(1) for b in self.layout.buckets]
         self._grad_views = [b.views(g, 0) for b, g in zip(self.layout.buckets, self.grads, strict=True)]
-        self._adopt()
+        self._ours = adopt(model, self.layout, self._params, self.weights, cluster)
+        if isinstance(strategy.topology, Server) and strategy.topology.sums:
+            from hocket.server.summing import serve_sums  # its sockets are loaded only where they are needed
+
+            serve_sums(strategy, cluster)
         self.program = Program(strategy, self.layout, cluster, self.weights, seed)
         self.ledger = LedgerView(cluster)
         self._ready: list[set[int]] = [set() for _ in self.layout.buckets]
         self._launched = 0
         self._backwards = 0
         self._called_back = False
+        self.gradients_at = 0.0
+        """When the last backward pass had computed all gradients (``time.perf_counter``); exchanges may go on after it."""
         self._handles = self._hook()
         if scaler is not None:
             self._share_overflow(scaler)
@@ -139,19 +147,6 @@ class Job:
         self.cluster.ledger.pause()
 
     # --- set-up --------------------------------------------------------------------------------------------------------------
-
-    def _adopt(self) -> None:
-        """Move parameters into rows and make all replicas equal to worker 0's."""
-        for bucket, rows, params in zip(self.layout.buckets, self.weights, self._params, strict=True):
-            for view, p in zip(bucket.views(rows, 0), params, strict=True):
-                view.copy_(p.data)
-                p.data = view
-            self.cluster.broadcast(rows)
-        self._ours = {id(p) for params in self._params for p in params}
-        for tensor in (*(p for p in self.model.parameters() if id(p) not in self._ours), *self.model.buffers()):
-            rows = tensor.data.reshape(1, -1).clone()
-            self.cluster.broadcast(rows)
-            tensor.data.copy_(rows.view(tensor.shape))
 
     def _hook(self) -> list[Any]:
         handles: list[Any] = []
@@ -227,6 +222,7 @@ class Job:
 
     def _end_of_backward(self) -> None:
         self._called_back = False
+        self.gradients_at = time.perf_counter()
         _refuse_reentrant(sys._getframe())
         self._backwards += 1
         if self._backwards < self.accumulate:
@@ -275,19 +271,10 @@ class Job:
                 f"and {self.strategy} mixes what it mixed before; say accumulate={self._backwards}."
             )
         if self.cluster.size > 1:
-            self._refuse_newcomers()
+            refuse_newcomers(self.optimizer, self._ours)
         if self.check and not self.program.mixes_gradients:
             self._nonfinite.check_local(self._params, self.program.step + 1)
         self.program.before_update(self.weights)
-
-    def _refuse_newcomers(self) -> None:
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and id(p) not in self._ours:
-                    raise HocketError(
-                        "The optimiser got a parameter, or one was unfrozen, after hocket.parallelize(…), so it is not exchanged; "
-                        "call job.detach() and parallelize again."
-                    )
 
     def _after_step(self) -> None:
         self._backwards = 0
@@ -318,6 +305,34 @@ def layout_for(
     cap = cap_bytes or unlimited or CAP_BYTES
     first = first_cap_bytes or unlimited or FIRST_CAP_BYTES
     return layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap, first)
+
+
+def adopt(
+    model: nn.Module, layout: Layout, params: Sequence[Sequence[nn.Parameter]], weights: Sequence[Tensor], cluster: Cluster
+) -> set[int]:
+    """Move parameters into rows and make all replicas equal to worker 0's; the ids of the parameters moved."""
+    for bucket, rows, own in zip(layout.buckets, weights, params, strict=True):
+        for view, p in zip(bucket.views(rows, 0), own, strict=True):
+            view.copy_(p.data)
+            p.data = view
+        cluster.broadcast(rows)
+    ours = {id(p) for own in params for p in own}
+    for tensor in (*(p for p in model.parameters() if id(p) not in ours), *model.buffers()):
+        rows = tensor.data.reshape(1, -1).clone()
+        cluster.broadcast(rows)
+        tensor.data.copy_(rows.view(tensor.shape))
+    return ours
+
+
+def refuse_newcomers(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
+    """Refuse gradients of parameters that were not there when the job was made."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None and id(p) not in ours:
+                raise HocketError(
+                    "The optimiser got a parameter, or one was unfrozen, after hocket.parallelize(…), so it is not exchanged; "
+                    "call job.detach() and parallelize again."
+                )
 
 
 def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, accumulate: int, nonfinite: str) -> None:
@@ -362,7 +377,7 @@ def _refuse_reentrant(frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-def _check_device(model: nn.Module, cluster: Cluster) -> None:
+def check_device(model: nn.Module, cluster: Cluster) -> None:
     for name, p in model.named_parameters():
         if p.device.type != cluster.device.type:
             raise HocketError(
@@ -371,7 +386,7 @@ def _check_device(model: nn.Module, cluster: Cluster) -> None:
             )
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     known = {id(p) for p in model.parameters()}
     strange = next((p for g in optimizer.param_groups for p in g["params"] if id(p) not in known), None)
     if strange is not None:

@@ -19,6 +19,7 @@ from hocket.data.base import DataSet
 from hocket.data.partition import Last, Partition, Round
 from hocket.errors import HocketError, nearest
 from hocket.noise import bits, fold
+from hocket.train.flops import step_flops
 from hocket.train.replicas import Loss, Replicas
 from hocket.train.report import LedgerView
 from hocket.train.schedule import factor, scheduler
@@ -102,6 +103,10 @@ class Training:
         self._train = tuple(t.to(device) for t in self.data.train)
         self._test = tuple(t.to(device) for t in self.data.test)
         self._workers = torch.arange(self.cluster.workers.start, self.cluster.workers.stop)
+        if (clock := self.cluster.clock) is not None and clock.spec.step_s is None:
+            x, y = (t[:2] for t in self.data.train)
+            flops = step_flops(self.replicas.model, self.loss, self.data.prepare(x), y, plan.batch)
+            clock.step_s = clock.spec.seconds(flops)
 
     def run(self, watch: Callable[[Progress], None] = lambda _: None) -> Iterator[dict[str, Any]]:
         """Train on; yields each epoch's metrics as it ends."""
@@ -164,10 +169,18 @@ class Training:
         else:
             inputs = [self._prepared(x[i].unsqueeze(0), keys[r : r + 1])[0] for r, i in enumerate(index)]
             targets = [y[i] for i in index]
+        if self.cluster.clock is not None:
+            self.cluster.clock.compute(self.step, self._shares(index))
         losses = self.replicas.step(inputs, targets, keys, weights)
         self.scheduler.step()
         self.step += 1
         return losses
+
+    def _shares(self, index: list[Tensor] | Tensor) -> Tensor | float:
+        """What part of a whole mini-batch each worker has in this round."""
+        if isinstance(index, Tensor):
+            return 1.0
+        return torch.tensor([len(i) / self.plan.batch for i in index], dtype=torch.float64)
 
     def _prepared(self, x: Tensor, keys: Tensor) -> Tensor:
         if self.plan.augment and self.data.augment is not None:

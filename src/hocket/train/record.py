@@ -64,7 +64,7 @@ class Record:
         for name, value in settings.items():
             if name not in ("epochs", "max_steps") and before.get(name) != value:
                 raise HocketError(
-                    f"The run in {self.folder} has {name} {before.get(name)!r}, not {value!r}; resume with the settings it had."
+                    f"The run in {self.folder} has {_apart(name, before.get(name), value)}; resume with the settings it had."
                 )
 
     def load(self) -> dict[str, Any]:
@@ -81,6 +81,19 @@ class Record:
     @property
     def _checkpoint(self) -> Path:
         return self.folder / f"checkpoint-{self.process}.pt"
+
+
+def _apart(name: str, there: Any, here: Any) -> str:
+    """In what a setting differs; of two clusters the first field that does.
+
+    >>> _apart("seed", 1, 0), _apart("spec", {"jitter": 0.1}, {"jitter": 0.0}), _apart("spec", None, {"name": "1gbit"})
+    ('seed 1, not 0', 'spec jitter 0.1, not 0.0', "spec None, not '1gbit'")
+    """
+    if isinstance(there, dict) and isinstance(here, dict):
+        field = next(key for key in here if there.get(key) != here[key])
+        return f"{name} {field} {there.get(field)!r}, not {here[field]!r}"
+    named = [value.get("name") if isinstance(value, dict) else value for value in (there, here)]
+    return f"{name} {named[0]!r}, not {named[1]!r}"
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -25,6 +25,7 @@ from hocket.train.engines import Engine, choose, stack_buffers
 from hocket.train.engines.loop import forked, random_modules
 from hocket.train.job import Job, check_equal, check_job, layout_for
 from hocket.train.stacked import StackedOptimizer, clip_rows_
+from hocket.train.throttle import Throttle
 from hocket.train.watch import NonFinite
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -35,6 +36,7 @@ class Replicas(Protocol):
     """What the loop needs of the workers hosted here."""
 
     layout: Layout
+    model: nn.Module
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -77,6 +79,7 @@ class LiveReplica:
         steps: int | None = None,
         cap_bytes: int | None = None,
         first_cap_bytes: int | None = None,
+        slowdown: float = 1.0,
     ) -> None:
         self.model, self.loss, self.clip, self.autocast, self.cluster = model, loss, clip, autocast, cluster
         self._optimizer = optimizer(list(model.parameters()))
@@ -93,6 +96,7 @@ class LiveReplica:
         )
         self.layout = self.job.layout
         self._random = random_modules(model)
+        self._throttle = Throttle(slowdown)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -100,13 +104,16 @@ class LiveReplica:
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float]) -> Tensor:
         self.job.weight = weights[0]
+        self._throttle.begin()
         self._optimizer.zero_grad()
         x, y = inputs[0], targets[0]
         with forked(bool(self._random), x.device), torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             if self._random:
                 torch.manual_seed(int(keys[0]))
             loss = self.loss(self.model(x), y)
+        self._throttle.between()
         loss.backward()
+        self._throttle.computed(self.job.gradients_at)
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self._optimizer.step()
@@ -217,7 +224,7 @@ class StackedReplicas:
         self.program.drain()
         with self.cluster.uncounted():
             means = [self._mean(w) for w in self.weights], {n: self._mean_buffer(b) for n, b in self.buffers.items()}
-            with self._lent(*means):
+            with lent(self.model, self.layout, *means):
                 yield self.model
 
     def audit(self) -> None:
@@ -235,7 +242,7 @@ class StackedReplicas:
         self.program.drain()
         with self.cluster.uncounted():
             for row in range(self.cluster.rows):
-                with self._lent([w[row : row + 1] for w in self.weights], {n: b[row] for n, b in self.buffers.items()}):
+                with lent(self.model, self.layout, [w[row : row + 1] for w in self.weights], self._buffers_of(row)):
                     yield self.model
 
     def state_dict(self) -> dict[str, Any]:
@@ -294,27 +301,31 @@ class StackedReplicas:
         exchange.wait()
         return copied[:1]
 
+    def _buffers_of(self, row: int) -> dict[str, Tensor]:
+        return {name: b[row] for name, b in self.buffers.items()}
+
     def _mean_buffer(self, buffer: Tensor) -> Tensor:
         """Float buffers (BatchNorm statistics) are averaged, others are the first worker's."""
         if not buffer.is_floating_point():
             return buffer[0]
         return self._mean(buffer.reshape(buffer.shape[0], -1)).view(buffer.shape[1:])
 
-    @contextmanager
-    def _lent(self, rows: list[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
-        """The template with these weights and buffers."""
-        named, own = dict(self.model.named_parameters()), dict(self.model.named_buffers())
-        kept = [(t, t.data) for t in (*named.values(), *own.values())]
-        for bucket, storage in zip(self.layout.buckets, rows, strict=True):
-            for view, slot in zip(bucket.views(storage, 0), bucket.slots, strict=True):
-                named[slot.name].data = view
-        for name, value in buffers.items():
-            own[name].data = value
-        try:
-            yield
-        finally:
-            for tensor, data in kept:
-                tensor.data = data
+
+@contextmanager
+def lent(model: nn.Module, layout: Layout, rows: list[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
+    """``model`` with these weights (``[1, values]`` per bucket) and buffers, for a while."""
+    named, own = dict(model.named_parameters()), dict(model.named_buffers())
+    kept = [(t, t.data) for t in (*named.values(), *own.values())]
+    for bucket, storage in zip(layout.buckets, rows, strict=True):
+        for view, slot in zip(bucket.views(storage, 0), bucket.slots, strict=True):
+            named[slot.name].data = view
+    for name, value in buffers.items():
+        own[name].data = value
+    try:
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
 
 
 def _check_memory(layout: Layout, cluster: Cluster) -> None:

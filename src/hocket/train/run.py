@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -14,11 +15,16 @@ from torch import nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
+from hocket.cluster.spec import Spec
+from hocket.cluster.virtual import VirtualCluster
 from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, nearest
 from hocket.models import build, loss_for
 from hocket.strategy import Strategy
 from hocket.train.engines import Engine, VmapEngine, choose
+from hocket.train.free import FreeTraining
+from hocket.train.free.crowd import Crowd
+from hocket.train.free.training import DEFAULT_CLUSTER
 from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
 from hocket.train.record import Record, versions
@@ -61,6 +67,8 @@ class Settings:
     nonfinite: str = "raise"
     exact: bool = False
     host_size: int | None = None
+    cluster: str | None = None
+    slowdown: str | None = None
     bucket_bytes: int | None = None
     first_bucket_bytes: int | None = None
 
@@ -77,7 +85,36 @@ class Settings:
         if not self.lr > 0:
             raise HocketError(f"--lr {self.lr}: the rate must be above 0.")
         self.plan()
+        self.spec()
         return strategy
+
+    def spec(self) -> Spec | None:
+        """The cluster whose seconds virtual workers predict, if one is described."""
+        slowdown = None if self.slowdown is None else _factors(self.slowdown)
+        if not self.virtual:
+            if self.cluster is not None:
+                raise HocketError(
+                    f"--cluster {self.cluster}: it describes virtual workers; add --virtual, or leave it out: real ones are timed."
+                )
+            if slowdown is not None and min(slowdown) < 1:
+                raise HocketError(f"--slowdown {self.slowdown}: real workers can only be made slower; give numbers of at least 1.")
+            return None
+        name = self.cluster or (DEFAULT_CLUSTER if Strategy.parse(self.strategy).free else None)
+        if name is None:
+            if slowdown is not None:
+                raise HocketError(f"--slowdown {self.slowdown}: virtual workers have a clock only with --cluster, such as 1gbit.")
+            return None
+        spec = Spec.parse(name)
+        return spec if slowdown is None else spec.slowed(slowdown)
+
+    def slowdown_of(self, worker: int) -> float:
+        """How many times as long a real worker is made to take."""
+        factors = (1.0,) if self.slowdown is None else _factors(self.slowdown)
+        return factors[worker % len(factors)]
+
+    def virtual_cluster(self, device: torch.device | str) -> VirtualCluster:
+        """The virtual workers that these settings ask for."""
+        return VirtualCluster(self.workers, device, self.host_size, spec=self.spec(), seed=self.seed)
 
     def plan(self) -> Plan:
         """The part that the loop needs."""
@@ -93,7 +130,18 @@ class Settings:
         return OPTIMIZERS[self.optimizer](params, **options)
 
 
-def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: Engines | None = None) -> Training:
+def _factors(text: str) -> tuple[float, ...]:
+    """``"1,1,1,4"``: how many times as long each worker takes."""
+    try:
+        factors = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        factors = (0.0,)
+    if not all(0 < factor < math.inf for factor in factors):
+        raise HocketError(f"--slowdown {text}: give numbers above 0 with commas between them, such as 1,1,1,4.")
+    return factors
+
+
+def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: Engines | None = None) -> Training | FreeTraining:
     """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy = settings.check()
     Partition(
@@ -109,15 +157,22 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: 
         "cap_bytes": settings.bucket_bytes,
         "first_cap_bytes": settings.first_bucket_bytes,
     }
+
+    def engine(layout: Layout) -> Engine:
+        return _engine(settings, model, loss, layout, cluster, {} if engines is None else engines)
+
+    if strategy.free and (settings.virtual or cluster.size > 1):  # one real worker has nobody to talk to
+        if cluster.rows != cluster.size:
+            raise HocketError(f"{strategy}: its workers are processes of their own; leave --processes out, or use --virtual.")
+        free = {name: value for name, value in options.items() if name not in ("seed", "autocast")}
+        crowd = Crowd(model, settings.make_optimizer, strategy, cluster, engine=engine, **free)
+        return FreeTraining(crowd, cluster, data, loss, settings.plan())
     live = cluster.rows == 1 and not settings.virtual
     replicas: Replicas
     if live:
-        replicas = LiveReplica(model, loss, settings.make_optimizer, strategy, cluster, **options)
+        slowdown = settings.slowdown_of(cluster.workers.start)
+        replicas = LiveReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, **options)
     else:
-
-        def engine(layout: Layout) -> Engine:
-            return _engine(settings, model, loss, layout, cluster, {} if engines is None else engines)
-
         replicas = StackedReplicas(model, loss, settings.make_optimizer, strategy, cluster, engine=engine, **options)
     training = Training(replicas, cluster, data, loss, settings.plan())
     if cluster.workers.start == 0:
@@ -153,7 +208,7 @@ def run(
     checkpoints: bool = True,
     engines: Engines | None = None,
     briefly: bool = False,
-) -> Training:
+) -> Training | FreeTraining:
     """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given.
 
     ``briefly``: nothing is evaluated but the mean model at the end.
@@ -168,7 +223,7 @@ def run(
     if briefly:
         training.plan = replace(training.plan, evaluate=False, worst=False)
     if record is not None and resume:
-        record.check_resumed({**asdict(settings), "strategy": str(settings.check())})
+        record.check_resumed(_repeated(settings))
         training.load_state_dict(record.load())
         reached = cluster.collect(torch.full((cluster.rows, 1), training.step)).flatten().tolist()
         if len(set(reached)) > 1:
@@ -185,30 +240,47 @@ def run(
     return training
 
 
-def describe(settings: Settings, cluster: Cluster, training: Training) -> dict[str, Any]:
+def describe(settings: Settings, cluster: Cluster, training: Training | FreeTraining) -> dict[str, Any]:
     """run.json: everything needed to repeat the run."""
+    clock = cluster.clock
+    where = {
+        "kind": "virtual" if settings.virtual else "processes",
+        "workers": cluster.size,
+        "processes": getattr(cluster, "processes", 1),
+        "device": str(cluster.device),
+        "backend": getattr(cluster, "backend", None),
+        "step_s": None if clock is None else clock.step_s,
+    }
+    return describe_run(settings, where, training.steps, training.replicas.layout)
+
+
+def describe_run(settings: Settings, where: dict[str, Any], steps: int, layout: Layout) -> dict[str, Any]:
+    """The same for a run of ``steps`` steps on a cluster described as ``where``."""
     strategy = settings.check()
     return {
-        **asdict(settings),
-        "strategy": str(strategy),
+        **_repeated(settings),
         "exchange": "weights" if strategy.weights else "gradients",
-        "cluster": {
-            "kind": "virtual" if settings.virtual else "processes",
-            "workers": cluster.size,
-            "processes": getattr(cluster, "processes", 1),
-            "device": str(cluster.device),
-            "backend": getattr(cluster, "backend", None),
-        },
-        "steps": training.steps,
-        "buckets": training.replicas.layout.describe(),
-        "parameters": training.replicas.layout.parameters,
+        "cluster": where,
+        "steps": steps,
+        "buckets": layout.describe(),
+        "parameters": layout.parameters,
         "versions": versions(),
         "citations": strategy.citation(),
     }
 
 
-def bulk_bytes(training: Training) -> int:
+def _repeated(settings: Settings) -> dict[str, Any]:
+    """What a run must have in common with the one it goes on with. The cluster is ``spec``, whatever its file says by then."""
+    spec = settings.spec()
+    given = {name: value for name, value in asdict(settings).items() if name != "cluster"}
+    return {**given, "strategy": str(settings.check()), "spec": None if spec is None else spec.describe()}
+
+
+def bulk_bytes(training: Training | FreeTraining) -> int:
     """What ``bulk + allreduce`` would send in the same number of steps, all workers together (computed, not measured)."""
-    size = training.cluster.size
-    per_step = sum(ring_bytes(b.size * b.dtype.itemsize, size) for b in training.replicas.layout.buckets)
-    return per_step * training.step * size
+    return bulk_bytes_of(training.replicas.layout, training.cluster.size, training.step)
+
+
+def bulk_bytes_of(layout: Layout, workers: int, steps: int) -> int:
+    """The same for ``workers`` with this layout."""
+    return sum(ring_bytes(b.size * b.dtype.itemsize, workers) for b in layout.buckets) * steps * workers

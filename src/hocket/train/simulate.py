@@ -5,18 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.layout import Layout
 from hocket.cluster.ledger import Entry
+from hocket.cluster.spec import PRESETS, Spec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data.base import DataSet, identity
 from hocket.data.tensors import as_tensors
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
+from hocket.train.engines import Engine, choose
+from hocket.train.free import FreeTraining
+from hocket.train.free.crowd import Crowd
+from hocket.train.free.training import DEFAULT_CLUSTER
 from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
 from hocket.train.replicas import Factory, Loss, StackedReplicas
@@ -29,7 +36,8 @@ class Run:
     metrics: list[dict[str, Any]]
     model: nn.Module
     ledger: Entry
-    replicas: StackedReplicas
+    replicas: Any
+    """The workers' rows, for those who want to look at them."""
 
     @property
     def accuracy(self) -> float | None:
@@ -58,6 +66,7 @@ def simulate(
     device: torch.device | str = "cpu",
     engine: str = "auto",
     host_size: int | None = None,
+    cluster: str | Path | Spec | None = None,
     last: str = "even",
     evaluate: bool = True,
     cap_bytes: int | None = None,
@@ -69,6 +78,9 @@ def simulate(
     ``train_set`` and ``test_set`` are map-style data sets or pairs of tensors (inputs, targets). Every worker steps with
     ``optimizer`` on its own ``batch`` samples; means, gossip and compression are those of ``strategy``, the same code that real
     processes run.
+
+    ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.Spec`): seconds are then
+    predicted for it; without it they are None.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",
@@ -82,14 +94,15 @@ def simulate(
     train = as_tensors(train_set)
     test = train if test_set is None else as_tensors(test_set)
     data = DataSet("simulated", train, test, 0, identity)
-    cluster = VirtualCluster(workers, device, host_size)
-    training = train_stacked(
+    spec = Spec.parse(cluster) if cluster is not None else PRESETS[DEFAULT_CLUSTER] if parsed.free else None
+    make = train_free if parsed.free else train_stacked
+    training = make(
         model,
         loss,
         optimizer,
         data,
         parsed,
-        cluster,
+        VirtualCluster(workers, device, host_size, spec=spec, seed=seed),
         Plan(epochs, batch, seed, schedule, warmup_epochs, max_steps, True, last, evaluate),
         clip=clip,
         autocast=autocast,
@@ -101,7 +114,7 @@ def simulate(
     mention_period(parsed, training.steps, workers)
     for _ in training.run(watch):
         pass
-    return Run(training.metrics, mean_model(training), training.ledger.total(), stacked_of(training))
+    return Run(training.metrics, mean_model(training), training.ledger.total(), training.replicas)
 
 
 def train_stacked(
@@ -121,6 +134,28 @@ def train_stacked(
     return Training(replicas, cluster, data, loss, plan)
 
 
+def train_free(
+    model: Callable[[], nn.Module],
+    loss: Loss,
+    optimizer: Factory,
+    data: DataSet,
+    strategy: Strategy,
+    cluster: Cluster,
+    plan: Plan,
+    *,
+    engine: str = "auto",
+    autocast: torch.dtype | None = None,
+    **options: Any,
+) -> FreeTraining:
+    """The same of workers that do not go in step."""
+    built = seeded(model, plan.seed).to(cluster.device)
+
+    def engine_for(layout: Layout) -> Engine:
+        return choose(built, loss, layout, cluster.size, cluster.device, engine, autocast=autocast)
+
+    return FreeTraining(Crowd(built, optimizer, strategy, cluster, engine=engine_for, **options), cluster, data, loss, plan)
+
+
 def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:
     """A model with weights drawn from ``seed``, torch's own random state left as it was."""
     with torch.random.fork_rng():
@@ -131,12 +166,7 @@ def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:
     return built
 
 
-def mean_model(training: Training) -> nn.Module:
-    """A copy of the mean model of all workers."""
-    with training.replicas.averaged() as model:
+def mean_model(training: Training | FreeTraining) -> nn.Module:
+    """A copy of the mean model of all workers, or of the servers' truth."""
+    with training.averaged() if isinstance(training, FreeTraining) else training.replicas.averaged() as model:
         return copy.deepcopy(model)
-
-
-def stacked_of(training: Training) -> StackedReplicas:
-    assert isinstance(training.replicas, StackedReplicas)
-    return training.replicas

@@ -5,18 +5,35 @@ A sum that is finite clears a bucket cheaply; only a bad one is looked at closel
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
-from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.errors import NonFiniteGradient
+
+
+class Count(Protocol):
+    """Where bad gradients are counted."""
+
+    nonfinite: int
+
+
+class Where(Protocol):
+    """Whose gradients are looked at: a cluster, or a single worker."""
+
+    @property
+    def ledger(self) -> Count: ...
+
+    @property
+    def workers(self) -> range: ...
 
 
 class NonFinite:
     """Looks at gradients before they travel; ``policy`` is ``"raise"`` or ``"skip"``."""
 
-    def __init__(self, policy: str, layout: Layout, cluster: Cluster) -> None:
+    def __init__(self, policy: str, layout: Layout, cluster: Where) -> None:
         self.policy, self.layout, self.cluster = policy, layout, cluster
         self.found = False
         self.sentence = ""

@@ -1,0 +1,55 @@
+"""One worker of a crew: ``python -m hocket.cli.crew_worker`` is told its post in one line of JSON on standard input.
+
+It ends when that input closes, for then whoever started it is gone. What went wrong is one line of JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import warnings
+
+from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+
+
+def main() -> None:
+    """Be a worker."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux: end with the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the crew hears it and ends us
+    sys.path.insert(0, os.getcwd())  # for module:factory
+    warnings.simplefilter("ignore")  # the crew says it once
+    from hocket.train.free_worker import read_post, work
+
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(1)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
+        work(read_post(json.loads(line)))
+    except (HocketError, NonFiniteGradient, WorkerLost) as error:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+        _quit(2)
+    _quit(0)
+
+
+def _end_with_input() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+def _quit(code: int) -> None:
+    """At once: threads of links and of the input must not hold it up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

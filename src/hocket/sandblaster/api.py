@@ -1,0 +1,187 @@
+"""``hocket.Sandblaster``: minimise the mean loss over a whole data set with distributed L-BFGS."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.spec import Spec
+from hocket.data.base import DataSet, Pair, identity
+from hocket.data.tensors import as_tensors
+from hocket.errors import HocketError
+from hocket.sandblaster.figures import rows
+from hocket.sandblaster.lbfgs import Settings, State, converse, lbfgs
+from hocket.sandblaster.objective import Objective
+from hocket.sandblaster.portions import cut
+from hocket.sandblaster.virtual import VirtualWorld
+from hocket.train.engines.base import Loss
+from hocket.train.simulate import seeded
+
+
+@dataclass
+class SandblasterRun:
+    """What a run gave: ``metrics`` one dict per iteration (number 0: the first evaluation), the ``model``, and why it ``ended``.
+
+    A dict holds ``iteration``, the ``loss`` reached, its ``accuracy`` where there are test data, and what this iteration took:
+    ``evaluations``, ``seconds``, ``bytes_coordinator`` (through the coordinator), ``bytes_shards`` (between workers and shards),
+    portions ``issued``, ``duplicated`` (second copies), ``wasted`` (computed in vain), and workers ``lost``.
+    """
+
+    metrics: list[dict[str, Any]]
+    model: nn.Module
+    ended: str
+
+    @property
+    def loss(self) -> float:
+        """At the end."""
+        return self.metrics[-1]["loss"]
+
+    @property
+    def accuracy(self) -> float | None:
+        """At the end, on the test data."""
+        return self.metrics[-1]["accuracy"]
+
+    @property
+    def evaluations(self) -> int:
+        """Of the whole batch, all together."""
+        return self.total("evaluations")
+
+    @property
+    def seconds(self) -> float:
+        """All together; virtual seconds on virtual workers."""
+        return self.total("seconds")
+
+    def total(self, name: str) -> Any:
+        """A figure added up over all iterations, such as ``total("bytes_shards")``."""
+        return sum(row[name] for row in self.metrics)
+
+
+class Sandblaster:
+    """Sandblaster L-BFGS (Dean et al., 2012): equal to ``torch.optim.LBFGS(line_search_fn="strong_wolfe")`` on the whole batch.
+
+    ``model`` is a module or a function that makes one (from ``seed``); ``loss(model(x), y)`` is a mean over samples; ``data`` is a
+    pair of tensors, a map-style data set or a ``hocket.data.DataSet``, ``test`` likewise. ``l2`` adds l2/2·|w|² to the loss.
+
+    The batch is cut into ``portions_per_worker`` portions for each of the ``workers``; ``backups`` gives out the last ones twice.
+    ``static=True`` is the naive split to compare with: one portion each, no copies. ``exact=True`` makes the result the same bit
+    for bit, whoever computed what and however many shards there are, given the same number of portions.
+
+    :meth:`run` trains on virtual workers of ``cluster`` (a preset, a file or a ``Spec``). Those in ``deaths`` die at the given
+    second, which the coordinator finds out ``notice_s`` later. :meth:`launch` trains on real processes.
+
+    >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
+    >>> run = Sandblaster(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), l2=0.01, max_iter=8).run()
+    >>> run.accuracy > 0.95, run.total("bytes_coordinator") > 0
+    (True, True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        loss: Loss,
+        data: Any,
+        test: Any = None,
+        *,
+        workers: int = 4,
+        shards: int = 2,
+        history: int = 10,
+        max_iter: int = 20,
+        max_eval: int | None = None,
+        lr: float = 1.0,
+        tolerance_grad: float = 1e-7,
+        tolerance_change: float = 1e-9,
+        l2: float = 0.0,
+        portions_per_worker: int = 16,
+        backups: bool = True,
+        static: bool = False,
+        exact: bool = False,
+        seed: int = 0,
+        cluster: str | Spec = "1gbit",
+        deaths: Mapping[int, float] | None = None,
+        notice_s: float = 1.0,
+    ) -> None:
+        for name, value in (("workers", workers), ("shards", shards), ("portions_per_worker", portions_per_worker)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise HocketError(f"{name}={value!r} must be a whole number of at least 1.")
+        self.settings = Settings(history, max_iter, max_eval, lr, tolerance_grad, tolerance_change, l2)
+        self.loss, self.workers, self.shards = loss, workers, shards
+        self.backups, self.exact, self.seed = backups and not static, exact, seed
+        self.cluster, self.deaths, self.notice_s = Spec.parse(cluster), deaths, notice_s
+        self.model = copy.deepcopy(model) if isinstance(model, nn.Module) else seeded(model, seed)
+        self.train, self.test, self.prepare = _parts(data, test)
+        self.portions = cut(len(self.train[0]), workers if static else min(workers * portions_per_worker, len(self.train[0])))
+        values = len(self.objective().point)  # refuses models that cannot work
+        if shards > values:
+            raise HocketError(f"{shards} shards are too many for {values} parameters: use fewer.")
+
+    def objective(self) -> Objective:
+        """The mean loss at a copy of the model, in portions."""
+        return Objective(copy.deepcopy(self.model), self.loss, self.train, self.portions, self.prepare)
+
+    def world(self) -> VirtualWorld:
+        """The virtual cluster, before anything has happened."""
+        return VirtualWorld(
+            self.objective(),
+            self.cluster,
+            self.workers,
+            self.shards,
+            backups=self.backups,
+            exact=self.exact,
+            seed=self.seed,
+            deaths=self.deaths,
+            notice_s=self.notice_s,
+        )
+
+    def run(self, watch: Callable[[dict[str, Any]], None] = lambda _: None) -> SandblasterRun:
+        """Train on virtual workers; ``watch`` sees each iteration's metrics as they come."""
+        world, state, metrics = self.world(), State(), []
+        states = converse(lbfgs(self.settings, state), world)
+        for row in rows(states, world, lambda: self.accuracy(world.objective, world.x)):
+            metrics.append(row)
+            watch(row)
+        world.objective.move(world.x)
+        return SandblasterRun(metrics, world.objective.model, state.ended)
+
+    def launch(
+        self,
+        folder: str | Path | None = None,
+        *,
+        patience_s: float = 5.0,
+        restarts: int = 3,
+        watch: Callable[[Any], None] = lambda _: None,
+    ) -> SandblasterRun:
+        """Train on real processes of this machine: a coordinator, ``shards`` and ``workers`` (call it under ``__main__``).
+
+        Workers that die, or are silent for ``patience_s``, are done without; a coordinator that dies is started again, at most
+        ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. Accuracy is that of the end.
+        """
+        from hocket.sandblaster.launch import launch  # ZeroMQ is not needed before
+
+        metrics, x, ended = launch(self, None if folder is None else Path(folder), patience_s, restarts, watch)
+        objective = self.objective()
+        metrics[-1]["accuracy"] = self.accuracy(objective, x)
+        objective.move(x)
+        return SandblasterRun(metrics, objective.model, ended)
+
+    @torch.no_grad()
+    def accuracy(self, objective: Objective, x: Tensor) -> float | None:
+        """Of the weights ``x`` on the test data, None without such or without classes."""
+        if self.test is None or self.test[1].is_floating_point():
+            return None
+        inputs, targets = (part.to(x.device) for part in self.test)
+        objective.move(x)
+        hits = objective.model(self.prepare(inputs)).argmax(-1) == targets
+        return hits.double().mean().item()
+
+
+def _parts(data: Any, test: Any) -> tuple[Pair, Pair | None, Callable[[Tensor], Tensor]]:
+    """Training pair, test pair, and how their inputs are prepared."""
+    if isinstance(data, DataSet):
+        return data.train, data.test if test is None else as_tensors(test), data.prepare
+    return as_tensors(data), None if test is None else as_tensors(test), identity

@@ -1,0 +1,416 @@
+"""A worker's side of the shards: it pushes, asks, and lands the answers; what got no answer is asked again.
+
+One request is open at a time, to all shards at once. A shard that sends neither an answer nor a sign of waiting for two seconds
+may have been restarted or cut off: the worker says hello again, brings the weights it has if the shard has none, and repeats its
+request.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import zmq
+from torch import Tensor
+
+from hocket.cluster.layout import Layout
+from hocket.cluster.message import FRAME_BYTES
+from hocket.errors import HocketError, WorkerLost
+from hocket.messages import Caller, Envelope, Keys, Kind
+from hocket.server.account import Account
+from hocket.server.host import MOST_HANDS, PATIENCE_S
+from hocket.server.outbox import Outbox
+from hocket.server.recipe import Recipe
+from hocket.server.slices import Slices
+from hocket.server.wire import OBSERVER, as_tensors, framed, link_bytes, slices_of, terms_of
+from hocket.strategy import Strategy
+
+GIVE_UP_S = 60.0
+_SILENCE_S = 2.0
+_AGAIN = ("hello", "step")
+"""Refusals that a new hello mends."""
+
+
+@dataclass
+class Peer:
+    """One shard as a worker sees it."""
+
+    place: int
+    caller: Caller
+    request: Envelope | None = None
+    reply: Envelope | None = None
+    sign: float = 0.0
+    """When it last gave a sign of life."""
+    greeted: float = 0.0
+    offset_s: float = 0.0
+    """What its clock shows more than ours."""
+    seen: int = 0
+    """The version of the weights that it gave last."""
+
+
+class Client:
+    """Worker ``worker`` of ``world`` on the shards at ``addresses``; of ``total`` mini-batches, ``per_epoch`` make an epoch."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        job: bytes,
+        strategy: Strategy,
+        layout: Layout,
+        worker: int,
+        world: int,
+        seed: int = 0,
+        keys: Keys | None = None,
+        patience_s: float = PATIENCE_S,
+        give_up_s: float = GIVE_UP_S,
+        total: int | None = None,
+        per_epoch: int | None = None,
+        replaces: bool = False,
+    ) -> None:
+        self.strategy, self.layout, self.worker, self.world, self.seed = strategy, layout, worker, world, seed
+        self.slices = Slices.of(strategy, layout)
+        if len(addresses) != self.slices.shards:
+            raise HocketError(f"{strategy} has {self.slices.shards} shards, but {len(addresses)} addresses are given.")
+        self.patience_s, self.give_up_s = patience_s, give_up_s
+        self._job, self._keys = job, keys
+        self._total, self._per_epoch, self._replaces = total, per_epoch, replaces
+        self.account = Account()
+        self.over = False
+        """Whether all mini-batches have been dealt; ``hands`` may hold some of them."""
+        self.hands: deque[int] = deque()
+        self._taken: list[int] = []
+        self._number = 0
+        self._sent = 0.0
+        self._pushed = 0
+        self._rows: Sequence[Tensor] = ()
+        self._recipe: Recipe | None = None
+        most, token = link_bytes(strategy, layout), secrets.token_bytes(8)
+        self.peers = [Peer(s, Caller(a, job, keys, b"w" + token, most)) for s, a in enumerate(addresses)]
+        self._beats = _Beats([Caller(a, job, keys, b"b" + token, high_water=2) for a in addresses])
+        self._outbox: Outbox | None = None
+
+    # --- coming and going ----------------------------------------------------------------------------------------------------
+
+    def hello(self, rows: Sequence[Tensor], recipe: Recipe) -> int:
+        """Join with these weights (rows ``[1, values]``), which the first worker brings; the step to go on from."""
+        self._rows, self._recipe = rows, recipe
+        steps, brings = [], False
+        for peer in self.peers:
+            since = time.monotonic()
+            while not (welcome := self._greet(peer, brings)).note["weights"]:
+                # Whoever finds the first shard empty brings the weights to all, so that they are of one worker.
+                brings = brings or peer.place == 0 or time.monotonic() - since > self.patience_s
+                if not brings:
+                    time.sleep(0.05)
+            steps.append(welcome.step)
+            if peer.place == 0:
+                self.worker, self.world = int(welcome.note["worker"]), int(welcome.note["world"])
+        self._pushed = max(steps)
+        for peer, step in zip(self.peers, steps, strict=True):
+            if step < self._pushed:
+                self._greet(peer, False)
+        self._outbox = Outbox(self.strategy, self.slices, self.worker, self.world, self.seed)
+        self._beats.start(self.worker)
+        return self._pushed
+
+    def goodbye(self) -> None:
+        """Leave in good order."""
+        self._beats.stop()
+        for peer in self.peers:
+            peer.caller.send(Envelope(Kind.GOODBYE, self.worker, peer.place), 0.0)
+        self.close()
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Let go of the links; the shards notice it by the silence."""
+        self._beats.stop()
+        for peer in self.peers:
+            peer.caller.close(linger_s)
+
+    def _greet(self, peer: Peer, brings: bool) -> Envelope:
+        """Say hello until it is answered."""
+        begun, asked = time.monotonic(), 0.0
+        while True:
+            now = time.monotonic()
+            if now - begun > self.give_up_s:
+                raise WorkerLost(f"Shard {peer.place} at {peer.caller.address} has not answered for {self.give_up_s:g} s.")
+            if now - asked > _SILENCE_S:
+                asked = now
+                self._say_hello(peer, brings)
+            answer = peer.caller.receive(0.1)
+            if peer.caller.refused["key"]:
+                raise HocketError(f"Shard {peer.place} at {peer.caller.address} does not let us in: use the keys of its job.")
+            if answer is None:
+                continue
+            if answer.kind == Kind.WELCOME:
+                peer.sign = time.monotonic()
+                peer.offset_s = float(answer.note["at"]) - (asked + peer.sign) / 2
+                return answer
+            if answer.kind == Kind.REFUSAL:
+                if answer.note.get("reason") == "taken" and now - begun < self.patience_s + _SILENCE_S:
+                    continue  # whom we replace has not been missed yet
+                raise HocketError(f"Shard {peer.place} at {peer.caller.address}: {answer.note.get('sentence')}")
+
+    def _say_hello(self, peer: Peer, brings: bool) -> None:
+        assert self._recipe is not None
+        note: dict[str, Any] = {
+            "terms": terms_of(self.strategy, self.layout, self.seed, self.world),
+            "pushed": self._pushed,
+            "replaces": self._replaces,
+        }
+        tensors: tuple[Tensor, ...] = ()
+        if brings:
+            note |= {"recipe": self._recipe.describe(), "groups": [b.group for b in self.layout.buckets]}
+            note |= {"total": self._total, "per_epoch": self._per_epoch}
+            tensors = slices_of(self.slices, peer.place, self._rows)
+        peer.greeted = time.monotonic()
+        peer.caller.send(Envelope(Kind.HELLO, self.worker, peer.place, note=note, tensors=tensors), 0.0)
+
+    def observer(self) -> Observer:
+        """A look at the same shards that takes no part."""
+        most = link_bytes(self.strategy, self.layout)
+        return Observer([p.caller.address for p in self.peers], self._job, self.layout, self.slices, most, self._keys)
+
+    # --- exchanges -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether something asked for has not landed yet."""
+        return any(peer.request is not None for peer in self.peers)
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions of the weights landed last, per shard."""
+        return [peer.seen for peer in self.peers]
+
+    def push(
+        self,
+        step: int,
+        gradients: Sequence[Tensor],
+        rates: Sequence[float],
+        fetch: bool,
+        seen: Sequence[int],
+        want: int = 0,
+        buffers: Tensor | None = None,
+    ) -> None:
+        """Push flat gradients (one per bucket) up to ``step``, computed at the versions ``seen``; ``fetch``: ask for weights."""
+        assert self._outbox is not None
+        requests = []
+        for peer, messages in zip(self.peers, self._outbox.encode(step, gradients), strict=True):
+            parts, tensors = as_tensors(messages)
+            note = {"parts": parts, "rates": list(rates), "fetch": fetch, "seen": seen[peer.place]}
+            size = sum(int(m.payload_bytes().sum()) for m in messages)
+            if peer.place == 0:
+                note |= {"hands": self._taken, "want": want, "buffers": buffers is not None}
+                if buffers is not None:
+                    tensors.append(buffers)
+                    size += buffers.numel() * buffers.element_size()
+            self.account.bytes_sent += framed(size)
+            requests.append(Envelope(Kind.PUSH, self.worker, peer.place, step, 0, note, tuple(tensors)))
+        requests[0] = replace(requests[0], note={**requests[0].note, "ledger": self.account.describe()})
+        self._taken = []
+        self._ask(requests)
+        self._pushed = step
+
+    def fetch(self, step: int, want: int = 0, weights: bool = True, final: bool = False) -> None:
+        """Ask for weights, or for mini-batches alone; ``final``: the last truth, when all workers have ended."""
+        note = {"fetch": weights, "want": want, "final": final}
+        asked = self.peers if weights else self.peers[:1]
+        self.account.bytes_sent += FRAME_BYTES * len(asked)
+        self._ask([Envelope(Kind.FETCH, self.worker, peer.place, step, 0, note) for peer in asked])
+
+    def _ask(self, requests: Sequence[Envelope]) -> None:
+        assert not self.open
+        self._number += 1
+        for peer, request in zip(self.peers, requests, strict=False):
+            peer.request, peer.reply, peer.sign = replace(request, number=self._number), None, time.monotonic()
+            peer.caller.send(peer.request, 0.0)
+        self._sent = time.monotonic()
+
+    def land(self, rows: Sequence[Tensor]) -> int:
+        """Wait for what was asked for and write weights, if they come, into ``rows``; how far the shards think we are."""
+        begun = time.monotonic()
+        asked = [peer for peer in self.peers if peer.request is not None]
+        self._await(asked)
+        blocked = time.monotonic() - begun
+        held = moved = 0.0
+        reached = 0
+        for peer in asked:
+            reply = peer.reply
+            assert reply is not None
+            for b, part in enumerate(reply.tensors[: len(rows)]):
+                self.slices.put(b, peer.place, part.to(rows[b].dtype), rows[b][0])
+            if reply.tensors:
+                peer.seen = int(reply.note["seen"])
+            self.account.bytes_sent += framed(reply.tensor_bytes)
+            held, moved = max(held, float(reply.note["held"])), max(moved, float(reply.note["at"]) - peer.offset_s)
+            reached = max(reached, reply.step)
+            peer.request = None
+        # What moved before we stood still for it was hidden, as far as the shard's clock tells.
+        self.account.stood(blocked, held, max(min(moved, begun) - self._sent - held, 0.0))
+        note = asked[0].reply.note if asked and asked[0].reply is not None else {}
+        self.hands.extend(note.get("hands", []))
+        self.over = bool(note.get("over", self.over))
+        self._pushed = max(self._pushed, reached)
+        return reached
+
+    def buffers(self) -> Tensor | None:
+        """Everybody's mean buffers, where they came with the answer landed last."""
+        reply = self.peers[0].reply
+        return reply.tensors[-1].clone() if reply is not None and reply.note.get("buffers") else None
+
+    def take(self) -> int | None:
+        """The number of the next mini-batch; None when there is none left."""
+        while not self.hands and not self.over and not self.open:
+            self.fetch(self._pushed, want=1, weights=False)
+            self.land(())
+        if not self.hands:
+            return None
+        self._taken.append(self.hands.popleft())
+        return self._taken[-1]
+
+    def wanted(self, steps: int) -> int:
+        """How many mini-batches to ask for so that ``steps`` lie ready."""
+        return 0 if self._total is None else max(0, min(steps - len(self.hands), MOST_HANDS))
+
+    # --- waiting -------------------------------------------------------------------------------------------------------------
+
+    def _await(self, asked: Sequence[Peer]) -> None:
+        waiting = [peer for peer in asked if peer.reply is None]
+        poller = zmq.Poller()
+        for peer in waiting:
+            poller.register(peer.caller.socket, zmq.POLLIN)
+        while waiting:
+            poller.poll(100)
+            for peer in list(waiting):
+                while peer.reply is None and (answer := peer.caller.receive(0.0)) is not None:
+                    self._heard(peer, answer)
+                if peer.reply is not None:
+                    poller.unregister(peer.caller.socket)
+                    waiting.remove(peer)
+                else:
+                    self._ask_again(peer)
+
+    def _heard(self, peer: Peer, answer: Envelope) -> None:
+        assert peer.request is not None
+        peer.sign = time.monotonic()
+        if answer.kind == Kind.REPLY and answer.number == peer.request.number:
+            peer.reply = answer
+        elif answer.kind == Kind.WELCOME:
+            if answer.note["weights"]:
+                peer.caller.send(peer.request, 0.0)
+            else:
+                self._say_hello(peer, brings=True)
+        elif answer.kind == Kind.REFUSAL and answer.number in (0, peer.request.number):
+            if answer.note.get("reason") not in _AGAIN:
+                raise HocketError(f"Shard {peer.place} at {peer.caller.address}: {answer.note.get('sentence')}")
+            if peer.sign - peer.greeted > _SILENCE_S / 4:
+                self._say_hello(peer, brings=False)
+
+    def _ask_again(self, peer: Peer) -> None:
+        now = time.monotonic()
+        if now - peer.sign > self.give_up_s:
+            raise WorkerLost(f"Shard {peer.place} at {peer.caller.address} has not answered for {self.give_up_s:g} s.")
+        if now - max(peer.sign, peer.greeted) > _SILENCE_S:
+            self._say_hello(peer, brings=False)
+
+
+class _Beats:
+    """Tells the shards every second that this worker lives, in a thread of its own."""
+
+    def __init__(self, callers: Sequence[Caller]) -> None:
+        self._callers, self._over = callers, threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, worker: int) -> None:
+        """From now on."""
+        self._thread = threading.Thread(target=self._beat, args=(worker,), name="hocket-beats", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No more."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        for caller in self._callers:
+            caller.close(0)
+
+    def _beat(self, worker: int) -> None:
+        while not self._over.wait(1.0):
+            for caller in self._callers:
+                caller.send(Envelope(Kind.BEAT, worker), 0.0)
+                caller.receive(0.0)
+
+
+class Observer:
+    """Watches the shards without taking part: status, the truth, and telling them who is dead."""
+
+    def __init__(
+        self, addresses: Sequence[str], job: bytes, layout: Layout, slices: Slices, most_bytes: int, keys: Keys | None
+    ) -> None:
+        self.layout, self.slices = layout, slices
+        self.callers = [Caller(a, job, keys, b"o" + secrets.token_bytes(8), most_bytes) for a in addresses]
+        self._number = 0
+        self._wish: int | None = None
+
+    def tell(self, **order: Any) -> None:
+        """Give all shards an order; nobody waits for the answer."""
+        for caller in self.callers:
+            caller.send(Envelope(Kind.ORDER, OBSERVER, note=order), 0.0)
+
+    def status(self, timeout_s: float) -> dict[str, Any] | None:
+        """Where the job stands, as shard 0 sees it."""
+        self._number += 1
+        self.callers[0].send(Envelope(Kind.ORDER, OBSERVER, number=self._number, note={"order": "status"}), 0.0)
+        answer = self._receive(0, self._number, timeout_s)
+        return None if answer is None else answer.note.get("figures")
+
+    def wish(self, epoch: int) -> None:
+        """Ask shard 0 for the truth after an epoch (from 1; 0: as it is now); :meth:`granted` tells when it is there."""
+        self._number += 1
+        self._wish = self._number
+        note = {"epoch": epoch, "within_s": 1e6 if epoch else 0.0}
+        self.callers[0].send(Envelope(Kind.FETCH, OBSERVER, number=self._number, note=note), 0.0)
+
+    def granted(self, timeout_s: float) -> Envelope | None:
+        """Shard 0's part of what was wished for, as soon as it is there."""
+        return None if self._wish is None else self._receive(0, self._wish, timeout_s)
+
+    def truth(self, first: Envelope, epoch: int, within_s: float = 2.0) -> tuple[list[Tensor], Tensor | None] | None:
+        """The weights ``[1, values]`` per bucket and the mean buffers, given shard 0's part; None when a shard does not answer."""
+        parts = [first]
+        for place in range(1, len(self.callers)):
+            self._number += 1
+            note = {"epoch": epoch, "within_s": within_s if epoch else 0.0}
+            self.callers[place].send(Envelope(Kind.FETCH, OBSERVER, number=self._number, note=note), 0.0)
+            found = self._receive(place, self._number, within_s + 5.0)
+            if found is None:
+                return None
+            parts.append(found)
+        rows = [bucket.empty(1).cpu() for bucket in self.layout.buckets]
+        for place, part in enumerate(parts):
+            for b, row in enumerate(rows):
+                self.slices.put(b, place, part.tensors[b], row[0])
+        return rows, first.tensors[-1].clone() if first.note.get("buffers") else None
+
+    def close(self) -> None:
+        for caller in self.callers:
+            caller.close(0)
+
+    def _receive(self, place: int, number: int, timeout_s: float) -> Envelope | None:
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0 or timeout_s == 0:
+            answer = self.callers[place].receive(max(left, 0.0))
+            if answer is None:
+                return None
+            if answer.number == number and answer.kind in (Kind.REPLY, Kind.ANSWER):
+                return answer
+            if answer.kind == Kind.REFUSAL and answer.number in (0, number):
+                raise HocketError(f"Shard {place} at {self.callers[place].address}: {answer.note.get('sentence')}")
+        return None

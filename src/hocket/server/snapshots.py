@@ -1,0 +1,71 @@
+"""A shard's own memory on disk: its state every few seconds, the last two kept, so that a killed shard comes back.
+
+Files appear whole or not at all, and are read without pickle's powers (``weights_only``). One that is damaged is passed over for
+the one before it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hocket.errors import HocketError
+
+KEPT = 2
+
+
+class Snapshots:
+    """Those of shard ``place`` in ``folder``."""
+
+    def __init__(self, folder: Path, place: int) -> None:
+        self.folder, self.place = folder, place
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HocketError(f"Cannot make the folder {folder} for snapshots ({error.strerror}); choose another.") from None
+
+    def _files(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.folder.glob(f"shard-{self.place}-*.pt"), key=_number)
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write ``state`` beside the others, then drop the oldest."""
+        files = self._files()
+        path = self.folder / f"shard-{self.place}-{_number(files[-1]) + 1 if files else 1}.pt"
+        temporary = path.with_suffix(".tmp")
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        try:
+            temporary.write_bytes(buffer.getvalue())
+            os.replace(temporary, path)
+        except OSError as error:  # a full disk must not end the training
+            temporary.unlink(missing_ok=True)
+            print(f"hocket: shard {self.place} cannot write {path} ({error.strerror}); it trains on.", file=sys.stderr, flush=True)
+            return
+        for old in files[: 1 - KEPT]:
+            old.unlink(missing_ok=True)
+
+    def load(self) -> dict[str, Any] | None:
+        """The newest that can be read; None where there is none."""
+        for path in reversed(self._files()):
+            try:
+                return dict(torch.load(path, weights_only=True, map_location="cpu"))
+            except Exception as error:
+                print(
+                    f"hocket: {path} is damaged ({type(error).__name__}); the one before it is used.", file=sys.stderr, flush=True
+                )
+        return None
+
+
+def _number(path: Path) -> int:
+    """
+    >>> _number(Path("shard-0-17.pt"))
+    17
+    """
+    digits = path.stem.rpartition("-")[2]
+    return int(digits) if digits.isdecimal() else 0

@@ -1,0 +1,58 @@
+"""Starting a shard as a child process: it tells its address, and ends when whoever started it does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from hocket.errors import HocketError
+from hocket.server.host import PATIENCE_S, SNAPSHOT_S
+
+Child = subprocess.Popen[str]
+
+
+def start_shard(
+    place: int,
+    job: bytes,
+    bind: str = "tcp://127.0.0.1:0",
+    keys: Path | None = None,
+    patience_s: float = PATIENCE_S,
+    snapshots: Path | None = None,
+    snapshot_s: float = SNAPSHOT_S,
+    most_bytes: int = 1 << 28,
+    stays: bool = False,
+) -> Child:
+    """Shard ``place`` of a job; :func:`address_of` tells where it listens. It ends when its input closes, so keep the handle."""
+    command = [sys.executable, "-m", "hocket.server.host", "--child", "--place", str(place), "--job", job.hex(), "--bind", bind]
+    command += ["--patience", str(patience_s), "--snapshot", str(snapshot_s), "--most-bytes", str(most_bytes)]
+    for option, value in (("--keys", keys), ("--snapshots", snapshots)):
+        if value is not None:
+            command += [option, str(value)]
+    if stays:
+        command.append("--stay")
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def address_of(child: Child) -> str:
+    """Where a shard listens; waits until it does."""
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    told = json.loads(line) if line else {"error": f"A shard ended before it listened (exit code {child.wait()})."}
+    if "error" in told:
+        raise HocketError(told["error"])
+    return str(told["address"])
+
+
+def end_shard(child: Child, timeout_s: float = 5.0) -> None:
+    """End a shard: by closing its input, by force if that does not help."""
+    if child.stdin is not None:
+        child.stdin.close()
+    try:
+        child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    if child.stdout is not None:
+        child.stdout.close()

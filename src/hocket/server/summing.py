@@ -1,0 +1,299 @@
+"""Machines that only sum (BytePS, Jiang 2020): a mean of all workers over ``n`` spare ones and the workers' own.
+
+A row is cut among ``N + n`` summers, one in every worker's process and one in every spare one, in the shares that load all links
+equally (:func:`shares`), and every share into pieces. A worker sends each piece to its summer; a summer that has a piece from
+everybody adds them up in worker order and sends the mean back to all. Pieces of one share follow each other, so that pushing and
+fetching go on at the same time, in both directions of every link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import zmq
+from torch import Tensor
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.processes import ProcessCluster
+from hocket.errors import HocketError, WorkerLost
+from hocket.messages import Caller, Envelope, Keys, Kind, Listener
+from hocket.strategy import Strategy
+from hocket.topology import Server
+
+PIECE_BYTES = int(os.environ.get('PB', 1 << 17))
+WINDOW = int(os.environ.get('WD', 4))
+"""Pieces that a worker has on their way to one summer: enough to keep both directions busy, few enough not to flood a link."""
+_QUEUE = 1 << 14
+"""Messages that may wait for a link: more than any row has pieces."""
+_TICK_S = 0.2
+_JOB_BYTES = 16
+_LINGER_S = 5.0
+
+
+def shares(size: int, workers: int, servers: int) -> list[range]:
+    """Which values each summer adds up, workers' own first: ``(N−n)/d`` of all, then the servers' ``2(N−1)/d``.
+
+    >>> [len(r) for r in shares(1800, 4, 2)], [len(r) for r in shares(10, 2, 0)]
+    ([180, 180, 180, 180, 540, 540], [5, 5])
+    """
+    d = workers**2 + servers * workers - 2 * servers
+    parts = [workers - servers] * workers + [2 * (workers - 1)] * servers
+    ends, total = [0], 0
+    for part in parts:
+        total += part
+        ends.append(size * total // d)
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+class Summer:
+    """Adds up pieces from ``workers`` workers; :meth:`turn` handles one message."""
+
+    def __init__(self, listener: Listener, workers: int) -> None:
+        self.listener, self.workers, self.over = listener, workers, False
+        self._pieces: dict[tuple[int, int], dict[int, tuple[bytes, Tensor]]] = {}
+        self._unsent: list[tuple[bytes, Envelope]] = []
+
+    def turn(self, timeout_s: float = _TICK_S) -> None:
+        """Take one piece, if one comes in time."""
+        self._unsent = [(peer, envelope) for peer, envelope in self._unsent if not self.listener.send(peer, envelope)]
+        found = self.listener.receive(0.001 if self._unsent else timeout_s)
+        if found is None:
+            return
+        peer, envelope = found
+        if envelope.kind is Kind.GOODBYE:
+            self.over = True
+        if envelope.kind is not Kind.PUSH or not 0 <= envelope.sender < self.workers or len(envelope.tensors) != 1:
+            return
+        key = (envelope.number, envelope.step)
+        held = self._pieces.setdefault(key, {})
+        held[envelope.sender] = (peer, envelope.tensors[0])
+        if len(held) == self.workers:
+            self._answer(*key, self._pieces.pop(key))
+
+    def _answer(self, number: int, piece: int, held: dict[int, tuple[bytes, Tensor]]) -> None:
+        total = held[0][1].clone()
+        for worker in range(1, self.workers):
+            other = held[worker][1]
+            if other.shape != total.shape or other.dtype != total.dtype:
+                raise HocketError(f"Worker {worker} sent another number of values than worker 0; build the same model everywhere.")
+            total += other
+        total /= self.workers
+        for peer, _ in held.values():
+            envelope = Envelope(Kind.REPLY, number=number, step=piece, tensors=(total,))
+            if not self.listener.send(peer, envelope):
+                self._unsent.append((peer, envelope))
+
+
+class SummedMean:
+    """One worker's side of it: called with its row, it makes it the mean of all, in place."""
+
+    def __init__(self, worker: int, workers: int, callers: list[Caller], patience_s: float) -> None:
+        self.worker, self.workers, self.callers, self.patience_s = worker, workers, callers, patience_s
+        self._number = 0
+        self._poller = zmq.Poller()
+        for caller in callers:
+            self._poller.register(caller.socket, zmq.POLLIN)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        flat = rows[0] if rows.device.type == "cpu" else rows[0].cpu()
+        self._number += 1
+        places = [_pieces(part, flat.element_size()) for part in shares(len(flat), self.workers, len(self.callers) - self.workers)]
+        sent, got = [0] * len(places), [0] * len(places)
+        deadline = time.monotonic() + self.patience_s
+        while any(got[owner] < len(places[owner]) for owner in range(len(places))):
+            self._push(flat, places, sent, got)
+            if self._collect(flat, places, got):
+                deadline = time.monotonic() + self.patience_s
+            elif time.monotonic() > deadline:
+                silent = next(owner for owner in range(len(places)) if got[owner] < len(places[owner]))
+                raise WorkerLost(f"Summer {silent} has not answered for {self.patience_s:g} s; a worker or a server is lost.")
+        if flat.data_ptr() != rows.data_ptr():
+            rows[0].copy_(flat)
+        return rows
+
+    def _push(self, flat: Tensor, places: list[list[range]], sent: list[int], got: list[int]) -> None:
+        """Send on to every summer that has answered enough; everybody from another one on."""
+        for shift in range(len(places)):
+            owner = (self.worker + shift) % len(places)
+            while sent[owner] < min(len(places[owner]), got[owner] + WINDOW):
+                place = places[owner][sent[owner]]
+                piece = Envelope(
+                    Kind.PUSH,
+                    sender=self.worker,
+                    step=sent[owner],
+                    number=self._number,
+                    tensors=(flat[place.start : place.stop],),
+                )
+                if not self.callers[owner].send(piece, 0):
+                    break
+                sent[owner] += 1
+
+    def _collect(self, flat: Tensor, places: list[list[range]], got: list[int]) -> bool:
+        """Take what has been answered; whether anything was."""
+        ready = {socket for socket, _ in self._poller.poll(int(1000 * _TICK_S))}
+        before = sum(got)
+        for owner, caller in enumerate(self.callers):
+            while caller.socket in ready and (answer := caller.receive(0)) is not None:
+                if answer.kind is Kind.REPLY and answer.number == self._number:
+                    place = places[owner][answer.step]
+                    flat[place.start : place.stop] = answer.tensors[0]
+                    got[owner] += 1
+        return sum(got) > before
+
+    def dismiss(self) -> None:
+        """Send the spare servers home."""
+        for caller in self.callers[self.workers :]:
+            caller.send(Envelope(Kind.GOODBYE, sender=self.worker), self.patience_s)
+
+    def close(self) -> None:
+        """Let go of the links."""
+        for caller in self.callers:
+            caller.close()
+
+
+def _pieces(part: range, itemsize: int) -> list[range]:
+    step = max(1, PIECE_BYTES // itemsize)
+    return [range(a, min(a + step, part.stop)) for a in range(part.start, part.stop, step)]
+
+
+class Summing:
+    """Everything one process needs: its own summer in a thread, spare ones as children of the first processes, and its links."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        servers: int,
+        bind: str = "127.0.0.1",
+        keys: Path | None = None,
+        patience_s: float = 60.0,
+        spare: Sequence[str] | None = None,
+        job: bytes | None = None,
+    ) -> None:
+        """``spare`` names servers that run already, on machines of their own, and ``job`` the id that they were given."""
+        if cluster.rows != 1:
+            raise HocketError("Servers that sum serve one worker per process; leave --processes out.")
+        self._children: list[Child] = []
+        self._stop = threading.Event()
+        worker = cluster.workers.start
+        # Worker 0 names the job; everybody hears it.
+        name = torch.tensor([list(os.urandom(_JOB_BYTES))], dtype=torch.uint8)
+        job = bytes(cluster.collect(name)[0].tolist()) if job is None else job
+        found = Keys.read(keys) if keys is not None else None
+        self._listener = Listener(f"tcp://{bind}:0", job, found, high_water=_QUEUE)
+        self._summer = Summer(self._listener, cluster.size)
+        own = [self._listener.address]
+        if spare is None and worker < servers:
+            child = start_summer(job, cluster.size, bind, keys)
+            self._children.append(child)
+            own.append(address_of(child))
+        text = json.dumps(own).encode()
+        told = torch.zeros(1, 512, dtype=torch.uint8)
+        told[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        everyone = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in cluster.collect(told)]
+        addresses = [a[0] for a in everyone] + list([a[1] for a in everyone if len(a) > 1] if spare is None else spare)
+        callers = [Caller(address, job, found, high_water=_QUEUE) for address in addresses]
+        self.mean = SummedMean(worker, cluster.size, callers, patience_s)
+        self._thread = threading.Thread(target=self._sum, name="hocket-summer", daemon=True)
+        self._thread.start()
+
+    def _sum(self) -> None:
+        while not self._stop.is_set():
+            self._summer.turn()
+
+    def close(self) -> None:
+        """End the thread and the children."""
+        self._stop.set()
+        self._thread.join(5)
+        self.mean.close()
+        self._listener.close(_LINGER_S)  # others may still be waiting for what it has sent
+        for child in self._children:
+            end(child)
+
+
+def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
+    """Give ``cluster`` the servers that ``strategy`` sums on, where it has some; all processes call it together."""
+    topology = strategy.topology
+    if not isinstance(topology, Server) or not topology.sums or cluster.size == 1:
+        return
+    if isinstance(cluster, ProcessCluster) and topology.shards not in cluster.summing:
+        found = Summing(cluster, topology.shards, cluster.reached_at, cluster.keys)
+        cluster.summing[topology.shards] = found.mean
+        cluster.endings.append(found.close)
+
+
+Child = subprocess.Popen[str]
+
+
+def start_summer(job: bytes, workers: int, bind: str = "127.0.0.1", keys: Path | None = None) -> Child:
+    """A spare process that sums; it ends when its input closes."""
+    command = [sys.executable, "-m", "hocket.server.summing", "--job", job.hex(), "--workers", str(workers), "--bind", bind]
+    if keys is not None:
+        command += ["--keys", str(keys)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def address_of(child: Child) -> str:
+    """Where a summer listens; waits until it does."""
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise HocketError(f"A server that sums ended before it listened (exit code {child.wait()}); its own output says why.")
+    return str(json.loads(line)["address"])
+
+
+def end(child: Child, timeout_s: float = 5.0) -> None:
+    """End a summer: by closing its input, by force if that does not help."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.close()
+    try:
+        child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    child.stdout.close()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """``python -m hocket.server.summing``: a spare machine that sums, until its input closes."""
+    parser = argparse.ArgumentParser(prog="python -m hocket.server.summing", description="A spare machine that only sums.")
+    parser.add_argument("--job", required=True, help="the job's id, 32 hexadecimal digits")
+    parser.add_argument("--workers", required=True, type=int)
+    parser.add_argument("--bind", default="127.0.0.1", help="address to listen on; beyond this machine it wants --keys")
+    parser.add_argument("--port", default=0, type=int)
+    parser.add_argument("--keys", type=Path)
+    parser.add_argument("--stay", action="store_true", help="end when a worker says so, not when the input closes")
+    given = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # and if that one is killed
+    torch.set_num_threads(1)
+    keys = Keys.read(given.keys) if given.keys is not None else None
+    with Listener(f"tcp://{given.bind}:{given.port}", bytes.fromhex(given.job), keys, high_water=_QUEUE) as listener:
+        print(json.dumps({"address": listener.address}), flush=True)
+        over = threading.Event()
+        summer = Summer(listener, given.workers)
+        if not given.stay:
+            threading.Thread(target=_until_closed, args=(over.set,), daemon=True).start()
+        while not over.is_set() and not (given.stay and summer.over):
+            summer.turn()
+
+
+def _until_closed(then: Callable[[], None]) -> None:
+    sys.stdin.read()
+    then()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What workers and shards write into envelopes: coded gradients, terms that both must agree on, and what a message weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.cluster.layout import Layout
+from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, Message
+from hocket.errors import HocketError
+from hocket.server.outbox import read
+from hocket.server.slices import Slices
+from hocket.strategy import Strategy
+from hocket.topology import Server
+from hocket.version import __version__
+
+OBSERVER = -1
+"""Sends orders and asks for the truth, but takes no part."""
+ANYBODY = -2
+"""Wants to take the place of a worker that is gone."""
+FETCH = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+Terms = dict[str, Any]
+DEFAULT_JOB = b"hocket".ljust(16, b".")
+"""The id of a job whose shards were started by hand, unless they were given another."""
+
+
+def job_id(text: str) -> bytes:
+    """The id of a job from its 32 hexadecimal digits."""
+    try:
+        job = bytes.fromhex(text)
+    except ValueError:
+        job = b""
+    if len(job) != 16:
+        raise HocketError(f"{text!r}: the id of a job is written as 32 hexadecimal digits.")
+    return job
+
+
+def framed(payload_bytes: int) -> int:
+    """A message's bytes on the wire, as virtual workers count them: payload, packet headers, and one frame.
+
+    >>> framed(1000)
+    1383
+    """
+    return payload_bytes + int(payload_bytes * HEADER_SHARE) + FRAME_BYTES
+
+
+def link_bytes(strategy: Strategy, layout: Layout) -> int:
+    """The largest message of a job: a shard's slice, coded as badly as can be, and room for header and note."""
+    shards = strategy.topology.shards if isinstance(strategy.topology, Server) else 1
+    return 3 * (layout.bytes // shards + 8 * len(layout.buckets)) + (1 << 20)
+
+
+def terms_of(strategy: Strategy, layout: Layout, seed: int, world: int) -> Terms:
+    """What all processes of a job must have in common."""
+    return {"hocket": __version__, "strategy": str(strategy), "model": layout.digest(), "seed": seed, "world": world}
+
+
+def difference(ours: Terms, theirs: Terms) -> tuple[str, str] | None:
+    """In what the terms of a newcomer (``theirs``) differ from the job's: a word, and a sentence for the newcomer."""
+    for name, value in ours.items():
+        other = theirs.get(name)
+        if other != value:
+            if name == "model":
+                return name, "Your model has other parameters than the job's: build the same model everywhere."
+            return name, f"The job has {name} {value}, you have {other}: start all its processes with the same."
+    return None
+
+
+def as_tensors(messages: Sequence[Message]) -> tuple[list[list[int]], list[Tensor]]:
+    """Coded rows (one per bucket) as tensors, with ``[parts, varying]`` of each for :func:`as_messages`."""
+    shapes, tensors = [], []
+    for message in messages:
+        shapes.append([len(message.parts), int(message.lengths is not None)])
+        lengths = [p.shape[1] for p in message.parts] if message.lengths is None else message.lengths[0].tolist()
+        tensors += [p[0, :k].contiguous().cpu() for p, k in zip(message.parts, lengths, strict=True)]
+    return shapes, tensors
+
+
+def as_messages(shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> list[Message]:
+    """Back from :func:`as_tensors`; raises ValueError where they do not fit."""
+    messages, rest = [], list(tensors)
+    for parts, varying in shapes:
+        if not 1 <= parts <= len(rest):
+            raise ValueError("too few tensors")
+        own, rest = rest[:parts], rest[parts:]
+        lengths = torch.tensor([[t.numel() for t in own]]) if varying else None
+        messages.append(Message(tuple(t.reshape(1, -1) for t in own), lengths))
+    if rest:
+        raise ValueError("too many tensors")
+    return messages
+
+
+def gradients_of(
+    strategy: Strategy, messages: Sequence[Message], like: Sequence[Tensor], step: int, worker: int, world: int, seed: int
+) -> list[Tensor]:
+    """What a push stands for, of the shapes and dtypes of ``like``; raises ValueError where it is something else."""
+    if len(messages) != len(like):
+        raise ValueError(f"{len(messages)} buckets instead of {len(like)}")
+    found = []
+    for bucket, (message, own) in enumerate(zip(messages, like, strict=True)):
+        value = read(strategy, message, own.numel(), bucket, step, worker, world, seed)
+        if value.shape != own.shape:
+            raise ValueError(f"bucket {bucket} has {value.numel()} values instead of {own.numel()}")
+        if not value.is_floating_point():
+            raise ValueError(f"bucket {bucket} is of {value.dtype}")
+        found.append(value.to(own.dtype))
+    return found
+
+
+def slices_of(slices: Slices, shard: int, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """A shard's slice of every bucket's row ``[1, values]``: copies on the CPU."""
+    return tuple(slices.cut(b, row[0])[shard].detach().to("cpu", copy=True).contiguous() for b, row in enumerate(rows))

@@ -1,0 +1,203 @@
+"""Virtual workers that do not go in step: their rows, and their gradients, computed lazily in one batch for all who wait.
+
+A worker that begins a step is *pending*: its weights and its mini-batch are known, its gradient is computed when somebody needs
+it, together with those of all others that are pending by then. So the order of events decides everything, and how many gradients
+are computed at a time decides nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.layout import Layout
+from hocket.data.base import DataSet
+from hocket.data.dealing import Dealing, Hand
+from hocket.noise import bits, fold
+from hocket.strategy import Strategy
+from hocket.train.engines import Engine, VmapEngine, stack_buffers
+from hocket.train.job import check_job, layout_for
+from hocket.train.replicas import Factory, lent
+from hocket.train.watch import NonFinite
+
+
+class Crowd:
+    """``cluster.size`` workers as rows: weights, gradients and buffers, and an optimiser of their own where they step alone."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Factory,
+        strategy: Strategy,
+        cluster: Cluster,
+        *,
+        engine: Any,
+        clip: float | None = None,
+        nonfinite: str = "raise",
+        cap_bytes: int | None = None,
+        first_cap_bytes: int | None = None,
+    ) -> None:
+        self.model, self.strategy, self.cluster, self.clip = model.to(cluster.device), strategy, cluster, clip
+        self.factory = optimizer
+        self.optimizer = optimizer(list(model.parameters()))
+        check_job(model, self.optimizer, strategy, 1, nonfinite)
+        self.layout: Layout = layout_for(model, self.optimizer, strategy, cap_bytes, first_cap_bytes)
+        rows = cluster.size
+        self.weights = [b.spaced(rows) for b in self.layout.buckets]
+        self.grads = [b.empty(rows) for b in self.layout.buckets]
+        named = dict(model.named_parameters())
+        for bucket, storage in zip(self.layout.buckets, self.weights, strict=True):
+            for stacked, slot in zip(bucket.stacked(storage), bucket.slots, strict=True):
+                stacked.copy_(named[slot.name].data.expand_as(stacked))
+        self.buffers = stack_buffers(model, rows)
+        self.engine: Engine = engine(self.layout)
+        self.losses = torch.zeros(rows, device=cluster.device)
+        self._watch = NonFinite(nonfinite, self.layout, cluster) if cluster.device.type == "cpu" or nonfinite == "skip" else None
+        self._pending: dict[int, Hand] = {}
+        self._alone: dict[int, torch.optim.Optimizer] = {}
+        # One row of its own for engines that go row by row: views are then made once.
+        self._one = [b.spaced(1) for b in self.layout.buckets]
+        self._one_grad = [b.empty(1) for b in self.layout.buckets]
+        self._one_buffers = stack_buffers(model, 1)
+
+    @property
+    def rows(self) -> int:
+        return self.cluster.size
+
+    # --- gradients -----------------------------------------------------------------------------------------------------------
+
+    def begin(self, worker: int, hand: Hand) -> None:
+        """A worker begins a step on these samples, at the weights that it has."""
+        self._pending[worker] = hand
+
+    def settle(self, worker: int, data: DataSet, tensors: tuple[Tensor, ...], dealing: Dealing, seed: int, augment: bool) -> None:
+        """Make sure that a worker's gradient is computed, along with those of all who are pending."""
+        if worker not in self._pending:
+            return
+        batches = {w: self._batch(w, h, data, tensors, dealing, seed, augment) for w, h in self._pending.items()}
+        if isinstance(self.engine, VmapEngine) and len({b[0].shape for b in batches.values()}) == 1:
+            self._all(batches)
+        else:
+            for w, (x, y, key) in batches.items():
+                self._row(w, x, y, key)
+        for w in batches:
+            if self._watch is not None:
+                for b, rows in enumerate(self.grads):
+                    self._watch.look(b, rows[w : w + 1], self._pending[w].step + 1)
+                self._watch.judge(self._watch.found)
+            if self.clip is not None:
+                views = [v for b, g in zip(self.layout.buckets, self.grads, strict=True) for v in b.views(g, w)]
+                norm = torch.nn.utils.get_total_norm(views)
+                torch._foreach_mul_(views, (self.clip / (norm + 1e-6)).clamp(max=1.0))
+        self._pending.clear()
+
+    def _batch(
+        self, worker: int, hand: Hand, data: DataSet, tensors: tuple[Tensor, ...], dealing: Dealing, seed: int, augment: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, y = (t[hand.indices.to(t.device)] for t in tensors)
+        common = torch.tensor([fold(seed, hand.step, 0x5EED)])
+        key = bits(common, dealing.partition.workers)[0].to(torch.int64)[hand.slot : hand.slot + 1] & 0x7FFFFFFF
+        if augment and data.augment is not None:
+            x = data.augment(x.unsqueeze(0), key)[0]
+        return data.prepare(x), y, key
+
+    def _row(self, worker: int, x: Tensor, y: Tensor, key: Tensor) -> None:
+        for own, all_ in zip(self._one, self.weights, strict=True):
+            own.copy_(all_[worker : worker + 1])
+        for name, own in self._one_buffers.items():
+            own.copy_(self.buffers[name][worker : worker + 1])
+        engine = self.engine.loop if isinstance(self.engine, VmapEngine) else self.engine
+        losses, _ = engine.gradients(self._one, self._one_buffers, [x], [y], self._one_grad, key)
+        for own, all_ in zip(self._one_grad, self.grads, strict=True):
+            all_[worker : worker + 1] = own
+        for name, own in self._one_buffers.items():
+            self.buffers[name][worker : worker + 1] = own
+        self.losses[worker] = losses[0]
+
+    def _all(self, batches: dict[int, tuple[Tensor, Tensor, Tensor]]) -> None:
+        """All rows at once, always as many, so that one compiled graph serves; those of workers that do not wait are put back."""
+        first = next(iter(batches))
+        chosen = [batches.get(w, batches[first]) for w in range(self.rows)]
+        idle = torch.tensor([w for w in range(self.rows) if w not in batches], dtype=torch.int64, device=self.losses.device)
+        kept = (
+            {n: b[idle].clone() for n, b in self.buffers.items()},
+            [g[idle].clone() for g in self.grads],
+            self.losses[idle].clone(),
+        )
+        x, y, keys = (torch.stack([c[k] for c in chosen]) for k in range(3))
+        losses, _ = self.engine.gradients(self.weights, self.buffers, x, y, self.grads, keys.flatten())
+        self.losses.copy_(losses)
+        for name, rows in kept[0].items():
+            self.buffers[name][idle] = rows
+        for own, rows in zip(self.grads, kept[1], strict=True):
+            own[idle] = rows
+        self.losses[idle] = kept[2]
+
+    # --- steps of one's own --------------------------------------------------------------------------------------------------
+
+    def step_alone(self, worker: int, rates: list[float]) -> None:
+        """One step of a worker's own optimiser on its own weights, with its gradient."""
+        if worker not in self._alone:
+            named = {
+                s.name: nn.Parameter(view)
+                for b, w in zip(self.layout.buckets, self.weights, strict=True)
+                for s, view in zip(b.slots, b.views(w, worker), strict=True)
+            }
+            order = [n for n, _ in self.model.named_parameters() if n in named]
+            self._alone[worker] = self.factory([named[n] for n in order])
+            grads = {
+                s.name: view
+                for b, g in zip(self.layout.buckets, self.grads, strict=True)
+                for s, view in zip(b.slots, b.views(g, worker), strict=True)
+            }
+            for name, parameter in named.items():
+                parameter.grad = grads[name]
+        optimizer = self._alone[worker]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.step()
+
+    # --- as models -----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def lent(self, truth: list[Tensor]) -> Iterator[nn.Module]:
+        """The model with these weights ``[1, values]`` per bucket and everybody's mean buffers."""
+        means = {n: b.mean(0) if b.is_floating_point() else b[0] for n, b in self.buffers.items()}
+        with lent(self.model, self.layout, truth, means):
+            yield self.model
+
+    def each(self) -> Iterator[nn.Module]:
+        """Every worker's own model, in turn."""
+        for row in range(self.rows):
+            own = {n: b[row] for n, b in self.buffers.items()}
+            with lent(self.model, self.layout, [w[row : row + 1] for w in self.weights], own):
+                yield self.model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "weights": [w.clone() for w in self.weights],
+            "grads": [g.clone() for g in self.grads],
+            "losses": self.losses.clone(),
+            "buffers": {n: b.clone() for n, b in self.buffers.items()},
+            "alone": {w: copy.deepcopy(o.state_dict()) for w, o in self._alone.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pending.clear()
+        for own, saved in zip((*self.weights, *self.grads), (*state["weights"], *state["grads"]), strict=True):
+            own.copy_(saved)
+        self.losses.copy_(state["losses"])
+        for name, saved in state["buffers"].items():
+            self.buffers[name].copy_(saved)
+        for worker, saved in state["alone"].items():
+            kept = [w[worker].clone() for w in self.weights]
+            self.step_alone(worker, [0.0] * len(self.optimizer.param_groups))  # makes it
+            for own, old in zip(self.weights, kept, strict=True):
+                own[worker] = old
+            self._alone[worker].load_state_dict(copy.deepcopy(saved))

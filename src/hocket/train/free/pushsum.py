@@ -1,0 +1,81 @@
+"""``async + gossip(pushsum)``: workers give half of what they have to another one, and wait for nobody (SGP, Assran 2019).
+
+Worker ``i`` holds ``x_i`` and a mass ``ω_i`` (1 at first) and computes at ``z_i = x_i / ω_i``. After each gradient it adds its
+update to ``x_i``, keeps half of ``x_i`` and of ``ω_i``, and sends the other half on; whatever arrives is added. The graph is
+directed: at its k-th sending a worker reaches the one at distance ``2^k`` (in turn). Nothing is ever lost, so ``Σ x`` and ``Σ ω``,
+with what is on its way, stay what they are but for updates, and ``Σ x / Σ ω`` is the mean.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hocket.train.free.links import framed
+from hocket.train.free.scheme import Payload, Scheme
+
+if TYPE_CHECKING:
+    from hocket.train.free.training import FreeTraining
+
+
+class PushSum(Scheme):
+    """Halves on their way round."""
+
+    def __init__(self, training: FreeTraining) -> None:
+        super().__init__(training)
+        self.x = [w.clone() for w in self.crowd.weights]
+        self.mass = torch.ones(self.crowd.rows, dtype=torch.float64)
+        self.sendings = [0] * self.crowd.rows
+        self.done = 0
+        self.size = framed(self.crowd.layout.bytes + 8)
+
+    def target(self, worker: int) -> int:
+        """Whom a worker's next half goes to: at distance 1, 2, 4, …, 1, …"""
+        rounds = max(1, (self.crowd.rows - 1).bit_length())
+        return (worker + 2 ** (self.sendings[worker] % rounds)) % self.crowd.rows
+
+    def computed(self, worker: int, now: float) -> None:
+        before = [w[worker].clone() for w in self.crowd.weights]
+        self.crowd.step_alone(worker, self.training.rates(worker))
+        for x, rows, old in zip(self.x, self.crowd.weights, before, strict=True):
+            x[worker] = rows[worker] if self.crowd.rows == 1 else x[worker] + (rows[worker] - old)
+        if self.crowd.rows > 1:
+            for x in self.x:
+                x[worker] /= 2
+            self.mass[worker] /= 2
+            half = ([x[worker].clone() for x in self.x], float(self.mass[worker]))
+            other = self.target(worker)
+            self.sendings[worker] += 1
+            self.training.send("half", worker, other, other, self.size, half, now)
+            self._look(worker)
+        self.done += 1
+        self.training.begin(worker, now)
+
+    def arrived(self, kind: str, worker: int, end: int, payload: Payload, now: float) -> None:
+        self.training.settle(end)
+        values, mass = payload
+        for x, part in zip(self.x, values, strict=True):
+            x[end] += part
+        self.mass[end] += mass
+        self._look(end)
+
+    def _look(self, worker: int) -> None:
+        for rows, x in zip(self.crowd.weights, self.x, strict=True):
+            rows[worker] = x[worker] / float(self.mass[worker])
+
+    def counted(self) -> int:
+        return self.done
+
+    def truth(self) -> list[Tensor]:
+        return [x.sum(0, keepdim=True) / float(self.mass.sum()) for x in self.x]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": [x.clone() for x in self.x], "mass": self.mass.clone(), "sendings": list(self.sendings), "done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for own, saved in zip(self.x, state["x"], strict=True):
+            own.copy_(saved)
+        self.mass.copy_(state["mass"])
+        self.sendings, self.done = list(state["sendings"]), state["done"]

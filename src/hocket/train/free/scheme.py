@@ -1,0 +1,58 @@
+"""What a scheme of workers that do not go in step has to say; one file per scheme."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hocket.train.free.training import FreeTraining
+
+Payload = Any
+
+
+class Scheme(ABC):
+    """Decides what happens after a gradient and when a message arrives; the training keeps time and computes gradients."""
+
+    def __init__(self, training: FreeTraining) -> None:
+        self.training = training
+        self.crowd = training.replicas
+        self.links = training.links
+
+    def start(self) -> None:
+        """Everybody begins."""
+        for worker in range(self.crowd.rows):
+            self.training.begin(worker, 0.0)
+
+    @abstractmethod
+    def computed(self, worker: int, now: float) -> None:
+        """A worker's gradient is there."""
+
+    @abstractmethod
+    def arrived(self, kind: str, worker: int, end: int, payload: Payload, now: float) -> None:
+        """Something this scheme sent has arrived."""
+
+    def over(self, worker: int, now: float) -> None:  # noqa: B027 - most have nothing left to do
+        """There is no further mini-batch for a worker."""
+
+    @abstractmethod
+    def counted(self) -> int:
+        """How many mini-batches have had their effect so far."""
+
+    @abstractmethod
+    def truth(self) -> list[Tensor]:
+        """The weights to evaluate, ``[1, values]`` per bucket."""
+
+    def ages(self) -> dict[int, int] | None:
+        """How old gradients were when they were applied, in updates, since the last call; None where that has no meaning."""
+        return None
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""

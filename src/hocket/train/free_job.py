@@ -1,0 +1,289 @@
+"""``parallelize`` for workers that talk to servers: an ordinary loop, pushes and fetches behind the optimiser's own hooks.
+
+- Before the optimiser's step the gradients, clipped or accumulated as the loop did it, are added to what will be pushed; weights
+  asked for earlier land; where the step is not a local one the gradients are hidden, so that the optimiser does nothing.
+- After it the worker pushes and asks as its synchronisation says (``Sync.turn``) and, unless that overlaps, waits for the answer.
+
+The truth is on the shards, and so is the optimiser; the rates are this worker's. A parameter that was not used counts as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.layout import Layout
+from hocket.cluster.virtual import VirtualCluster
+from hocket.errors import HocketError, WorkerLost
+from hocket.server.account import Account, entry_of
+from hocket.server.client import Client, Observer
+from hocket.server.recipe import Recipe
+from hocket.strategy import Strategy
+from hocket.sync import Bulk, Stale
+from hocket.topology import Server
+from hocket.train.job import adopt, check_equal, check_job, check_optimizer, layout_for, refuse_newcomers
+from hocket.train.watch import NonFinite
+
+Connect = Callable[[Layout], Client]
+
+
+def refuse_unserved(strategy: Strategy) -> None:
+    """Refuse what real processes cannot do yet."""
+    if isinstance(strategy.sync, Stale) or not isinstance(strategy.topology, Server):
+        raise HocketError(
+            f"{strategy} runs on virtual workers only so far (--virtual, hocket.simulate); on real processes use "
+            "async + server, ssp(s) + server or downpour(push, fetch) + server."
+        )
+
+
+def serves_itself(strategy: Strategy) -> bool:
+    """Whether even a single worker needs its servers: they have an optimiser or a rate of their own."""
+    server = strategy.topology
+    return isinstance(server, Server) and not server.sums and (server.optimizer is not None or server.rate != 1)
+
+
+@dataclass
+class _Where:
+    """This worker, for whoever counts bad gradients."""
+
+    ledger: Account
+    workers: range
+
+
+class FreeLedger:
+    """Everybody's figures as the shards know them; any worker may ask at any time."""
+
+    def __init__(self, job: FreeJob) -> None:
+        self._job = job
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def summary(self) -> dict[str, Any]:
+        """Everything so far: seconds are means over workers, ``bytes_sent`` is the sum over workers, both ways."""
+        self.refresh()
+        return dict(vars(entry_of(self._known)[0]))
+
+    def refresh(self) -> None:
+        """Ask the first shard, as long as it is there."""
+        client = self._job.client
+        if self._job.attached:
+            with self._job.observed() as observer:
+                status = observer.status(5.0)
+            self._known = {} if status is None else dict(status["workers"])
+        self._known[str(client.worker)] = client.account.describe()
+
+
+class FreeJob:
+    """A model in parallel training with servers; made by :func:`hocket.parallelize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        connect: Connect,
+        cluster: Cluster | None = None,
+        accumulate: int = 1,
+        nonfinite: str = "raise",
+        check: bool = True,
+        seed: int = 0,
+        scaler: Any = None,
+        cap_bytes: int | None = None,
+        first_cap_bytes: int | None = None,
+    ) -> None:
+        """``connect`` makes the link to the shards; ``cluster`` is where workers agree on the model before they start, if any."""
+        refuse_unserved(strategy)
+        if scaler is not None:
+            raise HocketError(f"{strategy}: a GradScaler wants all workers to skip together; use autocast with bfloat16 instead.")
+        check_job(model, optimizer, strategy, accumulate, nonfinite)
+        self.model, self.optimizer, self.strategy, self.accumulate, self.check = model, optimizer, strategy, accumulate, check
+        self.weight = 1.0
+        """This worker's share of the next exchange (set by :func:`hocket.shard`); it counts where pushes make one update."""
+        self.layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes)
+        if not self.layout.buckets:
+            raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
+        check_optimizer(model, optimizer)
+        cluster = VirtualCluster(1) if cluster is None else cluster
+        check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
+        server = strategy.topology
+        assert isinstance(server, Server)
+        recipe = Recipe.of(optimizer, server.optimizer)
+        named = dict(model.named_parameters())
+        self._params = [[named[s.name] for s in b.slots] for b in self.layout.buckets]
+        self.weights = [b.empty(1) for b in self.layout.buckets]
+        self._ours = adopt(model, self.layout, self._params, self.weights, cluster)
+        self._buffers = [b for b in model.buffers() if b.is_floating_point()]
+        self._sums: list[Tensor] = []
+        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._overlap = bool(getattr(strategy.sync, "overlap", False))
+        self._together = isinstance(strategy.sync, Bulk) or strategy.sync.lead == 0
+        self.client = connect(self.layout)
+        self.step = self.client.hello(self.weights, recipe)
+        """Steps done; a worker that was away goes on with the others."""
+        self._seen = self.client.versions
+        self.client.fetch(self.step, self._want())
+        self._land()
+        where = _Where(self.client.account, range(self.client.worker, self.client.worker + 1))
+        self._nonfinite = NonFinite(nonfinite, self.layout, where)
+        self.ledger = FreeLedger(self)
+        self._handles = self._hook()
+        self.client.account.begin()
+
+    # --- what users call ---------------------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Whether the job is still on the model."""
+        return bool(self._handles)
+
+    def state_dict(self) -> dict[str, Any]:
+        raise HocketError("The truth is on the shards, which keep snapshots of their own: save job.averaged()'s model instead.")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise HocketError("The truth is on the shards: load weights into the model before hocket.parallelize(…) instead.")
+
+    @contextmanager
+    def observed(self) -> Iterator[Observer]:
+        """A look at the shards beside the training."""
+        observer = self.client.observer()
+        self.client.account.pause()
+        try:
+            yield observer
+        finally:
+            observer.close()
+            self.client.account.resume()
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """The truth as the shards have it now, for evaluation and checkpoints; any worker may enter alone."""
+        with self.observed() as observer:
+            observer.wish(0)
+            first = observer.granted(self.client.give_up_s)
+            found = None if first is None else observer.truth(first, 0)
+            if found is None:
+                raise WorkerLost("A shard does not answer, so there is no truth to look at.")
+            rows, buffers = found
+            kept = [t.clone() for t in (*self.weights, *self._buffers)]
+            for own, new in zip(self.weights, rows, strict=True):
+                own.copy_(new)
+            self._set_buffers(buffers)
+            try:
+                yield self.model
+            finally:
+                for tensor, old in zip((*self.weights, *self._buffers), kept, strict=True):
+                    tensor.data.copy_(old)
+
+    def finish(self) -> nn.Module:
+        """End the training: push what is left, and wait for the last truth, the same on all workers; all must call it."""
+        self.flush()
+        if self._handles:
+            self.ledger.refresh()
+            self.client.fetch(self.step, final=True)
+            self._land()
+            self._set_buffers(self.client.buffers())
+        self.detach()
+        return self.model
+
+    def flush(self) -> None:
+        """Land what was asked for, and push what has not been pushed yet."""
+        if self._handles and self.client.open:
+            self._land()
+        if self._handles and self._sums:
+            self._push(fetch=False, want=0)
+            self._land()
+
+    def detach(self) -> None:
+        """Remove all hooks and leave; the model goes on alone, from the weights it has."""
+        if self._handles:
+            self.client.account.pause()
+            self.client.goodbye()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # --- steps ---------------------------------------------------------------------------------------------------------------
+
+    def _hook(self) -> list[Any]:
+        handles: list[Any] = []
+        if self.accumulate > 1 and self._together:
+            handles += [p.register_hook(self._weighed) for params in self._params for p in params]
+        handles.append(self.optimizer.register_step_pre_hook(lambda *_: self._before_step()))
+        handles.append(self.optimizer.register_step_post_hook(lambda *_: self._after_step()))
+        return handles
+
+    def _weighed(self, gradient: Tensor) -> Tensor:
+        """One pass of several: each has its own share of samples, so it is weighed before it is added to the others."""
+        return gradient * self.weight if self.weight != 1.0 else gradient
+
+    def _before_step(self) -> None:
+        refuse_newcomers(self.optimizer, self._ours)
+        fresh = self._gradients()
+        self._seen = self.client.versions
+        if self.client.open:
+            self._land()
+        for total, rows in zip(self._sums, fresh, strict=False):
+            total += rows
+        self._sums = self._sums or fresh
+        if not self.strategy.sync.turn(self.step + 1).local:
+            self._hidden = [(p, p.grad) for params in self._params for p in params]
+            for p, _ in self._hidden:
+                p.grad = None
+
+    def _after_step(self) -> None:
+        for p, gradient in self._hidden:
+            p.grad = gradient
+        self._hidden = []
+        self.step += 1
+        turn = self.strategy.sync.turn(self.step)
+        if turn.push:
+            self._push(turn.fetch, self._want())
+        elif turn.fetch:
+            self.client.fetch(self.step, self._want())
+        if turn.fetch and not self._overlap:
+            self._land()
+
+    def _gradients(self) -> list[Tensor]:
+        """This step's gradients as rows of their own: those that are sent must not be written to any more."""
+        fresh = [b.empty(1) for b in self.layout.buckets]
+        for b, (bucket, rows, params) in enumerate(zip(self.layout.buckets, fresh, self._params, strict=True)):
+            for view, p in zip(bucket.views(rows, 0), params, strict=True):
+                if p.grad is not None:
+                    if p.grad.is_sparse:
+                        raise HocketError("A gradient is sparse; pushes are dense, so build the embedding with sparse=False.")
+                    view.copy_(p.grad)
+            if self.check:
+                self._nonfinite.look(b, rows, self.step + 1)
+            if self._together and self.weight != 1.0 and self.accumulate == 1:
+                rows.mul_(self.weight)
+        self._nonfinite.judge(self._nonfinite.found)
+        return fresh
+
+    def _push(self, fetch: bool, want: int) -> None:
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        buffers = torch.cat([b.detach().flatten().float() for b in self._buffers]).cpu() if self._buffers else None
+        self.client.push(self.step, [rows[0] for rows in self._sums], rates, fetch, self._seen, want, buffers)
+        self._sums = []
+
+    def _land(self) -> None:
+        reached = self.client.land(self.weights)
+        if reached > self.step:  # it was away, and the others went on
+            self.step, self._sums = reached, []
+
+    def _want(self) -> int:
+        """Mini-batches to ask for now: up to the step at which the next answer lands."""
+        sync, talk = self.strategy.sync, self.step + 1
+        while not (sync.turn(talk).push or sync.turn(talk).fetch):
+            talk += 1
+        later = self._overlap or not sync.turn(talk).fetch
+        return self.client.wanted(talk - self.step + later)
+
+    def _set_buffers(self, flat: Tensor | None) -> None:
+        if flat is None:
+            return
+        for buffer, part in zip(self._buffers, flat.split([b.numel() for b in self._buffers]), strict=True):
+            buffer.data.copy_(part.view(buffer.shape))

@@ -1,0 +1,103 @@
+"""Shards for ``parallelize``: the processes of a job start them as children and tell each other where they listen.
+
+Rank ``r`` of ``P`` starts shards ``r``, ``r + P``, …; the id of the job and the addresses travel through torch.distributed's store.
+All on one machine listen on loopback; across machines they listen on the address that reaches the first one, and want keys. A shard
+ends when all workers have left it, or with the process that started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import secrets
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.heartbeat import boot_id
+from hocket.cluster.layout import Layout
+from hocket.cluster.processes import ProcessCluster
+from hocket.errors import HocketError
+from hocket.server.start import Child, address_of, end_shard, start_shard
+from hocket.server.wire import link_bytes
+from hocket.strategy import Strategy
+from hocket.topology import Server
+
+_started = 0
+
+
+@dataclass
+class Servers:
+    """Where the shards of a job listen."""
+
+    addresses: list[str]
+    job: bytes
+
+
+def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, patience_s: float) -> Servers:
+    """Start this process's share of the shards and learn of the others'; all processes must call it."""
+    global _started
+    _started += 1
+    server = strategy.topology
+    assert isinstance(server, Server)
+    store: Any = None
+    rank, processes = 0, 1
+    if isinstance(cluster, ProcessCluster):
+        rank, processes = cluster.rank, cluster.processes
+        store = dist.PrefixStore(f"hocket/servers/{_started}", dist.distributed_c10d._get_default_store())
+        if rank == 0:
+            store.set("job", secrets.token_hex(16))
+        store.set(f"host/{rank}", boot_id())
+    job = secrets.token_bytes(16) if store is None else bytes.fromhex(store.get("job").decode())
+    here = store is None or all(store.get(f"host/{r}").decode() == boot_id() for r in range(processes))
+    bind = "tcp://127.0.0.1:0" if here else f"tcp://{_own_address()}:0"
+    most = link_bytes(strategy, layout)
+    own = {p: start_shard(p, job, bind, keys, patience_s, most_bytes=most) for p in range(rank, server.shards, processes)}
+    atexit.register(_see_off, list(own.values()))
+    told: dict[int, str] = {}
+    for place, child in own.items():
+        try:
+            told[place] = address_of(child)
+        except HocketError as error:
+            told[place] = f"!{error}"
+        if store is not None:
+            store.set(f"shard/{place}", told[place])
+    addresses = [told[p] if p in told else store.get(f"shard/{p}").decode() for p in range(server.shards)]
+    for address in addresses:
+        if address.startswith("!"):
+            raise HocketError(address[1:])
+    return Servers(addresses, job)
+
+
+def _own_address() -> str:
+    """This machine's address on the way to where the job's store is kept."""
+    found = urlsplit(f"tcp://{_store_host()}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        try:
+            probe.connect((found.hostname or "127.0.0.1", 9))
+        except OSError as error:
+            raise HocketError(f"There is no way to {found.hostname} ({error.strerror}); check MASTER_ADDR.") from None
+        return str(probe.getsockname()[0])
+
+
+def _store_host() -> str:
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", "127.0.0.1"))
+
+
+def _see_off(children: list[Child]) -> None:
+    """Others may still need our shards: wait until they have left, unless this process dies of an error."""
+    for child in children:
+        if not hasattr(sys, "last_value"):
+            with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+                child.wait()
+        end_shard(child)

@@ -1,0 +1,134 @@
+"""One worker of ``hocket train`` on servers: takes mini-batches by number until there are none left.
+
+Whose turn a mini-batch is, its rate and its randomness are functions of its number, as with virtual workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.data import DataSet, Partition, load
+from hocket.data.dealing import Dealing, Hand
+from hocket.errors import HocketError
+from hocket.messages import Keys
+from hocket.models import build, loss_for
+from hocket.noise import bits, fold
+from hocket.server.client import Client
+from hocket.train.engines.loop import forked, random_modules
+from hocket.train.free_job import FreeJob
+from hocket.train.run import AUTOCAST, Settings
+from hocket.train.schedule import factor
+from hocket.train.simulate import seeded
+from hocket.train.throttle import Throttle
+
+
+@dataclass(frozen=True)
+class Post:
+    """Where a worker stands, as plain data: what whoever starts it tells it."""
+
+    settings: dict[str, Any]
+    worker: int
+    addresses: list[str]
+    job: str
+    device: str = "cpu"
+    data_dir: str | None = None
+    keys: str | None = None
+    patience_s: float = 10.0
+    replaces: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def dealing_of(settings: Settings, data: DataSet) -> Dealing:
+    """All mini-batches of a run."""
+    plan = settings.plan()
+    partition = Partition(len(data.train[0]), settings.workers, plan.batch, plan.seed, plan.rounds)
+    total = len(partition) * plan.epochs
+    return Dealing(partition, total if plan.max_steps is None else min(total, plan.max_steps))
+
+
+def work(post: Post) -> None:
+    """Train until there is no mini-batch left, and leave."""
+    settings = Settings(**post.settings)
+    strategy, device = settings.check(), torch.device(post.device)
+    data = load(settings.data, None if post.data_dir is None else Path(post.data_dir))
+    dealing, loss_of = dealing_of(settings, data), loss_for(data)
+    model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
+    optimizer = settings.make_optimizer(list(model.parameters()))
+    base = [float(group["lr"]) for group in optimizer.param_groups]
+    at = factor(settings.schedule, dealing.steps, round(settings.warmup * len(dealing.partition)))
+    job = FreeJob(
+        model,
+        optimizer,
+        strategy,
+        lambda layout: Client(
+            post.addresses,
+            bytes.fromhex(post.job),
+            strategy,
+            layout,
+            post.worker,
+            settings.workers,
+            settings.seed,
+            None if post.keys is None else Keys.read(post.keys),
+            post.patience_s,
+            total=len(dealing),
+            per_epoch=dealing.per_epoch,
+            replaces=post.replaces,
+        ),
+        nonfinite=settings.nonfinite,
+        seed=settings.seed,
+        cap_bytes=settings.bucket_bytes,
+        first_cap_bytes=settings.first_bucket_bytes,
+    )
+    throttle = Throttle(settings.slowdown_of(job.client.worker))
+    x, y = (t.to(device) for t in data.train)
+    dtype, random = AUTOCAST[settings.autocast], bool(random_modules(model))
+    model.train()
+    while (hand := _next(job, dealing)) is not None:
+        throttle.begin()
+        key = key_of(hand, settings.seed, settings.workers)
+        inputs = x[hand.indices.to(device)]
+        if settings.augment and data.augment is not None:
+            inputs = data.augment(inputs.unsqueeze(0), key)[0]
+        for group, rate in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = rate * at(hand.step)
+        job.weight = hand.weight
+        optimizer.zero_grad()
+        with forked(random, device), torch.autocast(device.type, dtype, enabled=dtype is not None):
+            if random:
+                torch.manual_seed(int(key[0]))
+            loss = loss_of(model(data.prepare(inputs)), y[hand.indices.to(device)])
+        loss.backward()
+        if settings.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        job.client.account.add_loss(float(loss.detach()))
+        throttle.end()
+        optimizer.step()
+    job.flush()
+    job.detach()
+
+
+def _next(job: FreeJob, dealing: Dealing) -> Hand | None:
+    own = job.strategy.sync.own_share
+    number = dealing.own(job.client.worker, job.step) if own else job.client.take()
+    return None if number is None or number >= len(dealing) else dealing.hand(number)
+
+
+def key_of(hand: Hand, seed: int, workers: int) -> Tensor:
+    """The key of a mini-batch's augmentation and dropout, as virtual workers have it."""
+    common = torch.tensor([fold(seed, hand.step, 0x5EED)])
+    return bits(common, workers)[0].to(torch.int64)[hand.slot : hand.slot + 1] & 0x7FFFFFFF
+
+
+def read_post(told: Any) -> Post:
+    """From :meth:`Post.describe`."""
+    try:
+        return Post(**told)
+    except TypeError:
+        raise HocketError(f"A worker was told something else than its post: {str(told)[:200]}.") from None

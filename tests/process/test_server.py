@@ -1,0 +1,350 @@
+"""Servers and workers as real processes: what they compute, and what becomes of them when some die, stop, lie or come late."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from hocket.cli.main import app
+from hocket.cluster.virtual import VirtualCluster
+from hocket.data import load
+from hocket.errors import HocketError
+from hocket.server.snapshots import Snapshots
+from hocket.train.run import Settings, make_training
+from process.launch import ENVIRON, Nursery, eventually
+from process.served import LIMIT_S, Service
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+SMALL: dict[str, Any] = {"model": "process.served:small", "batch": 32, "workers": 3, "seed": 1}
+
+
+def settings(strategy: str, **changes: Any) -> Settings:
+    return Settings(**(SMALL | {"strategy": strategy} | changes))
+
+
+def flat(rows: list[Tensor]) -> Tensor:
+    return torch.cat([row.flatten() for row in rows])
+
+
+def virtual(given: Settings) -> Tensor:
+    """The weights that virtual workers end with under bulk + allreduce."""
+    training = make_training(given, VirtualCluster(given.workers), load("digits"))
+    for _ in training.run():
+        pass
+    return flat([w[:1] for w in training.replicas.weights])  # type: ignore[union-attr]
+
+
+# --- what they compute -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["bulk + server(shards=2)", "ssp(0) + server(shards=3)"])
+def test_the_classical_scheme_equals_bulk(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
+    options: dict[str, Any] = {"epochs": 2, "momentum": 0.9, "lr": 0.05, "schedule": "cosine"}
+    expected = virtual(settings("bulk", virtual=True, engine="loop", **options))
+    with Service(nursery, tmp_path, settings(strategy, **options)) as service:
+        status = service.ends()
+        found = flat(service.truth())
+    assert torch.equal(found, expected), f"they differ by {(found - expected).abs().max():.2e}"
+    assert status["ages"] == {"0": status["progress"]}
+    assert status["lost"] == 0
+    assert status["refused"] == {}
+
+
+FREE = {
+    "async + server": {},
+    "async(overlap=True) + server(shards=2)": {},
+    "ssp(2) + server(shards=2)": {},
+    "downpour(push=3, fetch=2, warm=4) + server(shards=2, optimizer=adagrad)": {"lr": 0.05},
+    "async + server(fetch=bf16) + topk(0.05)": {},
+}
+
+
+@pytest.mark.parametrize("strategy", FREE)
+def test_those_who_do_not_wait_learn_too(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
+    with Service(nursery, tmp_path, settings(strategy, epochs=8, **({"lr": 0.1} | FREE[strategy]))) as service:
+        status = service.ends()
+        accuracy = service.accuracy()
+    assert accuracy > 0.85, status
+    assert status["progress"] == 8 * 15 * 3
+    pushes = sum(status["ages"].values())
+    assert pushes == pytest.approx(status["progress"] / (3 if "push=3" in strategy else 1), abs=3)
+    whole = 4 * sum(service.slices.sizes)
+    sent = status["workers"]["0"]["bytes_sent"] / status["workers"]["0"]["exchanges"]
+    if "topk" in strategy:
+        assert sent < 0.5 * whole + 0.2 * whole + 1000, "half precision one way, a twentieth the other"
+    elif "downpour" not in strategy:
+        assert sent == pytest.approx(2 * whole * 1.033 + 700 * service.slices.shards, rel=0.02)
+
+
+def test_a_loop_of_ones_own_on_hooks(nursery: Nursery, tmp_path: Path) -> None:
+    strategies = ["bulk", "bulk + server(shards=2)", "async + server + topk(0.1)"]
+    hooks = nursery.start("process.served:on_hooks", 3, tmp_path / "hooks", strategies=strategies)
+    passes = nursery.start("process.served:accumulating", 2, tmp_path / "passes")
+    single = nursery.start("process.served:alone", 1, tmp_path / "alone")
+    assert hooks.wait(LIMIT_S) == [0, 0, 0], hooks.said()
+    results = hooks.results()
+    for text in strategies:
+        for other in results[1:]:
+            assert torch.equal(results[0][text]["weights"], other[text]["weights"]), "all end with the same truth"
+    bulk, served, free = (results[0][text] for text in strategies)
+    assert torch.allclose(served["weights"], bulk["weights"], atol=1e-7)
+    assert torch.allclose(served["during"], bulk["weights"], atol=1e-7)
+    assert not torch.allclose(free["weights"], bulk["weights"], atol=1e-3)
+    assert served["summary"]["bytes_sent"] > 6 * 3 * 2 * 4 * 1210
+    assert served["summary"]["seconds"] == pytest.approx(
+        sum(served["summary"][name] for name in ("compute_s", "wait_s", "transfer_s"))
+    )
+    assert passes.wait(LIMIT_S) == [0, 0], passes.said()
+    for found in passes.results():
+        assert torch.allclose(*found["weights"], atol=1e-7)
+        assert "GradScaler" in found["sentence"]
+    assert single.wait(LIMIT_S) == [0], single.said()
+    for text, (ours, plain, sent) in single.results()[0].items():
+        if "optimizer" in text:
+            assert torch.allclose(ours, plain, atol=1e-7)
+            assert sent > 0
+        else:
+            assert torch.equal(ours, plain)
+            assert sent == 0
+
+
+def test_servers_that_run_already_and_no_launcher(nursery: Nursery, tmp_path: Path) -> None:
+    shard = nursery.start("process.served:shard", 1, tmp_path / "shard", arguments=["--bind", "tcp://127.0.0.1:0"])
+    path = tmp_path / "shard" / "0.out"
+    assert eventually(lambda: path.exists() and path.read_text().endswith("\n"))
+    address = json.loads(path.read_text())["address"]
+    arguments = {"servers": address, "workers": 2, "strategy": "bulk + server", "steps": 4}
+    workers = nursery.start("process.served:by_address", 2, tmp_path / "workers", **arguments)
+    assert workers.wait(LIMIT_S) == [0, 0], workers.said()
+    first, second = workers.results()
+    assert torch.equal(first, second)
+    assert shard.wait(LIMIT_S) == [0], "it ends when all have left"
+
+
+# --- who dies, stops, comes late -----------------------------------------------------------------------------------------------
+
+
+SLOW: dict[str, Any] = {"epochs": 4, "slowdown": "15", "lr": 0.1}  # about 15 ms a step
+PER_EPOCH = 15 * 3
+
+
+@pytest.mark.parametrize("strategy", ["bulk + server(shards=2)", "ssp(2) + server", "async + server(shards=2)"])
+def test_a_killed_worker_ends_nothing_and_another_takes_its_place(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
+    chance = random.Random(strategy)
+    epochs = 12 if "async" in strategy else 4  # without waiting they are done sooner
+    with Service(nursery, tmp_path, settings(strategy, **(SLOW | {"epochs": epochs})), patience_s=1.0) as service:
+        assert service.reaches(chance.randrange(5, PER_EPOCH)), service.said()
+        time.sleep(chance.random() / 30)
+        service.kill(service.workers[1])
+        assert eventually(lambda: service.status()["here"] == [0, 2], LIMIT_S), service.said()
+        assert "worker 1 has been silent" in service.said()
+        service.workers[1] = service.start_worker(1)
+        assert eventually(lambda: 1 in service.status()["here"], LIMIT_S), service.said()
+        status = service.ends()
+        assert service.accuracy() > 0.8
+    assert status["progress"] == epochs * PER_EPOCH
+    assert status["lost"] <= (2 if "async" in strategy else PER_EPOCH * 4)
+    assert status["lost"] >= 1
+    assert status["workers"]["1"]["exchanges"] > 0
+
+
+@pytest.mark.parametrize("strategy", ["bulk + server(shards=2)", "async + server(shards=2)"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_killed_shard_comes_back_from_its_snapshot(nursery: Nursery, tmp_path: Path, strategy: str, place: int) -> None:
+    with Service(nursery, tmp_path, settings(strategy, **SLOW), snapshot_s=0.25) as service:
+        assert service.reaches(30), service.said()
+        service.kill(service.shards[place])
+        if place:
+            newest = sorted((tmp_path / "snapshots").glob("shard-1-*.pt"), key=lambda p: p.stat().st_mtime)[-1]
+            newest.write_bytes(newest.read_bytes()[:100])
+        service.restart(place)
+        service.ends()
+        assert service.accuracy() > 0.8
+        status = service.status()
+        said = service.shards[place].said()
+    assert ("damaged" in said) == bool(place)
+    assert status["progress"] >= 4 * PER_EPOCH
+    if not place:
+        assert 0 <= status["lost"] < 60, "what came after the last snapshot"
+
+
+def test_a_shard_without_a_snapshot_gets_the_weights_that_a_worker_has(nursery: Nursery, tmp_path: Path) -> None:
+    with Service(nursery, tmp_path, settings("ssp(2) + server", **SLOW)) as service:
+        assert service.reaches(60)
+        service.kill(service.shards[0])
+        service.restart(0)
+        service.ends()
+        assert service.accuracy() > 0.8
+
+
+@pytest.mark.parametrize("strategy", ["bulk + server", "ssp(1) + server(shards=2)"])
+def test_a_stopped_worker_is_not_waited_for_and_may_return(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
+    with Service(nursery, tmp_path, settings(strategy, **SLOW), patience_s=1.0) as service:
+        assert service.reaches(20)
+        os.kill(service.workers[2].pids[0], signal.SIGSTOP)
+        assert eventually(lambda: service.status()["here"] == [0, 1], LIMIT_S), service.said()
+        before = service.status()["progress"]
+        assert service.reaches(before + 12), "the others go on"
+        os.kill(service.workers[2].pids[0], signal.SIGCONT)
+        assert eventually(lambda: 2 in service.status()["here"], LIMIT_S), service.said()
+        status = service.ends()
+    assert "worker 2 is back" in service.said()
+    assert 1 <= status["lost"] < 3 * PER_EPOCH
+
+
+# --- who does not belong -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running(nursery: Nursery, tmp_path: Path) -> Iterator[Service]:
+    with Service(nursery, tmp_path, settings("async + server", **(SLOW | {"epochs": 20}))) as service:
+        assert service.reaches(1)
+        yield service
+
+
+def test_those_of_another_job_are_refused_in_one_sentence(running: Service) -> None:
+    wrong = {
+        "Your model has other parameters than the job's": running.start_worker(1, model="process.served:other"),
+        "The job has strategy async + server": running.start_worker(1, strategy="ssp(2) + server"),
+        "The job has seed 1": running.start_worker(1, seed=2),
+        "There is no worker 7": running.start_worker(7),
+    }
+    for sentence, group in wrong.items():
+        assert group.wait(LIMIT_S) == [1]
+        assert f"HocketError: Shard 0 at {running.addresses[0]}: {sentence}" in group.said(), sentence
+    status = running.status()
+    assert {"model": 1, "strategy": 1, "seed": 1, "worker": 1}.items() <= status["refused"].items()
+    assert status["here"] == [0, 1, 2]
+    assert running.reaches(status["progress"] + 5), "nobody else is disturbed"
+
+
+def test_a_taken_port_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        group = nursery.start("process.served:shard", 1, tmp_path, arguments=["--bind", bind])
+        assert group.wait(LIMIT_S) == [2]
+    assert f"The port of {bind} is taken" in group.said()
+
+
+def test_snapshots_need_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HocketError, match="choose another"):
+        Snapshots(tmp_path / "file" / "snapshots", 0)
+
+
+# --- the command -------------------------------------------------------------------------------------------------------------
+
+
+COMMAND = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch", "32", "--lr", "0.1"]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, *arguments], env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def offspring(process: subprocess.Popen[str], module: str) -> list[psutil.Process]:
+    """Its children that run a module, oldest first."""
+    found = []
+    for child in psutil.Process(process.pid).children():
+        try:
+            if module in child.cmdline():
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return sorted(found, key=lambda c: c.create_time())
+
+
+def nobody_is_left(family: list[psutil.Process]) -> bool:
+    return eventually(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 15)
+
+
+def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["--strategy", "async + server(shards=2)", "--workers", "2", "--epochs", "6", "--slowdown", "15,30"]
+    run = start(*arguments, "--snapshot", "0.5", "--replace", "--out", str(out))
+    try:
+        assert eventually(lambda: (out / "metrics.jsonl").exists(), LIMIT_S)
+        offspring(run, "hocket.cli.crew_worker")[0].kill()
+        offspring(run, "hocket.server.host")[1].kill()
+        said, errors = run.communicate(timeout=90)
+    finally:
+        run.kill()
+    assert run.returncode == 0, errors
+    assert "worker 0 was ended by SIGKILL; another takes its place." in errors
+    assert "shard 1 died and is back from its snapshot." in errors
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [m["epoch"] for m in metrics] == [1, 2, 3, 4, 5, 6]
+    assert metrics[-1]["accuracy"] > 0.85
+    assert all(m["seconds"] == pytest.approx(m["compute_s"] + m["wait_s"] + m["transfer_s"]) for m in metrics)
+    assert all(m["staleness"] and m["bytes_sent"] > 0 and m["loss"] > 0 for m in metrics)
+    assert sum(m["lost"] for m in metrics) >= 1
+    assert json.loads((out / "run.json").read_text())["cluster"]["backend"] == "zeromq"
+    assert sorted(p.name for p in out.iterdir()) == ["metrics.jsonl", "run.json"]
+    assert "2 workers and 2 shards" in said
+
+
+def test_an_interruption_leaves_nobody_and_a_dead_crew_neither() -> None:
+    arguments = ["--strategy", "async + server(optimizer=adagrad)", "--workers", "1", "--epochs", "100000"]
+    runs = [start(*arguments) for _ in range(2)]
+    families = []
+    try:
+        for run in runs:
+            assert eventually(
+                lambda run=run: len(offspring(run, "hocket.server.host") + offspring(run, "hocket.cli.crew_worker")) == 2, LIMIT_S
+            )
+            families.append(psutil.Process(run.pid).children(recursive=True))
+        time.sleep(4.0)  # they train, or are about to
+        os.killpg(runs[0].pid, signal.SIGINT)  # as a terminal does
+        runs[1].kill()
+        _, errors = runs[0].communicate(timeout=30)
+        assert runs[0].returncode == 130, errors
+        assert errors.rstrip().endswith("hocket: interrupted."), errors
+        assert nobody_is_left([p for family in families for p in family])
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+
+
+REFUSED = {
+    "--strategy 'stale(4) + allreduce'": "virtual workers only",
+    "--strategy 'async + gossip'": "virtual workers only",
+    "--strategy 'async + server(shards=5000)'": "at most as many shards",
+    "--strategy 'async + server' --resume --out somewhere": "cannot run with --resume",
+    "--strategy 'async + server' --processes 1": "cannot run with --processes 1",
+    "--strategy 'async + server' --patience 0": "seconds are above 0",
+    "--strategy 'async + server' --keys nowhere": "There are no keys at nowhere",
+    "--strategy 'async + server' --slowdown 0.5": "at least 1",
+    "--strategy bulk --slowdown 0.5": "at least 1",
+    "--strategy 'async + server' --optimizer adafactor": "looks at whole tensors",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_real_processes_cannot_do_is_said_before_any_is_started(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    given = ["train", "--model", "process.served:small", "--workers", "2", *shlex.split(arguments)]
+    ended = CliRunner().invoke(app, given)
+    assert isinstance(ended.exception, HocketError), ended.exception
+    assert REFUSED[arguments] in str(ended.exception)

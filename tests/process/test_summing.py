@@ -1,0 +1,53 @@
+"""Means summed on spare processes and on the workers' own equal those of virtual workers, and leave nobody behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hocket.cluster.message import ring_bytes, summed_bytes
+from hocket.server.summing import shares
+from process.equality import WORKERS
+from process.launch import Nursery
+from process.summing import CASES, virtual
+
+
+@pytest.mark.process
+@pytest.mark.timeout(200)
+def test_servers_that_sum_equal_virtual_workers_bit_for_bit(nursery: Nursery, tmp_path: Path) -> None:
+    group = nursery.start("process.summing:real", WORKERS, tmp_path)
+    assert group.wait(150, together=True) == [0] * WORKERS, group.said()
+    results, expected = group.results(), virtual()
+    for case in CASES:
+        for part in ("weights", "mean", "sent"):
+            found = torch.cat([r[case.name][part] for r in results])
+            assert torch.equal(found, expected[case.name][part]), (case.name, part)
+    assert all(float(r["large"]["right"]) == 1 for r in results)
+
+
+@given(st.integers(0, 10_000), st.integers(2, 12), st.data())
+def test_shares_cover_all_values_and_load_all_links_equally(size: int, workers: int, data: st.DataObject) -> None:
+    servers = data.draw(st.integers(0, workers))
+    parts = shares(size, workers, servers)
+    assert [i for part in parts for i in part] == list(range(size))
+    own, spare = [len(p) for p in parts[:workers]], [len(p) for p in parts[workers:]]
+    for worker, share in enumerate(own):  # what it pushes to others, and what it answers to others
+        load = (size - share) + (workers - 1) * own[worker]
+        assert load == pytest.approx(2 * workers * (workers - 1) * size / _d(workers, servers), abs=2 * workers)
+    for share in spare:
+        assert workers * share == pytest.approx(2 * workers * (workers - 1) * size / _d(workers, servers), abs=2 * workers)
+
+
+def _d(workers: int, servers: int) -> int:
+    return workers**2 + servers * workers - 2 * servers
+
+
+@pytest.mark.parametrize("servers, gain", [(0, 1.0), (2, 1.25), (4, 1.5)])
+def test_four_workers_gain_what_theory_says(servers: int, gain: float) -> None:
+    own, theirs = summed_bytes(10**8, 4, servers)
+    assert ring_bytes(10**8, 4) / own == pytest.approx(gain, rel=1e-3)
+    assert theirs == pytest.approx(own, rel=1e-3)

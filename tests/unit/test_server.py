@@ -1,0 +1,473 @@
+"""Laws of the shards, without sockets: who waits for whom, what counts once, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hocket.cluster.layout import Layout, layout_of
+from hocket.messages import Envelope, Kind
+from hocket.server.account import Account, entry_of
+from hocket.server.host import Host
+from hocket.server.members import Dealer
+from hocket.server.outbox import Outbox
+from hocket.server.recipe import Recipe
+from hocket.server.shard import Shard
+from hocket.server.slices import Slices
+from hocket.server.snapshots import Snapshots
+from hocket.server.wire import OBSERVER, as_messages, as_tensors, gradients_of, slices_of, terms_of
+from hocket.strategy import Strategy
+from hocket.sync import SSP, Async, Bulk, Sync
+
+SGD = Recipe("sgd", ({"lr": 0.1, "momentum": 0.9},))
+RATES = [0.1]
+
+
+def shard(sync: Sync, workers: int) -> Shard:
+    return Shard([torch.linspace(-1, 1, 7), torch.ones(3)], [0, 0], SGD, sync, range(workers))
+
+
+def gradient(worker: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    return [torch.randn(7, generator=generator), torch.randn(3, generator=generator)]
+
+
+def weights(of: Shard) -> Tensor:
+    return torch.cat([w.clone() for w in of.weights])
+
+
+# --- pushes ------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=25))
+def test_a_push_that_comes_again_is_not_taken_again(repeats: list[tuple[int, int]]) -> None:
+    once, often = shard(Async(), 3), shard(Async(), 3)
+    for step in (1, 2, 3):
+        for worker in range(3):
+            assert once.push(worker, step, gradient(worker, step), RATES)
+            assert often.push(worker, step, gradient(worker, step), RATES)
+            for w, s in repeats:
+                if s <= often.done[w]:
+                    assert not often.push(w, s, gradient(w, s), RATES)
+    assert torch.equal(weights(once), weights(often))
+    assert once.ages == often.ages
+
+
+@given(st.permutations(range(4)), st.integers(1, 5))
+def test_a_round_is_one_step_with_the_mean_in_worker_order(order: list[int], rounds: int) -> None:
+    server = shard(Bulk(), 4)
+    parameters = [nn.Parameter(w.clone()) for w in server.weights]
+    plain = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+    for step in range(1, rounds + 1):
+        for k, worker in enumerate(order):
+            assert not server.ready(worker, step)
+            server.push(worker, step, gradient(worker, step), RATES)
+            assert server.ready(worker, step) == (k == 3)
+        for b, p in enumerate(parameters):
+            total = gradient(0, step)[b].clone()
+            for worker in (1, 2, 3):
+                total += gradient(worker, step)[b]
+            p.grad = total / 4
+        plain.step()
+    assert torch.equal(weights(server), torch.cat([p.data for p in parameters]))
+    assert server.version == rounds
+
+
+@given(st.integers(0, 4), st.randoms(use_true_random=False))
+def test_nobody_is_further_ahead_than_the_lead(lead: int, random: Any) -> None:
+    server, steps, waits = shard(SSP(lead), 3), [0, 0, 0], [False] * 3
+    for _ in range(120):
+        worker = random.randrange(3)
+        if waits[worker] and not server.ready(worker, steps[worker]):
+            continue
+        server.give(worker)
+        steps[worker] += 1
+        server.push(worker, steps[worker], gradient(worker, steps[worker]), RATES)
+        waits[worker] = True
+        assert max(steps) - min(steps) <= lead + 1
+    assert any(server.ready(w, steps[w]) for w in range(3)), "somebody can always go on"
+
+
+@pytest.mark.parametrize("sync", [Bulk(), SSP(0), SSP(2)])
+def test_who_leaves_is_not_waited_for(sync: Sync) -> None:
+    server = shard(sync, 3)
+    for step in range(1, 4):
+        for worker in (0, 1):
+            server.push(worker, step, gradient(worker, step), RATES)
+        if server.together:
+            break
+    assert not server.ready(0, server.done[0])
+    assert not server.leave(2)
+    assert server.ready(0, server.done[0])
+    assert server.join(2) == server.done[0], "who comes back goes on with the others"
+    assert server.ready(2, server.done[2])
+
+
+def test_a_push_that_the_others_had_not_come_to_is_lost_with_its_worker() -> None:
+    server, alone = shard(Bulk(), 2), shard(Bulk(), 1)
+    server.push(1, 1, gradient(1, 1), RATES)
+    assert server.leave(1)
+    server.push(0, 1, gradient(0, 1), RATES)
+    alone.push(0, 1, gradient(0, 1), RATES)
+    assert torch.equal(weights(server), weights(alone))
+
+
+def test_a_newcomer_that_stands_a_step_ahead_holds_nobody_up() -> None:
+    server = shard(Bulk(), 3)
+    server.leave(2)
+    for worker in (0, 1):
+        server.push(worker, 1, gradient(worker, 1), RATES)
+    server.join(2, 2)  # other shards were a step further when it came
+    server.push(0, 2, gradient(0, 2), RATES)
+    server.push(1, 2, gradient(1, 2), RATES)
+    assert server.ready(0, 2)
+    assert server.version == 2
+    server.push(2, 3, gradient(2, 3), RATES)
+    server.push(0, 3, gradient(0, 3), RATES)
+    assert not server.ready(2, 3)
+    server.push(1, 3, gradient(1, 3), RATES)
+    assert server.ready(2, 3)
+    assert server.version == 3
+
+
+def test_a_push_from_before_a_restart_is_dropped_when_its_worker_has_gone_on() -> None:
+    server = shard(Bulk(), 2)
+    server.push(0, 1, gradient(0, 1), RATES)
+    for worker in (0, 1):
+        server.join(worker, 9)  # so far have they come meanwhile
+    assert server.version == 0
+    server.push(0, 10, gradient(0, 10), RATES)
+    server.push(1, 10, gradient(1, 10), RATES)
+    assert server.version == 1
+
+
+@pytest.mark.parametrize("sync", [Bulk(), SSP(2), Async("adaptive")])
+def test_a_shard_goes_on_from_its_state_as_if_it_had_never_stopped(sync: Sync, tmp_path: Path) -> None:
+    whole = shard(sync, 2)
+
+    def go(of: Shard, steps: range) -> None:
+        for step in steps:
+            for worker in (0, 1):
+                of.push(worker, step, gradient(worker, step), RATES)
+                of.give(worker)
+
+    go(whole, range(1, 4))
+    whole.push(0, 4, gradient(0, 4), RATES)
+    Snapshots(tmp_path, 0).save({"shard": whole.state_dict()})
+    saved = Snapshots(tmp_path, 0).load()
+    assert saved is not None
+    again = shard(sync, 2)
+    again.load_state_dict(saved["shard"])
+    for of in (whole, again):
+        of.push(1, 4, gradient(1, 4), RATES)
+        go(of, range(5, 8))
+    assert torch.equal(weights(whole), weights(again))
+    assert whole.ages == again.ages
+
+
+# --- mini-batches ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 30), st.lists(st.tuples(st.sampled_from("dpg"), st.integers(0, 2), st.integers(1, 4)), max_size=60))
+def test_every_mini_batch_is_done_once_or_held_or_there_to_be_dealt(total: int, moves: list[tuple[str, int, int]]) -> None:
+    dealer = Dealer(total)
+    held: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    done: list[int] = []
+    for move, worker, count in moves:
+        if move == "d":
+            held[worker] += dealer.deal(worker, count)
+        elif move == "p":
+            own, held[worker] = held[worker][:count], held[worker][count:]
+            assert dealer.done(worker, own) == len(own)
+            assert dealer.done(worker, own) == 0, "once"
+            done += own
+        else:
+            assert dealer.gone(worker) == len(held[worker])
+            held[worker] = []
+    rest = dealer.deal(0, total + 1)
+    assert sorted([*done, *rest, *(n for numbers in held.values() for n in numbers)]) == list(range(total))
+    assert dealer.counted == len(done)
+    assert dealer.empty
+
+
+# --- what travels ------------------------------------------------------------------------------------------------------------
+
+
+def layout() -> Layout:
+    return layout_of(nn.Linear(9, 5).named_parameters())
+
+
+@pytest.mark.parametrize("code", ["none", "topk(0.2)", "topk(0.2) | qsgd(4)", "qsgd(4)", "sign", "threshold(0.5)", "cast(bf16)"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_push_arrives_as_the_code_says(code: str, shards: int) -> None:
+    strategy = Strategy.parse(f"async + server({shards})" + (f" + {code}" if code != "none" else ""))
+    slices = Slices.of(strategy, layout())
+    flat = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    outbox = Outbox(strategy, slices, 1, 4, seed=3)
+    found = torch.zeros(50)
+    for s, messages in enumerate(outbox.encode(7, [flat])):
+        shapes, tensors = as_tensors(messages)
+        like = [torch.zeros(n) for n in slices.widths(s)]
+        parts = gradients_of(strategy, as_messages(shapes, tensors), like, 7, 1, 4, 3)
+        slices.put(0, s, parts[0], found)
+    rest = outbox.errors[0]
+    if code == "none":
+        assert torch.equal(found, flat)
+    elif rest is not None:
+        assert torch.allclose(found + rest, flat, atol=1e-6)
+    else:
+        assert (found - flat).norm() < 1.5 * flat.norm()
+
+
+# --- a host ------------------------------------------------------------------------------------------------------------------
+
+
+class Ears:
+    """A listener without a socket: what it is to send is kept."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, Envelope]] = []
+        self.refused: Counter[str] = Counter()
+
+    def send(self, peer: bytes, envelope: Envelope) -> bool:
+        self.sent.append((peer, envelope))
+        return True
+
+    @property
+    def last(self) -> Envelope:
+        return self.sent[-1][1]
+
+
+def hello(worker: int, text: str = "ssp(2) + server", world: int = 2, brings: bool = True, **changes: Any) -> Envelope:
+    strategy = Strategy.parse(text)
+    note: dict[str, Any] = {"terms": terms_of(strategy, layout(), 0, world) | changes, "pushed": 0}
+    note |= {"recipe": SGD.describe(), "groups": [0], "total": None, "per_epoch": None}
+    tensors = slices_of(Slices.of(strategy, layout()), 0, [torch.ones(1, 50)]) if brings else ()
+    return Envelope(Kind.HELLO, worker, note=note, tensors=tensors)
+
+
+def push(worker: int, step: int, number: int = 1, **changes: Any) -> Envelope:
+    note = {"parts": [[1, 0]], "rates": [0.1], "fetch": True, "seen": 0} | changes.pop("note", {})
+    given: dict[str, Any] = {"sender": worker, "step": step, "number": number, "note": note, "tensors": (torch.ones(50),)}
+    return Envelope(Kind.PUSH, **(given | changes))
+
+
+def host(text: str = "ssp(2) + server", world: int = 2, **options: Any) -> tuple[Host, Ears]:
+    ears = Ears()
+    made = Host(ears, 0, **options)  # type: ignore[arg-type]
+    for worker in range(world):
+        made.handle(b"w%d" % worker, hello(worker, text, world))
+        assert ears.last.kind == Kind.WELCOME
+    return made, ears
+
+
+@pytest.mark.parametrize(
+    "changes, word, sentence",
+    [
+        ({"hocket": "0.0.1"}, "hocket", "The job has hocket"),
+        ({"strategy": "async + server(1)"}, "strategy", "The job has strategy"),
+        ({"model": "another"}, "model", "other parameters"),
+        ({"seed": 5}, "seed", "seed"),
+        ({"world": 3}, "world", "world"),
+    ],
+)
+def test_who_has_other_terms_is_told_so(changes: dict[str, Any], word: str, sentence: str) -> None:
+    made, ears = host()
+    made.handle(b"wx", hello(1, brings=False, **changes))
+    assert ears.last.kind == Kind.REFUSAL
+    assert sentence in ears.last.note["sentence"]
+    assert made.refused == {word: 1}
+
+
+WRONG = {
+    "another shape": push(0, 1, tensors=(torch.ones(49),)),
+    "another dtype": push(0, 1, tensors=(torch.ones(50, dtype=torch.int64),)),
+    "a tensor too many": push(0, 1, tensors=(torch.ones(50), torch.ones(50))),
+    "no tensor": push(0, 1, tensors=()),
+    "a bucket too many": push(0, 1, note={"parts": [[1, 0], [1, 0]]}, tensors=(torch.ones(50), torch.ones(50))),
+    "no parts": push(0, 1, note={"parts": 7}),
+    "no rates": push(0, 1, note={"rates": []}),
+    "rates that are no numbers": push(0, 1, note={"rates": ["a"]}),
+    "a step too far": push(0, 2),
+    "step zero": push(0, 0),
+    "a negative step": push(0, -3),
+    "an unknown worker": push(2, 1),
+    "a negative worker": push(-5, 1),
+    "another's name": push(1, 1),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_refused_and_counted_and_touches_nothing(what: str) -> None:
+    made, ears = host()
+    assert made.shard is not None
+    before = weights(made.shard)
+    made.handle(b"w0", WRONG[what])
+    assert ears.last.kind == Kind.REFUSAL
+    assert made.refused.total() == 1
+    assert torch.equal(weights(made.shard), before)
+    assert made.shard.version == 0
+    made.handle(b"w0", push(0, 1))
+    assert ears.last.kind == Kind.REPLY
+    assert made.shard.version == 1
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["parts", "rates", "seen", "fetch", "want", "hands", "ledger", "buffers", "final", "terms", "pushed"]),
+        st.recursive(st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3), st.lists, max_leaves=4),
+    ),
+    st.sampled_from(list(Kind)),
+    st.integers(-3, 3),
+    st.integers(-2, 4),
+    st.lists(st.integers(0, 60), max_size=3),
+)
+def test_no_message_brings_a_shard_down(note: dict[str, Any], kind: Kind, worker: int, step: int, sizes: list[int]) -> None:
+    made, ears = host("async + server + topk(0.1)")
+    made.handle(b"w0", Envelope(kind, worker, 0, step, 1, note, tuple(torch.ones(n) for n in sizes)))
+    made.care()
+    made.handle(b"w1", hello(1, "async + server + topk(0.1)", brings=False))
+    assert ears.last.kind == Kind.WELCOME
+
+
+def test_a_fetch_is_held_back_until_it_may_be_answered_and_waiting_is_told() -> None:
+    made, ears = host("bulk + server")
+    made.handle(b"w0", push(0, 1, number=5))
+    assert ears.last.kind == Kind.WELCOME, "nothing yet"
+    made.members[0].request.told -= 2  # type: ignore[union-attr]
+    made.care()
+    assert (ears.last.kind, ears.last.number) == (Kind.WAIT, 5)
+    made.handle(b"w1", push(1, 1, number=8))
+    replies = {peer: e for peer, e in ears.sent if e.kind == Kind.REPLY}
+    assert {peer: e.number for peer, e in replies.items()} == {b"w0": 5, b"w1": 8}
+    assert made.shard is not None
+    given = replies[b"w0"].tensors[0]
+    kept = given.clone()
+    for worker in (0, 1):
+        made.handle(b"w%d" % worker, push(worker, 2, number=9))
+    assert torch.equal(given, kept), "what was sent is a copy"
+    assert not torch.equal(weights(made.shard), kept)
+
+
+@pytest.mark.parametrize("text", ["bulk + server", "ssp(1) + server"])
+def test_the_silent_are_not_waited_for_and_may_return(text: str) -> None:
+    made, ears = host(text, patience_s=1.0)
+    for step in (1, 2, 3):
+        made.handle(b"w0", push(0, step, number=step))
+        if made.members[0].request is not None:
+            break
+    assert made.shard is not None
+    reached = made.shard.done[0]
+    assert (made.members[0].request is not None, reached) == (True, step)
+    made.members[1].seen -= 2
+    made.care()
+    assert (ears.last.kind, ears.last.number) == (Kind.REPLY, step)
+    assert 1 not in made.shard.done
+    made.handle(b"w1", push(1, 1, number=4))
+    assert made.shard.done[1] == reached, "it goes on with the slowest"
+    assert (ears.last.kind, ears.last.step) == (Kind.REPLY, reached)
+
+
+def test_who_comes_late_but_is_waited_for_misses_nothing() -> None:
+    made, ears = host("bulk + server", world=3)
+    for worker in (0, 1):
+        made.handle(b"w%d" % worker, push(worker, 1))
+    made.handle(b"w2", hello(2, "bulk + server", 3, brings=False))
+    assert (ears.last.kind, ears.last.step) == (Kind.WELCOME, 0)
+    made.handle(b"w2", push(2, 1))
+    assert made.shard is not None
+    assert made.shard.ages == {0: 3}
+
+
+def test_a_number_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None:
+    made, ears = host()
+    made.handle(b"wx", hello(1, brings=False))
+    assert ears.last.note["reason"] == "taken"
+    message = hello(1, brings=False)
+    made.handle(b"wx", Envelope(Kind.HELLO, 1, note={**message.note, "replaces": True}))
+    assert ears.last.kind == Kind.WELCOME
+    made.handle(b"w1", push(1, 1))
+    assert ears.last.note["reason"] == "replaced"
+
+
+def test_a_restarted_shard_is_as_far_as_its_snapshot_and_counts_what_was_lost(tmp_path: Path) -> None:
+    made, _ = host("async + server", snapshots=Snapshots(tmp_path, 0))
+    for step in (1, 2, 3):
+        made.handle(b"w0", push(0, step))
+    made._save()
+    for step in (4, 5):
+        made.handle(b"w0", push(0, step))
+    assert made.shard is not None
+    again, ears = Host(Ears(), 0, snapshots=Snapshots(tmp_path, 0)), Ears()  # type: ignore[arg-type]
+    again.listener = ears  # type: ignore[assignment]
+    assert again.shard is not None
+    assert again.shard.version == 3
+    again.handle(b"w0", push(0, 6))
+    assert ears.last.note["reason"] == "hello"
+    message = hello(0, "async + server", brings=False)
+    again.handle(b"w0", Envelope(Kind.HELLO, 0, note={**message.note, "pushed": 5}))
+    assert (ears.last.kind, ears.last.step) == (Kind.WELCOME, 5)
+    assert again.lost == 2
+    again.handle(b"w0", push(0, 6))
+    assert again.shard.version == 4
+
+
+def test_a_damaged_snapshot_gives_way_to_the_one_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = Snapshots(tmp_path, 1)
+    for k in range(5):
+        kept.save({"k": k})
+    newest, before = sorted(tmp_path.iterdir(), reverse=True)
+    newest.write_bytes(newest.read_bytes()[:-30])
+    assert kept.load() == {"k": 3}
+    assert newest.name in capsys.readouterr().err
+    before.write_bytes(b"")
+    assert kept.load() is None
+
+
+def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
+    ears = Ears()
+    made = Host(ears, 0)  # type: ignore[arg-type]
+    for worker in (0, 1):
+        message = hello(worker, "bulk + server")
+        made.handle(
+            b"w%d" % worker,
+            Envelope(Kind.HELLO, worker, note={**message.note, "total": 6, "per_epoch": 4}, tensors=message.tensors),
+        )
+    made.handle(b"o", Envelope(Kind.FETCH, OBSERVER, number=77, note={"epoch": 1, "within_s": 1e6}))
+    truths = []
+    for step in (1, 2, 3):
+        for worker in (0, 1):
+            made.handle(b"w%d" % worker, push(worker, step, number=step))
+        assert made.shard is not None
+        truths.append(weights(made.shard))
+    shown = [e for peer, e in ears.sent if peer == b"o"]
+    assert [e.number for e in shown] == [77]
+    assert torch.equal(shown[0].tensors[0], truths[1])
+    assert shown[0].note["figures"]["progress"] == 4
+    made.handle(b"o", Envelope(Kind.FETCH, OBSERVER, number=78, note={"epoch": 2, "within_s": 1e6}))
+    assert torch.equal(ears.last.tensors[0], truths[2])
+
+
+# --- accounts ----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9), st.floats(0, 9)), max_size=9))
+def test_standing_still_is_waiting_or_transfer(spans: list[tuple[float, float, float]]) -> None:
+    account = Account()
+    for blocked, held, hidden in spans:
+        account.stood(blocked, held, hidden)
+    assert math.isclose(account.wait_s + account.transfer_s, sum(blocked for blocked, _, _ in spans), abs_tol=1e-9)
+
+
+def test_a_replacement_starts_its_account_anew() -> None:
+    old = {"0": {"seconds": 10.0, "bytes_sent": 100, "loss": 9.0, "losses": 3}}
+    entry, loss = entry_of({"0": {"seconds": 2.0, "bytes_sent": 30, "loss": 1.0, "losses": 1}}, old)
+    assert (entry.seconds, entry.bytes_sent, loss) == (2.0, 30, 1.0)
