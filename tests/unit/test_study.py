@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from hocket import compression, topology
+from hocket import compression, sync, topology
 from hocket.cli import demo, display
 from hocket.cli import main as cli
 from hocket.cli import study as cli_study
@@ -154,10 +154,12 @@ def test_axes_varies_one_axis_at_a_time_and_leaves_out_no_method() -> None:
     found = [Strategy.parse(e.strategy) for e in preset("axes").entries(16, 1000)]
     assert found[0] == base
     for strategy in found[1:]:
-        assert sum(getattr(strategy, axis) != getattr(base, axis) for axis in ("sync", "topology", "compression")) == 1, strategy
+        apart = [axis for axis in ("sync", "topology", "compression") if getattr(strategy, axis) != getattr(base, axis)]
+        assert len(apart) == 1 or (strategy.sync.free and apart == ["sync", "topology"]), strategy
     methods = {type(s.compression) for s in found}
     assert {*compression.METHODS.values(), compression.Chain} <= methods
     assert {type(s.topology) for s in found} == set(topology.METHODS.values())
+    assert {type(s.sync) for s in found} == set(sync.METHODS.values())
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -18,6 +18,7 @@ from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.study.presets import Entry, Preset
 from hocket.sync import Local, PostLocal
+from hocket.train.free.training import DEFAULT_CLUSTER
 from hocket.train.run import Settings
 
 FIELDS = tuple(f.name for f in fields(Settings))
@@ -110,7 +111,7 @@ def of_preset(preset: Preset) -> Outline:
 
 def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
     """All runs of an outline; two equal ones are refused."""
-    common = outline.common()
+    common = _with_clock(outline, data_set)
     runs: list[Planned] = []
     seen: dict[str, Entry] = {}
     idle: dict[str, bool] = {}
@@ -132,6 +133,16 @@ def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
         raise HocketError("The study has no runs; give it strategies.")
     notes = [*_notes(runs), *(f"{name} was left out: its workers or seeds are none of the study's." for name in idle if idle[name])]
     return Study(outline.title, settle(runs), outline.preset, tuple(notes), outline.within)
+
+
+def _with_clock(outline: Outline, data_set: Callable[[str], DataSet]) -> Settings:
+    """The common settings; where some virtual workers need a clock, because they do not go in step, all have the same."""
+    common = outline.common()
+    if not common.virtual or common.cluster is not None:
+        return common
+    size = replace(common, workers=outline.workers[0])
+    entries = outline.entries(size.workers, steps_of(size, data_set(size.data)))
+    return replace(common, cluster=DEFAULT_CLUSTER) if any(Strategy.parse(e.strategy).free for e in entries) else common
 
 
 def steps_of(settings: Settings, data: DataSet) -> int:

@@ -93,7 +93,10 @@ def _axes(workers: int, steps: int) -> list[Entry]:
         *("cast(fp16)", "cast(bf16)", "cast(fp8)", "qsgd(4)", "qsgd(8)", "ternary", "sign", "natural"),
         *("threshold(keep=0.05)", "topk(0.01)", "randomk(0.05)", "lowrank(2)", "topk(0.05) | qsgd(4)"),
     ]
-    strategies = [*sync, *(f"bulk + {t}" for t in topology), *(f"bulk + allreduce + {c}" for c in compression)]
+    topology += ["server(2)", f"server({max(1, workers // 2)}, role=sum)"]
+    # Who does not wait needs somebody else to talk to than everybody at once: these differ in two axes.
+    free = ["stale(4) + allreduce", "async + server(2)", "ssp(4) + server(2)", "downpour(4, 4) + server(2)", "async + gossip"]
+    strategies = [*sync, *free, *(f"bulk + {t}" for t in topology), *(f"bulk + allreduce + {c}" for c in compression)]
     return [Entry("bulk + allreduce"), *(Entry(s) for s in strategies), _dgc(0.01, steps // 10)]
 
 
