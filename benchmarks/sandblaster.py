@@ -3,9 +3,9 @@
     python benchmarks/sandblaster.py [--workers 8] [--slow 10] [--step 1.0] [--model cnn] [--shards 2] [--iterations 5] [--seeds 3]
 
 Virtual workers on the embedded digits, all alike but the last one, which is `--slow` times slower; links of 1 Gbit/s and 0.1 ms,
-5 % jitter. `--step` is the seconds that a worker without slowdown takes for its equal share of the batch. The ideal is all work divided
-by all workers' speed, messages free. A figure is seconds of a whole run (L-BFGS's own orders included) divided by its evaluations,
-median over seeds. Bytes through the coordinator are relative to those that move parameters and gradients.
+5 % jitter. `--step` is the seconds that a worker without slowdown takes for its equal share of the batch. The ideal is all work
+divided by all workers' speed, messages free. A figure is the seconds of a whole run (L-BFGS's own orders included) divided by
+its evaluations, median over seeds. Bytes through the coordinator are relative to those that move parameters and gradients.
 """
 
 from __future__ import annotations

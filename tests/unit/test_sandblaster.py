@@ -468,8 +468,9 @@ def test_the_tree_holds_few_slices() -> None:
         ({"model": nn.Sequential(nn.Linear(6, 2), nn.Dropout(0.5))}, "Dropout draws new random numbers"),
         (
             {"model": nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 2).double())},
-            "of one type on one device; got float32 on cpu, float64",
+            "got float32 on cpu, float64 on cpu",
         ),
+        ({"model": nn.Linear(6, 2).bfloat16()}, "got bfloat16 on cpu"),
         ({"model": nn.Flatten()}, "the model has none"),
         ({"model": lambda: 3}, "must return an nn.Module"),
         ({"workers": 0}, "workers=0 must be a whole number"),
@@ -501,7 +502,7 @@ def test_frozen_batch_statistics_are_fine() -> None:
         return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)).eval()
 
     run = Sandblaster(model, loss, (x, y), max_iter=5).run()
-    assert run.loss < run.metrics[0]["loss"] / 2
+    assert run.loss < 0.9 * run.metrics[0]["loss"]
 
 
 def test_a_shard_refuses_orders_that_it_does_not_know() -> None:

@@ -7,6 +7,7 @@ file whole or not at all. A later call with the same folder goes on there too.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -51,6 +52,7 @@ class Plan:
     job: bytes
     folder: Path
     settings: Settings
+    digest: str
     values: int
     portions: int
     shards: int
@@ -60,7 +62,7 @@ class Plan:
 
     def facts(self) -> dict[str, Any]:
         """What must be the same to go on from what lies in the folder."""
-        same = {name: getattr(self, name) for name in ("values", "portions", "shards", "exact")}
+        same = {name: getattr(self, name) for name in ("values", "portions", "shards", "exact", "digest")}
         return {**asdict(self.settings), **same}
 
 
@@ -118,6 +120,7 @@ def launch(
             secrets.token_bytes(JOB_BYTES),
             where,
             job.settings,
+            _digest(point, *job.train),
             len(point),
             len(job.portions),
             job.shards,
@@ -272,6 +275,14 @@ def _write(file: Path, content: dict[str, Any]) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     beside.replace(file)
+
+
+def _digest(*tensors: Tensor) -> str:
+    """Of the weights to begin with and of the batch."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _pickled(job: Sandblaster) -> bytes:

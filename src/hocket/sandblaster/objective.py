@@ -93,8 +93,8 @@ def check(model: nn.Module) -> None:
             "remove dropout or put the model into eval mode."
         )
     kinds = sorted({f"{str(p.dtype).removeprefix('torch.')} on {p.device}" for p in model.parameters() if p.requires_grad})
-    if len(kinds) != 1:
+    if len(kinds) != 1 or not kinds[0].startswith(("float32", "float64")):
         raise HocketError(
-            "Sandblaster needs trainable parameters of one type on one device; "
+            "Sandblaster needs trainable parameters of one type, float32 or float64, on one device; "
             + (f"got {', '.join(kinds)}: convert the model with .to(…)." if kinds else "the model has none.")
         )

@@ -173,7 +173,7 @@ class WorkerProcess:
             self.total = judged if self.total is None else self.total + judged
         if note["bundle"] is not None and self.total is not None:
             for part, link in zip(self.cuts, self.shards, strict=True):
-                slice_ = self.total[part].contiguous()
+                slice_ = self.total[part].cpu().contiguous()
                 link.send(Envelope(Kind.PUSH, self.ticket, step=self.evaluation, number=note["bundle"], tensors=(slice_,)), SEND_S)
             self.total = None
         if note["portion"] is not None:

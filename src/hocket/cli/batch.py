@@ -1,0 +1,118 @@
+"""``hocket train --optimizer sandblaster``: distributed L-BFGS on the whole batch, on real processes or on virtual workers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from hocket.data import load
+from hocket.errors import HocketError
+from hocket.models import build, loss_for
+from hocket.sandblaster import Sandblaster
+from hocket.strategy import Strategy
+from hocket.topology import Server
+from hocket.train.free.training import DEFAULT_CLUSTER
+from hocket.train.record import Record, versions
+from hocket.train.run import Settings
+
+NAME = "sandblaster"
+_SHARDS = 2
+_EVALUATIONS = 10
+"""The most evaluations of the batch per iteration, on average; a line search needs one or two."""
+
+
+def train_on_batches(settings: Settings, data_dir: Path | None, out: Path | None) -> None:
+    """Train; ``--epochs`` are iterations, ``--strategy "server(shards=n)"`` says how many shards."""
+    strategy = Strategy.parse(settings.strategy)
+    server = strategy.topology
+    if strategy not in (Strategy(), Strategy(topology=server)) or not (strategy == Strategy() or isinstance(server, Server)):
+        raise HocketError(
+            f"--strategy '{strategy}': sandblaster has its own way of exchanging; leave it out, or say 'server(shards=n)'."
+        )
+    if settings.virtual:
+        settings = replace(settings, cluster=settings.cluster or DEFAULT_CLUSTER)
+    elif settings.slowdown is not None:
+        raise HocketError("--slowdown: sandblaster's real workers are not slowed; use --virtual, or leave it out.")
+    record = None if out is None else Record(out, 0)
+    data = load(settings.data, data_dir)
+    spec = settings.spec()
+    job = Sandblaster(
+        lambda: build(settings.model, data),
+        loss_for(data),
+        data,
+        workers=settings.workers,
+        shards=server.shards if isinstance(server, Server) else _SHARDS,
+        max_iter=settings.epochs,
+        max_eval=_EVALUATIONS * settings.epochs,
+        l2=settings.weight_decay,
+        lr=settings.lr,
+        exact=settings.exact,
+        seed=settings.seed,
+        cluster=DEFAULT_CLUSTER if spec is None else spec,
+    )
+    if record is not None:
+        given = {name: value for name, value in asdict(settings).items() if name != "cluster"}
+        kind = "virtual" if settings.virtual else "processes"
+        cluster = {"kind": kind, "workers": settings.workers, "device": "cpu", "shards": job.shards}
+        described = job.cluster.describe() if settings.virtual else None
+        record.write_run({**given, "strategy": NAME, "cluster": cluster, "spec": described, "versions": versions()})
+    metrics: list[dict[str, Any]] = []
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), transient=True, console=Console(stderr=True)) as progress:
+        task = progress.add_task("The first evaluation of the whole batch")
+
+        def watch(row: dict[str, Any]) -> None:
+            metrics.append(_metrics(row))
+            progress.update(task, description=f"iteration {row['iteration']}  loss {row['loss']:.5f}")
+            if record is not None:
+                record.write_metrics(metrics)
+
+        run = job.run(watch) if settings.virtual else job.launch()
+    metrics = [_metrics(row) for row in run.metrics]
+    if record is not None:
+        record.write_metrics(metrics)
+    _show(settings, job, metrics, run.ended, out)
+
+
+def _metrics(row: dict[str, Any]) -> dict[str, Any]:
+    """An iteration in the words of metrics.jsonl."""
+    return {
+        "epoch": row["iteration"],
+        "accuracy": row["accuracy"],
+        "loss": row["loss"],
+        "seconds": row["seconds"],
+        "compute_s": None,
+        "wait_s": None,
+        "transfer_s": None,
+        "transfer_hidden_s": None,
+        "bytes_sent": row["bytes_shards"] + row["bytes_coordinator"],
+        "exchanges": row["evaluations"],
+        **{name: row[name] for name in ("bytes_coordinator", "issued", "duplicated", "wasted", "lost")},
+    }
+
+
+def _show(settings: Settings, job: Sandblaster, metrics: list[dict[str, Any]], ended: str, out: Path | None) -> None:
+    kind = f"virtual workers, seconds predicted for {job.cluster.name}" if settings.virtual else "workers"
+    table = Table(title=f"Sandblaster L-BFGS: {settings.model} on {settings.data}, {job.shards} shards, {settings.workers} {kind}")
+    for column in ("iteration", "loss", "accuracy", "evals", "seconds", "MB", "central"):
+        table.add_column(column, justify="right")
+    for row in metrics:
+        accuracy = "–" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
+        share = row["bytes_coordinator"] / max(row["bytes_sent"], 1)
+        figures = (
+            f"{row['loss']:.5f}",
+            accuracy,
+            str(row["exchanges"]),
+            f"{row['seconds']:.2f}",
+            f"{row['bytes_sent'] / 1e6:,.1f}",
+        )
+        table.add_row(str(row["epoch"]), *figures, f"{share:.2%}")
+    console = Console()
+    console.print(table)
+    console.print(f"Ended: {ended}. evals: of the whole batch; central: the coordinator's share of all bytes sent.", style="dim")
+    if out is not None:
+        console.print(f"Records in {out}/run.json and {out}/metrics.jsonl")
