@@ -1,0 +1,45 @@
+"""``hocket train --optimizer sandblaster`` as a stranger runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from process.test_cli import hocket, metrics_of
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+SMALL = ["train", "--optimizer", "sandblaster", "--workers", "3", "--epochs", "3", "--weight-decay", "0.001", "--exact"]
+
+
+def test_real_and_virtual_workers_come_to_the_same(tmp_path: Path) -> None:
+    for name, where in (("real", []), ("virtual", ["--virtual", "--slowdown", "1,1,4"])):
+        done = hocket(*SMALL, *where, "--out", str(tmp_path / name))
+        assert done.returncode == 0, done.stderr
+        assert "Sandblaster L-BFGS" in done.stdout
+    real, virtual = (metrics_of(tmp_path / name) for name in ("real", "virtual"))
+    assert [m["loss"] for m in real] == [m["loss"] for m in virtual]
+    assert real[-1]["accuracy"] == virtual[-1]["accuracy"] > 0.7
+    assert all(m["bytes_coordinator"] < 0.01 * m["bytes_sent"] for m in (*real, *virtual))
+    assert json.loads((tmp_path / "virtual" / "run.json").read_text())["spec"]["slowdown"] == [1, 1, 4]
+
+
+MISTAKES = {
+    "a strategy": (["--strategy", "local(4)"], "server(shards=n)"),
+    "slow real workers": (["--slowdown", "1,1,4"], "--virtual"),
+    "resume": (["--resume", "--out", "x"], "--resume"),
+    "a model with dropout or batch statistics": (["--model", "resnet20", "--data", "digits"], ""),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_meet_one_sentence(name: str, tmp_path: Path) -> None:
+    arguments, word = MISTAKES[name]
+    done = hocket(*SMALL, *arguments, cwd=tmp_path)
+    assert done.returncode != 0
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().count("\n") == 0, done.stderr
+    assert not list(tmp_path.iterdir())
