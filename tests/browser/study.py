@@ -147,3 +147,24 @@ def one_facet(folder: Path, count: int) -> Path:
     runs = [{"strategy": "bulk + allreduce"}]
     runs += [{"strategy": f"local({1 + i}) + {'gossip' if i % 2 else 'allreduce'} + topk(0.{i % 9 + 1})"} for i in range(count - 1)]
     return write_study(folder, f"{count} strategies", runs)
+
+
+FREE = ("async", "ssp(4)", "downpour(4, 4) + server(2)", "async + server(2) + topk(0.05)", "async(compensation=rate)")
+
+
+def ages(strategy: str, seed: int, oldest: int, pushes: int = 300) -> dict[str, int]:
+    """Made-up ages of gradients: most young, a few as old as ``oldest``."""
+    draw = random.Random(f"{strategy} {seed} {oldest}")
+    found = sorted(min(oldest, int(draw.lognormvariate(math.log(3), 0.3 + 0.25 * math.log10(1 + oldest)))) for _ in range(pushes))
+    return {str(age): found.count(age) or 1 for age in dict.fromkeys([*found, oldest])}
+
+
+def free_runs(folder: Path, count: int = 5, oldest: int = 12, **settings: Any) -> Path:
+    """A baseline, and ``count`` strategies whose workers do not go in step."""
+    names = [FREE[i] if i < len(FREE) else f"ssp({4 + i}) + server({1 + i % 4})" for i in range(count)]
+    runs: list[dict[str, Any]] = [{"strategy": "bulk + allreduce", **settings}]
+    for name in names:
+        run = {"strategy": name, "workers": 4, "virtual": False, "data": "digits", "seed": 0, "epochs": 10, **settings}
+        lines = [{**line, "staleness": ages(name, line["epoch"], oldest), "lost": 0} for line in made_up(run)]
+        runs.append({"strategy": name, "lines": lines, **settings})
+    return write_study(folder, f"{count} strategies that do not wait", runs)

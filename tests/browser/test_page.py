@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from browser.study import hundred_runs, write_run
+from browser.study import free_runs, hundred_runs, write_run
 from hocket.report import build
 
 pytestmark = pytest.mark.browser
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.browser
 Visit = Callable[..., Any]
 SHOWN = "[...document.querySelectorAll('#table tbody tr')].filter(r => !r.hidden)"
 HOSTILE = "<script>alert('title')</script><img src=x onerror=alert(1)>"
-EVERY = ("ten", "hundred", "dense")
+EVERY = ("ten", "hundred", "dense", "free")
 
 
 def column(page: Any, name: str) -> list[str]:
@@ -189,7 +189,7 @@ def test_predicted_seconds_are_drawn_with_their_cluster(tmp_path: Path, visit: V
     for strategy, seconds in (("bulk + allreduce", 4.0), ("local(4)", 1.0)):
         part = {"seconds": seconds, "compute_s": seconds / 2, "wait_s": seconds / 4, "transfer_s": seconds / 4}
         lines = [{"epoch": e, "accuracy": 0.3 * e, "loss": 1.0, "bytes_sent": 1000, **part} for e in (1, 2)]
-        write_run(tmp_path / strategy, strategy, lines, epochs=2, virtual=True, spec={"name": "1gbit"})
+        write_run(tmp_path / strategy, strategy, lines, epochs=2, virtual=True, spec={"name": "1gbit"}, slowdown="1,1,1,1,4")
         write_run(tmp_path / f"real {strategy}", strategy, lines, epochs=2)
     page = visit(build([tmp_path], tmp_path, png=False).path)
     page.select_option("select[name=kind]", "virtual")
@@ -198,10 +198,67 @@ def test_predicted_seconds_are_drawn_with_their_cluster(tmp_path: Path, visit: V
         assert "seconds, predicted for 1gbit" in page.text_content(f"{figure} svg")
         assert page.locator(f"{figure} .mark").count() == 2
     assert "predicted for 1gbit" in page.inner_text(".facet:visible")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_selector("#bars svg[viewBox^='0 0 358 ']")
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= 390 for box in boxes(page, ".plot svg text"))
     page.select_option("select[name=kind]", "real")
     for figure in ("#cost", "#bars"):
         assert "measured" in page.inner_text(f"{figure} figcaption")
         assert "predicted" not in page.text_content(figure)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_how_old_gradients_were_is_drawn_and_told(tmp_path: Path, visit: Visit, width: int) -> None:
+    page = visit(build([free_runs(tmp_path)], tmp_path, png=False).path, width)
+    assert page.locator("#ages .mark").count() == 5, "the baseline goes in step"
+    assert page.locator("#ages .column.solid").count() == 5
+    page.locator("#ages").scroll_into_view_if_needed()
+    mark = page.locator("#ages .mark").first
+    name = mark.get_attribute("aria-label").split(":")[0]
+    values = [column(page, f"staleness_{part}")[column(page, "strategy").index(name)] for part in ("median", "largest")]
+    for part, told in ((".solid", f"age {values[0]}: "), (".column >> nth=-1", f"age {values[1]}: ")):
+        box = mark.locator(part).bounding_box()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        assert page.inner_text("#tip strong") == name
+        assert page.inner_text("#tip .at").startswith(told)
+        assert re.search(r"age [\d,]+: [\d,]+ of [\d,]+ gradients, [\d.]+ %$", page.inner_text("#tip .at"))
+    tip = page.inner_text("#tip dl").split("\n")
+    assert [tip[tip.index(part) + 1] for part in ("median age", "largest age")] == values
+    assert f"median {values[0]}, largest {values[1]}" in mark.text_content()
+    ticks = boxes(page, "#ages svg > text")
+    assert not any(meet(a, b) for i, a in enumerate(ticks) for b in ticks[:i])
+    page.mouse.move(2, 2)
+    page.focus("#ages .mark[tabindex='0']")
+    assert page.inner_text("#tip .at").startswith(f"age {values[0]}: ")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_long_tails_share_columns(pages: dict[str, Path], visit: Visit, width: int) -> None:
+    page = visit(pages["free"], width)
+    assert page.locator("#ages .mark").count() == 20
+    assert "a column holds several ages" in page.inner_text("#ages figcaption")
+    assert min(box["width"] for box in boxes(page, "#ages .column")) > 3
+    page.locator("#ages").scroll_into_view_if_needed()
+    box = page.locator("#ages .mark").first.locator(".column").last.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] - 4)
+    assert re.match(r"age [\d,]+–5,\d+: 10 of 3,010 gradients", page.inner_text("#tip .at"))
+    texts = boxes(page, "#ages .mark text")
+    assert not any(meet(a, b) for i, a in enumerate(texts) for b in texts[:i])
+
+
+def test_without_ages_there_is_no_chart_of_them(pages: dict[str, Path], tmp_path: Path, visit: Visit) -> None:
+    page = visit(pages["ten"])
+    assert page.is_hidden("#ages")
+    assert page.locator("#ages svg, th[data-name^=staleness], th[data-name=lost]").count() == 0
+    free_runs(tmp_path / "a", 2, workers=4)
+    for strategy in ("bulk + allreduce", "local(4)", "local(16)", "gossip"):
+        write_run(tmp_path / "b" / strategy, strategy, workers=8)
+    page = visit(build([tmp_path], tmp_path, png=False).path)
+    assert page.is_hidden("#ages"), "the facet that is shown first has none"
+    page.select_option("select[name=workers]", "4")
+    assert page.locator("#ages .mark").count() == 2
+    page.select_option("select[name=workers]", "8")
+    assert page.is_hidden("#ages")
 
 
 def test_selectors_change_answers_charts_and_table(pages: dict[str, Path], visit: Visit) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hocket.report.ages import column_edges, column_of, place_of
 from hocket.report.answers import basis
 from hocket.report.figures import seconds
 from hocket.report.rows import BASELINE, Facet, Row, frontier
@@ -41,6 +42,7 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
             ("accuracy", _accuracy(inside, looks)),
             ("frontier", _frontier(inside, looks)),
             ("bars", _bars(inside, looks)),
+            ("ages", _ages(inside, looks)),
         ):
             if picture is not None:
                 files[_unused(f"{name}-{chart}", files)] = picture
@@ -63,7 +65,7 @@ def ours(name: str) -> bool:
     >>> [ours(n) for n in ("digits-cnn-4-virtual-frontier.png", "mlp-workers-2.png", "holiday.png")]
     [True, True, False]
     """
-    return re.search(r"-(accuracy|frontier|bars|workers)(-\d+)?\.png$", name) is not None
+    return re.search(r"-(accuracy|frontier|bars|ages|workers)(-\d+)?\.png$", name) is not None
 
 
 def safe(name: str) -> str:
@@ -185,6 +187,48 @@ def _bars(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     return _finish(figure, axes, len(timed) - len(drawn), columns=3)
 
 
+def _ages(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
+    aged = sorted(((r.ages.median, r.ages.mean, i) for i, r in enumerate(rows) if r.ages))
+    if not aged:
+        return None
+    drawn = [rows[i] for *_, i in aged[:_MOST_BARS]]
+    edges = column_edges(r.ages for r in drawn)
+    wider = "" if len(edges) == edges[-1] + 1 else "; towards the right a column holds several ages"
+    figure, axes = _canvas("How old gradients were", rows, "", f"age in updates, solid: the median{wider}", 0.52 * len(drawn))
+    for place, row in enumerate(drawn):
+        assert row.ages is not None
+        counts, middle = row.ages.columns(edges), column_of(row.ages.middle, edges)
+        filled = {column: max(0.04, 0.75 * count / max(counts)) for column, count in enumerate(counts) if count}
+        colours = [(_look(looks[row.label], True)["color"], 1 if column == middle else 0.5) for column in filled]
+        axes.bar(filled.keys(), [-size for size in filled.values()], min(0.85, len(edges) / 30), bottom=place + 0.4, color=colours)
+        axes.annotate(str(row.ages), (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize=8, color=_QUIET)
+        axes.axhline(place + 0.4, color="#e6e8ec", linewidth=0.8, zorder=1)
+    axes.set_yticks(range(len(drawn)), [_plain(f"{looks[r.label].number}  {r.label}") for r in drawn])
+    axes.set_ylim(len(drawn) - 0.6, -0.6)
+    axes.set_xlim(-0.7, len(edges) - 1.3)
+    ticks = _age_ticks(edges)
+    axes.set_xticks([place_of(age, edges) for age in ticks], [f"{age:,}" for age in ticks])
+    axes.grid(visible=False)
+    return _finish(figure, axes, len(aged) - len(drawn))
+
+
+def _age_ticks(edges: list[int]) -> list[int]:
+    """Round ages that stand far enough from each other.
+
+    >>> _age_ticks(list(range(41))), _age_ticks([0, 1, 2, 4, 8, 16])
+    ([0, 5, 10, 15, 20, 25, 30, 35], [0, 1, 2, 5, 10])
+    """
+    round_ages = [m * 10**e for e in range(len(str(edges[-1]))) for m in (1, 2, 5)]
+    if len(edges) == edges[-1] + 1:
+        step = next(s for s in round_ages if s * 12 >= edges[-1])
+        return list(range(0, edges[-1], step))
+    found = [0]
+    for age in round_ages:
+        if age < edges[-1] and place_of(age, edges) - place_of(found[-1], edges) >= len(edges) / 16:
+            found.append(age)
+    return found
+
+
 def _workers(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     counts = sorted({r.facet.workers for r in rows if r.ranked})
     if len(counts) < 2:
@@ -250,21 +294,25 @@ def _legend(row: Row, looks: dict[str, Style], named: list[Row]) -> str:
 def _finish(figure: Any, axes: Any, left_out: int, columns: int = 2) -> bytes:
     """The legend stands below the plot; ``bbox_inches`` makes the picture as large as both need."""
     title = f"{left_out} more are on the page" if left_out else None
-    if any(len(label) > _LONG for label in axes.get_legend_handles_labels()[1]):
+    handles, labels = axes.get_legend_handles_labels()
+    if any(len(label) > _LONG for label in labels):
         columns = 1
-    axes.legend(
-        loc="upper left",
-        bbox_to_anchor=(0, -0.16 * 4.8 / figure.get_figheight()),
-        ncols=columns,
-        frameon=False,
-        fontsize=8,
-        labelcolor=_INK,
-        handlelength=3,
-        borderaxespad=0,
-        title=title,
-        title_fontsize=8,
-        alignment="left",
-    )
+    if labels or title:
+        axes.legend(
+            handles,
+            labels,
+            loc="upper left",
+            bbox_to_anchor=(0, -0.16 * 4.8 / figure.get_figheight()),
+            ncols=columns,
+            frameon=False,
+            fontsize=8,
+            labelcolor=_INK,
+            handlelength=3,
+            borderaxespad=0,
+            title=title,
+            title_fontsize=8,
+            alignment="left",
+        )
     out = io.BytesIO()
     figure.savefig(out, format="png", bbox_inches="tight", pad_inches=0.15, facecolor="white", metadata={"Software": None})
     return out.getvalue()

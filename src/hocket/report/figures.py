@@ -43,6 +43,15 @@ def plain(value: float | None) -> str:
     return f"{value:.3g}" if size >= 1e-4 else f"{value:.1e}"
 
 
+def whole(value: float) -> str:
+    """A count, or what lies between two.
+
+    >>> whole(3.0), whole(3.5), whole(1234)
+    ('3', '3.5', '1,234')
+    """
+    return f"{value:,.1f}".removesuffix(".0")
+
+
 def around(mean: float, spread: float | None, digits: int | None = None) -> str:
     """A mean with its spread, both to the same place.
 

@@ -6,7 +6,7 @@
   const byId = (id) => document.getElementById(id);
   const DASHES = ["", "7 3", "2 2.5", "8 3 2 3", "4 2 1 2 1 2"];
   const MANY = 14; // series in one plot from which lines get thin and only the best are labelled
-  const state = { facet: 0, words: [], hot: null, pinned: null, all: false, allBars: false, scrolled: 0, follow: null };
+  const state = { facet: 0, words: [], hot: null, pinned: null, all: false, unfolded: new Set(), scrolled: 0, follow: null };
 
   // Elements -----------------------------------------------------------------------------------------------------------------
   function svg(name, attributes = {}, ...children) {
@@ -134,7 +134,8 @@
       end = at(value) + half;
       root.append(svg("text", { x: at(value), y: area.bottom + 18, "text-anchor": "middle" }, form(value)));
     }
-    root.append(svg("text", { x: area.right, y: area.bottom + 38, "text-anchor": "end" }, title));
+    const right = Math.max(area.right, Math.min(plot.w, width(title) + 2)); // a long title takes the margin too
+    root.append(svg("text", { x: right, y: area.bottom + 38, "text-anchor": "end" }, title));
   }
   function axisY(plot, at, values, form) {
     const { root, area } = plot;
@@ -188,7 +189,7 @@
       let best = null, least = reach;
       for (const target of targets) {
         if (target.group.classList.contains("out")) continue;
-        const distance = target.band ? (Math.abs(y - target.y) <= target.band ? 0 : Infinity) : Math.hypot(x - target.x, y - target.y);
+        const distance = target.band ? (Math.abs(y - target.y) <= target.band ? Math.abs(x - target.x) / plot.w : Infinity) : Math.hypot(x - target.x, y - target.y);
         if (distance < least) [best, least] = [target, distance];
       }
       if (best) choose(best, event.clientX, event.clientY);
@@ -408,33 +409,23 @@
     if (!timed.length) {
       return say("bars", facet.kind === "virtual" ? "Virtual workers have no clock without --cluster: their bytes are counted, their seconds are not known." : "No finished run here recorded seconds.");
     }
-    const shown = state.allBars || timed.length <= 24 ? timed : timed.filter((row, i) => i < 20 || series[row.series].baseline);
-    const place = byId("bars").querySelector(".plot");
-    const name = (row) => `${series[row.series].number}  ${series[row.series].label}`;
-    const narrow = place.clientWidth < 620;
-    const left = narrow ? 2 : Math.min(place.clientWidth * 0.45, Math.max(...shown.map((row) => width(name(row), 12))) + 14);
-    const step = narrow ? 42 : 26;
-    const plot = begin("bars", shown.length * step + 54, { left, right: 64, top: 2, bottom: 46 });
+    const shown = folded("bars", timed);
+    const { plot, place, line } = roster("bars", shown, { thick: 16, right: 64 });
     const high = Math.max(...shown.map((row) => row.seconds));
     const x = linear(0, high || 1, plot.area.left, plot.area.right);
-    const values = ticks(0, high || 1, Math.max(3, Math.floor((plot.area.right - left) / 90)));
+    const values = ticks(0, high || 1, Math.max(3, Math.floor((plot.area.right - plot.area.left) / 90)));
     for (const value of values) plot.root.append(svg("line", { class: "grid", x1: x(value), x2: x(value), y1: plot.area.top, y2: plot.area.bottom }));
     axisX(plot, x, values, short, inSeconds(facet));
     shown.forEach((row, i) => {
-      const element = group(plot, row);
-      const top = plot.area.top + i * step + (narrow ? 20 : 5);
-      const thick = 16;
-      const label = svg("text", { class: "named", x: narrow ? left : left - 10, y: narrow ? top - 5 : top + 12, "text-anchor": narrow ? "start" : "end" }, name(row));
-      element.append(label);
-      fit(label, name(row), narrow ? plot.w - 4 : left - 12);
+      const { element, top, middle, band } = line(row, i);
       let from = 0;
       for (const part of ["compute", "wait", "transfer"]) {
         const wide = Math.max(0, x(from + row[part]) - x(from));
-        element.append(svg("rect", { class: "segment", x: x(from), y: top, width: wide.toFixed(2), height: thick, fill: `var(--${part})` }));
+        element.append(svg("rect", { class: "segment", x: x(from), y: top, width: wide.toFixed(2), height: 16, fill: `var(--${part})` }));
         from += row[part];
       }
       element.append(svg("text", { x: x(from) + 6, y: top + 12 }, `${digits(row.seconds)} s`));
-      plot.targets.push({ x: x(from), y: top + thick / 2, band: step / 2, row, group: element, at: `synchronisation ${digits(row.wait + row.transfer)} s` });
+      plot.targets.push({ x: x(from), y: middle, band, row, group: element, at: `synchronisation ${digits(row.wait + row.transfer)} s` });
     });
     finish(plot);
     const key = html("div", { class: "parts legend-parts" });
@@ -444,11 +435,78 @@
       key.append(html("span", {}, swatch, part));
     }
     place.prepend(key);
-    if (timed.length > 24) {
-      const more = html("button", { class: "more", type: "button" }, state.allBars ? "Show the fastest only" : `Show all ${timed.length}`);
-      more.addEventListener("click", () => { state.allBars = !state.allBars; draw(); });
-      place.append(more);
-    }
+    foldButton("bars", timed.length, "Show the fastest only");
+  }
+
+  // How old gradients were: a small histogram per strategy, all on one axis -----------------------------------------------------
+  function ages(chosen) {
+    const edges = facets[state.facet].ages; // the age that each column begins with, and the one after all
+    const found = chosen.filter((row) => row.ages).sort((a, b) => a.ages.middle - b.ages.middle || a.ages.mean - b.ages.mean);
+    byId("ages").hidden = !found.length;
+    if (!found.length) return;
+    const largest = edges.at(-1) - 1, single = edges.length === edges.at(-1) + 1;
+    const wider = single ? "" : " Towards the right a column holds several ages.";
+    caption("ages", "How old gradients were", `How many updates came between the weights that a gradient was computed at and its own. Height is the share of a strategy's gradients, its highest column being full; the solid one holds the median.${wider}`);
+    const shown = folded("ages", found);
+    const aside = Math.max(...shown.map((row) => width(row.ages.text))) + 14;
+    const thick = 24;
+    const { plot, narrow, line } = roster("ages", shown, { thick, right: aside, aside });
+    const step = (plot.area.right - plot.area.left) / (edges.length - 1);
+    const x = (column) => plot.area.left + step * (column + 0.5);
+    const wide = Math.min(26, Math.max(step * 0.5, step - 2));
+    const name = (column) => (edges[column + 1] - edges[column] > 1 ? `${short(edges[column])}–${short(edges[column + 1] - 1)}` : short(edges[column]));
+    const at = (age) => { // where in its column an age lies
+      const column = edges.findIndex((edge) => edge > age) - 1;
+      return x(column - 0.5 + (age + 0.5 - edges[column]) / (edges[column + 1] - edges[column]));
+    };
+    const values = single ? ticks(0, largest || 1, Math.max(3, Math.floor((plot.area.right - plot.area.left) / 45))).filter((v) => Number.isInteger(v) && v <= largest) : [0, ...logTicks(1, largest, Infinity)];
+    axisX(plot, at, values, short, "age in updates");
+    shown.forEach((row, i) => {
+      const { element, top, middle, band } = line(row, i);
+      const { counts } = row.ages, most = Math.max(...counts), total = counts.reduce((a, b) => a + b);
+      element.append(svg("line", { class: "grid", x1: plot.area.left, x2: plot.area.right, y1: top + thick, y2: top + thick }));
+      const ring = svg("rect", { class: "halo", y: top - 1.5, height: thick + 3, width: wide + 3 });
+      counts.forEach((count, column) => {
+        if (!count) return;
+        const high = Math.max(1.5, (thick * count) / most);
+        element.append(svg("rect", { class: column === row.ages.middle ? "column solid" : "column", x: (x(column) - wide / 2).toFixed(2), y: (top + thick - high).toFixed(2), width: wide.toFixed(2), height: high.toFixed(2) }));
+        const told = `age ${name(column)}: ${count.toLocaleString("en")} of ${total.toLocaleString("en")} gradients, ${percent(count / total)}`;
+        plot.targets.push({ x: x(column), y: middle, band, row, group: element, at: told, halo: (target) => ring.setAttribute("x", target.x - wide / 2 - 1.5), last: column === row.ages.middle });
+      });
+      element.append(ring, svg("text", { x: plot.w - 2, y: narrow ? top - 5 : middle + 4, "text-anchor": "end" }, row.ages.text));
+    });
+    plot.targets.sort((a, b) => a.last - b.last); // the keyboard shows a group's last target
+    finish(plot);
+    foldButton("ages", found.length, "Show the youngest only");
+  }
+
+  // Strategies one below the other: names beside their rows, above them where it is narrow. `aside` is room at the right end. ---
+  function roster(figure, shown, { thick, right, aside = 0 }) {
+    const place = byId(figure).querySelector(".plot");
+    const name = (row) => `${series[row.series].number}  ${series[row.series].label}`;
+    const narrow = place.clientWidth < 620;
+    const left = narrow ? 2 : Math.min(place.clientWidth * 0.45, Math.max(...shown.map((row) => width(name(row), 12))) + 14);
+    const step = thick + (narrow ? 26 : 10);
+    const plot = begin(figure, shown.length * step + 54, { left, right: narrow && aside ? 2 : right, top: 2, bottom: 46 });
+    const line = (row, i) => {
+      const element = group(plot, row);
+      const top = plot.area.top + i * step + (narrow ? 20 : 5);
+      const label = svg("text", { class: "named", x: narrow ? left : left - 10, y: narrow ? top - 5 : top + thick / 2 + 4, "text-anchor": narrow ? "start" : "end" }, name(row));
+      element.append(label);
+      fit(label, name(row), narrow ? plot.w - 4 - aside : left - 12);
+      return { element, top, middle: top + thick / 2, band: step / 2 };
+    };
+    return { plot, place, narrow, line };
+  }
+  function folded(figure, found) {
+    return state.unfolded.has(figure) || found.length <= 24 ? found : found.filter((row, i) => i < 20 || series[row.series].baseline);
+  }
+  function foldButton(figure, count, fewer) {
+    if (count <= 24) return;
+    const open = state.unfolded.has(figure);
+    const button = html("button", { class: "more", type: "button" }, open ? fewer : `Show all ${count}`);
+    button.addEventListener("click", () => { open ? state.unfolded.delete(figure) : state.unfolded.add(figure); draw(); });
+    byId(figure).querySelector(".plot").append(button);
   }
   function fit(element, text, room) {
     let length = text.length;
@@ -615,6 +673,7 @@
     }
     frontier(chosen);
     bars(chosen);
+    ages(chosen);
     workers();
     for (const line of body.rows) line.dataset.series = rows[line.dataset.row].series;
     filter();

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from hocket.report.ages import column_edges, column_of
 from hocket.report.answers import Answer, basis
-from hocket.report.figures import around, megabytes, rate, times
+from hocket.report.figures import around, megabytes, plain, rate, times, whole
 from hocket.report.provenance import provenance
 from hocket.report.read import Reading
 from hocket.report.rows import Facet, Figure, Point, Row
@@ -41,6 +42,7 @@ def make_page(title: str, rows: Sequence[Row], answers: Mapping[Facet, list[Answ
         + (" The same charts lie beside this page as PNG files, in charts/." if pictures else ""),
         "table_head": head,
         "table_body": body,
+        "table_note": _table_note(rows),
         "provenance": provenance(rows, reading),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _source("page.html"))
@@ -77,6 +79,16 @@ def _facet_answers(index: int, facet: Facet, answers: list[Answer], rows: Sequen
     )
 
 
+def _table_note(rows: Sequence[Row]) -> str:
+    """What columns say that are not always there."""
+    note = ""
+    if any(r.ages for r in rows):
+        note += " Gradient age: how many updates came between the weights that a gradient was computed at and its own."
+    if any(r.lost and r.lost.mean > 0 for r in rows):
+        note += " “Lost batches” are mini-batches whose gradients were lost through faults; they count as done."
+    return note
+
+
 def _answer(answer: Answer) -> str:
     text = {name: html.escape(str(getattr(answer, name))) for name in ("question", "strategy", "figure", "detail")}
     if not answer.question:
@@ -98,10 +110,19 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
     labels = sorted(looks, key=lambda label: looks[label].number)
     place = {label: i for i, label in enumerate(labels)}
     shown = columns(rows)
+    edges = [column_edges(row.ages for row in rows if row.facet == f) for f in facets]
     return {
         "facets": [
-            {"data": f.data, "model": f.model, "workers": f.workers, "kind": f.kind, "study": f.study, "cluster": f.cluster}
-            for f in facets
+            {
+                "data": f.data,
+                "model": f.model,
+                "workers": f.workers,
+                "kind": f.kind,
+                "study": f.study,
+                "cluster": f.cluster,
+                "ages": ages,
+            }
+            for f, ages in zip(facets, edges, strict=True)
         ],
         "series": [{"label": label, **vars(looks[label])} for label in labels],
         "rows": [
@@ -118,6 +139,7 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
                 "wait": _mean(row.wait),
                 "transfer": _mean(row.transfer),
                 "curve": [_point(p, row.facet.workers) for p in _thinned(row.curve)],
+                "ages": _ages(row, edges[facets.index(row.facet)]),
                 "tip": _tip(row),
                 "text": " ".join(c.text(row) for c in shown if not c.numeric).lower(),
             }
@@ -141,6 +163,14 @@ def _point(point: Point, workers: int) -> list[float | None]:
     return [None if f is None else float(f"{f:.7g}") for f in figures]
 
 
+def _ages(row: Row, edges: list[int]) -> dict[str, Any] | None:
+    """The histogram of how old gradients were."""
+    if row.ages is None:
+        return None
+    middle = column_of(row.ages.middle, edges)
+    return {"counts": row.ages.columns(edges), "middle": middle, "mean": row.ages.mean, "text": str(row.ages)}
+
+
 def _tip(row: Row) -> list[list[str]]:
     """A row's figures as the tooltip shows them."""
 
@@ -156,6 +186,11 @@ def _tip(row: Row) -> list[list[str]]:
     pairs.append(["sent per worker", megabytes(row.per_worker)])
     if row.times_fewer is not None:
         pairs.append(["fewer bytes", times(row.times_fewer)])
+    if row.ages is not None:
+        pairs += [["median age", whole(row.ages.median)], ["mean age", plain(row.ages.mean)]]
+        pairs.append(["largest age", whole(row.ages.largest)])
+    if row.lost and row.lost.mean > 0:
+        pairs.append(["lost batches", around(row.lost.mean, row.lost.spread)])
     pairs.append(["rate", rate(row.rate)])
     if not row.ranked:
         pairs.append(["state", row.state])

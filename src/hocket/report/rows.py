@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+from hocket.report.ages import Ages
 from hocket.report.figures import rate as rate_text
 from hocket.report.read import FINISHED, Run, number
 
@@ -105,6 +106,10 @@ class Row:
     transfer: Figure | None
     bytes_sent: Figure | None
     curve: tuple[Point, ...]
+    ages: Ages | None = None
+    """How old gradients were, where workers do not go in step."""
+    lost: Figure | None = None
+    """Mini-batches whose gradients were lost through faults."""
     times_fewer: float | None = None
     """How many times fewer bytes than ``bulk + allreduce`` of the same facet."""
     on_frontier: bool = False
@@ -241,6 +246,8 @@ def _row(runs: list[Run]) -> Row:
         transfer=total("transfer_s"),
         bytes_sent=total("bytes_sent"),
         curve=_curve(runs),
+        ages=Ages.of(line for run in runs for line in run.lines),
+        lost=total("lost"),
     )
 
 

@@ -8,7 +8,8 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hocket.report.figures import NONE, around, plain, rate, times
+from hocket.report.ages import Ages
+from hocket.report.figures import NONE, around, plain, rate, times, whole
 from hocket.report.read import FINISHED
 from hocket.report.rows import Figure, Row
 
@@ -36,7 +37,8 @@ class Column:
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns for these rows; ``study`` only where there are several, the facet's own ones first where there are several.
 
-    ``clock`` says where seconds come from, and is there where some are predicted.
+    ``clock`` says where seconds come from, and is there where some are predicted. How old gradients were stands where it was
+    recorded, ``lost`` where something was.
     """
     found = [
         Column("strategy", "strategy", lambda r: r.label, lambda r: r.label),
@@ -49,6 +51,10 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         _figure("transfer_s", "transfer", "s", lambda r: r.transfer),
         Column("sent_mb_per_worker", "sent per worker", _mb, lambda r: plain(_mb(r)), "MB"),
         Column("times_fewer_bytes", "fewer bytes", lambda r: r.times_fewer, lambda r: times(r.times_fewer), "× vs bulk"),
+        _age("median", lambda a: a.median),
+        _age("mean", lambda a: a.mean, plain),
+        _age("largest", lambda a: a.largest),
+        _figure("lost", "lost batches", "", lambda r: r.lost),
         Column("data", "data", lambda r: r.facet.data, lambda r: r.facet.data),
         Column("model", "model", lambda r: r.facet.model, lambda r: r.facet.model),
         Column("workers", "workers", lambda r: float(r.facet.workers), lambda r: str(r.facet.workers)),
@@ -63,6 +69,10 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         found = [c for c in found if c.name != "study"]
     if not any(r.facet.cluster for r in rows):
         found = [c for c in found if c.name != "clock"]
+    if not any(r.ages for r in rows):
+        found = [c for c in found if not c.name.startswith("staleness")]
+    if not any(r.lost and r.lost.mean > 0 for r in rows):
+        found = [c for c in found if c.name != "lost"]
     if len({r.facet for r in rows}) > 1:
         found.sort(key=lambda c: 0 if c.name == "strategy" else 1 if c.name in _FACET else 2)
     return found
@@ -147,6 +157,16 @@ def _figure(
         return around(mean, spread(row), digits) if isinstance(mean, float) else NONE
 
     return Column(name, title, value, text, unit, spread)
+
+
+def _age(name: str, get: Callable[[Ages], float], form: Callable[[float], str] = whole) -> Column:
+    def value(row: Row) -> Value:
+        return None if row.ages is None else float(get(row.ages))
+
+    def text(row: Row) -> str:
+        return NONE if row.ages is None else form(get(row.ages))
+
+    return Column(f"staleness_{name}", "gradient age", value, text, name)
 
 
 def _clock(row: Row) -> str:
