@@ -45,6 +45,7 @@ from hocket.data import (
     stacked,
 )
 from hocket.data.base import identity
+from hocket.data.partition import proportional
 from hocket.errors import HocketError
 
 NOWHERE = "http://127.0.0.1:9/"
@@ -105,6 +106,42 @@ def test_partition_is_the_same_everywhere_and_new_in_every_epoch():
     assert indices(1, 0) != indices(1, 1)
     assert indices(1, 0) != indices(2, 0)
     assert indices(3, 2)[:8] == [21, 5, 11, 4, 48, 58, 42, 22]  # recorded: other versions must deal the same
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    speeds=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12),
+    batch=st.integers(1, 40),
+    more=st.integers(0, 39),
+)
+def test_parts_by_speed_add_up_leave_nobody_out_and_are_done_soonest(speeds, batch, more):
+    samples = len(speeds) * batch + more
+    parts = proportional(samples, speeds)
+    assert sum(parts) == samples
+    assert min(parts) >= 1
+    # Nobody could hand on one of several samples to somebody who would be done with it sooner.
+    latest = max((part / speed for part, speed in zip(parts, speeds, strict=True) if part > 1), default=0.0)
+    assert all((part + 1) / speed >= latest * (1 - 1e-9) for part, speed in zip(parts, speeds, strict=True))
+    assert proportional(samples, parts) == parts
+    assert proportional(samples, [1.0] * len(speeds)) == [len(p) for p in torch.arange(samples).tensor_split(len(speeds))]
+
+
+@pytest.mark.parametrize("last", ["even", "drop"])
+def test_a_partition_by_shares_deals_out_the_same_samples_in_the_same_rounds(last):
+    even, uneven = (Partition(251, 4, 10, 3, last).rounds(2, shares) for shares in (None, [12, 12, 12, 4]))
+    assert [torch.cat(r.indices).tolist() for r in uneven] == [torch.cat(r.indices).tolist() for r in even]
+    assert all(r.sizes == (12, 12, 12, 4) for r in uneven[:6])
+    assert uneven[0].weights == pytest.approx([1.2, 1.2, 1.2, 0.4])
+    if last == "even":
+        assert uneven[-1].sizes == (4, 3, 3, 1)  # the 11 samples left, in the same proportions
+    assert [r.sizes for r in Partition(251, 4, 10, 3, last).rounds(2, [10] * 4)] == [r.sizes for r in even]
+
+
+@pytest.mark.parametrize("shares", [[1, 1], [1, 1, 0], [1, 1, -1], [1, 1, float("nan")]])
+def test_shares_that_are_none_are_refused_in_one_sentence(shares):
+    with pytest.raises(HocketError, match="Shares are 3 numbers above 0") as error:
+        Partition(30, 3, 5, 0).rounds(0, shares)
+    one_sentence(error)
 
 
 def test_a_round_of_uneven_sizes_cannot_be_stacked():

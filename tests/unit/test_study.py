@@ -727,6 +727,24 @@ def test_a_described_cluster_changes_seconds_and_not_the_rate_that_is_found(tmp_
     assert "predicted" not in display._result(plain[0])
 
 
+def test_shares_by_speed_are_a_field_of_a_study_and_leave_the_rate_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    clock = 'cluster = "1gbit"\nslowdown = "1,4"\n'
+    base = f'data = "{DATA}"\nmodel = "{MODEL}"\nbatch = 3\nepochs = 3\nlr = "auto"\nworkers = 2\nstrategies = ["bulk"]\n'
+    path.write_text(base + 'share = "speed"\n' + clock)
+    (outcome,) = carried(tmp_path / "speed", file.read(path))
+    assert outcome.failure is None
+    assert [m["shares"] for m in outcome.metrics] == [[3, 3], [5, 1], [5, 1]]
+    path.write_text(base + clock)
+    carried(tmp_path / "even", file.read(path))
+    speed, even = (json.loads((tmp_path / name / "rates.json").read_text()) for name in ("speed", "even"))
+    assert speed.keys() == even.keys()
+    assert [(s["chosen"], s["losses"]) for s in speed.values()] == [(e["chosen"], e["losses"]) for e in even.values()]
+    path.write_text(base + 'share = "speed"\n')
+    with pytest.raises(HocketError, match=r"mine\.toml, line 8: --share speed: virtual workers have speeds only with --cluster"):
+        file.read(path)
+
+
 def test_where_every_rate_diverges_the_run_has_failed(tmp_path: Path) -> None:
     def fragile(settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         raise NonFiniteGradient("too fast.")
@@ -744,7 +762,7 @@ OTHER: dict[str, Any] = {
     **{"optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "weight_decay": 0.0005, "schedule": "cosine", "warmup": 2.5},
     **{"scale_lr": True, "batch": 7, "epochs": 3, "max_steps": 11, "clip": 0.25, "autocast": "bf16", "augment": False},
     **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
-    **{"cluster": "1gbit", "slowdown": "1,4"},
+    **{"cluster": "1gbit", "slowdown": "1,4", "share": "speed"},
     **{"bucket_bytes": 1000, "first_bucket_bytes": 100},
 }
 

@@ -72,7 +72,6 @@ class Crew:
         self.settings, self.device, self.data_dir, self.out, self.care = settings, device, data_dir, out, care
         self.strategy = settings.check()
         refuse_unserved(self.strategy)
-        self.record = None if out is None else Record(out, 0)
         self.data = load(settings.data, data_dir)
         self.model = seeded(lambda: build(settings.model, self.data), settings.seed).to(device)
         optimizer = settings.make_optimizer(list(self.model.parameters()))
@@ -85,6 +84,7 @@ class Crew:
         self.metrics: list[dict[str, Any]] = []
         self._most_bytes = link_bytes(self.strategy, self.layout)
         self._keys = None if care.keys is None else Keys.read(care.keys)
+        self.record = None if out is None else Record(out, 0)
         self._job = secrets.token_bytes(16)
         self._folder = Path(tempfile.mkdtemp(prefix="hocket-")) if out is None else out / "shards"
         self._shards: list[Child] = []

@@ -12,6 +12,8 @@ import torch
 import typer
 from rich.console import Console
 
+from hocket.cli.batch import NAME as batch_optimizer
+from hocket.cli.batch import train_on_batches
 from hocket.cli.crew import Care, Crew
 from hocket.cli.display import LEGEND, Display, add_result, plain_notes, predicted_for, results_table, total_of
 from hocket.cli.launch import launch
@@ -22,7 +24,7 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.errors import HocketError
 from hocket.models import build
-from hocket.server.host import PATIENCE_S, SNAPSHOT_S
+from hocket.server.wire import PATIENCE_S, SNAPSHOT_S
 from hocket.strategy import Strategy
 from hocket.train.free_job import serves_itself
 from hocket.train.run import Settings, bulk_bytes, bulk_bytes_of, run
@@ -41,8 +43,8 @@ def command(
     data: Annotated[str, typer.Option(help="digits, mnist, cifar10, cifar100, shakespeare or module:factory.")] = "digits",
     model: Annotated[str, typer.Option(help="mlp, cnn, resnet20, vgg11, gpt or module:factory.")] = "mlp",
     data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
-    optimizer: Annotated[str, typer.Option(help="sgd, adam, adamw, …: torch.optim's names in lower case.")] = "sgd",
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
+    optimizer: Annotated[str, typer.Option(help="sgd, adam, adamw, …: torch.optim's names in lower case; sandblaster.")] = "sgd",
+    lr: Annotated[float | None, typer.Option(help="Learning rate (default: 0.1; of sandblaster's first step: 1).")] = None,
     momentum: Annotated[float, typer.Option(help="Momentum of sgd and rmsprop.")] = 0.0,
     weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="constant, cosine, linear or step.")] = "constant",
@@ -63,6 +65,7 @@ def command(
     host_size: Annotated[int | None, typer.Option(help="Workers per host, for hierarchical topologies.")] = None,
     cluster: Annotated[str | None, typer.Option(help=CLUSTER)] = None,
     slowdown: Annotated[str | None, typer.Option(help=SLOWDOWN)] = None,
+    share: Annotated[str, typer.Option(help="A worker's part of a round: even, or by its speed so far (speed).")] = "even",
     bucket_bytes: Annotated[int | None, typer.Option(help="Largest bucket (default: by strategy).")] = None,
     first_bucket_bytes: Annotated[int | None, typer.Option(help="Largest first bucket (default: by strategy).")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for run.json, metrics.jsonl and checkpoints.")] = None,
@@ -86,7 +89,7 @@ def command(
         data=data,
         model=model,
         optimizer=optimizer,
-        lr=lr,
+        lr=(1.0 if optimizer == batch_optimizer else 0.1) if lr is None else lr,
         momentum=momentum,
         weight_decay=weight_decay,
         schedule=schedule,
@@ -106,9 +109,17 @@ def command(
         host_size=host_size,
         cluster=cluster,
         slowdown=slowdown,
+        share=share,
         bucket_bytes=bucket_bytes,
         first_bucket_bytes=first_bucket_bytes,
     )
+    if optimizer == batch_optimizer:
+        if joined or resume or processes not in (None, size):
+            raise HocketError(
+                f"--optimizer {optimizer} starts its own processes; leave the launcher, --processes and --resume out."
+            )
+        train_on_batches(settings, data_dir, out)
+        return
     parsed = settings.check()
     if parsed.free and not virtual and (size > 1 or serves_itself(parsed)):
         if joined or resume or processes not in (None, size):
@@ -172,7 +183,8 @@ def _run_crew(settings: Settings, device: torch.device, data_dir: Path | None, o
     with Display(str(crew.strategy), True, settings.epochs) as display:
         metrics = crew.run(display.step, display.epoch)
     steps, workers = crew.dealing.steps, settings.workers
-    title = f"{settings.model} on {settings.data}, {workers} workers and {crew.slices.shards} shards, {steps} steps"
+    shards = "1 shard" if crew.slices.shards == 1 else f"{crew.slices.shards} shards"
+    title = f"{settings.model} on {settings.data}, {workers} workers and {shards}, {steps} steps"
     _show(title, str(crew.strategy), metrics, bulk_bytes_of(crew.layout, workers, steps), out)
 
 

@@ -113,6 +113,8 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
     nonfinite: int = 0
     exchanges: int = 0
+    computed: list[float] = field(default_factory=list)
+    """Seconds that each of all workers computed in the epoch closed last, wherever they are; empty where no time is told."""
     clock: HostClock = field(default_factory=HostClock)
     predict: Callable[[], Tensor] | None = None
     """Seconds, wait, transfer and hidden transfer ``[rows, 4]`` since the last call, where a virtual clock tells them."""
@@ -169,6 +171,7 @@ class Ledger:
         if self.timed or self.predict is not None:
             entry.seconds, entry.wait_s, entry.transfer_s, entry.transfer_hidden_s = seconds, wait, transfer, hidden
             entry.compute_s = max(seconds - wait - transfer, 0.0)
+            self.computed = (everyone[:, 0] - everyone[:, 1] - everyone[:, 2]).tolist()
         self.entries.append(entry)
         self.sent.zero_()
         self.sent_varying.zero_()

@@ -4,10 +4,15 @@ Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``
 it and worker ``i`` the ``i``-th consecutive part. What is left at the end is shared out as evenly as possible (``last="even"``), so
 that sizes differ by at most one, or dropped: always under ``last="drop"``, and when there are fewer samples left than workers. So
 no worker ever has a round that another has not.
+
+Where workers differ in speed, rounds can be dealt out in other proportions: as many samples, and no worker without one.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -72,17 +77,42 @@ class Partition:
         full, rest = divmod(self.samples, self.workers * self.batch)
         return full + (self.last == "even" and rest >= self.workers)
 
-    def rounds(self, epoch: int) -> list[Round]:
-        """The rounds of an epoch, in order."""
+    def rounds(self, epoch: int, shares: Sequence[float] | None = None) -> list[Round]:
+        """The rounds of an epoch, in order; ``shares``: in what proportions they are dealt out, if not evenly."""
         order = self._order(epoch)
         size = self.workers * self.batch
-        return [Round(list(order[r * size : (r + 1) * size].tensor_split(self.workers))) for r in range(len(self))]
+        dealt = [order[r * size : (r + 1) * size] for r in range(len(self))]
+        if shares is None:
+            return [Round(list(samples.tensor_split(self.workers))) for samples in dealt]
+        if len(shares) != self.workers or not all(0 < share < math.inf for share in shares):
+            raise HocketError(f"Shares are {self.workers} numbers above 0, one for each worker; got {list(shares)}: correct them.")
+        sizes = {count: proportional(count, shares) for count in map(len, dealt)}
+        return [Round(list(samples.split(sizes[len(samples)]))) for samples in dealt]
 
     def _order(self, epoch: int) -> Tensor:
         if not self.shuffle:
             return torch.arange(self.samples)
         generator = torch.Generator().manual_seed(noise.fold(self.seed, epoch))
         return torch.randperm(self.samples, generator=generator)
+
+
+def proportional(samples: int, speeds: Sequence[float]) -> list[int]:
+    """The parts of ``samples`` that workers of these speeds compute soonest.
+
+    Everybody gets one sample, then one goes after another to whoever would be done with it first.
+
+    >>> proportional(400, [1, 1, 1, 0.25]), proportional(11, [1, 1]), proportional(4, [1, 1, 1000])
+    ([124, 123, 123, 30], [6, 5], [1, 1, 2])
+    """
+    spare, together = samples - len(speeds), math.fsum(speeds)
+    parts = [max(1, math.floor(spare * speed / together)) for speed in speeds]  # nobody has less in the end
+    done = [((part + 1) / speed, worker) for worker, (part, speed) in enumerate(zip(parts, speeds, strict=True))]
+    heapq.heapify(done)
+    for _ in range(samples - sum(parts)):
+        worker = done[0][1]
+        parts[worker] += 1
+        heapq.heapreplace(done, ((parts[worker] + 1) / speeds[worker], worker))
+    return parts
 
 
 def stacked(round: Round) -> Tensor:

@@ -24,8 +24,8 @@ from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite
 from hocket.train.run import Engines, Settings, run
 
-_CLOCK = ("cluster", "slowdown")
-"""Settings that say how long a training takes, not what comes of it."""
+_CLOCK = ("cluster", "slowdown", "share")
+"""Settings that say how long a training takes, not what comes of it (but for noise)."""
 
 
 class Interrupted(Exception):
@@ -253,7 +253,7 @@ class Search:
         settings = short(self.settings, rate, rounds_of(self.settings, data), steps_of(self.settings, data))
         self.found["epochs"] = settings.epochs
         try:
-            last = self.virtual(replace(settings, virtual=True, cluster=None, slowdown=None), None, self.watch)[-1]
+            last = self.virtual(replace(settings, virtual=True, cluster=None, slowdown=None, share="even"), None, self.watch)[-1]
         except NonFiniteGradient:
             return None, None
         return (last["loss"], last["accuracy"]) if math.isfinite(last["loss"]) else (None, None)

@@ -23,6 +23,7 @@ from hocket.train.flops import step_flops
 from hocket.train.replicas import Loss, Replicas
 from hocket.train.report import LedgerView
 from hocket.train.schedule import factor, scheduler
+from hocket.train.share import by_speed, check_share, check_speeds
 
 _EVALUATION_BATCH = 1000
 _MOST_ON_CUDA, _ROOM = 10_000, 2**34
@@ -44,6 +45,8 @@ class Plan:
     """Evaluate the mean model after every epoch, not only after the last."""
     worst: bool = True
     """After the last epoch evaluate every replica too, for the worst of them."""
+    share: str = "even"
+    """A worker's share of a round: even, or by its speed in the epoch before."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch"):
@@ -55,6 +58,7 @@ class Plan:
         factor(self.schedule, 1)  # refuses a name that there is not
         if not 0 <= self.warmup_epochs < math.inf:
             raise HocketError(f"warmup={self.warmup_epochs!r}: the warm-up is a number of epochs, 0 for none.")
+        check_share(self.share)
         if self.last not in get_args(Last):
             hint = nearest(str(self.last), get_args(Last))
             raise HocketError(f"last={self.last!r}: the last round of an epoch is dealt out as even or dropped (drop){hint}.")
@@ -93,6 +97,11 @@ class Training:
         self.partition = Partition(samples, self.cluster.size, plan.batch, plan.seed, plan.rounds)
         if not len(self.partition):
             raise HocketError(f"{samples} samples give no round for {self.cluster.size} workers; use fewer workers or more data.")
+        self.shares: list[int] | None = None
+        """Samples of each worker in a whole round of the next epoch, where that goes by speed."""
+        if plan.share == "speed":
+            check_speeds(self.cluster)
+            self.shares = [plan.batch] * self.cluster.size
         total = len(self.partition) * plan.epochs
         self.steps = total if plan.max_steps is None else min(total, plan.max_steps)
         self.scheduler = scheduler(
@@ -117,7 +126,7 @@ class Training:
         begun = time.perf_counter()
         losses: list[Tensor] = []
         self.cluster.ledger.resume()
-        for round_, index in zip(rounds := self.partition.rounds(self.epoch), self._indices(rounds), strict=True):
+        for round_, index in zip(rounds := self.partition.rounds(self.epoch, self.shares), self._indices(rounds), strict=True):
             if self.step >= self.steps:
                 break
             losses.append(self._step(round_, index))
@@ -131,6 +140,10 @@ class Training:
         over = self.epoch == self.plan.epochs or self.step >= self.steps
         accuracy = self._evaluate() if self.plan.evaluate or over else None
         metrics: dict[str, Any] = {"epoch": self.epoch, "accuracy": accuracy, "loss": mean_loss, **vars(entry), "wall_s": wall}
+        if self.shares is not None:
+            metrics["shares"] = self.shares
+            samples = [sum(sizes) for sizes in zip(*(r.sizes for r in rounds[: len(losses)]), strict=True)]
+            self.shares = by_speed(self.shares, samples, self.cluster.ledger.computed)
         if over:
             worst = self._worst() if self.plan.worst else None
             if worst is not None and worst != accuracy:
@@ -148,8 +161,9 @@ class Training:
         """Per round, the samples of the workers hosted here: one tensor where all have equally many. One copy to the device."""
         here = slice(self.cluster.workers.start, self.cluster.workers.stop)
         device = self._train[0].device
+        whole = self.plan.batch if self.shares is None else self.shares[here.start]
         own = [r.indices[here] for r in rounds]
-        even = [k for k, parts in enumerate(own) if len({len(p) for p in parts}) == 1 and len(parts[0]) == self.plan.batch]
+        even = [k for k, parts in enumerate(own) if len({len(p) for p in parts}) == 1 and len(parts[0]) == whole]
         stacked = torch.stack([torch.stack(own[k]) for k in even]).to(device) if even else None
         place = {k: j for j, k in enumerate(even)}
         return [
@@ -170,16 +184,17 @@ class Training:
             inputs = [self._prepared(x[i].unsqueeze(0), keys[r : r + 1])[0] for r, i in enumerate(index)]
             targets = [y[i] for i in index]
         if self.cluster.clock is not None:
-            self.cluster.clock.compute(self.step, self._shares(index))
-        losses = self.replicas.step(inputs, targets, keys, weights)
+            self.cluster.clock.compute(self.step, self._loads(index))
+        by_samples = self.shares is not None
+        losses = self.replicas.step(inputs, targets, keys, weights, always=by_samples)
         self.scheduler.step()
         self.step += 1
-        return losses
+        return losses * losses.new_tensor(weights) if by_samples else losses
 
-    def _shares(self, index: list[Tensor] | Tensor) -> Tensor | float:
+    def _loads(self, index: list[Tensor] | Tensor) -> Tensor | float:
         """What part of a whole mini-batch each worker has in this round."""
         if isinstance(index, Tensor):
-            return 1.0
+            return index.shape[1] / self.plan.batch
         return torch.tensor([len(i) / self.plan.batch for i in index], dtype=torch.float64)
 
     def _prepared(self, x: Tensor, keys: Tensor) -> Tensor:
@@ -222,6 +237,7 @@ class Training:
             "epoch": self.epoch,
             "step": self.step,
             "metrics": self.metrics,
+            "shares": self.shares,
             "scheduler": self.scheduler.state_dict(),
             "replicas": self.replicas.state_dict(),
         }
@@ -229,6 +245,8 @@ class Training:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume; the training goes on as if it had never stopped."""
         self.epoch, self.step, self.metrics = state["epoch"], state["step"], list(state["metrics"])
+        if self.shares is not None:
+            self.shares = list(state["shares"] or self.shares)
         self.replicas.load_state_dict(state["replicas"])
         self.scheduler.load_state_dict(state["scheduler"])
 

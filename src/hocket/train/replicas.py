@@ -42,8 +42,13 @@ class Replicas(Protocol):
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimiser to schedule."""
 
-    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float]) -> Tensor:
-        """One step of every worker hosted here; the losses ``[rows]``."""
+    def step(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
+    ) -> Tensor:
+        """One step of every worker hosted here; the losses ``[rows]``.
+
+        ``weights`` are those of each worker's gradient where gradients are exchanged; ``always``: where weights are, too.
+        """
 
     def averaged(self) -> Any:
         """Context manager with the mean model."""
@@ -102,7 +107,9 @@ class LiveReplica:
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer
 
-    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float]) -> Tensor:
+    def step(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
+    ) -> Tensor:
         self.job.weight = weights[0]
         self._throttle.begin()
         self._optimizer.zero_grad()
@@ -114,6 +121,8 @@ class LiveReplica:
         self._throttle.between()
         loss.backward()
         self._throttle.computed(self.job.gradients_at)
+        if always and weights[0] != 1.0 and not self.job.program.mixes_gradients:
+            torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], weights[0])
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self._optimizer.step()
@@ -195,13 +204,15 @@ class StackedReplicas:
     def optimizer(self) -> torch.optim.Optimizer:
         return self._stacked.optimizer
 
-    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float]) -> Tensor:
+    def step(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
+    ) -> Tensor:
         losses, used = self.engine.gradients(self.weights, self.buffers, inputs, targets, self.grads, keys)
         mixing = self.program.mixes_gradients
         for b, rows in enumerate(self.grads):
             if self._watch is not None:
                 self._watch.look(b, rows, self.program.step + 1)
-            if mixing and any(w != 1.0 for w in weights):
+            if (mixing or always) and any(w != 1.0 for w in weights):
                 rows.mul_(torch.tensor(weights, dtype=rows.dtype, device=rows.device).unsqueeze(1))
             self.program.gradient_ready(b, rows)
         if mixing:

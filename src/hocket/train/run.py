@@ -29,6 +29,7 @@ from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
 from hocket.train.record import Record, versions
 from hocket.train.replicas import LiveReplica, Loss, Replicas, StackedReplicas
+from hocket.train.share import check_share
 from hocket.train.simulate import seeded
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -69,6 +70,7 @@ class Settings:
     host_size: int | None = None
     cluster: str | None = None
     slowdown: str | None = None
+    share: str = "even"
     bucket_bytes: int | None = None
     first_bucket_bytes: int | None = None
 
@@ -85,7 +87,9 @@ class Settings:
         if not self.lr > 0:
             raise HocketError(f"--lr {self.lr}: the rate must be above 0.")
         self.plan()
-        self.spec()
+        check_share(self.share, strategy)
+        if self.spec() is None and self.virtual and self.share == "speed":
+            raise HocketError("--share speed: virtual workers have speeds only with --cluster, such as 1gbit.")
         return strategy
 
     def spec(self) -> Spec | None:
@@ -118,7 +122,17 @@ class Settings:
 
     def plan(self) -> Plan:
         """The part that the loop needs."""
-        return Plan(self.epochs, self.batch, self.seed, self.schedule, self.warmup, self.max_steps, self.augment, self.last)
+        return Plan(
+            self.epochs,
+            self.batch,
+            self.seed,
+            self.schedule,
+            self.warmup,
+            self.max_steps,
+            self.augment,
+            self.last,
+            share=self.share,
+        )
 
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimiser over ``params``, with the rate scaled by the workers where asked (Goyal 2017)."""

@@ -27,6 +27,7 @@ from hocket.train.free.training import DEFAULT_CLUSTER
 from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
 from hocket.train.replicas import Factory, Loss, StackedReplicas
+from hocket.train.share import check_share
 
 
 @dataclass
@@ -68,6 +69,7 @@ def simulate(
     host_size: int | None = None,
     cluster: str | Path | Spec | None = None,
     last: str = "even",
+    share: str = "even",
     evaluate: bool = True,
     cap_bytes: int | None = None,
     first_cap_bytes: int | None = None,
@@ -80,7 +82,8 @@ def simulate(
     processes run.
 
     ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.Spec`): seconds are then
-    predicted for it; without it they are None.
+    predicted for it; without it they are None. With it, ``share="speed"`` deals each round out by the workers' speeds in the epoch
+    before, instead of evenly.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",
@@ -91,6 +94,7 @@ def simulate(
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise HocketError(f"workers={workers!r}: the number of workers must be a whole number of at least 1.")
     parsed = Strategy.parse(strategy)
+    check_share(share, parsed)
     train = as_tensors(train_set)
     test = train if test_set is None else as_tensors(test_set)
     data = DataSet("simulated", train, test, 0, identity)
@@ -103,7 +107,7 @@ def simulate(
         data,
         parsed,
         VirtualCluster(workers, device, host_size, spec=spec, seed=seed),
-        Plan(epochs, batch, seed, schedule, warmup_epochs, max_steps, True, last, evaluate),
+        Plan(epochs, batch, seed, schedule, warmup_epochs, max_steps, True, last, evaluate, share=share),
         clip=clip,
         autocast=autocast,
         nonfinite=nonfinite,

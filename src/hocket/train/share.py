@@ -1,0 +1,61 @@
+"""Each worker's share of a round: as much as everybody's, or by its speed, so that nobody waits for a slow one.
+
+By speed, a round still has N × batch samples, dealt out so that all workers take equally long. A worker's speed is its samples per
+second of computing in the epoch before; the first epoch is even. Its seconds are those of the ledger: all of the epoch but what it
+stood still for in exchanges. So whatever makes a worker slow counts, on any device. Where part of a step does not depend on the
+samples, shares settle after a few epochs, at equal times; where that part alone keeps others waiting, at one sample.
+
+In every step each gradient is weighed by its worker's samples, also where weights are exchanged and every worker steps by itself
+(this scales its rate linearly, as in Goyal 2017): the mean model moves by the mean over all samples, as under even shares.
+Optimisers such as Adam do not see the length of a gradient; there the mean is that of N unbiased steps, a little noisier.
+
+The ledger has gathered everybody's seconds, and all processes round speeds alike: they come to the same shares without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from hocket.cluster.base import Cluster
+from hocket.data.partition import proportional
+from hocket.errors import HocketError, nearest
+from hocket.strategy import Strategy
+
+Share = Literal["even", "speed"]
+_DIGITS = 6
+"""Speeds are rounded to so many digits of the fastest: workers that are equally fast stay so whatever the last bits say."""
+
+
+def check_share(share: str, strategy: Strategy | None = None) -> None:
+    """Refuse a name that there is not, and a strategy whose workers do not go in step."""
+    if share not in get_args(Share):
+        hint = nearest(str(share), get_args(Share))
+        raise HocketError(f"share={share!r}: a worker's share of a round is even, or goes by its speed (speed){hint or '.'}")
+    if share == "speed" and strategy is not None and strategy.free:
+        raise HocketError(
+            f"share=speed with {strategy}: its workers take mini-batches one by one, each at its own pace, so there is no round "
+            "to share out; leave it out."
+        )
+
+
+def check_speeds(cluster: Cluster) -> None:
+    """Refuse workers whose speeds cannot be told."""
+    if cluster.clock is None and not (cluster.ledger.timed and cluster.rows == 1):
+        raise HocketError(
+            "share=speed needs every worker's own speed: describe a cluster for virtual workers, such as 1gbit, and give each real "
+            "worker a process of its own."
+        )
+
+
+def by_speed(shares: Sequence[int], samples: Sequence[int], seconds: Sequence[float]) -> list[int]:
+    """The shares after an epoch in which workers computed so many samples in so many seconds.
+
+    >>> by_speed([100, 100], samples=[1000, 1000], seconds=[2.0, 6.0])
+    [150, 50]
+    """
+    if not seconds or min(seconds) <= 0:  # too short to be told
+        return list(shares)
+    speeds = [count / took for count, took in zip(samples, seconds, strict=True)]
+    fastest, least = max(speeds), 10.0**-_DIGITS
+    return proportional(sum(shares), [max(round(speed / fastest, _DIGITS), least) for speed in speeds])
