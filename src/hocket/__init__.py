@@ -8,6 +8,7 @@ from hocket.session import Shard, init, leave, parallelize, shard
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, DiLoCo, Local, PostLocal
 from hocket.topology import AllReduce, Gossip, Hierarchical
+from hocket.train.free_job import FreeJob
 from hocket.train.job import Job
 from hocket.train.simulate import Run, simulate
 from hocket.version import __version__
@@ -20,6 +21,7 @@ __all__ = [
     "Cast",
     "Chain",
     "DiLoCo",
+    "FreeJob",
     "Gossip",
     "Hierarchical",
     "HocketError",

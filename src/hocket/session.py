@@ -36,6 +36,7 @@ class _Session:
     seed: int = 0
     epochs: dict[int, tuple[Any, int]] = {}  # noqa: RUF012
     servers: list[str] | None = None
+    started: list[Servers] = []  # noqa: RUF012
     job: bytes = DEFAULT_JOB
     keys: Path | None = None
     patience_s: float = 10.0
@@ -88,9 +89,11 @@ def leave() -> None:
     for job in _Session.jobs:
         if isinstance(job, FreeJob):
             job.detach()
+    for servers in _Session.started:
+        servers.see_off()
     if _Session.cluster is not None:
         _Session.cluster.close()
-    _Session.cluster, _Session.jobs, _Session.epochs = None, [], {}
+    _Session.cluster, _Session.jobs, _Session.epochs, _Session.started = None, [], {}, []
 
 
 def parallelize(
@@ -145,6 +148,7 @@ def _connect(strategy: Strategy, layout: Layout) -> Client:
         if session.servers is not None
         else start_servers(strategy, layout, cluster, session.keys, session.patience_s)
     )
+    session.started.append(servers)
     keys = None if session.keys is None else Keys.read(session.keys)
     patience_s = session.patience_s
     return Client(servers.addresses, servers.job, strategy, layout, session.worker, session.world, session.seed, keys, patience_s)

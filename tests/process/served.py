@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import signal
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import hocket
 from hocket.data import load
 from hocket.models import build
 from hocket.server import host
-from hocket.server.client import Observer
+from hocket.server.observer import Observer
 from hocket.server.slices import Slices
 from hocket.server.wire import link_bytes
 from hocket.train.free_worker import Post, read_post, work
@@ -112,6 +113,20 @@ def accumulating(rank: int, folder: str) -> None:
         job.finish()
         results.append(flat(model))
     torch.save({"weights": results, "sentence": sentence}, f"{folder}/{rank}.pt")
+
+
+def unfinished(rank: int, folder: str) -> None:
+    """A script that simply ends, one worker long before the other."""
+    hocket.init(device="cpu")
+    model = net()
+    optimizer = sgd(model)
+    hocket.parallelize(model, optimizer, "async + server")
+    for t in range(3 + 20 * rank):
+        optimizer.zero_grad()
+        x, y = batch(t, rank)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        time.sleep(0.02)
 
 
 def alone(rank: int, folder: str) -> None:

@@ -56,7 +56,7 @@ def virtual(given: Settings) -> Tensor:
 
 @pytest.mark.parametrize("strategy", ["bulk + server(shards=2)", "ssp(0) + server(shards=3)"])
 def test_the_classical_scheme_equals_bulk(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
-    options: dict[str, Any] = {"epochs": 2, "momentum": 0.9, "lr": 0.05, "schedule": "cosine"}
+    options: dict[str, Any] = {"epochs": 2, "momentum": 0.9, "lr": 0.05, "schedule": "cosine", "workers": 2}  # uneven at the end
     expected = virtual(settings("bulk", virtual=True, engine="loop", **options))
     with Service(nursery, tmp_path, settings(strategy, **options)) as service:
         status = service.ends()
@@ -67,22 +67,22 @@ def test_the_classical_scheme_equals_bulk(nursery: Nursery, tmp_path: Path, stra
     assert status["refused"] == {}
 
 
-FREE = {
-    "async + server": {},
-    "async(overlap=True) + server(shards=2)": {},
-    "ssp(2) + server(shards=2)": {},
-    "downpour(push=3, fetch=2, warm=4) + server(shards=2, optimizer=adagrad)": {"lr": 0.05},
-    "async + server(fetch=bf16) + topk(0.05)": {},
-}
+FREE = [
+    "async + server",
+    "async(overlap=True) + server(shards=2)",
+    "ssp(2) + server(shards=2)",
+    "downpour(push=3, fetch=2, warm=4) + server(shards=2, optimizer=adagrad)",
+    "async + server(fetch=bf16) + topk(0.05)",
+]  # on a busy machine a worker may push a gradient that is fifty updates old at the very end: small steps
 
 
 @pytest.mark.parametrize("strategy", FREE)
 def test_those_who_do_not_wait_learn_too(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
-    with Service(nursery, tmp_path, settings(strategy, epochs=8, **({"lr": 0.1} | FREE[strategy]))) as service:
+    with Service(nursery, tmp_path, settings(strategy, epochs=15, lr=0.05)) as service:
         status = service.ends()
         accuracy = service.accuracy()
     assert accuracy > 0.85, status
-    assert status["progress"] == 8 * 15 * 3
+    assert status["progress"] == 15 * 15 * 3
     pushes = sum(status["ages"].values())
     assert pushes == pytest.approx(status["progress"] / (3 if "push=3" in strategy else 1), abs=3)
     whole = 4 * sum(service.slices.sizes)
@@ -98,6 +98,7 @@ def test_a_loop_of_ones_own_on_hooks(nursery: Nursery, tmp_path: Path) -> None:
     hooks = nursery.start("process.served:on_hooks", 3, tmp_path / "hooks", strategies=strategies)
     passes = nursery.start("process.served:accumulating", 2, tmp_path / "passes")
     single = nursery.start("process.served:alone", 1, tmp_path / "alone")
+    left = nursery.start("process.served:unfinished", 2, tmp_path / "left")
     assert hooks.wait(LIMIT_S) == [0, 0, 0], hooks.said()
     results = hooks.results()
     for text in strategies:
@@ -115,6 +116,7 @@ def test_a_loop_of_ones_own_on_hooks(nursery: Nursery, tmp_path: Path) -> None:
     for found in passes.results():
         assert torch.allclose(*found["weights"], atol=1e-7)
         assert "GradScaler" in found["sentence"]
+    assert left.wait(LIMIT_S) == [0, 0], left.said()
     assert single.wait(LIMIT_S) == [0], single.said()
     for text, (ours, plain, sent) in single.results()[0].items():
         if "optimizer" in text:
@@ -165,8 +167,7 @@ def test_a_killed_worker_ends_nothing_and_another_takes_its_place(nursery: Nurse
     assert status["workers"]["1"]["exchanges"] > 0
 
 
-@pytest.mark.parametrize("strategy", ["bulk + server(shards=2)", "async + server(shards=2)"])
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("strategy, place", [("async + server(shards=2)", 0), ("bulk + server(shards=2)", 1)])
 def test_a_killed_shard_comes_back_from_its_snapshot(nursery: Nursery, tmp_path: Path, strategy: str, place: int) -> None:
     with Service(nursery, tmp_path, settings(strategy, **SLOW), snapshot_s=0.25) as service:
         assert service.reaches(30), service.said()
@@ -207,6 +208,20 @@ def test_a_stopped_worker_is_not_waited_for_and_may_return(nursery: Nursery, tmp
         status = service.ends()
     assert "worker 2 is back" in service.said()
     assert 1 <= status["lost"] < 3 * PER_EPOCH
+
+
+def test_a_shard_that_stops_for_a_while_changes_nothing(nursery: Nursery, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 2, "momentum": 0.9, "lr": 0.05}
+    expected = virtual(settings("bulk", virtual=True, engine="loop", **options))
+    with Service(nursery, tmp_path, settings("bulk + server(shards=2)", slowdown="15", **options)) as service:
+        assert service.reaches(10)
+        os.kill(service.shards[1].pids[0], signal.SIGSTOP)
+        time.sleep(4.5)  # workers say hello again, twice, and repeat what they asked
+        os.kill(service.shards[1].pids[0], signal.SIGCONT)
+        status = service.ends()
+        found = flat(service.truth())
+    assert torch.equal(found, expected), f"they differ by {(found - expected).abs().max():.2e}"
+    assert status["lost"] == 0
 
 
 # --- who does not belong -------------------------------------------------------------------------------------------------------
@@ -257,9 +272,10 @@ def test_snapshots_need_a_folder(tmp_path: Path) -> None:
 COMMAND = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch", "32", "--lr", "0.1"]
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environ = {**ENVIRON, "TMPDIR": str(folder)}
     return subprocess.Popen(
-        [*COMMAND, *arguments], env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*COMMAND, *arguments], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
 
 
@@ -281,8 +297,8 @@ def nobody_is_left(family: list[psutil.Process]) -> bool:
 
 def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = ["--strategy", "async + server(shards=2)", "--workers", "2", "--epochs", "6", "--slowdown", "15,30"]
-    run = start(*arguments, "--snapshot", "0.5", "--replace", "--out", str(out))
+    arguments = ["--strategy", "async + server(shards=2)", "--workers", "2", "--epochs", "6", "--slowdown", "10,20"]
+    run = start(tmp_path, *arguments, "--snapshot", "0.5", "--replace", "--out", str(out))
     try:
         assert eventually(lambda: (out / "metrics.jsonl").exists(), LIMIT_S)
         offspring(run, "hocket.cli.crew_worker")[0].kill()
@@ -304,9 +320,9 @@ def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path
     assert "2 workers and 2 shards" in said
 
 
-def test_an_interruption_leaves_nobody_and_a_dead_crew_neither() -> None:
+def test_an_interruption_leaves_nobody_and_a_dead_crew_neither(tmp_path: Path) -> None:
     arguments = ["--strategy", "async + server(optimizer=adagrad)", "--workers", "1", "--epochs", "100000"]
-    runs = [start(*arguments) for _ in range(2)]
+    runs = [start(tmp_path, *arguments) for _ in range(2)]
     families = []
     try:
         for run in runs:

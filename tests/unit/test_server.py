@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout, layout_of
+from hocket.cluster.virtual import VirtualCluster
 from hocket.messages import Envelope, Kind
 from hocket.server.account import Account, entry_of
-from hocket.server.host import Host
+from hocket.server.desk import Desk
 from hocket.server.members import Dealer
 from hocket.server.outbox import Outbox
 from hocket.server.recipe import Recipe
@@ -26,6 +28,8 @@ from hocket.server.snapshots import Snapshots
 from hocket.server.wire import OBSERVER, as_messages, as_tensors, gradients_of, slices_of, terms_of
 from hocket.strategy import Strategy
 from hocket.sync import SSP, Async, Bulk, Sync
+from hocket.train import throttle
+from hocket.train.replicas import LiveReplica
 
 SGD = Recipe("sgd", ({"lr": 0.1, "momentum": 0.9},))
 RATES = [0.1]
@@ -260,9 +264,9 @@ def push(worker: int, step: int, number: int = 1, **changes: Any) -> Envelope:
     return Envelope(Kind.PUSH, **(given | changes))
 
 
-def host(text: str = "ssp(2) + server", world: int = 2, **options: Any) -> tuple[Host, Ears]:
+def host(text: str = "ssp(2) + server", world: int = 2, **options: Any) -> tuple[Desk, Ears]:
     ears = Ears()
-    made = Host(ears, 0, **options)  # type: ignore[arg-type]
+    made = Desk(ears, 0, **options)  # type: ignore[arg-type]
     for worker in range(world):
         made.handle(b"w%d" % worker, hello(worker, text, world))
         assert ears.last.kind == Kind.WELCOME
@@ -387,6 +391,38 @@ def test_who_comes_late_but_is_waited_for_misses_nothing() -> None:
     assert made.shard.ages == {0: 3}
 
 
+def test_what_a_shard_holds_for_a_worker_is_bounded() -> None:
+    made, _ = host("bulk + server")
+    for number in range(50):
+        made.handle(b"w0", push(0, 1 + number % 3, number=number))
+    assert made.shard is not None
+    assert len(made.shard._waiting) == 1
+    assert made.members[0].request is not None
+
+
+def test_the_dead_are_not_waited_for_once_an_observer_has_said_so() -> None:
+    made, ears = host("bulk + server")
+    made.handle(b"w0", push(0, 1))
+    made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, note={"gone": 1, "unseen": True}))
+    assert made.members[0].request is not None, "somebody is worker 1"
+    made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, note={"gone": 1}))
+    assert made.members[0].request is None
+    answer = next(e for _, e in reversed(ears.sent) if e.kind == Kind.ANSWER)
+    assert answer.note["figures"]["here"] == [0]
+    made.handle(b"w0", Envelope(Kind.ORDER, 0, note={"gone": 0}))
+    assert ears.last.kind == Kind.REFUSAL
+
+
+def test_a_shard_that_was_stopped_itself_blames_nobody() -> None:
+    made, _ = host("bulk + server", patience_s=5.0)
+    made._cared -= 100
+    for member in made.members.values():
+        member.seen -= 100
+    made.care()
+    assert made.shard is not None
+    assert sorted(made.shard.done) == [0, 1]
+
+
 def test_a_number_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None:
     made, ears = host()
     made.handle(b"wx", hello(1, brings=False))
@@ -406,7 +442,7 @@ def test_a_restarted_shard_is_as_far_as_its_snapshot_and_counts_what_was_lost(tm
     for step in (4, 5):
         made.handle(b"w0", push(0, step))
     assert made.shard is not None
-    again, ears = Host(Ears(), 0, snapshots=Snapshots(tmp_path, 0)), Ears()  # type: ignore[arg-type]
+    again, ears = Desk(Ears(), 0, snapshots=Snapshots(tmp_path, 0)), Ears()  # type: ignore[arg-type]
     again.listener = ears  # type: ignore[assignment]
     assert again.shard is not None
     assert again.shard.version == 3
@@ -434,7 +470,7 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before_it(tmp_path: Path, capsy
 
 def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
     ears = Ears()
-    made = Host(ears, 0)  # type: ignore[arg-type]
+    made = Desk(ears, 0)  # type: ignore[arg-type]
     for worker in (0, 1):
         message = hello(worker, "bulk + server")
         made.handle(
@@ -454,6 +490,43 @@ def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
     assert shown[0].note["figures"]["progress"] == 4
     made.handle(b"o", Envelope(Kind.FETCH, OBSERVER, number=78, note={"epoch": 2, "within_s": 1e6}))
     assert torch.equal(ears.last.tensors[0], truths[2])
+
+
+# --- slowing down ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slowed_worker_sleeps_the_rest_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [0.0], []
+    monkeypatch.setattr(throttle.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(throttle.time, "sleep", slept.append)
+    for factor in (1.0, 4.0):
+        slow = throttle.Throttle(factor)
+        slow.begin()
+        now[0] += 2.0
+        slow.end()
+        slow.begin()
+        now[0] += 1.0
+        slow.between()  # forward 1 s, backward not known yet: twice that
+        now[0] += 3.0
+        slow.computed(now[0])
+        slow.begin()
+        now[0] += 1.0
+        slow.between()
+    assert slept == [6.0, 9.0, 12.0]
+
+
+@pytest.mark.parametrize("slowdown, sleeps", [(1.0, 0), (3.0, 4)])
+def test_a_worker_that_waits_for_all_is_slowed_before_its_exchange(
+    monkeypatch: pytest.MonkeyPatch, slowdown: float, sleeps: int
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(throttle.time, "sleep", slept.append)
+    make = partial(torch.optim.SGD, lr=0.1)
+    replica = LiveReplica(nn.Linear(3, 2), nn.functional.cross_entropy, make, Strategy(), VirtualCluster(1), slowdown=slowdown)
+    for _ in range(4):
+        replica.step([torch.ones(2, 3)], [torch.tensor([0, 1])], torch.zeros(1), [1.0])
+    assert len(slept) == sleeps
+    assert all(s > 0 for s in slept)
 
 
 # --- accounts ----------------------------------------------------------------------------------------------------------------

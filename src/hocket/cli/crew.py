@@ -30,7 +30,7 @@ from hocket.errors import HocketError, NonFiniteGradient
 from hocket.messages import Envelope, Keys
 from hocket.models import build
 from hocket.server.account import entry_of
-from hocket.server.client import Observer
+from hocket.server.observer import Observer
 from hocket.server.recipe import Recipe
 from hocket.server.slices import Slices
 from hocket.server.start import Child, address_of, end_shard, start_shard
@@ -171,8 +171,6 @@ class Crew:
         for place, shard in enumerate(self._shards):
             if shard.poll() is not None:
                 self._restart(place, shard)
-                for worker in self._dead:
-                    observer.tell(gone=worker)
                 again = True
         return again
 
@@ -205,7 +203,12 @@ class Crew:
             raise HocketError(f"Shard {place} died again and again ({self._restarts} restarts); see its own output above.")
         end_shard(shard)
         fresh = self._shards[place] = self._shard(place, self._addresses[place])
-        address_of(fresh)
+        try:
+            address_of(fresh)
+        except HocketError:
+            if (fresh.returncode or 0) < 0:
+                return  # killed again: the next look at it starts another
+            raise
         found = "its snapshot" if self.care.snapshot_s > 0 else "what a worker has, for it had no snapshot"
         _say(f"shard {place} died and is back from {found}")
 
@@ -242,6 +245,8 @@ class Crew:
                     observer.wish(epoch if again else 0)
                 elif time.monotonic() - looked > 1.0:
                     looked = time.monotonic()
+                    for worker in self._dead:  # a shard may have started, or started again, since it died
+                        observer.tell(gone=worker, unseen=True)
                     self._progress(observer, epoch, watch)
                 continue
             if self._epoch_ends(observer, first, epoch, on_epoch):

@@ -23,11 +23,11 @@ from hocket.cluster.message import FRAME_BYTES
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind
 from hocket.server.account import Account
-from hocket.server.host import MOST_HANDS, PATIENCE_S
+from hocket.server.observer import Observer
 from hocket.server.outbox import Outbox
 from hocket.server.recipe import Recipe
 from hocket.server.slices import Slices
-from hocket.server.wire import OBSERVER, as_tensors, framed, link_bytes, slices_of, terms_of
+from hocket.server.wire import MOST_HANDS, PATIENCE_S, as_tensors, framed, link_bytes, slices_of, terms_of
 from hocket.strategy import Strategy
 
 GIVE_UP_S = 60.0
@@ -214,7 +214,6 @@ class Client:
         requests[0] = replace(requests[0], note={**requests[0].note, "ledger": self.account.describe()})
         self._taken = []
         self._ask(requests)
-        self._pushed = step
 
     def fetch(self, step: int, want: int = 0, weights: bool = True, final: bool = False) -> None:
         """Ask for weights, or for mini-batches alone; ``final``: the last truth, when all workers have ended."""
@@ -249,6 +248,8 @@ class Client:
             self.account.bytes_sent += framed(reply.tensor_bytes)
             held, moved = max(held, float(reply.note["held"])), max(moved, float(reply.note["at"]) - peer.offset_s)
             reached = max(reached, reply.step)
+            if peer.request is not None and peer.request.kind == Kind.PUSH:
+                self._pushed = max(self._pushed, peer.request.step)  # only now is it known to be there
             peer.request = None
         # What moved before we stood still for it was hidden, as far as the shard's clock tells.
         self.account.stood(blocked, held, max(min(moved, begun) - self._sent - held, 0.0))
@@ -346,71 +347,3 @@ class _Beats:
             for caller in self._callers:
                 caller.send(Envelope(Kind.BEAT, worker), 0.0)
                 caller.receive(0.0)
-
-
-class Observer:
-    """Watches the shards without taking part: status, the truth, and telling them who is dead."""
-
-    def __init__(
-        self, addresses: Sequence[str], job: bytes, layout: Layout, slices: Slices, most_bytes: int, keys: Keys | None
-    ) -> None:
-        self.layout, self.slices = layout, slices
-        self.callers = [Caller(a, job, keys, b"o" + secrets.token_bytes(8), most_bytes) for a in addresses]
-        self._number = 0
-        self._wish: int | None = None
-
-    def tell(self, **order: Any) -> None:
-        """Give all shards an order; nobody waits for the answer."""
-        for caller in self.callers:
-            caller.send(Envelope(Kind.ORDER, OBSERVER, note=order), 0.0)
-
-    def status(self, timeout_s: float) -> dict[str, Any] | None:
-        """Where the job stands, as shard 0 sees it."""
-        self._number += 1
-        self.callers[0].send(Envelope(Kind.ORDER, OBSERVER, number=self._number, note={"order": "status"}), 0.0)
-        answer = self._receive(0, self._number, timeout_s)
-        return None if answer is None else answer.note.get("figures")
-
-    def wish(self, epoch: int) -> None:
-        """Ask shard 0 for the truth after an epoch (from 1; 0: as it is now); :meth:`granted` tells when it is there."""
-        self._number += 1
-        self._wish = self._number
-        note = {"epoch": epoch, "within_s": 1e6 if epoch else 0.0}
-        self.callers[0].send(Envelope(Kind.FETCH, OBSERVER, number=self._number, note=note), 0.0)
-
-    def granted(self, timeout_s: float) -> Envelope | None:
-        """Shard 0's part of what was wished for, as soon as it is there."""
-        return None if self._wish is None else self._receive(0, self._wish, timeout_s)
-
-    def truth(self, first: Envelope, epoch: int, within_s: float = 2.0) -> tuple[list[Tensor], Tensor | None] | None:
-        """The weights ``[1, values]`` per bucket and the mean buffers, given shard 0's part; None when a shard does not answer."""
-        parts = [first]
-        for place in range(1, len(self.callers)):
-            self._number += 1
-            note = {"epoch": epoch, "within_s": within_s if epoch else 0.0}
-            self.callers[place].send(Envelope(Kind.FETCH, OBSERVER, number=self._number, note=note), 0.0)
-            found = self._receive(place, self._number, within_s + 5.0)
-            if found is None:
-                return None
-            parts.append(found)
-        rows = [bucket.empty(1).cpu() for bucket in self.layout.buckets]
-        for place, part in enumerate(parts):
-            for b, row in enumerate(rows):
-                self.slices.put(b, place, part.tensors[b], row[0])
-        return rows, first.tensors[-1].clone() if first.note.get("buffers") else None
-
-    def close(self) -> None:
-        for caller in self.callers:
-            caller.close(0)
-
-    def _receive(self, place: int, number: int, timeout_s: float) -> Envelope | None:
-        deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0 or timeout_s == 0:
-            answer = self.callers[place].receive(max(left, 0.0))
-            if answer is None:
-                return None
-            if answer.number == number and answer.kind in (Kind.REPLY, Kind.ANSWER):
-                return answer
-            if answer.kind == Kind.REFUSAL and answer.number in (0, number):
-                raise HocketError(f"Shard {place} at {self.callers[place].address}: {answer.note.get('sentence')}")
-        return None

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from hocket.errors import HocketError
-from hocket.server.host import PATIENCE_S, SNAPSHOT_S
+from hocket.server.wire import PATIENCE_S, SNAPSHOT_S
 
 Child = subprocess.Popen[str]
 

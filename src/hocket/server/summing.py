@@ -32,9 +32,9 @@ from hocket.messages import Caller, Envelope, Keys, Kind, Listener
 from hocket.strategy import Strategy
 from hocket.topology import Server
 
-PIECE_BYTES = int(os.environ.get('PB', 1 << 17))
-WINDOW = int(os.environ.get('WD', 4))
-"""Pieces that a worker has on their way to one summer: enough to keep both directions busy, few enough not to flood a link."""
+PIECE_BYTES = int(os.environ.get("PB", 1 << 17))
+WINDOW = int(os.environ.get("WD", 4))
+"""Pieces that a worker has on their way: enough to keep both directions busy, few enough not to flood a link."""
 _QUEUE = 1 << 14
 """Messages that may wait for a link: more than any row has pieces."""
 _TICK_S = 0.2
@@ -110,47 +110,47 @@ class SummedMean:
         flat = rows[0] if rows.device.type == "cpu" else rows[0].cpu()
         self._number += 1
         places = [_pieces(part, flat.element_size()) for part in shares(len(flat), self.workers, len(self.callers) - self.workers)]
-        sent, got = [0] * len(places), [0] * len(places)
+        order = self._order(places)
+        sent = got = 0
         deadline = time.monotonic() + self.patience_s
-        while any(got[owner] < len(places[owner]) for owner in range(len(places))):
-            self._push(flat, places, sent, got)
-            if self._collect(flat, places, got):
+        while got < len(order):
+            while sent < min(len(order), got + WINDOW) and self._push(flat, *order[sent], places):
+                sent += 1
+            came = self._collect(flat, places)
+            got += came
+            if came:
                 deadline = time.monotonic() + self.patience_s
             elif time.monotonic() > deadline:
-                silent = next(owner for owner in range(len(places)) if got[owner] < len(places[owner]))
-                raise WorkerLost(f"Summer {silent} has not answered for {self.patience_s:g} s; a worker or a server is lost.")
+                raise WorkerLost(f"A summer has not answered for {self.patience_s:g} s; a worker or a server is lost.")
         if flat.data_ptr() != rows.data_ptr():
             rows[0].copy_(flat)
         return rows
 
-    def _push(self, flat: Tensor, places: list[list[range]], sent: list[int], got: list[int]) -> None:
-        """Send on to every summer that has answered enough; everybody from another one on."""
-        for shift in range(len(places)):
-            owner = (self.worker + shift) % len(places)
-            while sent[owner] < min(len(places[owner]), got[owner] + WINDOW):
-                place = places[owner][sent[owner]]
-                piece = Envelope(
-                    Kind.PUSH,
-                    sender=self.worker,
-                    step=sent[owner],
-                    number=self._number,
-                    tensors=(flat[place.start : place.stop],),
-                )
-                if not self.callers[owner].send(piece, 0):
-                    break
-                sent[owner] += 1
+    def _order(self, places: list[list[range]]) -> list[tuple[int, int]]:
+        """All pieces, as ``(summer, piece)``: every summer gets its share at the same pace, so that no link is idle before another.
 
-    def _collect(self, flat: Tensor, places: list[list[range]], got: list[int]) -> bool:
-        """Take what has been answered; whether anything was."""
+        Everybody begins with another one.
+        """
+        count = len(places)
+        pieces = [(owner, k) for owner in range(count) for k in range(len(places[owner]))]
+        return sorted(pieces, key=lambda p: ((p[1] + 0.5) / len(places[p[0]]), (p[0] - self.worker) % count))
+
+    def _push(self, flat: Tensor, owner: int, k: int, places: list[list[range]]) -> bool:
+        place = places[owner][k]
+        values = flat[place.start : place.stop]
+        return self.callers[owner].send(Envelope(Kind.PUSH, sender=self.worker, step=k, number=self._number, tensors=(values,)), 0)
+
+    def _collect(self, flat: Tensor, places: list[list[range]]) -> int:
+        """Take what has been answered; how many pieces that was."""
         ready = {socket for socket, _ in self._poller.poll(int(1000 * _TICK_S))}
-        before = sum(got)
+        came = 0
         for owner, caller in enumerate(self.callers):
             while caller.socket in ready and (answer := caller.receive(0)) is not None:
                 if answer.kind is Kind.REPLY and answer.number == self._number:
                     place = places[owner][answer.step]
                     flat[place.start : place.stop] = answer.tensors[0]
-                    got[owner] += 1
-        return sum(got) > before
+                    came += 1
+        return came
 
     def dismiss(self) -> None:
         """Send the spare servers home."""

@@ -22,7 +22,8 @@ from hocket.cluster.layout import Layout
 from hocket.cluster.virtual import VirtualCluster
 from hocket.errors import HocketError, WorkerLost
 from hocket.server.account import Account, entry_of
-from hocket.server.client import Client, Observer
+from hocket.server.client import Client
+from hocket.server.observer import Observer
 from hocket.server.recipe import Recipe
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, Stale

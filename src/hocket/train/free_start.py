@@ -7,13 +7,10 @@ ends when all workers have left it, or with the process that started it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import secrets
 import socket
-import subprocess
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,10 +32,19 @@ _started = 0
 
 @dataclass
 class Servers:
-    """Where the shards of a job listen."""
+    """Where the shards of a job listen, and those of them that this process has started."""
 
     addresses: list[str]
     job: bytes
+    children: list[Child] = field(default_factory=list)
+
+    def see_off(self) -> None:
+        """End, once this worker has left: others may still need our shards, so wait until they have left too."""
+        for child in self.children:
+            with contextlib.suppress(KeyboardInterrupt):
+                child.wait()
+            end_shard(child)
+        self.children = []
 
 
 def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, patience_s: float) -> Servers:
@@ -60,7 +66,6 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
     bind = "tcp://127.0.0.1:0" if here else f"tcp://{_own_address()}:0"
     most = link_bytes(strategy, layout)
     own = {p: start_shard(p, job, bind, keys, patience_s, most_bytes=most) for p in range(rank, server.shards, processes)}
-    atexit.register(_see_off, list(own.values()))
     told: dict[int, str] = {}
     for place, child in own.items():
         try:
@@ -73,7 +78,7 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
     for address in addresses:
         if address.startswith("!"):
             raise HocketError(address[1:])
-    return Servers(addresses, job)
+    return Servers(addresses, job, list(own.values()))
 
 
 def _own_address() -> str:
@@ -92,12 +97,3 @@ def _store_host() -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", "127.0.0.1"))
-
-
-def _see_off(children: list[Child]) -> None:
-    """Others may still need our shards: wait until they have left, unless this process dies of an error."""
-    for child in children:
-        if not hasattr(sys, "last_value"):
-            with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
-                child.wait()
-        end_shard(child)
