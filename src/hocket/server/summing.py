@@ -32,8 +32,8 @@ from hocket.messages import Caller, Envelope, Keys, Kind, Listener
 from hocket.strategy import Strategy
 from hocket.topology import Server
 
-PIECE_BYTES = int(os.environ.get("PB", 1 << 17))
-WINDOW = int(os.environ.get("WD", 4))
+PIECE_BYTES = 1 << 16
+WINDOW = 10
 """Pieces that a worker has on their way: enough to keep both directions busy, few enough not to flood a link."""
 _QUEUE = 1 << 14
 """Messages that may wait for a link: more than any row has pieces."""
