@@ -8,8 +8,6 @@ import os
 import random
 import stat
 import struct
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -340,11 +338,6 @@ def test_the_command_writes_keys_and_says_what_to_do(tmp_path: Path) -> None:
     assert Keys.read(path) == first
     assert CliRunner().invoke(app, ["keys", str(path), "--force"]).exit_code == 0
     assert Keys.read(path) != first
-
-
-def test_hocket_alone_does_not_load_zeromq() -> None:
-    code = "import sys, hocket, hocket.cli.main; raise SystemExit('zmq' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # --- links -----------------------------------------------------------------------------------------------------------------

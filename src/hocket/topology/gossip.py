@@ -30,7 +30,8 @@ from hocket.errors import HocketError, nearest
 from hocket.noise import bits, fold
 from hocket.topology.base import Channel, Topology, plain
 
-KINDS = ("rotating", "ring", "exponential", "random", "pushsum")
+KINDS = ("rotating", "ring", "exponential", "random")
+_ALL = (*KINDS, "pushsum")
 CHOCO_DISTANCES = 4
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -55,9 +56,9 @@ class Gossip(Topology):
     paper: ClassVar[str] = "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in _ALL:
             raise HocketError(
-                f"gossip({self.kind}): unknown kind{nearest(str(self.kind), KINDS) or '.'} Use one of {', '.join(KINDS)}."
+                f"gossip({self.kind}): unknown kind{nearest(str(self.kind), _ALL) or '.'} Use one of {', '.join(_ALL)}."
             )
         if self.step is not None and (
             not isinstance(self.step, (int, float)) or isinstance(self.step, bool) or not 0 < self.step <= 1
