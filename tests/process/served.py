@@ -189,7 +189,7 @@ class Service:
         self.model = seeded(lambda: build(settings.model, self.data), settings.seed)
         optimizer = settings.make_optimizer(list(self.model.parameters()))
         self.layout = layout_for(self.model, optimizer, self.strategy, None, None)
-        self.slices = Slices.of(self.strategy, self.layout)
+        self.slices = Slices.of(self.strategy, self.layout, settings.workers)
         self.groups: list[Group] = []
         self.shards = [self.start_shard(place) for place in range(self.slices.shards)]
         self.addresses = [self.address(group) for group in self.shards]

@@ -93,6 +93,18 @@ def test_those_who_do_not_wait_learn_too(nursery: Nursery, tmp_path: Path, strat
         assert sent == pytest.approx(2 * whole * 1.033 + 700 * service.slices.shards, rel=0.02)
 
 
+@pytest.mark.parametrize("strategy", ["stale(3) + allreduce", "stale(4) + server(shards=2)"])
+def test_those_who_meet_now_and_then_learn_too(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
+    with Service(nursery, tmp_path, settings(strategy, epochs=10, lr=0.1, slowdown="1,1,3")) as service:
+        status = service.ends()
+        accuracy = service.accuracy()
+    assert accuracy > 0.85, status
+    assert status["progress"] == 10 * 15 * 3
+    assert status["lost"] == 0
+    assert len(service.shards) == (3 if "allreduce" in strategy else 2)
+    assert set(status["workers"]) == {"0", "1", "2"}
+
+
 def test_a_loop_of_ones_own_on_hooks(nursery: Nursery, tmp_path: Path) -> None:
     strategies = ["bulk", "bulk + server(shards=2)", "async + server + topk(0.1)"]
     hooks = nursery.start("process.served:on_hooks", 3, tmp_path / "hooks", strategies=strategies)
@@ -147,7 +159,9 @@ SLOW: dict[str, Any] = {"epochs": 4, "slowdown": "15", "lr": 0.1}  # about 15 ms
 PER_EPOCH = 15 * 3
 
 
-@pytest.mark.parametrize("strategy", ["bulk + server(shards=2)", "ssp(2) + server", "async + server(shards=2)"])
+@pytest.mark.parametrize(
+    "strategy", ["bulk + server(shards=2)", "ssp(2) + server", "async + server(shards=2)", "stale(3) + server"]
+)
 def test_a_killed_worker_ends_nothing_and_another_takes_its_place(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
     chance = random.Random(strategy)
     epochs = 12 if "async" in strategy else 4  # without waiting they are done sooner
@@ -195,7 +209,7 @@ def test_a_shard_without_a_snapshot_gets_the_weights_that_a_worker_has(nursery: 
         assert service.accuracy() > 0.8
 
 
-@pytest.mark.parametrize("strategy", ["bulk + server", "ssp(1) + server(shards=2)"])
+@pytest.mark.parametrize("strategy", ["bulk + server", "ssp(1) + server(shards=2)", "stale(2) + server(shards=2)"])
 def test_a_stopped_worker_is_not_waited_for_and_may_return(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
     with Service(nursery, tmp_path, settings(strategy, **SLOW), patience_s=1.0) as service:
         assert service.reaches(20)
@@ -344,7 +358,6 @@ def test_an_interruption_leaves_nobody_and_a_dead_crew_neither(tmp_path: Path) -
 
 
 REFUSED = {
-    "--strategy 'stale(4) + allreduce'": "virtual workers only",
     "--strategy 'async + gossip'": "virtual workers only",
     "--strategy 'async + server(shards=5000)'": "at most as many shards",
     "--strategy 'async + server' --resume --out somewhere": "cannot run with --resume",

@@ -31,12 +31,10 @@ from hocket.messages import Envelope, Keys
 from hocket.models import build
 from hocket.server.account import entry_of
 from hocket.server.observer import Observer
-from hocket.server.recipe import Recipe
 from hocket.server.slices import Slices
 from hocket.server.start import Child, address_of, end_shard, start_shard
 from hocket.server.wire import link_bytes
-from hocket.topology import Server
-from hocket.train.free_job import refuse_unserved
+from hocket.train.free_job import recipe_for, refuse_unserved
 from hocket.train.free_worker import Post, dealing_of
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress, accuracy_of
@@ -76,9 +74,8 @@ class Crew:
         self.model = seeded(lambda: build(settings.model, self.data), settings.seed).to(device)
         optimizer = settings.make_optimizer(list(self.model.parameters()))
         self.layout = layout_for(self.model, optimizer, self.strategy, settings.bucket_bytes, settings.first_bucket_bytes)
-        self.slices = Slices.of(self.strategy, self.layout)
-        server = self.strategy.topology
-        Recipe.of(optimizer, server.optimizer if isinstance(server, Server) else None)  # refuses what shards cannot run
+        self.slices = Slices.of(self.strategy, self.layout, settings.workers)
+        recipe_for(self.strategy, optimizer)  # refuses what shards cannot run
         self.dealing = dealing_of(settings, self.data)
         self.epochs = -(-self.dealing.steps // len(self.dealing.partition))
         self.metrics: list[dict[str, Any]] = []

@@ -27,7 +27,7 @@ from hocket.server.observer import Observer
 from hocket.server.outbox import Outbox
 from hocket.server.recipe import Recipe
 from hocket.server.slices import Slices
-from hocket.server.wire import MOST_HANDS, PATIENCE_S, as_tensors, framed, link_bytes, slices_of, terms_of
+from hocket.server.wire import MOST_HANDS, PATIENCE_S, WORKER_MARK, as_tensors, framed, link_bytes, slices_of, terms_of
 from hocket.strategy import Strategy
 
 GIVE_UP_S = 60.0
@@ -73,7 +73,7 @@ class Client:
         replaces: bool = False,
     ) -> None:
         self.strategy, self.layout, self.worker, self.world, self.seed = strategy, layout, worker, world, seed
-        self.slices = Slices.of(strategy, layout)
+        self.slices = Slices.of(strategy, layout, world)
         if len(addresses) != self.slices.shards:
             raise HocketError(f"{strategy} has {self.slices.shards} shards, but {len(addresses)} addresses are given.")
         self.patience_s, self.give_up_s = patience_s, give_up_s
@@ -86,11 +86,12 @@ class Client:
         self._taken: list[int] = []
         self._number = 0
         self._sent = 0.0
+        self._call = False
         self._pushed = 0
         self._rows: Sequence[Tensor] = ()
         self._recipe: Recipe | None = None
         most, token = link_bytes(strategy, layout), secrets.token_bytes(8)
-        self.peers = [Peer(s, Caller(a, job, keys, b"w" + token, most)) for s, a in enumerate(addresses)]
+        self.peers = [Peer(s, Caller(a, job, keys, WORKER_MARK + token, most)) for s, a in enumerate(addresses)]
         self._beats = _Beats([Caller(a, job, keys, b"b" + token, high_water=2) for a in addresses])
         self._outbox: Outbox | None = None
 
@@ -230,6 +231,14 @@ class Client:
             peer.caller.send(peer.request, 0.0)
         self._sent = time.monotonic()
 
+    def called(self) -> bool:
+        """Whether others wait for a meeting since the last one."""
+        first = self.peers[0]
+        while not self._call and (message := first.caller.receive(0.0)) is not None:
+            first.sign = time.monotonic()
+            self._call = message.kind == Kind.WAIT and message.note.get("call") == first.seen
+        return self._call
+
     def land(self, rows: Sequence[Tensor]) -> int:
         """Wait for what was asked for and write weights, if they come, into ``rows``; how far the shards think we are."""
         begun = time.monotonic()
@@ -257,6 +266,7 @@ class Client:
         self.hands.extend(note.get("hands", []))
         self.over = bool(note.get("over", self.over))
         self._pushed = max(self._pushed, reached)
+        self._call = False
         return reached
 
     def buffers(self) -> Tensor | None:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from hocket.errors import HocketError
 from hocket.messages import Envelope, Kind, Listener
+from hocket.server.meeting import MeetingShard
 from hocket.server.members import Dealer, Member, Request
 from hocket.server.milestones import Milestone, Milestones, Wish
 from hocket.server.recipe import Recipe
@@ -51,12 +52,14 @@ from hocket.server.wire import (
     OBSERVER,
     PATIENCE_S,
     SNAPSHOT_S,
+    WORKER_MARK,
     Terms,
     as_messages,
     difference,
     gradients_of,
 )
 from hocket.strategy import Strategy
+from hocket.sync import Stale
 from hocket.topology import Server
 
 _FIRST_PATIENCE_S = 60.0
@@ -211,10 +214,10 @@ class Desk:
     def _start(self, terms: Terms, charter: dict[str, Any], weights: list[Tensor]) -> None:
         strategy = Strategy.parse(terms["strategy"])
         server = strategy.topology
-        if not isinstance(server, Server):
-            raise HocketError(f"{strategy} has no server")
         recipe, workers = Recipe.read(charter["recipe"]), range(terms["world"])
-        self.shard = Shard(weights, charter["groups"], recipe, strategy.sync, workers, server.rate)
+        rate = server.rate if isinstance(server, Server) else 1.0
+        kind = MeetingShard if isinstance(strategy.sync, Stale) else Shard
+        self.shard = kind(weights, charter["groups"], recipe, strategy.sync, workers, rate)
         self.terms, self._charter, self._strategy = terms, charter, strategy
         self.members = {worker: Member() for worker in workers}
         self.milestones = Milestones(charter["per_epoch"], charter["total"], self.milestones.wishes)
@@ -294,6 +297,15 @@ class Desk:
             member.reached = step
             self._look_at_epoch()
         member.request = self._request(peer, message)
+        self._call(shard)
+
+    def _call(self, shard: Shard) -> None:
+        """Somebody waits for a meeting: tell those who have not come (again with every one that comes, should it get lost)."""
+        if self.place == 0 and isinstance(shard, MeetingShard) and shard.called:
+            for worker, member in self.members.items():
+                if member.life and worker in shard.done and shard.ready(worker, 0) and not member.ended:
+                    call = {"call": shard.version}
+                    self.listener.send(WORKER_MARK + member.life, Envelope(Kind.WAIT, self.place, note=call))
 
     def _read(self, shard: Shard, message: Envelope) -> list[Tensor]:
         """All of a push, or nothing."""

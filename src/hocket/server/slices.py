@@ -16,6 +16,11 @@ from hocket.strategy import Strategy
 from hocket.topology import Server
 
 
+def shards_of(strategy: Strategy, workers: int) -> int:
+    """How many shards there are: where no server is named (``stale + allreduce``) one for every worker, which share the work."""
+    return strategy.topology.shards if isinstance(strategy.topology, Server) else workers
+
+
 @dataclass(frozen=True)
 class Slices:
     """``sizes[b]`` values in bucket ``b``, over ``shards``."""
@@ -25,9 +30,9 @@ class Slices:
     interleaved: bool = False
 
     @classmethod
-    def of(cls, strategy: Strategy, layout: Layout) -> Slices:
-        """As ``strategy`` cuts ``layout``."""
-        shards = strategy.topology.shards if isinstance(strategy.topology, Server) else 1
+    def of(cls, strategy: Strategy, layout: Layout, workers: int = 1) -> Slices:
+        """As ``strategy`` cuts ``layout`` for ``workers`` workers."""
+        shards = shards_of(strategy, workers)
         if shards > layout.parameters:
             raise HocketError(
                 f"server(shards={shards}): the model has only {layout.parameters} parameters; use at most as many shards."

@@ -24,6 +24,8 @@ MOST_HANDS = 4096
 """Mini-batches that one answer can name."""
 OBSERVER = -1
 """Sends orders and asks for the truth, but takes no part."""
+WORKER_MARK = b"w"
+"""The first byte of a worker's identity on its link; the rest says which process it is."""
 ANYBODY = -2
 """Wants to take the place of a worker that is gone."""
 FETCH = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,7 +56,7 @@ def framed(payload_bytes: int) -> int:
 
 def link_bytes(strategy: Strategy, layout: Layout) -> int:
     """The largest message of a job: a shard's slice, coded as badly as can be, and room for header and note."""
-    shards = strategy.topology.shards if isinstance(strategy.topology, Server) else 1
+    shards = strategy.topology.shards if isinstance(strategy.topology, Server) else 1  # at least; more make it smaller
     return 3 * (layout.bytes // shards + 8 * len(layout.buckets)) + (1 << 20)
 
 

@@ -27,7 +27,7 @@ from hocket.server.observer import Observer
 from hocket.server.recipe import Recipe
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, Stale
-from hocket.topology import Server
+from hocket.topology import Gossip, Server
 from hocket.train.job import adopt, check_equal, check_job, check_optimizer, layout_for, refuse_newcomers
 from hocket.train.watch import NonFinite
 
@@ -36,11 +36,19 @@ Connect = Callable[[Layout], Client]
 
 def refuse_unserved(strategy: Strategy) -> None:
     """Refuse what real processes cannot do yet."""
-    if isinstance(strategy.sync, Stale) or not isinstance(strategy.topology, Server):
+    if isinstance(strategy.topology, Gossip):
         raise HocketError(
             f"{strategy} runs on virtual workers only so far (--virtual, hocket.simulate); on real processes use "
-            "async + server, ssp(s) + server or downpour(push, fetch) + server."
+            "async + server, ssp(s) + server, downpour(push, fetch) + server or stale(s)."
         )
+
+
+def recipe_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> Recipe:
+    """The optimiser of the shards; under ``stale`` the workers keep theirs, whatever it is."""
+    if isinstance(strategy.sync, Stale):
+        return Recipe("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
+    server = strategy.topology
+    return Recipe.of(optimizer, server.optimizer if isinstance(server, Server) else None)
 
 
 def serves_itself(strategy: Strategy) -> bool:
@@ -111,9 +119,7 @@ class FreeJob:
         check_optimizer(model, optimizer)
         cluster = VirtualCluster(1) if cluster is None else cluster
         check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
-        server = strategy.topology
-        assert isinstance(server, Server)
-        recipe = Recipe.of(optimizer, server.optimizer)
+        recipe = recipe_for(strategy, optimizer)
         named = dict(model.named_parameters())
         self._params = [[named[s.name] for s in b.slots] for b in self.layout.buckets]
         self.weights = [b.empty(1) for b in self.layout.buckets]
@@ -123,6 +129,9 @@ class FreeJob:
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
         self._overlap = bool(getattr(strategy.sync, "overlap", False))
         self._together = isinstance(strategy.sync, Bulk) or strategy.sync.lead == 0
+        self._meets = isinstance(strategy.sync, Stale)
+        self._since = 0
+        """Steps since the last meeting, where workers meet."""
         self.client = connect(self.layout)
         self.step = self.client.hello(self.weights, recipe)
         """Steps done; a worker that was away goes on with the others."""
@@ -192,6 +201,8 @@ class FreeJob:
 
     def flush(self) -> None:
         """Land what was asked for, and push what has not been pushed yet."""
+        if self._handles and self._since:
+            self._meet()
         if self._handles and self.client.open:
             self._land()
         if self._handles and self._sums:
@@ -227,6 +238,8 @@ class FreeJob:
         self._seen = self.client.versions
         if self.client.open:
             self._land()
+        if self._meets:
+            return
         for total, rows in zip(self._sums, fresh, strict=False):
             total += rows
         self._sums = self._sums or fresh
@@ -240,6 +253,11 @@ class FreeJob:
             p.grad = gradient
         self._hidden = []
         self.step += 1
+        if self._meets:
+            self._since += 1
+            if self._since == self.strategy.sync.period or self.client.called():
+                self._meet()
+            return
         turn = self.strategy.sync.turn(self.step)
         if turn.push:
             self._push(turn.fetch, self._want())
@@ -270,6 +288,13 @@ class FreeJob:
         self.client.push(self.step, [rows[0] for rows in self._sums], rates, fetch, self._seen, want, buffers)
         self._sums = []
 
+    def _meet(self) -> None:
+        """Bring these weights to the others, and take the mean."""
+        self._sums = [rows.clone() for rows in self.weights]
+        self._push(True, self._want())
+        self._land()
+        self._since = 0
+
     def _land(self) -> None:
         reached = self.client.land(self.weights)
         if reached > self.step:  # it was away, and the others went on
@@ -278,6 +303,8 @@ class FreeJob:
     def _want(self) -> int:
         """Mini-batches to ask for now: up to the step at which the next answer lands."""
         sync, talk = self.strategy.sync, self.step + 1
+        if self._meets:
+            return self.client.wanted(sync.period)
         while not (sync.turn(talk).push or sync.turn(talk).fetch):
             talk += 1
         later = self._overlap or not sync.turn(talk).fetch

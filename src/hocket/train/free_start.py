@@ -22,10 +22,10 @@ from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.layout import Layout
 from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError
+from hocket.server.slices import shards_of
 from hocket.server.start import Child, address_of, end_shard, start_shard
 from hocket.server.wire import link_bytes
 from hocket.strategy import Strategy
-from hocket.topology import Server
 
 _started = 0
 
@@ -51,8 +51,7 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
     """Start this process's share of the shards and learn of the others'; all processes must call it."""
     global _started
     _started += 1
-    server = strategy.topology
-    assert isinstance(server, Server)
+    shards = shards_of(strategy, cluster.size)
     store: Any = None
     rank, processes = 0, 1
     if isinstance(cluster, ProcessCluster):
@@ -65,7 +64,7 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
     here = store is None or all(store.get(f"host/{r}").decode() == boot_id() for r in range(processes))
     bind = "tcp://127.0.0.1:0" if here else f"tcp://{_own_address()}:0"
     most = link_bytes(strategy, layout)
-    own = {p: start_shard(p, job, bind, keys, patience_s, most_bytes=most) for p in range(rank, server.shards, processes)}
+    own = {p: start_shard(p, job, bind, keys, patience_s, most_bytes=most) for p in range(rank, shards, processes)}
     told: dict[int, str] = {}
     for place, child in own.items():
         try:
@@ -74,7 +73,7 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
             told[place] = f"!{error}"
         if store is not None:
             store.set(f"shard/{place}", told[place])
-    addresses = [told[p] if p in told else store.get(f"shard/{p}").decode() for p in range(server.shards)]
+    addresses = [told[p] if p in told else store.get(f"shard/{p}").decode() for p in range(shards)]
     for address in addresses:
         if address.startswith("!"):
             raise HocketError(address[1:])
