@@ -6,8 +6,8 @@ from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.sandblaster import Sandblaster, SandblasterRun
 from hocket.session import Shard, init, leave, parallelize, shard
 from hocket.strategy import Strategy
-from hocket.sync import Bulk, DiLoCo, Local, PostLocal
-from hocket.topology import AllReduce, Gossip, Hierarchical
+from hocket.sync import SSP, Async, Bulk, DiLoCo, Downpour, Local, PostLocal, Stale
+from hocket.topology import AllReduce, Gossip, Hierarchical, Server
 from hocket.train.free_job import FreeJob
 from hocket.train.job import Job
 from hocket.train.simulate import Run, simulate
@@ -16,11 +16,14 @@ from hocket.version import __version__
 __all__ = [
     "DGC",
     "QSGD",
+    "SSP",
     "AllReduce",
+    "Async",
     "Bulk",
     "Cast",
     "Chain",
     "DiLoCo",
+    "Downpour",
     "FreeJob",
     "Gossip",
     "Hierarchical",
@@ -36,9 +39,11 @@ __all__ = [
     "Run",
     "Sandblaster",
     "SandblasterRun",
+    "Server",
     "Shard",
     "Sign",
     "Spec",
+    "Stale",
     "Strategy",
     "Ternary",
     "Threshold",

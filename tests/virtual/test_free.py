@@ -218,7 +218,7 @@ def test_a_shared_server_is_the_bottleneck_and_shards_widen_it() -> None:
     spec = Spec(step_s=1e-3, bandwidth=1e6)
     one, two, four = (_seconds(f"async + server({n})", spec, model=lambda: nn.Linear(4, 4000)) for n in (1, 2, 4))
     assert one / two == pytest.approx(2, abs=0.1)
-    assert two / four == pytest.approx(1, abs=0.05)  # from here on a worker's own link is the limit: push, then fetch
+    assert two / four > 1.4  # here the workers' own links begin to be the limit
 
 
 def test_overlap_hides_the_transfer() -> None:

@@ -87,6 +87,7 @@ class ServerScheme(Scheme):
             if all(shard.ready(worker, 0) for shard in self.shards):
                 self.training.begin(worker, 0.0)
             else:
+                self._await(worker, 0.0)
                 self._ask(worker, 0.0)
 
     # --- workers -------------------------------------------------------------------------------------------------------------
@@ -101,6 +102,7 @@ class ServerScheme(Scheme):
 
     def _go_on(self, worker: int, now: float) -> None:
         own, crowd, turn = self.workers[worker], self.crowd, self.sync.turn(self.workers[worker].step)
+        seen = list(own.seen)  # of the weights that this gradient was computed at, whatever lands now
         if own.ready:
             self._take_over(worker)
         together = self.shards[0].together
@@ -110,30 +112,36 @@ class ServerScheme(Scheme):
         rates = self.training.rates(worker)
         if turn.local:
             crowd.step_alone(worker, rates)
-        if turn.push:
-            self._push(worker, now, rates)
         if turn.fetch:
+            self._await(worker, now)
+        if turn.push:
+            self._push(worker, now, rates, seen, turn.fetch)
+        elif turn.fetch:
             self._ask(worker, now)
         if turn.fetch and not self.overlap:
             return
         own.waits = False
         self.training.begin(worker, now)
 
-    def _push(self, worker: int, now: float, rates: list[float]) -> None:
+    def _push(self, worker: int, now: float, rates: list[float], seen: list[int], fetch: bool) -> None:
+        """``fetch``: the push asks for weights too."""
         own = self.workers[worker]
         flat = [total[worker].clone() for total in self.sums]
         for s, messages in enumerate(self.outboxes[worker].encode(own.step, flat)):
             size = size_of(messages)
             coded = [(list(m.parts), m.lengths) for m in messages]
-            payload = (own.step, own.step - own.pushed, coded, rates, own.seen[s])
+            payload = (own.step, own.step - own.pushed, coded, rates, seen[s], fetch)
             self.training.send("push", worker, s, self.crowd.rows + s, size, payload, now)
         for total in self.sums:
             total[worker].zero_()
         own.pushed = own.step
 
-    def _ask(self, worker: int, now: float) -> None:
+    def _await(self, worker: int, now: float) -> None:
         own = self.workers[worker]
         own.left, own.asked, own.blocked, own.held, own.waits = len(self.shards), now, now, 0.0, True
+
+    def _ask(self, worker: int, now: float) -> None:
+        own = self.workers[worker]
         for s in range(len(self.shards)):
             self.training.send("ask", worker, s, self.crowd.rows + s, FRAME_BYTES, own.step, now)
 
@@ -146,7 +154,7 @@ class ServerScheme(Scheme):
     def over(self, worker: int, now: float) -> None:
         own = self.workers[worker]
         if own.pushed < own.step:
-            self._push(worker, now, self.training.rates(worker))
+            self._push(worker, now, self.training.rates(worker), own.seen, False)
 
     # --- arrivals ------------------------------------------------------------------------------------------------------------
 
@@ -160,7 +168,7 @@ class ServerScheme(Scheme):
             self._replied(worker, end, payload, now)
 
     def _pushed(self, worker: int, s: int, payload: Payload, now: float) -> None:
-        step, steps, coded, rates, seen = payload
+        step, steps, coded, rates, seen, fetch = payload
         widths = self.slices.widths(s)
         gradients = [
             read(self.strategy, Message(tuple(parts), lengths), widths[b], b, step, worker, self.crowd.rows, self.seed)
@@ -171,6 +179,8 @@ class ServerScheme(Scheme):
         if s == 0:
             self._ages += self.shards[0].ages - before
         self.arrived_steps[s] += steps
+        if fetch:
+            self.held[s].append((worker, step, now))
         self._release(s, now, self.held[s])
 
     def _release(self, s: int, now: float, waiting: list[tuple[int, int, float]]) -> None:
