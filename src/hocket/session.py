@@ -73,6 +73,8 @@ def init(
     _Session.seed, _Session.patience_s = seed, patience_s
     _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]
     _Session.keys = None if keys is None else Path(keys)
+    if isinstance(cluster, ProcessCluster):
+        cluster.keys = _Session.keys
     _Session.job = DEFAULT_JOB if job is None else job_id(job)
     if (worker is None) != (workers is None) or (worker is not None and (servers is None or cluster.size > 1)):
         raise HocketError("worker= and workers= go together, with servers= and without a launcher, which would tell them.")
@@ -129,6 +131,10 @@ def parallelize(
         "first_cap_bytes": first_bucket_bytes,
     }
     job: Job | FreeJob
+    if _Session.servers is not None and not parsed.free:
+        raise HocketError(
+            f"{parsed} has no servers, but hocket.init named some; leave servers= out, or use for example async + server."
+        )
     if parsed.free and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
         if isinstance(_Session.cluster, ProcessCluster):
             _Session.cluster.heartbeat.stop()  # who does not wait for others does not end with them

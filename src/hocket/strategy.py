@@ -147,6 +147,8 @@ class Strategy:
         if isinstance(whom, Server) and whom.sums:
             return f"servers that only sum are for those who wait for everybody; leave role=sum out of {when.name}, or use bulk"
         if isinstance(when, Stale):
+            if isinstance(whom, Server) and whom != Server(whom.shards):
+                return "under stale the workers keep their optimisers and whole weights travel; say only server(shards=n)"
             if not isinstance(whom, (AllReduce, Server)):
                 return "all synchronise when the first has used its steps up, so it needs allreduce or server"
             if not plain(self.compression):

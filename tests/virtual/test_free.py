@@ -387,6 +387,7 @@ REFUSED = {
     "async + server(shards=0)": "at least one shard",
     "async + server(optimizer=lbfgs)": "adagrad",
     "ssp(-1)": "at least 0",
+    "stale(2) + server(optimizer=adagrad)": "server(shards=n)",
     "bulk + gossip(pushsum)": "async + gossip(pushsum)",
     "async + gossip(exponential)": "gossip(ring)",
     "downpour(0)": "at least 1",

@@ -83,12 +83,12 @@ class Crew:
         self._keys = None if care.keys is None else Keys.read(care.keys)
         self.record = None if out is None else Record(out, 0)
         self._job = secrets.token_bytes(16)
-        self._folder = Path(tempfile.mkdtemp(prefix="hocket-")) if out is None else out / "shards"
+        self._folder = Path(tempfile.mkdtemp(prefix="hocket-"))  # of our own making: it is removed at the end
         self._shards: list[Child] = []
         self._workers: dict[int, subprocess.Popen[str]] = {}
         self._dead: set[int] = set()
         self._addresses: list[str] = []
-        self._restarts = 0
+        self._restarts = self._replaced = 0
         self._before: dict[str, Any] = {"workers": {}, "ages": {}, "lost": 0}
         self._took = 0.0
 
@@ -108,7 +108,6 @@ class Crew:
     # --- processes -----------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
         if self.record is not None:
             processes = self.settings.workers + self.slices.shards
             where = {"kind": "processes", "workers": self.settings.workers, "processes": processes, "device": str(self.device)}
@@ -181,6 +180,11 @@ class Crew:
         self._dead.add(worker)
         observer.tell(gone=worker)
         left = self.settings.workers - len(self._dead)
+        self._replaced += self.care.replace
+        if self._replaced > _MOST_RESTARTS:
+            raise HocketError(
+                f"Worker {worker} {how}: workers died again and again ({_MOST_RESTARTS} replaced); see their output above."
+            )
         if self.care.replace:
             _say(f"worker {worker} {how}; another takes its place")
             self._dead.discard(worker)

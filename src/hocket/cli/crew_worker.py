@@ -26,6 +26,9 @@ def main() -> None:
     warnings.simplefilter("ignore")  # the crew says it once
     from hocket.train.free_worker import read_post, work
 
+    # What a model or a data set prints goes where people read; the pipe is for the one line that tells what went wrong.
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     line = sys.stdin.readline()
     if not line:
         sys.exit(1)
@@ -33,7 +36,7 @@ def main() -> None:
     try:
         work(read_post(json.loads(line)))
     except (HocketError, NonFiniteGradient, WorkerLost) as error:
-        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}), file=told, flush=True)
         _quit(2)
     _quit(0)
 

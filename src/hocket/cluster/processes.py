@@ -73,9 +73,8 @@ class ProcessCluster(Cluster):
         self._sequence = 0
         self.summing: dict[int, Callable[[Tensor], Tensor]] = {}
         """Means over so many machines that only sum, where the job has some."""
-        self.reached_at = "127.0.0.1"
         self.keys: Path | None = None
-        """The address at which other processes of the job reach this one by messages, and the file with the job's keys."""
+        """The file with the job's keys, for messages between machines."""
         self.endings: list[Callable[[], None]] = []
         """What is to be done when the cluster is left."""
         self._host_size = host_size or size

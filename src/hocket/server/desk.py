@@ -66,7 +66,8 @@ _FIRST_PATIENCE_S = 60.0
 """How long a worker that has not come yet is waited for."""
 _WAIT_EVERY_S = 1.0
 _CARE_EVERY_S = 0.2
-_BAD = (ValueError, TypeError, KeyError, IndexError, RuntimeError)
+_LONG = 3
+"""A worker that is silent for so many times the patience counts as one that has left, where a shard ends with its workers."""
 
 
 class Turned(Exception):
@@ -138,8 +139,11 @@ class Desk:
                 raise Turned("kind", f"A shard does not take {message.kind.name}.")
             try:
                 takes[message.kind](peer, message)
-            except _BAD as error:
-                raise Turned("shape", f"The message cannot be taken: {str(error).splitlines()[0][:200]}.") from None
+            except Turned:
+                raise
+            except Exception as error:  # whatever a peer sent, the shard goes on
+                why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                raise Turned("shape", f"The message cannot be taken: {why}.") from None
         except Turned as turned:
             self._refuse(peer, message.number, turned)
         self._release()
@@ -168,7 +172,8 @@ class Desk:
         self._release()
         if self.snapshots is not None and self.snapshot_s > 0 and now - self._saved >= self.snapshot_s:
             self._save()
-        self.over = not self.stays and all(m.ended or w not in self.shard.done for w, m in self.members.items())
+        known = [m for m in self.members.values() if m.life]
+        self.over = not self.stays and bool(known) and all(m.left or now - m.seen > _LONG * self.patience_s for m in known)
 
     # --- who comes and goes --------------------------------------------------------------------------------------------------
 
@@ -194,7 +199,7 @@ class Desk:
         if member.life != life:
             member.answered = -1
             self._give_back(worker)
-        member.life, member.seen, member.request, member.ended = life, time.monotonic(), None, False
+        member.life, member.seen, member.request, member.ended, member.left = life, time.monotonic(), None, False, False
         if not self._strategy.sync.own_share:  # otherwise they are found by counting what was skipped
             self.lost += max(pushed - member.reached, 0)
         self._join(worker, pushed)
@@ -207,6 +212,8 @@ class Desk:
         if not isinstance(terms.get("world"), int) or not 1 <= terms["world"] < 1 << 20:
             raise ValueError("it says no number of workers")
         charter = {name: note[name] for name in ("recipe", "groups", "total", "per_epoch")}
+        if not all(charter[name] is None or isinstance(charter[name], int) for name in ("total", "per_epoch")):
+            raise ValueError("it says no number of mini-batches")
         self._start(terms, charter, [t.clone() for t in tensors])
         if self.snapshots is not None and self.snapshot_s > 0:
             self._save()
@@ -270,7 +277,7 @@ class Desk:
 
     def _goodbye(self, peer: bytes, message: Envelope) -> None:
         shard, member = self._known(peer, message)
-        member.ended, member.request = True, None
+        member.ended, member.left, member.request = True, True, None
         shard.leave(message.sender)
         self._give_back(message.sender)
         self._look_at_epoch()
@@ -289,11 +296,11 @@ class Desk:
             gradients, rates = self._read(shard, message), [float(rate) for rate in note["rates"]]
             if len(rates) != len(shard.optimizer.param_groups):
                 raise ValueError(f"{len(rates)} rates for {len(shard.optimizer.param_groups)} groups")
-            seen = note.get("seen")
+            seen, hands = note.get("seen"), [int(hand) for hand in note.get("hands", [])]
             if self.place == 0:
                 member.figures = dict(note.get("ledger", {}))
             shard.push(worker, step, gradients, rates, None if seen is None else int(seen))
-            self.pushed += step - member.reached if self.dealer is None else self.dealer.done(worker, note.get("hands", []))
+            self.pushed += step - member.reached if self.dealer is None else self.dealer.done(worker, hands)
             member.reached = step
             self._look_at_epoch()
         member.request = self._request(peer, message)
@@ -315,7 +322,9 @@ class Desk:
         messages = as_messages(message.note["parts"], tensors)
         gradients = gradients_of(self._strategy, messages, own, message.step, message.sender, terms["world"], terms["seed"])
         if buffers is not None:
-            self._member(message.sender).buffers = buffers.clone()
+            if any(m.buffers is not None and m.buffers.shape != buffers.shape for m in self.members.values()):
+                raise ValueError(f"{buffers.numel()} values in buffers, other workers have another number")
+            self._member(message.sender).buffers = buffers.to(torch.float32, copy=True)
         return gradients
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
@@ -365,8 +374,8 @@ class Desk:
         if request.fetch:
             self.shard.give(worker)
             tensors = self._truth()
-            if request.final:
-                tensors = self._with_buffers(tensors, note)
+            if request.final:  # in full precision
+                tensors = self._with_buffers(tuple(w.clone() for w in self.shard.weights), note)
         self._answer(request.peer, Kind.REPLY, request.number, note, tensors, member.reached)
 
     def _truth(self) -> tuple[Tensor, ...]:

@@ -36,7 +36,9 @@ class Member:
     reached: int = 0
     """How many steps it has pushed, also when it is gone."""
     ended: bool = False
-    """Whether it has left in good order."""
+    """Whether it has no further mini-batch: it waits for the last truth, or has left."""
+    left: bool = False
+    """Whether it has said goodbye."""
     request: Request | None = None
     answered: int = -1
     dealt: list[int] = field(default_factory=list)

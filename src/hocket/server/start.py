@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
 
 from hocket.errors import HocketError
 from hocket.server.wire import PATIENCE_S, SNAPSHOT_S
@@ -56,3 +61,21 @@ def end_shard(child: Child, timeout_s: float = 5.0) -> None:
         child.wait()
     if child.stdout is not None:
         child.stdout.close()
+
+
+def own_address() -> str:
+    """This machine's address on the way to where the job's store is kept."""
+    found = urlsplit(f"tcp://{_store_host()}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        try:
+            probe.connect((found.hostname or "127.0.0.1", 9))
+        except OSError as error:
+            raise HocketError(f"There is no way to {found.hostname} ({error.strerror}); check MASTER_ADDR.") from None
+        return str(probe.getsockname()[0])
+
+
+def _store_host() -> str:
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", "127.0.0.1"))

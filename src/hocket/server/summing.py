@@ -9,7 +9,9 @@ fetching go on at the same time, in both directions of every link.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import signal
@@ -26,9 +28,11 @@ import zmq
 from torch import Tensor
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener
+from hocket.server.start import own_address
 from hocket.strategy import Strategy
 from hocket.topology import Server
 
@@ -76,6 +80,8 @@ class Summer:
             self.over = True
         if envelope.kind is not Kind.PUSH or not 0 <= envelope.sender < self.workers or len(envelope.tensors) != 1:
             return
+        if len(self._pieces) >= _QUEUE:
+            return  # nobody has so many on their way
         key = (envelope.number, envelope.step)
         held = self._pieces.setdefault(key, {})
         held[envelope.sender] = (peer, envelope.tensors[0])
@@ -87,13 +93,26 @@ class Summer:
         for worker in range(1, self.workers):
             other = held[worker][1]
             if other.shape != total.shape or other.dtype != total.dtype:
-                raise HocketError(f"Worker {worker} sent another number of values than worker 0; build the same model everywhere.")
+                return  # another model: whoever waits for this piece says so in time
             total += other
         total /= self.workers
         for peer, _ in held.values():
             envelope = Envelope(Kind.REPLY, number=number, step=piece, tensors=(total,))
             if not self.listener.send(peer, envelope):
                 self._unsent.append((peer, envelope))
+
+
+def _bind(cluster: ProcessCluster) -> str:
+    """Where summers listen: on loopback where all processes share a machine, else where the others reach this one."""
+    host = torch.tensor([list(hashlib.sha256(boot_id().encode()).digest())], dtype=torch.uint8)
+    everyone = cluster.collect(host)
+    if bool((everyone == everyone[0]).all()):
+        return "127.0.0.1"
+    if cluster.keys is None:
+        raise HocketError(
+            "Servers that sum talk between machines here, and want keys: make them with `hocket keys FILE`, init(keys=FILE)."
+        )
+    return own_address()
 
 
 class SummedMean:
@@ -146,7 +165,7 @@ class SummedMean:
         came = 0
         for owner, caller in enumerate(self.callers):
             while caller.socket in ready and (answer := caller.receive(0)) is not None:
-                if answer.kind is Kind.REPLY and answer.number == self._number:
+                if answer.kind is Kind.REPLY and answer.number == self._number and 0 <= answer.step < len(places[owner]):
                     place = places[owner][answer.step]
                     flat[place.start : place.stop] = answer.tensors[0]
                     came += 1
@@ -228,7 +247,7 @@ def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
     if not isinstance(topology, Server) or not topology.sums or cluster.size == 1:
         return
     if isinstance(cluster, ProcessCluster) and topology.shards not in cluster.summing:
-        found = Summing(cluster, topology.shards, cluster.reached_at, cluster.keys)
+        found = Summing(cluster, topology.shards, _bind(cluster), cluster.keys)
         cluster.summing[topology.shards] = found.mean
         cluster.endings.append(found.close)
 
@@ -277,7 +296,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--stay", action="store_true", help="end when a worker says so, not when the input closes")
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # and if that one is killed
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux: and if that one is killed
     torch.set_num_threads(1)
     keys = Keys.read(given.keys) if given.keys is not None else None
     with Listener(f"tcp://{given.bind}:{given.port}", bytes.fromhex(given.job), keys, high_water=_QUEUE) as listener:

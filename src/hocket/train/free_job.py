@@ -152,7 +152,7 @@ class FreeJob:
         return bool(self._handles)
 
     def state_dict(self) -> dict[str, Any]:
-        raise HocketError("The truth is on the shards, which keep snapshots of their own: save job.averaged()'s model instead.")
+        raise HocketError("The truth is on the shards: save the model that job.averaged() gives instead.")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise HocketError("The truth is on the shards: load weights into the model before hocket.parallelize(…) instead.")
@@ -234,6 +234,8 @@ class FreeJob:
 
     def _before_step(self) -> None:
         refuse_newcomers(self.optimizer, self._ours)
+        if self.check and (self._meets or self.strategy.sync.turn(self.step + 1).local):  # its own optimiser will read them
+            self._nonfinite.check_local(self._params, self.step + 1)
         fresh = self._gradients()
         self._seen = self.client.versions
         if self.client.open:

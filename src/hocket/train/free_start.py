@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -23,7 +21,7 @@ from hocket.cluster.layout import Layout
 from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError
 from hocket.server.slices import shards_of
-from hocket.server.start import Child, address_of, end_shard, start_shard
+from hocket.server.start import Child, address_of, end_shard, own_address, start_shard
 from hocket.server.wire import link_bytes
 from hocket.strategy import Strategy
 
@@ -62,7 +60,7 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
         store.set(f"host/{rank}", boot_id())
     job = secrets.token_bytes(16) if store is None else bytes.fromhex(store.get("job").decode())
     here = store is None or all(store.get(f"host/{r}").decode() == boot_id() for r in range(processes))
-    bind = "tcp://127.0.0.1:0" if here else f"tcp://{_own_address()}:0"
+    bind = "tcp://127.0.0.1:0" if here else f"tcp://{own_address()}:0"
     most = link_bytes(strategy, layout)
     own = {p: start_shard(p, job, bind, keys, patience_s, most_bytes=most) for p in range(rank, shards, processes)}
     told: dict[int, str] = {}
@@ -78,21 +76,3 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
         if address.startswith("!"):
             raise HocketError(address[1:])
     return Servers(addresses, job, list(own.values()))
-
-
-def _own_address() -> str:
-    """This machine's address on the way to where the job's store is kept."""
-    found = urlsplit(f"tcp://{_store_host()}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        try:
-            probe.connect((found.hostname or "127.0.0.1", 9))
-        except OSError as error:
-            raise HocketError(f"There is no way to {found.hostname} ({error.strerror}); check MASTER_ADDR.") from None
-        return str(probe.getsockname()[0])
-
-
-def _store_host() -> str:
-    store: Any = dist.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(getattr(store, "host", "127.0.0.1"))
