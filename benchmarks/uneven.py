@@ -31,6 +31,7 @@ STRATEGIES = (
     "bulk + allreduce",
     "bulk + server",
     "ssp(4) + server",
+    "stale(4) + server",
     "async + server",
     "downpour(push=4, fetch=4) + server",
 )
