@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import zmq
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -25,6 +27,7 @@ from hocket.cli.main import app
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.errors import HocketError
+from hocket.messages import Envelope, Kind, pack
 from hocket.server.snapshots import Snapshots
 from hocket.train.run import Settings, make_training
 from process.launch import ENVIRON, Nursery, eventually
@@ -236,6 +239,47 @@ def test_a_shard_that_stops_for_a_while_changes_nothing(nursery: Nursery, tmp_pa
         found = flat(service.truth())
     assert torch.equal(found, expected), f"they differ by {(found - expected).abs().max():.2e}"
     assert status["lost"] == 0
+
+
+# --- strangers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_flood_of_garbage_changes_no_bit_of_a_training(nursery: Nursery, tmp_path: Path) -> None:
+    """Thousands of made-up messages, some of them almost right, while two shards serve three workers."""
+    options: dict[str, Any] = {"epochs": 2, "momentum": 0.9, "lr": 0.05}
+    expected = virtual(settings("bulk", virtual=True, engine="loop", **options))
+    with Service(nursery, tmp_path, settings("bulk + server(shards=2)", slowdown="15", **options)) as service:
+        assert service.reaches(6)
+        chance, sent = random.Random(0), 0
+        with zmq.Context() as context:
+            sockets = [context.socket(zmq.DEALER) for _ in service.addresses]
+            for socket, address in zip(sockets, service.addresses, strict=True):
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.connect(address)
+            while service.status()["progress"] < 60:
+                for socket in sockets:
+                    for _ in range(200):
+                        frames = [bytes(frame) for frame in pack(_stranger(chance), service.job)]
+                        if chance.random() < 0.5:
+                            frames[chance.randrange(len(frames))] = chance.randbytes(chance.randrange(60))
+                        with contextlib.suppress(zmq.Again):
+                            socket.send_multipart(frames, zmq.NOBLOCK)
+                            sent += 1
+            for socket in sockets:
+                socket.close()
+        status = service.ends()
+        found = flat(service.truth())
+    assert torch.equal(found, expected), f"they differ by {(found - expected).abs().max():.2e}"
+    assert status["lost"] == 0
+    assert sum(status["refused"].values()) > 100, (sent, status["refused"])
+
+
+def _stranger(chance: random.Random) -> Envelope:
+    """Well-formed, of the right job, and from nobody who belongs to it."""
+    kind = chance.choice(list(Kind))
+    note = {"terms": {}, "pushed": chance.choice([0, 1e308, -1, "x"]), "rates": [1], "parts": [[1, 0]], "hands": ["x"]}
+    step = chance.randrange(-5, 50)
+    return Envelope(kind, chance.randrange(-3, 5), step=step, number=chance.randrange(9), note=note, tensors=(torch.ones(3),))
 
 
 # --- who does not belong -------------------------------------------------------------------------------------------------------
