@@ -206,9 +206,9 @@ def _at_exit() -> None:
     leave()
     if dist.is_initialized():
         dist.destroy_process_group()
-        # Gloo's threads let go of the last tensors some time after a collective, and abort the process if the interpreter is being
-        # taken down by then. They end with the group, once nobody holds it.
-        gc.collect()
+    # Gloo's threads let go of the last tensors some time after a collective, and abort the process if the interpreter is being
+    # taken down by then. They end with the group, once nobody holds it: a model under DDP does, in a cycle.
+    gc.collect()
 
 
 atexit.register(_at_exit)
