@@ -140,7 +140,7 @@ def test_messages_are_those_that_the_ledger_counts() -> None:
     varying = Message((torch.zeros(16, 100),), torch.randint(1, 100, (16, 1)))
     cluster.scatter(varying, cluster.everybody)
     took, sent = cluster.clock.net - before, (cluster.ledger.bytes_sent - already) / 1000
-    assert float(took[0]) >= float(sent.max()) > 0
+    assert float(took[0]) >= float(sent.max()) * (1 - 1e-6) > 0
 
 
 def test_workers_of_one_host_use_its_link_and_the_slowest_link_decides() -> None:
