@@ -32,8 +32,7 @@ class GPT(nn.Module):
             raise HocketError(
                 f"gpt's width must be a multiple of its heads; got width {width} and {heads} heads: use {heads * 32}."
             )
-        self.context = context
-        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.token, self.position, self.logits = nn.Embedding(vocabulary, width), Positions(context, width), Logits()
         self.blocks = nn.Sequential(*(Block(heads, width, dropout) for _ in range(layers)))
         self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(width, bias=False)
         self._initialise(layers)
@@ -45,12 +44,31 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=0.02 * ((2 * layers) ** -0.5 if name.endswith("out.weight") else 1.0))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[-1]
-        if length > self.context:
-            raise HocketError(f"gpt has {self.context} positions; got a text of {length} tokens: build it with context={length}.")
-        x = self.token(tokens) + self.position.weight[:length]
+        x = self.token(tokens) + self.position(tokens)
         # One parameter under one name: tied weights under two names are easily copied apart.
-        return F.linear(self.norm(self.blocks(self.dropout(x))), self.token.weight)
+        logits: Tensor = self.logits(self.norm(self.blocks(self.dropout(x))), self.token.weight)
+        return logits
+
+
+class Positions(nn.Embedding):
+    """The embedding of each place of a text."""
+
+    whole = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length, context = tokens.shape[-1], self.num_embeddings
+        if length > context:
+            raise HocketError(f"gpt has {context} positions; got a text of {length} tokens: build it with context={length}.")
+        return self.weight[:length]
+
+
+class Logits(nn.Module):
+    """How well each token's embedding fits."""
+
+    whole = True
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        return F.linear(x, embedding)
 
 
 class Block(nn.Module):
@@ -70,6 +88,8 @@ class Block(nn.Module):
 
 class Attention(nn.Module):
     """Causal self-attention with several heads."""
+
+    whole = True
 
     def __init__(self, heads: int, width: int, dropout: float) -> None:
         super().__init__()

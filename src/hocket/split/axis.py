@@ -1,0 +1,100 @@
+"""One axis of a mesh: the processes along it, their exchanges, and what these cost.
+
+Everything that tensor or pipeline parallelism sends goes through an axis, so nothing is sent that is not counted. Bytes are those
+of the wire, as in the ledger of the data axis: payload, packet headers and frames. Seconds are those in which this process waited.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hocket.cluster.message import framed, ring_bytes
+
+
+@dataclass
+class Toll:
+    """What an axis has cost this process since it was last asked."""
+
+    bytes_sent: int = 0
+    exchanges: int = 0
+    seconds: float = 0.0
+
+    def take(self) -> Toll:
+        """The figures so far; counting starts anew."""
+        taken = Toll(self.bytes_sent, self.exchanges, self.seconds)
+        self.bytes_sent, self.exchanges, self.seconds = 0, 0, 0.0
+        return taken
+
+
+class Axis:
+    """The processes that differ from this one in one coordinate alone."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...] = (0,), place: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        """``ranks`` are those of the whole job, in order of the coordinate; ``place`` is this process's own coordinate."""
+        self.name, self.ranks, self.place, self.group = name, ranks, place, group
+        self.toll = Toll()
+
+    @property
+    def size(self) -> int:
+        """How many processes lie along it."""
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}, {self.place} of {self.size})"
+
+    # --- all together ------------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """The sum over the axis, in place; equal bits on all."""
+        if self.size == 1:
+            return values
+        self._count(ring_bytes(values.numel() * values.element_size(), self.size))
+        return self._blocked(lambda: _reduced(values, self.group))
+
+    def all_gather(self, values: Tensor, dim: int = -1) -> Tensor:
+        """Everybody's ``values``, joined along ``dim`` in the order of the axis."""
+        if self.size == 1:
+            return values
+        values = values.contiguous()
+        self._count((self.size - 1) * framed(values.numel() * values.element_size()))
+        everyone = [torch.empty_like(values) for _ in self.ranks]
+        self._blocked(lambda: dist.all_gather(everyone, values, group=self.group))
+        return torch.cat(everyone, dim)
+
+    # --- one to one --------------------------------------------------------------------------------------------------------
+
+    def send(self, values: Tensor, to: int, tag: int = 0) -> Any:
+        """Start sending to the process at coordinate ``to``; keep ``values`` as they are until ``wait()`` of what is returned."""
+        self._count(framed(values.numel() * values.element_size()))
+        return dist.isend(values, self.ranks[to], group=self.group, tag=tag)
+
+    def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
+        """Start receiving from the process at coordinate ``source``; the work to wait for."""
+        return dist.irecv(into, self.ranks[source], group=self.group, tag=tag)
+
+    def wait(self, work: Any) -> None:
+        """Wait for something that was started; the time counts."""
+        self._blocked(work.wait)
+
+    # --- accounts ----------------------------------------------------------------------------------------------------------
+
+    def _count(self, sent: int) -> None:
+        self.toll.bytes_sent += sent
+        self.toll.exchanges += 1
+
+    def _blocked(self, work: Any) -> Any:
+        start = time.perf_counter()
+        result = work()
+        self.toll.seconds += time.perf_counter() - start
+        return result
+
+
+def _reduced(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    dist.all_reduce(values, group=group)
+    return values

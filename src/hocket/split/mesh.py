@@ -1,0 +1,125 @@
+"""The mesh: processes in a box whose edges are data, pipeline and tensor.
+
+Processes are numbered with the tensor coordinate running fastest, then the pipeline's, then the data's: neighbours, which are
+likely on one machine, exchange most. Groups are those of PyTorch's ``DeviceMesh``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hocket.errors import HocketError, nearest
+from hocket.split.axis import Axis
+
+AXES = ("data", "pipeline", "tensor")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many processes lie along each axis; their product is the number of processes.
+
+    >>> mesh = Mesh(data=2, pipeline=2)
+    >>> mesh.size, str(mesh), Mesh.parse("pipeline=2,data=2") == mesh
+    (4, 'data=2,pipeline=2', True)
+    >>> [mesh.coordinates(rank) for rank in range(4)]
+    [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name in AXES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise HocketError(f"Mesh({name}={value!r}): an axis has a whole number of processes, at least 1.")
+
+    @classmethod
+    def parse(cls, text: str | Mesh) -> Mesh:
+        """A mesh from ``"data=2,pipeline=2"``."""
+        if isinstance(text, Mesh):
+            return text
+        found: dict[str, int] = {}
+        for word in re.split(r"[,\s]+", text.strip()):
+            name, _, value = word.partition("=")
+            if name not in AXES:
+                hint = nearest(name, AXES)
+                raise HocketError(
+                    f"Mesh '{text}': '{name}' is not an axis{hint or ''}; write for example data=2,pipeline=2,tensor=2."
+                )
+            if not value.isdigit() or int(value) < 1 or name in found:
+                raise HocketError(f"Mesh '{text}': give each axis once, with a whole number of at least 1, such as {name}=2.")
+            found[name] = int(value)
+        return cls(**found)
+
+    def __str__(self) -> str:
+        written = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1]
+        return ",".join(written) or "data=1"
+
+    @property
+    def size(self) -> int:
+        """All processes."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def splits(self) -> bool:
+        """Whether the model itself is split."""
+        return self.pipeline * self.tensor > 1
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Where a process lies: its place along data, pipeline and tensor."""
+        return rank // (self.pipeline * self.tensor), rank // self.tensor % self.pipeline, rank % self.tensor
+
+    def rank(self, data: int, pipeline: int, tensor: int) -> int:
+        """The process at these coordinates."""
+        return (data * self.pipeline + pipeline) * self.tensor + tensor
+
+    def check(self, processes: int) -> None:
+        """Refuse a number of processes that does not fill the mesh."""
+        if processes != self.size:
+            raise HocketError(
+                f"The mesh {self} has {self.size} places, but the job has {processes} process{'es' * (processes != 1)}; "
+                f"start {self.size}, or choose axes whose product is {processes}."
+            )
+
+
+@dataclass
+class Place:
+    """This process in its mesh."""
+
+    mesh: Mesh
+    data: Axis
+    pipeline: Axis
+    tensor: Axis
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """All three by name."""
+        return {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is at the origin of its replica: stage 0, tensor part 0."""
+        return self.pipeline.place == 0 and self.tensor.place == 0
+
+
+def settle(mesh: Mesh, device_type: str = "cpu") -> Place:
+    """Find this process's place in ``mesh`` and make the groups; all processes of the job must call it."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    mesh.check(processes)
+    if processes == 1:
+        return Place(mesh, *(Axis(name) for name in AXES))
+    found: Any = init_device_mesh(device_type, (mesh.data, mesh.pipeline, mesh.tensor), mesh_dim_names=AXES)
+    own = mesh.coordinates(dist.get_rank())
+    axes = []
+    for k, name in enumerate(AXES):
+        places = [(*own[:k], i, *own[k + 1 :]) for i in range(getattr(mesh, name))]
+        ranks = tuple(mesh.rank(*p) for p in places)
+        axes.append(Axis(name, ranks, own[k], found.get_group(name) if len(ranks) > 1 else None))
+    return Place(mesh, *axes)
