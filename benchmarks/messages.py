@@ -5,8 +5,9 @@
 
 One process listens, the other calls. *push*: the caller sends messages until all have arrived. *fetch*: it asks for messages, four
 requests ahead, until it has them all. Both ways of sending take turns within each round (A B A B …), so that drift of the machine
-hits them alike; figures are medians over rounds, ratios are taken within a round. Nothing is copied on either side, and only the
-tensors' bytes count. Links that leave a machine need keys, so those of the lab are encrypted; the plain sockets never are.
+hits them alike; figures are medians over rounds, ratios are taken within a round. Both send as many frames per message, have the
+same window and copy nothing but small frames; only the tensors' bytes count. Links that leave a machine need keys, so those of the
+lab are encrypted; the plain sockets never are.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ import torch
 import zmq
 from netlab import Lab, bits_per_second
 
-from hocket.messages import Caller, Envelope, Keys, Kind, Listener
+from hocket.messages import Caller, Envelope, Keys, Kind, Listener, pack
 from hocket.messages.end import set_options
 
 JOB = b"benchmark messag"
-SIZES = (64_000, 1_000_000, 4_000_000, 16_000_000)
+SIZES = (64_000, 256_000, 1_000_000, 4_000_000, 16_000_000)
 MOST_BYTES = 1 << 25
 HIGH_WATER = 16
 AHEAD = 4
+SMALL = [bytes(len(frame)) for frame in pack(Envelope(Kind.FETCH), JOB)]
+"""Frames as small as a link's header and note: plain sockets send as many frames as links do."""
 WAIT_S = 60.0
 
 
@@ -113,8 +116,8 @@ class RawServer(_Raw):
     def fetch(self, size: int, count: int) -> None:
         body = torch.ones(size // 4).numpy().data
         for _ in range(count):
-            peer, _ = self._socket.recv_multipart(copy=False)
-            self._socket.send_multipart([peer, body], copy=False)
+            peer, *_ = self._socket.recv_multipart(copy=False)
+            self._socket.send_multipart([peer, *SMALL, body], copy=False)
 
 
 class RawClient(_Raw):
@@ -125,15 +128,15 @@ class RawClient(_Raw):
     def push(self, size: int, count: int) -> None:
         body = torch.ones(size // 4).numpy().data
         for _ in range(count):
-            self._socket.send_multipart([body], copy=False)
+            self._socket.send_multipart([*SMALL, body], copy=False)
         self._socket.recv_multipart()
 
     def fetch(self, size: int, count: int) -> None:
         for number in range(count + AHEAD):
             if number < count:
-                self._socket.send_multipart([b"fetch"])
+                self._socket.send_multipart(SMALL)
             if number >= AHEAD:
-                assert len(self._socket.recv_multipart(copy=False)[0]) == size
+                assert len(self._socket.recv_multipart(copy=False)[-1]) == size
 
 
 SERVERS: dict[str, Callable[[str, Keys | None], Any]] = {"hocket": HocketServer, "zmq": RawServer}

@@ -102,6 +102,10 @@ class Lab:
                 _shape(namespace, device, rate, self.burst_bytes)
         self.rate = rate
 
+    def plug(self, host: int, there: bool) -> None:
+        """Lets the switch carry a host's packets, or drop them in silence as a broken line far away does; also under way."""
+        _ip("-n", self._switch, "link", "set", f"port{host}", *(("master", "bridge") if there else ("nomaster",)))
+
     def counters(self) -> list[tuple[int, int]]:
         """Bytes (sent, received) so far by each host's interface, everything included: headers, acknowledgements, ARP."""
         return [self._counter(host) for host in range(self.hosts)]
@@ -201,10 +205,10 @@ class Lab:
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
         _ip("-n", self._switch, "link", "set", "bridge", "addrgenmode", "none", "up")
         for host in range(self.hosts):
-            self._plug(host)
+            self._add(host)
         self.set_rate(self.rate)
 
-    def _plug(self, host: int) -> None:
+    def _add(self, host: int) -> None:
         namespace, port = self.namespace(host), f"port{host}"
         _ip("netns", "add", namespace)
         _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)

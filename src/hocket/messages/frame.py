@@ -22,12 +22,12 @@ from enum import IntEnum
 from typing import Any, TypeAlias
 
 import torch
-import zmq
 from torch import Tensor
 
 from hocket.errors import HocketError
 
-Frame: TypeAlias = "bytes | memoryview | zmq.Frame"
+Frame: TypeAlias = "bytes | memoryview | Any"
+"""Any: a ``zmq.Frame``, a buffer too, though its type does not say so."""
 
 MAGIC = b"HKT1"
 VERSION = 1
@@ -42,7 +42,8 @@ MOST_DEPTH = 16
 _HEAD = struct.Struct("<4sBBiiqq16sHI")
 _ROW = struct.Struct("<BQ")
 _CHECK = struct.Struct("<I")
-MOST_HEADER_BYTES = _HEAD.size + MOST_TENSORS * _ROW.size + _CHECK.size
+_LEAST = _HEAD.size + _CHECK.size
+MOST_HEADER_BYTES = _LEAST + MOST_TENSORS * _ROW.size
 
 # The places are the codes on the wire: append, never reorder.
 DTYPES = (
@@ -60,6 +61,8 @@ DTYPES = (
     torch.float8_e5m2,
 )
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_SIZES = [dtype.itemsize for dtype in DTYPES]
+_NOT_NUMPYS = frozenset((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2))
 
 
 REASONS = ("magic", "version", "damaged", "job", "kind", "dtype", "size", "note")
@@ -93,7 +96,7 @@ class Refused(HocketError):
         self.reason = reason
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen: that makes one take three times as long to build
 class Envelope:
     """One message: who sends it, about what, and the tensors, which are 1-D, contiguous and on the CPU.
 
@@ -141,73 +144,77 @@ def pack(envelope: Envelope, job: bytes) -> list[Frame]:
 
 def unpack(frames: Sequence[Frame], job: bytes, most_bytes: int) -> Envelope:
     """The envelope in these frames, or ``Refused``; nothing else is raised, whatever the frames hold."""
-    views = [view_of(f) for f in frames]
-    head = bytes(views[0][: MOST_HEADER_BYTES + 1]) if views else b""
+    first = frames[0] if frames else b""
+    head = bytes(first if len(first) <= MOST_HEADER_BYTES else memoryview(first)[: MOST_HEADER_BYTES + 1])
     if not head.startswith(MAGIC) or len(head) == len(MAGIC):
         raise Refused("magic", "This is not a message of Hocket's.")
     if head[len(MAGIC)] != VERSION:
         theirs = f"The message is of version {head[len(MAGIC)]}, this side speaks {VERSION}"
         raise Refused("version", f"{theirs}: use the same Hocket on both.")
-    if (total := sum(map(len, views))) > most_bytes:
+    if (total := sum(map(len, frames))) > most_bytes:
         raise Refused("size", f"The message has {total} bytes, at most {most_bytes} are taken.")
-    if len(head) < _HEAD.size + _CHECK.size or len(views) < 2:
+    if len(head) < _LEAST or len(frames) < 2:
         raise Refused("damaged", "The message is cut short.")
     _, _, kind, sender, place, step, number, of_job, count, note_bytes = _HEAD.unpack_from(head)
     if note_bytes > MOST_NOTE_BYTES:
         raise Refused("size", f"The note is said to have {note_bytes} bytes, at most {MOST_NOTE_BYTES} are taken.")
-    if count > MOST_TENSORS or len(head) != _HEAD.size + count * _ROW.size + _CHECK.size:
+    if count > MOST_TENSORS or len(head) != _LEAST + count * _ROW.size:
         raise Refused("size", f"A header of {len(head)} bytes is not one of {count} tensors.")
-    if len(views[1]) != note_bytes:
-        raise Refused("size", f"The note has {len(views[1])} bytes where {note_bytes} were said.")
-    (check,) = _CHECK.unpack_from(head, len(head) - _CHECK.size)
-    if zlib.crc32(views[1], zlib.crc32(head[: -_CHECK.size])) != check:
+    if len(frames[1]) != note_bytes:
+        raise Refused("size", f"The note has {len(frames[1])} bytes where {note_bytes} were said.")
+    text, checked = bytes(frames[1]), head[: -_CHECK.size]
+    if zlib.crc32(text, zlib.crc32(checked)) != _CHECK.unpack_from(head, len(checked))[0]:
         raise Refused("damaged", "The header or the note was damaged on its way.")
     if of_job != job:
         raise Refused("job", "The message belongs to another job.")
     if (known := _KINDS.get(kind)) is None:
         raise Refused("kind", f"There is no message of kind {kind}.")
-    if len(views) != 2 + count:
-        raise Refused("size", f"The message has {len(views) - 2} tensors where {count} were said.")
-    note = _read_note(views[1])
-    rows = list(_ROW.iter_unpack(head[_HEAD.size : -_CHECK.size]))
-    # All sizes before any tensor: a message is taken whole or not at all.
-    for k, (code, values) in enumerate(rows):
+    if len(frames) != 2 + count:
+        raise Refused("size", f"The message has {len(frames) - 2} tensors where {count} were said.")
+    note = {} if text == b"{}" else _read_note(text)
+    return Envelope(known, sender, place, step, number, note, _tensors(frames[2:], checked) if count else ())
+
+
+def _tensors(bodies: Sequence[Frame], head: bytes) -> tuple[Tensor, ...]:
+    """All sizes before any tensor: a message is taken whole or not at all."""
+    rows = list(_ROW.iter_unpack(memoryview(head)[_HEAD.size :]))
+    for k, (body, (code, values)) in enumerate(zip(bodies, rows, strict=True)):
         if code >= len(DTYPES):
             raise Refused("dtype", f"Tensor {k} has a dtype of code {code}, which is not known here.")
-        if len(views[2 + k]) != values * DTYPES[code].itemsize:
-            raise Refused("size", f"Tensor {k} has {len(views[2 + k])} bytes where {values} values of {DTYPES[code]} were said.")
-    tensors = tuple([_tensor(views[2 + k], DTYPES[code]) for k, (code, _) in enumerate(rows)])
-    return Envelope(known, sender, place, step, number, note, tensors)
-
-
-def view_of(frame: Frame) -> memoryview:
-    """A frame's bytes where they lie."""
-    return frame.buffer if isinstance(frame, zmq.Frame) else memoryview(frame)
+        if len(body) != values * _SIZES[code]:
+            raise Refused("size", f"Tensor {k} has {len(body)} bytes where {values} values of {DTYPES[code]} were said.")
+    return tuple([_tensor(memoryview(body), code) for body, (code, _) in zip(bodies, rows, strict=True)])
 
 
 def _code(tensor: Tensor) -> int:
-    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != "cpu":
+    if tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.is_cpu:
         raise HocketError(
             f"Tensors travel 1-D, contiguous and from the CPU, got shape {list(tensor.shape)} with stride {list(tensor.stride())} "
             f"on {tensor.device}: use tensor.flatten().cpu()."
         )
-    if tensor.dtype not in _CODES:
+    code = _CODES.get(tensor.dtype)
+    if code is None:
         raise HocketError(f"A tensor of {tensor.dtype} cannot travel: use one of {', '.join(str(d)[6:] for d in DTYPES)}.")
-    return _CODES[tensor.dtype]
+    return code
 
 
 def _body(tensor: Tensor) -> Frame:
     if tensor.numel() == 0:
         return b""
-    return tensor.detach().resolve_neg().view(torch.uint8).numpy().data
+    if tensor.requires_grad or tensor.is_neg():
+        tensor = tensor.detach().resolve_neg()
+    if tensor.dtype in _NOT_NUMPYS:
+        tensor = tensor.view(torch.uint8)
+    return tensor.numpy().data.cast("B")
 
 
-def _tensor(view: memoryview, dtype: torch.dtype) -> Tensor:
+def _tensor(view: memoryview, code: int) -> Tensor:
+    dtype = DTYPES[code]
     if not len(view):
         return torch.empty(0, dtype=dtype)
     # A link's buffers may be written to. Others are copied, for torch has no tensors that may not be (and warns of it).
     tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype)
-    if tensor.data_ptr() % dtype.itemsize:
+    if tensor.data_ptr() % _SIZES[code]:
         tensor = torch.frombuffer(bytearray(view), dtype=dtype)  # small frames share a buffer and start anywhere in it
     if dtype == torch.bool and int(tensor.view(torch.uint8).max()) > 1:
         raise Refused("damaged", "A tensor of truth values holds something else than 0 and 1.")
@@ -218,7 +225,7 @@ def _note(note: Mapping[str, Any]) -> bytes:
     if note == {}:
         return b"{}"
     _check_note(note)
-    text = json.dumps(dict(note), separators=(",", ":")).encode()
+    text = _ENCODER.encode(dict(note)).encode()
     if len(text) > MOST_NOTE_BYTES:
         raise HocketError(f"A note has at most {MOST_NOTE_BYTES} bytes, got {len(text)}: send numbers as tensors.")
     return text
@@ -232,6 +239,8 @@ def _check_note(note: Mapping[str, Any]) -> None:
     for _ in range(MOST_DEPTH + 1):
         inner: list[Any] = []
         for thing in layer:
+            if type(thing) in _PLAIN:
+                continue
             if isinstance(thing, dict):
                 if wrong := [k for k in thing if not isinstance(k, str)]:
                     raise HocketError(f"Names in a note are text, got {wrong[0]!r}.")
@@ -241,7 +250,7 @@ def _check_note(note: Mapping[str, Any]) -> None:
                 inner += thing
             elif isinstance(thing, str):
                 _check_text(thing)
-            elif thing is not None and not isinstance(thing, bool | int | float):
+            elif not isinstance(thing, int | float):
                 raise HocketError(f"A note holds numbers, text, lists and mappings, got {type(thing).__name__}.")
         layer = inner
         if not layer:
@@ -258,13 +267,13 @@ def _check_text(*texts: str) -> None:
                 raise HocketError("A note holds half a character (a lone surrogate), which no text can show.") from None
 
 
-def _read_note(view: memoryview) -> dict[str, Any]:
-    if len(view) == 2 and bytes(view) == b"{}":
-        return {}
+def _read_note(text: bytes) -> dict[str, Any]:
     # NaN and the infinities are spelt as Python's json spells them: a loss may be one, and both ends are ours.
     try:
-        note = _DECODER.decode(str(view, "utf-8"))
-        _check_note(note)
+        note = _DECODER.decode(str(text, "utf-8"))
+        # JSON gives nothing that a note may not hold but halves of characters, which are spelt with \\u, and what is too deep.
+        if not isinstance(note, dict) or b"\\u" in text or text.count(b"[") + text.count(b"{") > MOST_DEPTH:
+            _check_note(note)
     except (ValueError, RecursionError) as error:  # HocketError is a ValueError
         raise Refused("note", f"The note cannot be read: {str(error).rstrip('.')}.") from None
     return note
@@ -278,3 +287,5 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_once)
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_PLAIN = frozenset((int, float, bool, type(None)))

@@ -24,13 +24,15 @@ from hocket.errors import HocketError
 from hocket.messages.address import bracketed, numeric_of, parts_of, stays_here, why_not
 from hocket.messages.door import HANDSHAKE_FAILED, Door
 from hocket.messages.end import End
-from hocket.messages.frame import NO_JOB, Envelope, Frame, Kind, Refused, pack, unpack, view_of
+from hocket.messages.frame import NO_JOB, Envelope, Frame, Kind, Refused, pack, unpack
 from hocket.messages.keys import Keys
 
 MOST_BYTES = 1 << 26
 HIGH_WATER = 16
 RECONNECT_S = 0.1
-RECONNECT_MOST_S = 2.0
+RECONNECT_MOST_S = 1.0
+CONNECT_S = 2.0
+"""How long one try to connect may take: the system itself would go on for two minutes, with pauses that double."""
 LINGER_S = 1.0
 """How long ``close`` waits for what was sent to leave."""
 ANSWER_EVERY_S = 1.0
@@ -83,7 +85,7 @@ class Listener:
         """The next message and who sent it, or None when the time is up."""
         deadline, spare = time.monotonic() + timeout_s, _SPARE
         while (frames := self._end.take(deadline)) is not None:
-            peer = bytes(view_of(frames[0]))
+            peer = bytes(frames[0])
             try:
                 return peer, unpack(frames[1:], self._job, self._most)
             except Refused as refusal:
@@ -134,6 +136,11 @@ class Caller:
 
     The listener knows it by ``identity`` (chosen at random when None), also after a cut. ``refused`` counts what came from the
     listener and was not understood, and under ``key`` the times that the listener's door stayed shut.
+
+    After a cut TCP itself tries again with pauses that double, so that it may notice as late as the cut was long that the link is
+    back. With ``redial_s`` a connection that acknowledges nothing for so long is given up and a new one is made; what was under way
+    is lost, so this is for those who ask again. A listener that reads nothing for so long counts as cut off too, where the system
+    tells them apart no more (Linux).
     """
 
     def __init__(
@@ -144,6 +151,7 @@ class Caller:
         identity: bytes | None = None,
         most_bytes: int = MOST_BYTES,
         high_water: int = HIGH_WATER,
+        redial_s: float | None = None,
     ) -> None:
         host, port = parts_of(address)
         if port == 0:
@@ -160,6 +168,9 @@ class Caller:
             self.socket.setsockopt(zmq.ROUTING_ID, self.identity)
             self.socket.setsockopt(zmq.RECONNECT_IVL, int(RECONNECT_S * 1000))
             self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(RECONNECT_MOST_S * 1000))
+            self.socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_S * 1000))
+            if redial_s is not None:
+                self.socket.setsockopt(zmq.TCP_MAXRT, int(redial_s * 1000))
             if keys is not None:
                 self.socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public.encode())
                 self.socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.worker_public.encode())

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 _MOST_BYTES = 1 << 28
+_MOST_WISHES = 64
+"""Observers that come under new names all the time must not make a shard grow."""
 
 
 @dataclass
@@ -52,8 +54,8 @@ class Milestones:
                 del self._kept[min(self._kept)]
 
     def wish(self, wish: Wish) -> None:
-        """An observer has one at a time."""
-        self.wishes = [*(w for w in self.wishes if w.peer != wish.peer), wish]
+        """An observer has one at a time; the oldest gives way to too many."""
+        self.wishes = [*(w for w in self.wishes if w.peer != wish.peer), wish][-_MOST_WISHES:]
 
     def due(self) -> list[Wish]:
         """The wishes that can be granted, or that have waited long enough; they are gone with that."""
