@@ -36,7 +36,16 @@ def fold(*parts: int) -> int:
 
 def bits(keys: Tensor, size: int) -> Tensor:
     """``[len(keys), size]`` pseudo-random int32 values: row ``r`` depends on ``keys[r]`` alone."""
-    index = torch.arange(size, dtype=torch.int32, device=keys.device)
+    return bits_at(keys, torch.arange(size, dtype=torch.int32, device=keys.device))
+
+
+def bits_at(keys: Tensor, index: Tensor) -> Tensor:
+    """Only the values at the places ``index`` (int32) of what ``bits`` gives.
+
+    >>> keys = torch.tensor([1, 2])
+    >>> torch.equal(bits_at(keys, torch.tensor([7, 3], dtype=torch.int32)), bits(keys, 8)[:, [7, 3]])
+    True
+    """
     start = keys.to(torch.int64) & _MASK
     key = torch.where(start >= 2**31, start - 2**32, start).to(torch.int32).unsqueeze(1)
     x = index.unsqueeze(0) ^ key
@@ -49,6 +58,16 @@ def bits(keys: Tensor, size: int) -> Tensor:
         x ^= (x >> 16) & 0xFFFF
         x += key * (0x9E3779B1 - 2**32)
     return x
+
+
+def step_keys(seed: int, step: int, workers: int) -> Tensor:
+    """One key per worker for a step's augmentation and dropout: the same whoever hosts it.
+
+    >>> step_keys(0, 3, 2).tolist() == step_keys(0, 3, 5)[:2].tolist()
+    True
+    """
+    common = torch.tensor([fold(seed, step, 0x5EED)])
+    return bits(common, workers)[0].to(torch.int64) & 0x7FFFFFFF
 
 
 def uniform(keys: Tensor, size: int) -> Tensor:

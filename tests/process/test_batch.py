@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from hocket.cli.main import app
+from hocket.errors import HocketError
 from process.test_cli import hocket, metrics_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -32,6 +35,22 @@ MISTAKES = {
     "resume": (["--resume", "--out", "x"], "--resume"),
     "a model with dropout or batch statistics": (["--model", "resnet20", "--data", "digits"], ""),
 }
+
+
+IGNORED = {
+    "--momentum 0.9 --schedule cosine --warmup 1": "--momentum, --schedule, --warmup: ",
+    "--batch 7 --no-augment --max-steps 3": "--batch, --max-steps, --no-augment: ",
+    "--strategy server(shards=2,optimizer=adagrad,fetch=bf16)": "server(optimizer=…), server(fetch=…): ",
+    "--device cuda": "--device",
+}
+
+
+@pytest.mark.parametrize("arguments", IGNORED)
+def test_what_it_would_ignore_is_refused(arguments: str) -> None:
+    ended = CliRunner().invoke(app, [*SMALL, "--virtual", *arguments.split()])
+    assert isinstance(ended.exception, HocketError), ended.exception
+    assert IGNORED[arguments] in str(ended.exception)
+    assert "leave" in str(ended.exception)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

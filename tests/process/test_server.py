@@ -227,6 +227,16 @@ def test_a_stopped_worker_is_not_waited_for_and_may_return(nursery: Nursery, tmp
     assert 1 <= status["lost"] < 3 * PER_EPOCH
 
 
+def test_one_that_stops_before_all_have_checked_their_models_is_missed(nursery: Nursery, tmp_path: Path) -> None:
+    group = nursery.start("process.served:one_stops", 2, tmp_path)
+    try:
+        assert eventually(lambda: group.poll()[0] is not None, LIMIT_S), "it would wait for half an hour"
+    finally:
+        os.kill(group.pids[1], signal.SIGKILL)
+    assert group.wait(LIMIT_S)[0] == 1
+    assert "Worker 1 (process 1) died, ended early or stopped answering" in group.said(0)
+
+
 def test_a_shard_that_stops_for_a_while_changes_nothing(nursery: Nursery, tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 2, "momentum": 0.9, "lr": 0.05}
     expected = virtual(settings("bulk", virtual=True, engine="loop", **options))
@@ -403,7 +413,6 @@ def test_an_interruption_leaves_nobody_and_a_dead_crew_neither(tmp_path: Path) -
 
 
 REFUSED = {
-    "--strategy 'async + gossip'": "virtual workers only",
     "--strategy 'async + server(shards=5000)'": "at most as many shards",
     "--strategy 'async + server' --resume --out somewhere": "cannot run with --resume",
     "--strategy 'async + server' --processes 1": "cannot run with --processes 1",

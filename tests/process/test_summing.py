@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.cluster.message import ring_bytes, summed_bytes
-from hocket.server.summing import shares
+from hocket.errors import WorkerLost
+from hocket.messages import Caller, Listener
+from hocket.server.summing import SummedMean, shares
 from process.equality import WORKERS
 from process.launch import Nursery
 from process.summing import CASES, virtual
+
+JOB = bytes(range(16))
 
 
 @pytest.mark.process
@@ -27,6 +33,16 @@ def test_servers_that_sum_equal_virtual_workers_bit_for_bit(nursery: Nursery, tm
             found = torch.cat([r[case.name][part] for r in results])
             assert torch.equal(found, expected[case.name][part]), (case.name, part)
     assert all(float(r["large"]["right"]) == 1 for r in results)
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_sums_and_dies_is_noticed_at_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", "exit(3)"], text=True) as child, Listener("tcp://127.0.0.1:0", JOB) as nobody:
+        child.wait()
+        mean = SummedMean(1, 2, [Caller(nobody.address, JOB) for _ in range(3)], children=[child])
+        with pytest.raises(WorkerLost, match="started by worker 1, ended with exit code 3"):
+            mean(torch.ones(1, 100))
+        mean.close()
 
 
 @given(st.integers(0, 10_000), st.integers(2, 12), st.data())

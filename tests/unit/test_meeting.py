@@ -56,6 +56,21 @@ def test_one_that_is_gone_is_not_waited_for_and_one_that_came_is_lost_with_its_s
     torch.testing.assert_close(shard.weights[0], _weights(0)[0])
 
 
+def test_weights_from_before_a_meeting_are_not_taken() -> None:
+    shard = _shard(2)
+    shard.leave(1)  # silent for long
+    shard.push(0, 4, _weights(0), [0.1], 0)
+    assert shard.version == 1
+    shard.join(1, 0)
+    assert not shard.push(1, 3, _weights(1), [0.1], 0), "it has missed a meeting"
+    assert shard.ready(1, 3), "it gets the mean at once"
+    assert not shard.called
+    assert torch.equal(shard.weights[0], _weights(0)[0])
+    assert shard.push(1, 4, _weights(2), [0.1], 1), "and goes on from there"
+    shard.push(0, 5, _weights(3), [0.1], 1)
+    torch.testing.assert_close(shard.weights[0], (_weights(2)[0] + _weights(3)[0]) / 2)
+
+
 def test_what_is_sent_twice_counts_once() -> None:
     shard = _shard(2)
     assert shard.push(0, 3, _weights(0), [0.1])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,9 @@ from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout, layout_of
 from hocket.cluster.virtual import VirtualCluster
-from hocket.messages import Envelope, Kind
+from hocket.messages import Envelope, Kind, Listener
 from hocket.server.account import Account, entry_of
+from hocket.server.client import Client
 from hocket.server.desk import Desk
 from hocket.server.members import Dealer
 from hocket.server.outbox import Outbox
@@ -25,14 +29,23 @@ from hocket.server.recipe import Recipe
 from hocket.server.shard import Shard
 from hocket.server.slices import Slices
 from hocket.server.snapshots import Snapshots
-from hocket.server.wire import OBSERVER, as_messages, as_tensors, gradients_of, slices_of, terms_of
+from hocket.server.wire import OBSERVER, as_messages, as_tensors, gradients_of, link_bytes, slices_of, terms_of
 from hocket.strategy import Strategy
 from hocket.sync import SSP, Async, Bulk, Sync
 from hocket.train import throttle
+from hocket.train.job import layout_for
 from hocket.train.replicas import LiveReplica
 
 SGD = Recipe("sgd", ({"lr": 0.1, "momentum": 0.9},))
 RATES = [0.1]
+JOB = bytes(range(16))
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def shard(sync: Sync, workers: int) -> Shard:
@@ -207,6 +220,28 @@ def test_every_mini_batch_is_done_once_or_held_or_there_to_be_dealt(total: int, 
 
 def layout() -> Layout:
     return layout_of(nn.Linear(9, 5).named_parameters())
+
+
+def test_options_about_how_to_compute_stay_with_the_worker() -> None:
+    model = nn.Linear(3, 2)
+    plain = Recipe.of(torch.optim.Adam(model.parameters(), 0.1))
+    for name in ("fused", "foreach", "differentiable"):
+        assert Recipe.of(torch.optim.Adam(model.parameters(), 0.1, **{name: True})) == plain
+
+
+def test_a_link_has_room_for_buffers() -> None:
+    strategy = Strategy.parse("async + server")
+
+    class Keeps(nn.Linear):
+        def __init__(self, values: int) -> None:
+            super().__init__(3, 2)
+            self.register_buffer("kept", torch.zeros(values, dtype=torch.float64))
+            self.register_buffer("counted", torch.zeros(7, dtype=torch.int64))
+
+    def room(model: nn.Module) -> int:
+        return link_bytes(strategy, layout_for(model, torch.optim.SGD(model.parameters(), 0.1), strategy, None, None))
+
+    assert room(Keeps(10**6)) == room(Keeps(0)) + 4 * 10**6
 
 
 @pytest.mark.parametrize("code", ["none", "topk(0.2)", "topk(0.2) | qsgd(4)", "qsgd(4)", "sign", "threshold(0.5)", "cast(bf16)"])
@@ -434,6 +469,30 @@ def test_a_number_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None
     assert ears.last.note["reason"] == "replaced"
 
 
+@pytest.mark.parametrize("total", [None, 40])
+def test_what_was_computed_before_a_missed_meeting_is_lost_and_its_worker_goes_on(total: int | None) -> None:
+    ears = Ears()
+    made = Desk(ears, 0, patience_s=1.0)  # type: ignore[arg-type]
+    for worker in (0, 1):
+        message = hello(worker, "stale(4) + server")
+        note = {**message.note, "total": total, "per_epoch": total}
+        made.handle(b"w%d" % worker, Envelope(Kind.HELLO, worker, note=note, tensors=message.tensors))
+        made.handle(b"w%d" % worker, Envelope(Kind.FETCH, worker, number=1, note={"fetch": True, "want": 4}))
+    own = ears.last.note.get("hands", [])
+    made.members[1].seen -= 2
+    made.care()
+    made.handle(b"w0", push(0, 4, number=2, note={"hands": [0, 1, 2, 3]}))
+    assert made.shard is not None
+    mean = weights(made.shard)
+    made.handle(b"w1", push(1, 6, number=2, note={"seen": 0, "hands": own}, tensors=(torch.full((50,), 9.0),)))
+    assert (ears.last.kind, ears.last.number, ears.last.note["seen"]) == (Kind.REPLY, 2, 1)
+    assert torch.equal(ears.last.tensors[0], mean), "the present weights"
+    assert torch.equal(weights(made.shard), mean)
+    assert made.lost == (2 if total is None else 4)
+    made.handle(b"w1", push(1, 7, number=3, note={"seen": 1}))
+    assert made.shard._came.keys() == {1}  # type: ignore[attr-defined]
+
+
 def test_a_restarted_shard_is_as_far_as_its_snapshot_and_counts_what_was_lost(tmp_path: Path) -> None:
     made, _ = host("async + server", snapshots=Snapshots(tmp_path, 0))
     for step in (1, 2, 3):
@@ -490,6 +549,98 @@ def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
     assert shown[0].note["figures"]["progress"] == 4
     made.handle(b"o", Envelope(Kind.FETCH, OBSERVER, number=78, note={"epoch": 2, "within_s": 1e6}))
     assert torch.equal(ears.last.tensors[0], truths[2])
+
+
+# --- clients -----------------------------------------------------------------------------------------------------------------
+
+
+class Shards:
+    """Desks behind real links in one thread, which does what ``after`` says once a message was handled."""
+
+    def __init__(self, count: int, after: Callable[[Shards, int, Envelope], None]) -> None:
+        self.listeners = [Listener("tcp://127.0.0.1:0", JOB) for _ in range(count)]
+        self.desks = [Desk(listener, place) for place, listener in enumerate(self.listeners)]
+        self.heard: Counter[tuple[int, Kind]] = Counter()
+        self._after, self._over = after, threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> Shards:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        for listener in self.listeners:
+            listener.close()
+
+    def _serve(self) -> None:
+        while not self._over.is_set():
+            for place, (listener, desk) in enumerate(zip(self.listeners, self.desks, strict=True)):
+                if (got := listener.receive(0.005)) is not None:
+                    desk.handle(*got)
+                    self.heard[place, got[1].kind] += 1
+                    self._after(self, place, got[1])
+
+    def client(self, strategy: str, worker: int, **options: Any) -> Client:
+        addresses = [listener.address for listener in self.listeners]
+        return Client(addresses, JOB, Strategy.parse(strategy), layout(), worker, 2, **options)
+
+
+def test_of_two_that_come_at_once_one_founds_all_shards() -> None:
+    text = "async + server(shards=2)"
+    slices = Slices.of(Strategy.parse(text), layout())
+
+    def other(shards: Shards, place: int, message: Envelope) -> None:
+        """Another worker is a little faster at the first shard and much slower at the second."""
+        if shards.heard[place, Kind.HELLO] == (1, 3)[place]:
+            brought = slices_of(slices, place, [torch.zeros(1, 50)])
+            shards.desks[place].handle(b"wother", Envelope(Kind.HELLO, 0, note=hello(0, text).note, tensors=brought))
+
+    with Shards(2, other) as shards:
+        client = shards.client(text, 1)
+        client.hello([torch.ones(1, 50)], SGD)
+        client.goodbye()
+        assert [float(desk.shard.weights[0].abs().sum()) for desk in shards.desks if desk.shard is not None] == [0.0, 0.0]
+
+
+def test_a_call_to_a_meeting_is_heard_while_a_mini_batch_is_waited_for() -> None:
+    text = "stale(4) + server"
+
+    def other(shards: Shards, place: int, message: Envelope) -> None:
+        """Another worker comes to the meeting before this one has its mini-batch."""
+        if message.kind == Kind.FETCH and message.note["fetch"]:
+            shards.desks[0].handle(b"wother", hello(0, text))
+            shards.desks[0].handle(b"wother", push(0, 4))
+
+    with Shards(1, other) as shards:
+        client, rows = shards.client(text, 1, total=40, per_epoch=40), [torch.ones(1, 50)]
+        client.hello(rows, SGD)
+        client.fetch(0)
+        client.land(rows)
+        assert eventually(lambda: shards.desks[0].shard.called)  # type: ignore[union-attr]
+        assert client.take() == 0, "the call came before the answer to this"
+        assert client.called()
+        client.push(1, [row[0] for row in rows], [0.1], True, client.versions)
+        client.land(rows)
+        assert not client.called()
+        client.goodbye()
+
+
+def test_what_was_lost_is_what_the_shard_lost_that_lost_most() -> None:
+    text = "async + server(shards=2)"
+    with Shards(2, lambda *_: None) as shards:
+        client = shards.client(text, 0, total=8, per_epoch=8)
+        client.hello([torch.ones(1, 50)], SGD)
+        shards.desks[1].lost = 3
+        observer = client.observer()
+        observer.wish(0)
+        first = observer.granted(10.0)
+        assert first is not None
+        assert observer.truth(first, 0) is not None
+        assert observer.lost == 3
+        observer.close()
+        client.goodbye()
 
 
 # --- slowing down ------------------------------------------------------------------------------------------------------------

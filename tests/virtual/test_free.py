@@ -131,6 +131,18 @@ def test_resume_equals_never_having_stopped(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", FREE)
+def test_a_training_that_is_over_can_be_made_longer(strategy: str) -> None:
+    short = _training(strategy, epochs=1)
+    list(short.run())
+    longer = _training(strategy, epochs=3)
+    longer.load_state_dict(short.state_dict())
+    list(longer.run())
+    assert [m["epoch"] for m in longer.metrics] == [1, 2, 3]
+    assert longer.scheme.counted() == 3 * longer.dealing.per_epoch
+    assert min(longer._begun) > max(1, min(short._begun)), "everybody goes on"
+
+
+@pytest.mark.parametrize("strategy", FREE)
 def test_how_many_gradients_are_computed_at_a_time_decides_nothing(strategy: str) -> None:
     lazy, eager = _training(strategy), _training(strategy)
     begin = eager.replicas.begin

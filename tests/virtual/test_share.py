@@ -21,7 +21,7 @@ from hocket.train.loop import Plan
 from hocket.train.replicas import LiveReplica, StackedReplicas
 from hocket.train.run import Settings
 from hocket.train.share import by_speed
-from hocket.train.simulate import train_stacked
+from hocket.train.simulate import train_rows
 from virtual.world import FEATURES, Tiny, seeded, sgd
 
 SLOWDOWN = (1.0, 1.0, 1.0, 4.0)
@@ -100,7 +100,7 @@ def test_a_training_that_was_stopped_is_the_one_that_was_not(strategy: str) -> N
         data = DataSet("d", samples(450), samples(100), 3, identity)
         plan = Plan(epochs=4, batch=10, seed=1, share="speed")
         cluster = VirtualCluster(4, spec=spec, seed=1)
-        return train_stacked(Tiny, F.cross_entropy, sgd(0.1, momentum=0.9), data, Strategy.parse(strategy), cluster, plan)
+        return train_rows(Tiny, F.cross_entropy, sgd(0.1, momentum=0.9), data, Strategy.parse(strategy), cluster, plan)
 
     whole, parts = training(), training()
     for _ in whole.run():
@@ -181,7 +181,7 @@ def test_several_workers_in_one_process_have_no_speeds() -> None:
     data = DataSet("d", samples(100), samples(100), 3, identity)
     plan = Plan(batch=10, share="speed")
     with pytest.raises(HocketError, match="a process of its own"):
-        train_stacked(Tiny, F.cross_entropy, sgd(0.1), data, Strategy.parse("bulk"), VirtualCluster(4, timed=True), plan)
+        train_rows(Tiny, F.cross_entropy, sgd(0.1), data, Strategy.parse("bulk"), VirtualCluster(4, timed=True), plan)
 
 
 @pytest.mark.parametrize("always", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from hocket.errors import HocketError
 from hocket.models import build, loss_for
 from hocket.sandblaster import Sandblaster
 from hocket.strategy import Strategy
-from hocket.topology import Server
+from hocket.topology import Server, Topology
 from hocket.train.free.training import DEFAULT_CLUSTER
 from hocket.train.record import Record, versions
 from hocket.train.run import Settings
 
 NAME = "sandblaster"
 _SHARDS = 2
+_USED = {"strategy", "workers", "virtual", "data", "model", "optimizer", "lr", "weight_decay", "epochs", "seed", "exact"}
+_USED |= {"cluster", "slowdown"}
 _EVALUATIONS = 10
 """The most evaluations of the batch per iteration, on average; a line search needs one or two."""
 
@@ -34,6 +36,7 @@ def train_on_batches(settings: Settings, data_dir: Path | None, out: Path | None
         raise HocketError(
             f"--strategy '{strategy}': sandblaster has its own way of exchanging; leave it out, or say 'server(shards=n)'."
         )
+    _refuse_ignored(settings, server)
     if settings.virtual:
         settings = replace(settings, cluster=settings.cluster or DEFAULT_CLUSTER)
     elif settings.slowdown is not None:
@@ -76,6 +79,18 @@ def train_on_batches(settings: Settings, data_dir: Path | None, out: Path | None
     if record is not None:
         record.write_metrics(metrics)
     _show(settings, job, metrics, run.ended, out)
+
+
+def _refuse_ignored(settings: Settings, server: Topology) -> None:
+    """Refuse what was asked for and would change nothing."""
+    ignored = (f for f in fields(settings) if f.name not in _USED and getattr(settings, f.name) != f.default)
+    given = ["--" + ("no-augment" if f.name == "augment" else f.name.replace("_", "-")) for f in ignored]
+    if isinstance(server, Server):
+        given += [f"server({f.name}=…)" for f in fields(server) if f.name != "shards" and getattr(server, f.name) != f.default]
+    if given:
+        raise HocketError(
+            f"{', '.join(given)}: sandblaster goes over the whole batch with a line search and has no use for that; leave it out."
+        )
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ from hocket.models import build
 from hocket.server.account import entry_of
 from hocket.server.observer import Observer
 from hocket.server.slices import Slices
-from hocket.server.start import Child, address_of, end_shard, start_shard
+from hocket.server.start import Child, address_of, end_child, start_shard
 from hocket.server.wire import link_bytes
-from hocket.train.free_job import recipe_for, refuse_unserved
+from hocket.train.free_job import recipe_for
 from hocket.train.free_worker import Post, dealing_of
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress, accuracy_of
@@ -42,6 +42,7 @@ from hocket.train.record import Record
 from hocket.train.replicas import lent
 from hocket.train.run import Settings, describe_run
 from hocket.train.simulate import seeded
+from hocket.train.watch import check_weights
 
 _MOST_RESTARTS = 10
 
@@ -54,6 +55,12 @@ class Care:
     snapshot_s: float = 5.0
     replace: bool = False
     keys: Path | None = None
+
+
+class Told(Protocol):
+    """Hears of workers that have died (``gone=worker``)."""
+
+    def tell(self, **order: Any) -> None: ...
 
 
 class Crew:
@@ -69,7 +76,6 @@ class Crew:
     ) -> None:
         self.settings, self.device, self.data_dir, self.out, self.care = settings, device, data_dir, out, care
         self.strategy = settings.check()
-        refuse_unserved(self.strategy)
         self.data = load(settings.data, data_dir)
         self.model = seeded(lambda: build(settings.model, self.data), settings.seed).to(device)
         optimizer = settings.make_optimizer(list(self.model.parameters()))
@@ -107,12 +113,14 @@ class Crew:
 
     # --- processes -----------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _write_run(self, processes: int) -> None:
         if self.record is not None:
-            processes = self.settings.workers + self.slices.shards
             where = {"kind": "processes", "workers": self.settings.workers, "processes": processes, "device": str(self.device)}
             where |= {"backend": "zeromq", "step_s": None}
             self.record.write_run(describe_run(self.settings, where, self.dealing.steps, self.layout))
+
+    def _start(self) -> None:
+        self._write_run(self.settings.workers + self.slices.shards)
         # All at once: what takes long is importing torch.
         self._shards = [self._shard(place, "tcp://127.0.0.1:0") for place in range(self.slices.shards)]
         for worker in range(self.settings.workers):
@@ -156,7 +164,7 @@ class Crew:
             return str(self.device)
         return f"cuda:{worker % max(torch.cuda.device_count(), 1)}"
 
-    def _tend(self, observer: Observer) -> bool:
+    def _tend(self, observer: Told) -> bool:
         """Look after everybody; True if a shard had to be started again."""
         for worker, process in list(self._workers.items()):
             code = process.poll()
@@ -170,7 +178,7 @@ class Crew:
                 again = True
         return again
 
-    def _lose(self, worker: int, process: subprocess.Popen[str], code: int, observer: Observer) -> None:
+    def _lose(self, worker: int, process: subprocess.Popen[str], code: int, observer: Told) -> None:
         told = _told(process)
         if told is not None:
             if told["kind"] == "NonFiniteGradient":
@@ -202,7 +210,7 @@ class Crew:
         self._restarts += 1
         if self._restarts > _MOST_RESTARTS:
             raise HocketError(f"Shard {place} died again and again ({self._restarts} restarts); see its own output above.")
-        end_shard(shard)
+        end_child(shard)
         fresh = self._shards[place] = self._shard(place, self._addresses[place])
         try:
             address_of(fresh)
@@ -229,7 +237,7 @@ class Crew:
                         pipe.close()
         for shard in self._shards:
             shard.kill()
-            end_shard(shard)
+            end_child(shard)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- observing -----------------------------------------------------------------------------------------------------------
@@ -267,13 +275,14 @@ class Crew:
             return False
         figures, before = first.note["figures"], self._before
         entry, loss = entry_of(figures["workers"], before["workers"])
+        check_weights(self.layout, found[0], epoch)
         accuracy = self._evaluate(*found)
         took = max((w["seconds"] for w in figures["workers"].values()), default=0.0)
         ages = {age: count - before["ages"].get(age, 0) for age, count in figures["ages"].items()}
         metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": took - self._took}
         metrics["staleness"] = {age: count for age, count in ages.items() if count > 0}
-        metrics["lost"] = figures["lost"] - before["lost"]
-        self._before, self._took = figures, took
+        metrics["lost"] = max(observer.lost - before["lost"], 0)
+        self._before, self._took = {**figures, "lost": max(observer.lost, before["lost"])}, took
         self.metrics.append(metrics)
         if self.record is not None:
             self.record.write_metrics(self.metrics)
@@ -281,14 +290,6 @@ class Crew:
         return True
 
     def _evaluate(self, rows: list[Tensor], flat: Tensor | None) -> float | None:
-        for bucket, row in zip(self.layout.buckets, rows, strict=True):
-            if not bool(torch.isfinite(row).all()):
-                place = int((~torch.isfinite(row[0])).nonzero()[0])
-                name = next(s.name for s in bucket.slots if s.offset <= place < s.offset + s.size)
-                raise NonFiniteGradient(
-                    f"The weights of {name} hold NaN or Inf; lower the rate (asynchronous updates add up: N workers make N times "
-                    "as many), clip gradients, or use compensation=rate."
-                )
         floating = {n: b for n, b in self.model.named_buffers() if b.is_floating_point()}
         parts = () if flat is None else flat.split([b.numel() for b in floating.values()])
         buffers = {n: part.view(b.shape).to(b) for (n, b), part in zip(floating.items(), parts, strict=False)}

@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 
+from hocket.cli.leaving import quit_at_once
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 
 
@@ -37,21 +38,14 @@ def main() -> None:
         work(read_post(json.loads(line)))
     except (HocketError, NonFiniteGradient, WorkerLost) as error:
         print(json.dumps({"error": str(error), "kind": type(error).__name__}), file=told, flush=True)
-        _quit(2)
-    _quit(0)
+        quit_at_once(2)
+    quit_at_once(0)
 
 
 def _end_with_input() -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
-
-
-def _quit(code: int) -> None:
-    """At once: threads of links and of the input must not hold it up."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ REAL = (
     "local(4) + topk(0.02)",
     "diloco(4, momentum=0.5)",
 )
-VIRTUAL = ("bulk + allreduce", "local(4)", "local(4) + gossip", "bulk + topk(0.02)", "local(4) + topk(0.02) | qsgd(4)")
+VIRTUAL = ("bulk + allreduce", "local(4)", "local(4) + gossip", "bulk + topk(0.02)", "local(4) + topk(0.02) | qsgd(4)", "stale(4)")
 
 
 def command(
@@ -41,7 +41,7 @@ def command(
     machine = Machine(torch.device("cpu"), Data())
     common: dict[str, Any] = {"data": "digits", "model": "cnn", "momentum": 0.9, "schedule": "cosine"}
     real = _outline(f"{workers} real processes", REAL, workers, 0.05, {**common, "virtual": False, "batch": 16, "epochs": epochs})
-    more = {**common, "virtual": True, "batch": 4, "epochs": 3 * epochs}
+    more = {**common, "virtual": True, "batch": 4, "epochs": 3 * epochs, "cluster": "100mbit"}
     many = _outline(f"{virtual} virtual workers", VIRTUAL, virtual, 0.1, more)
     studies = {out / "real": expand(real, machine.data), out / "virtual": expand(many, machine.data)}
     _make_room(out)

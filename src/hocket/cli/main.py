@@ -12,7 +12,8 @@ from types import FrameType
 
 import typer
 
-from hocket.cli import demo, keys, report, study, train
+from hocket.cli import demo, keys, pipeline, report, study, train
+from hocket.cli.leaving import quit_at_once
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.study.carry_out import Interrupted
 
@@ -28,6 +29,7 @@ app.command("study")(study.command)
 app.command("report")(report.command)
 app.command("demo")(demo.command)
 app.command("keys")(keys.command)
+app.add_typer(pipeline.app, name="pipeline")
 
 
 @app.callback(invoke_without_command=True)
@@ -54,7 +56,7 @@ def main() -> None:
             raise
         if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
             _say("interrupted.")
-        _quit(130)
+        quit_at_once(130)
 
 
 class _Interruption:
@@ -82,18 +84,11 @@ def _end(error: Exception, code: int) -> None:
             _say(str(error))
     else:
         _say(str(error))
-    _quit(code)
+    quit_at_once(code)
 
 
 def _say(text: str) -> None:
     print(f"hocket: {text}", file=sys.stderr, flush=True)
-
-
-def _quit(code: int) -> None:
-    """Leave at once: a process whose peers are gone must not wait for them in exit handlers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,15 @@ def there(small: Tensor, other: Tensor) -> Tensor:
     return small.to(other.device, non_blocking=True)
 
 
+def framed(payload_bytes: int) -> int:
+    """A message's bytes on the wire: payload, packet headers, and one frame.
+
+    >>> framed(1000)
+    1383
+    """
+    return payload_bytes + int(payload_bytes * HEADER_SHARE) + FRAME_BYTES
+
+
 def ring_bytes(payload_bytes: int, workers: int) -> int:
     """What one worker sends in a ring all-reduce of ``payload_bytes``: ``2(N-1)/N · M``, headers, and ``2(N-1)`` frames.
 

@@ -24,6 +24,8 @@ class Account:
     bytes_sent: int = 0
     exchanges: int = 0
     nonfinite: int = 0
+    lost: int = 0
+    """Exchanges with partners that came to nothing, where there are no servers."""
     loss: float = 0.0
     """The sum of the losses of ``losses`` mini-batches."""
     losses: int = 0
@@ -72,6 +74,7 @@ class Account:
             "bytes_sent": self.bytes_sent,
             "exchanges": self.exchanges,
             "nonfinite": self.nonfinite,
+            "lost": self.lost,
             "loss": self.loss,
             "losses": self.losses,
         }

@@ -19,7 +19,7 @@ import zmq
 from torch import Tensor
 
 from hocket.cluster.layout import Layout
-from hocket.cluster.message import FRAME_BYTES
+from hocket.cluster.message import FRAME_BYTES, framed
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind
 from hocket.server.account import Account
@@ -27,11 +27,13 @@ from hocket.server.observer import Observer
 from hocket.server.outbox import Outbox
 from hocket.server.recipe import Recipe
 from hocket.server.slices import Slices
-from hocket.server.wire import MOST_HANDS, PATIENCE_S, WORKER_MARK, as_tensors, framed, link_bytes, slices_of, terms_of
+from hocket.server.wire import MOST_HANDS, PATIENCE_S, WORKER_MARK, as_tensors, link_bytes, slices_of, terms_of
 from hocket.strategy import Strategy
 
 GIVE_UP_S = 60.0
 _SILENCE_S = 2.0
+_REDIAL_S = 3.0
+"""A connection that acknowledges nothing for so long is made anew."""
 _AGAIN = ("hello", "step")
 """Refusals that a new hello mends."""
 
@@ -86,13 +88,14 @@ class Client:
         self._taken: list[int] = []
         self._number = 0
         self._sent = 0.0
-        self._call = False
+        self._call = -1  # the version of the weights whose holders were called last
         self._pushed = 0
         self._rows: Sequence[Tensor] = ()
         self._recipe: Recipe | None = None
         most, token = link_bytes(strategy, layout), secrets.token_bytes(8)
-        self.peers = [Peer(s, Caller(a, job, keys, WORKER_MARK + token, most)) for s, a in enumerate(addresses)]
-        self._beats = _Beats([Caller(a, job, keys, b"b" + token, high_water=2) for a in addresses])
+        dialled = [Caller(a, job, keys, WORKER_MARK + token, most, redial_s=_REDIAL_S) for a in addresses]
+        self.peers = [Peer(s, caller) for s, caller in enumerate(dialled)]
+        self._beats = _Beats([Caller(a, job, keys, b"b" + token, high_water=2, redial_s=_REDIAL_S) for a in addresses])
         self._outbox: Outbox | None = None
 
     # --- coming and going ----------------------------------------------------------------------------------------------------
@@ -100,17 +103,16 @@ class Client:
     def hello(self, rows: Sequence[Tensor], recipe: Recipe) -> int:
         """Join with these weights (rows ``[1, values]``), which the first worker brings; the step to go on from."""
         self._rows, self._recipe = rows, recipe
-        steps, brings = [], False
+        steps, founder = [], False
         for peer in self.peers:
-            since = time.monotonic()
+            since, brings = time.monotonic(), founder
             while not (welcome := self._greet(peer, brings)).note["weights"]:
-                # Whoever finds the first shard empty brings the weights to all, so that they are of one worker.
+                # Whose weights the first shard took brings them to all, so that they are of one worker.
                 brings = brings or peer.place == 0 or time.monotonic() - since > self.patience_s
                 if not brings:
                     time.sleep(0.05)
             steps.append(welcome.step)
-            if peer.place == 0:
-                self.worker, self.world = int(welcome.note["worker"]), int(welcome.note["world"])
+            founder = bool(welcome.note["founder"]) if peer.place == 0 else founder
         self._pushed = max(steps)
         for peer, step in zip(self.peers, steps, strict=True):
             if step < self._pushed:
@@ -234,10 +236,15 @@ class Client:
     def called(self) -> bool:
         """Whether others wait for a meeting since the last one."""
         first = self.peers[0]
-        while not self._call and (message := first.caller.receive(0.0)) is not None:
+        while self._call != first.seen and (message := first.caller.receive(0.0)) is not None:
             first.sign = time.monotonic()
-            self._call = message.kind == Kind.WAIT and message.note.get("call") == first.seen
-        return self._call
+            self._hear_call(message)
+        return self._call == first.seen
+
+    def _hear_call(self, message: Envelope) -> None:
+        """A call may come at any time, also while something is waited for; it counts until the weights of a meeting land."""
+        if message.kind == Kind.WAIT:
+            self._call = message.note.get("call", self._call)
 
     def land(self, rows: Sequence[Tensor]) -> int:
         """Wait for what was asked for and write weights, if they come, into ``rows``; how far the shards think we are."""
@@ -266,7 +273,6 @@ class Client:
         self.hands.extend(note.get("hands", []))
         self.over = bool(note.get("over", self.over))
         self._pushed = max(self._pushed, reached)
-        self._call = False
         return reached
 
     def buffers(self) -> Tensor | None:
@@ -309,6 +315,7 @@ class Client:
     def _heard(self, peer: Peer, answer: Envelope) -> None:
         assert peer.request is not None
         peer.sign = time.monotonic()
+        self._hear_call(answer)
         if answer.kind == Kind.REPLY and answer.number == peer.request.number:
             peer.reply = answer
         elif answer.kind == Kind.WELCOME:

@@ -6,8 +6,8 @@ for it is bounded; one that got no answer (a cut link, a shard that was restarte
 =========  ==================================================================  =============================================
 message    from a worker (or an observer)                                      is answered by
 =========  ==================================================================  =============================================
-HELLO      terms (version, strategy, model, seed, world), steps pushed so far; WELCOME: the step to go on from, and whether
-           optimiser and a slice of the weights, where the shard has none      weights are there; or REFUSAL and a sentence
+HELLO      terms (version, strategy, model, seed, world), steps pushed so far; WELCOME: the step to go on from, whether weights
+           optimiser and a slice of the weights, where the shard has none      are there, and brought by it; or REFUSAL
 PUSH       step, coded gradients, rates, its ledger; whether it wants weights  REPLY, at once or once it may go on
 FETCH      step; *final*: it has ended and wants the last truth; from an       REPLY: weights, how long they were held back,
            observer: the truth at the end of an epoch                          from shard 0 the next mini-batches
@@ -46,7 +46,6 @@ from hocket.server.recipe import Recipe
 from hocket.server.shard import Shard
 from hocket.server.snapshots import Snapshots
 from hocket.server.wire import (
-    ANYBODY,
     FETCH,
     MOST_HANDS,
     OBSERVER,
@@ -103,6 +102,7 @@ class Desk:
         self.lost = 0
         """Mini-batches whose gradients are lost: of workers that died, and of pushes that came after the last snapshot."""
         self.over = False
+        self._founder = b""  # who brought the weights; nobody, where they are from a snapshot
         self._charter: dict[str, Any] = {}
         self._strategy = Strategy()
         self.milestones = Milestones()
@@ -179,20 +179,15 @@ class Desk:
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
         note = message.note
-        theirs = dict(note["terms"])
         if self.shard is None and message.tensors:
             self._found(note, message.tensors)
-        if self.terms and (apart := difference(self.terms, theirs)) is not None:
+            self._founder = peer
+        if self.terms and (apart := difference(self.terms, dict(note["terms"]))) is not None:
             raise Turned(*apart)
         if self.shard is None:
             self._answer(peer, Kind.WELCOME, message.number, {"weights": False, "at": time.monotonic()})
             return
         worker, pushed, life = message.sender, int(note["pushed"]), peer[1:]
-        if worker == ANYBODY:
-            free = [w for w, m in sorted(self.members.items()) if w not in self.shard.done and not m.ended]
-            if not free:
-                raise Turned("worker", "All workers of the job are there; nobody is to be replaced.")
-            worker = free[0]
         member = self._member(worker)
         if member.life not in (b"", life) and worker in self.shard.done and not note.get("replaces"):
             raise Turned("taken", f"Worker {worker} is there already: give every worker a number of its own.")
@@ -203,7 +198,7 @@ class Desk:
         if not self._strategy.sync.own_share:  # otherwise they are found by counting what was skipped
             self.lost += max(pushed - member.reached, 0)
         self._join(worker, pushed)
-        welcome = {"weights": True, "world": self.terms["world"], "at": time.monotonic(), "worker": worker}
+        welcome = {"weights": True, "at": time.monotonic(), "founder": peer == self._founder}
         self._answer(peer, Kind.WELCOME, message.number, welcome, step=member.reached)
 
     def _found(self, note: Any, tensors: Sequence[Tensor]) -> None:
@@ -299,8 +294,10 @@ class Desk:
             seen, hands = note.get("seen"), [int(hand) for hand in note.get("hands", [])]
             if self.place == 0:
                 member.figures = dict(note.get("ledger", {}))
-            shard.push(worker, step, gradients, rates, None if seen is None else int(seen))
-            self.pushed += step - member.reached if self.dealer is None else self.dealer.done(worker, hands)
+            if shard.push(worker, step, gradients, rates, None if seen is None else int(seen)):
+                self.pushed += step - member.reached if self.dealer is None else self.dealer.done(worker, hands)
+            else:
+                self.lost += step - member.reached if self.dealer is None else self.dealer.gone(worker, hands)
             member.reached = step
             self._look_at_epoch()
         member.request = self._request(peer, message)
@@ -402,13 +399,17 @@ class Desk:
         floor = min(done.values()) if done else max(m.reached for m in self.members.values())
         return sum(done.get(w, max(m.reached, floor)) for w, m in self.members.items())
 
+    @property
+    def all_lost(self) -> int:
+        """Mini-batches lost, also those of workers that were away, where everybody has a share of its own."""
+        return self.lost + (max(self.progress - self.pushed, 0) if self._strategy.sync.own_share else 0)
+
     def figures(self) -> dict[str, Any]:
         """Where the job stands, as plain data."""
         assert self.shard is not None
-        skipped = max(self.progress - self.pushed, 0) if self._strategy.sync.own_share else 0
         return {
             "progress": self.progress,
-            "lost": self.lost + skipped,
+            "lost": self.all_lost,
             "version": self.shard.version,
             "ages": {str(age): count for age, count in sorted(self.shard.ages.items())},
             "workers": {str(w): m.figures for w, m in self.members.items() if m.figures},
@@ -422,7 +423,7 @@ class Desk:
 
     def _now(self) -> Milestone:
         assert self.shard is not None
-        figures = self.figures() if self.place == 0 else {}
+        figures = self.figures() if self.place == 0 else {"lost": self.all_lost}
         return Milestone(tuple(w.clone() for w in self.shard.weights), self._mean_buffers(), figures)
 
     def _mean_buffers(self) -> Tensor | None:

@@ -1,7 +1,8 @@
 """A shard for ``stale(s)``: workers bring weights instead of gradients, and it takes their mean, weighted by steps.
 
 The first to come calls the others (whoever serves it tells them); they finish the step in hand and come too. When all who are here
-have come, everybody gets the mean ``Σ k_i w_i / Σ k_i``, summed in worker order. One that is gone is not waited for.
+have come, everybody gets the mean ``Σ k_i w_i / Σ k_i``, summed in worker order. One that is gone is not waited for; what it brings
+from before a meeting is lost, and it goes on from the mean.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class MeetingShard(Shard):
         return bool(self._came)
 
     def push(self, worker: int, step: int, gradients: Sequence[Tensor], rates: Sequence[float], seen: int | None = None) -> bool:
-        """``gradients`` are a worker's weights after its ``step``-th step."""
+        """``gradients`` are a worker's weights after its ``step``-th step; False where they came before, or missed a meeting."""
         steps = step - self.done.setdefault(worker, 0)
         if steps <= 0:
             return False
         self.done[worker] = step
+        if seen is not None and seen < self.version:
+            return False  # they have met without it: these weights are older than the mean
         self._came[worker] = steps, [w.clone() for w in gradients]
         self._meet()
         return True

@@ -85,11 +85,13 @@ class Dealer:
         self.counted += counted
         return counted
 
-    def gone(self, worker: int) -> int:
-        """A worker is gone: what it held goes back; how many that were."""
-        held = sorted(self._held.pop(worker, ()))
-        self.back += held
-        return len(held)
+    def gone(self, worker: int, numbers: Sequence[int] | None = None) -> int:
+        """A worker is gone, or these of its numbers are lost: what it held of them goes back; how many that were."""
+        held = self._held.setdefault(worker, set())
+        back = sorted(held if numbers is None else held.intersection(numbers))
+        held.difference_update(back)
+        self.back += back
+        return len(back)
 
     def state_dict(self) -> dict[str, Any]:
         """To go on from; who holds what is forgotten, for the pushes since are lost too."""

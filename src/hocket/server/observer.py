@@ -26,6 +26,8 @@ class Observer:
         self.callers = [Caller(a, job, keys, b"o" + secrets.token_bytes(8), most_bytes) for a in addresses]
         self._number = 0
         self._wish: int | None = None
+        self.lost = 0
+        """Mini-batches lost, at the truth looked at last, as the shard sees it that has lost most."""
 
     def tell(self, **order: Any) -> None:
         """Give all shards an order; nobody waits for the answer."""
@@ -61,6 +63,7 @@ class Observer:
             if found is None:
                 return None
             parts.append(found)
+        self.lost = max(int(part.note["figures"].get("lost", 0)) for part in parts)
         rows = [bucket.empty(1).cpu() for bucket in self.layout.buckets]
         for place, part in enumerate(parts):
             for b, row in enumerate(rows):

@@ -22,6 +22,8 @@ KNOWN: dict[str, type[Optimizer]] = {
     kind.__name__.lower(): kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and issubclass(kind, Optimizer)
 }
 Options = dict[str, Any]
+_OWN = ("params", "fused", "foreach", "capturable", "differentiable")
+"""What is the worker's own: its parameters, and options about how to compute, not what."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Recipe:
                 f"{type(optimizer).__name__} looks at whole tensors, or is not torch's own, and a shard holds slices of them; "
                 f"use one of {', '.join(OPTIMIZERS)}, or server(role=sum), where the optimiser stays with the workers."
             )
-        return cls(name, tuple({k: _plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups))
+        return cls(name, tuple({k: _plain(v) for k, v in g.items() if k not in _OWN} for g in optimizer.param_groups))
 
     def build(self, parameters: Sequence[list[nn.Parameter]]) -> Optimizer:
         """The optimiser over these parameters, one list per group; empty groups stay, so that rates find their place."""

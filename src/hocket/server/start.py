@@ -1,4 +1,4 @@
-"""Starting a shard as a child process: it tells its address, and ends when whoever started it does."""
+"""Servers as child processes: one tells its address, and ends when whoever started it does."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ def start_shard(
 
 
 def address_of(child: Child) -> str:
-    """Where a shard listens; waits until it does."""
+    """Where a child listens; waits until it does."""
     assert child.stdout is not None
     line = child.stdout.readline()
-    told = json.loads(line) if line else {"error": f"A shard ended before it listened (exit code {child.wait()})."}
+    silent = "A server ended before it listened (exit code {}); its own output says why."
+    told = json.loads(line) if line else {"error": silent.format(child.wait())}
     if "error" in told:
         raise HocketError(told["error"])
     return str(told["address"])
 
 
-def end_shard(child: Child, timeout_s: float = 5.0) -> None:
-    """End a shard: by closing its input, by force if that does not help."""
+def end_child(child: Child, timeout_s: float = 5.0) -> None:
+    """End a child: by closing its input, by force if that does not help."""
     if child.stdin is not None:
         child.stdin.close()
     try:

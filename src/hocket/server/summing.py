@@ -32,13 +32,15 @@ from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener
-from hocket.server.start import own_address
+from hocket.server.start import Child, address_of, end_child, own_address
 from hocket.strategy import Strategy
 from hocket.topology import Server
 
 PIECE_BYTES = 1 << 16
 WINDOW = 10
 """Pieces that a worker has on their way: enough to keep both directions busy, few enough not to flood a link."""
+PATIENCE_S = 1800.0
+"""As long as collectives wait for a worker that lives but does not come; one that is lost is noticed by its heartbeat."""
 _QUEUE = 1 << 14
 """Messages that may wait for a link: more than any row has pieces."""
 _TICK_S = 0.2
@@ -118,8 +120,12 @@ def _bind(cluster: ProcessCluster) -> str:
 class SummedMean:
     """One worker's side of it: called with its row, it makes it the mean of all, in place."""
 
-    def __init__(self, worker: int, workers: int, callers: list[Caller], patience_s: float) -> None:
+    def __init__(
+        self, worker: int, workers: int, callers: list[Caller], patience_s: float = PATIENCE_S, children: Sequence[Child] = ()
+    ) -> None:
+        """``children``: servers that this process has started, and looks after."""
         self.worker, self.workers, self.callers, self.patience_s = worker, workers, callers, patience_s
+        self._children = children
         self._number = 0
         self._poller = zmq.Poller()
         for caller in callers:
@@ -139,7 +145,13 @@ class SummedMean:
             got += came
             if came:
                 deadline = time.monotonic() + self.patience_s
-            elif time.monotonic() > deadline:
+                continue
+            for child in self._children:
+                if child.poll() is not None:
+                    raise WorkerLost(
+                        f"A server that sums, started by worker {self.worker}, ended with exit code {child.returncode}."
+                    )
+            if time.monotonic() > deadline:
                 raise WorkerLost(f"A summer has not answered for {self.patience_s:g} s; a worker or a server is lost.")
         if flat.data_ptr() != rows.data_ptr():
             rows[0].copy_(flat)
@@ -174,7 +186,7 @@ class SummedMean:
     def dismiss(self) -> None:
         """Send the spare servers home."""
         for caller in self.callers[self.workers :]:
-            caller.send(Envelope(Kind.GOODBYE, sender=self.worker), self.patience_s)
+            caller.send(Envelope(Kind.GOODBYE, sender=self.worker), _LINGER_S)
 
     def close(self) -> None:
         """Let go of the links."""
@@ -196,7 +208,7 @@ class Summing:
         servers: int,
         bind: str = "127.0.0.1",
         keys: Path | None = None,
-        patience_s: float = 60.0,
+        patience_s: float = PATIENCE_S,
         spare: Sequence[str] | None = None,
         job: bytes | None = None,
     ) -> None:
@@ -223,7 +235,7 @@ class Summing:
         everyone = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in cluster.collect(told)]
         addresses = [a[0] for a in everyone] + list([a[1] for a in everyone if len(a) > 1] if spare is None else spare)
         callers = [Caller(address, job, found, high_water=_QUEUE) for address in addresses]
-        self.mean = SummedMean(worker, cluster.size, callers, patience_s)
+        self.mean = SummedMean(worker, cluster.size, callers, patience_s, self._children)
         self._thread = threading.Thread(target=self._sum, name="hocket-summer", daemon=True)
         self._thread.start()
 
@@ -238,7 +250,7 @@ class Summing:
         self.mean.close()
         self._listener.close(_LINGER_S)  # others may still be waiting for what it has sent
         for child in self._children:
-            end(child)
+            end_child(child)
 
 
 def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
@@ -252,37 +264,12 @@ def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
         cluster.endings.append(found.close)
 
 
-Child = subprocess.Popen[str]
-
-
 def start_summer(job: bytes, workers: int, bind: str = "127.0.0.1", keys: Path | None = None) -> Child:
     """A spare process that sums; it ends when its input closes."""
     command = [sys.executable, "-m", "hocket.server.summing", "--job", job.hex(), "--workers", str(workers), "--bind", bind]
     if keys is not None:
         command += ["--keys", str(keys)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def address_of(child: Child) -> str:
-    """Where a summer listens; waits until it does."""
-    assert child.stdout is not None
-    line = child.stdout.readline()
-    if not line:
-        raise HocketError(f"A server that sums ended before it listened (exit code {child.wait()}); its own output says why.")
-    return str(json.loads(line)["address"])
-
-
-def end(child: Child, timeout_s: float = 5.0) -> None:
-    """End a summer: by closing its input, by force if that does not help."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    child.stdin.close()
-    try:
-        child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-    child.stdout.close()
 
 
 def main(arguments: list[str] | None = None) -> None:

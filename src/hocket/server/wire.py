@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.layout import Layout
-from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, Message
+from hocket.cluster.message import Message
 from hocket.errors import HocketError
 from hocket.server.outbox import read
 from hocket.server.slices import Slices
@@ -26,8 +26,6 @@ OBSERVER = -1
 """Sends orders and asks for the truth, but takes no part."""
 WORKER_MARK = b"w"
 """The first byte of a worker's identity on its link; the rest says which process it is."""
-ANYBODY = -2
-"""Wants to take the place of a worker that is gone."""
 FETCH = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 Terms = dict[str, Any]
 DEFAULT_JOB = b"hocket".ljust(16, b".")
@@ -45,19 +43,10 @@ def job_id(text: str) -> bytes:
     return job
 
 
-def framed(payload_bytes: int) -> int:
-    """A message's bytes on the wire, as virtual workers count them: payload, packet headers, and one frame.
-
-    >>> framed(1000)
-    1383
-    """
-    return payload_bytes + int(payload_bytes * HEADER_SHARE) + FRAME_BYTES
-
-
 def link_bytes(strategy: Strategy, layout: Layout) -> int:
-    """The largest message of a job: a shard's slice, coded as badly as can be, and room for header and note."""
+    """The largest message of a job: a shard's slice, coded as badly as can be, all buffers, and room for header and note."""
     shards = strategy.topology.shards if isinstance(strategy.topology, Server) else 1  # at least; more make it smaller
-    return 3 * (layout.bytes // shards + 8 * len(layout.buckets)) + (1 << 20)
+    return 3 * (layout.bytes // shards + 8 * len(layout.buckets)) + layout.buffer_bytes + (1 << 20)
 
 
 def terms_of(strategy: Strategy, layout: Layout, seed: int, world: int) -> Terms:

@@ -140,8 +140,8 @@ def _with_clock(outline: Outline, data_set: Callable[[str], DataSet]) -> Setting
     common = outline.common()
     if not common.virtual or common.cluster is not None:
         return common
-    size = replace(common, workers=outline.workers[0])
-    entries = outline.entries(size.workers, steps_of(size, data_set(size.data)))
+    sizes = [replace(common, workers=workers) for workers in outline.workers]
+    entries = [entry for size in sizes for entry in outline.entries(size.workers, steps_of(size, data_set(size.data)))]
     return replace(common, cluster=DEFAULT_CLUSTER) if any(Strategy.parse(e.strategy).free for e in entries) else common
 
 

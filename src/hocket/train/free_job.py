@@ -9,7 +9,7 @@ The truth is on the shards, and so is the optimiser; the rates are this worker's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,18 +34,9 @@ from hocket.train.watch import NonFinite
 Connect = Callable[[Layout], Client]
 
 
-def refuse_unserved(strategy: Strategy) -> None:
-    """Refuse what real processes cannot do yet."""
-    if isinstance(strategy.topology, Gossip):
-        raise HocketError(
-            f"{strategy} runs on virtual workers only so far (--virtual, hocket.simulate); on real processes use "
-            "async + server, ssp(s) + server, downpour(push, fetch) + server or stale(s)."
-        )
-
-
 def recipe_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> Recipe:
-    """The optimiser of the shards; under ``stale`` the workers keep theirs, whatever it is."""
-    if isinstance(strategy.sync, Stale):
+    """The optimiser of the shards; under ``stale`` and in pairs the workers keep theirs, whatever it is."""
+    if isinstance(strategy.sync, Stale) or isinstance(strategy.topology, Gossip):
         return Recipe("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
     server = strategy.topology
     return Recipe.of(optimizer, server.optimizer if isinstance(server, Server) else None)
@@ -104,16 +95,16 @@ class FreeJob:
         scaler: Any = None,
         cap_bytes: int | None = None,
         first_cap_bytes: int | None = None,
+        apart: Mapping[str, str] | None = None,
     ) -> None:
         """``connect`` makes the link to the shards; ``cluster`` is where workers agree on the model before they start, if any."""
-        refuse_unserved(strategy)
         if scaler is not None:
             raise HocketError(f"{strategy}: a GradScaler wants all workers to skip together; use autocast with bfloat16 instead.")
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         self.model, self.optimizer, self.strategy, self.accumulate, self.check = model, optimizer, strategy, accumulate, check
         self.weight = 1.0
         """This worker's share of the next exchange (set by :func:`hocket.shard`); it counts where pushes make one update."""
-        self.layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes)
+        self.layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes, apart)
         if not self.layout.buckets:
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
         check_optimizer(model, optimizer)

@@ -21,7 +21,7 @@ from hocket.cluster.layout import Layout
 from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError
 from hocket.server.slices import shards_of
-from hocket.server.start import Child, address_of, end_shard, own_address, start_shard
+from hocket.server.start import Child, address_of, end_child, own_address, start_shard
 from hocket.server.wire import link_bytes
 from hocket.strategy import Strategy
 
@@ -41,26 +41,29 @@ class Servers:
         for child in self.children:
             with contextlib.suppress(KeyboardInterrupt):
                 child.wait()
-            end_shard(child)
+            end_child(child)
         self.children = []
 
 
-def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, patience_s: float) -> Servers:
-    """Start this process's share of the shards and learn of the others'; all processes must call it."""
+def common_ground(cluster: Cluster) -> tuple[Any, bytes, str]:
+    """A store for what the processes of one more job tell each other (None where there is one process), its id, where to listen."""
     global _started
     _started += 1
+    if not isinstance(cluster, ProcessCluster):
+        return None, secrets.token_bytes(16), "tcp://127.0.0.1:0"
+    store: Any = dist.PrefixStore(f"hocket/servers/{_started}/{cluster.scope}", dist.distributed_c10d._get_default_store())
+    if cluster.rank == 0:
+        store.set("job", secrets.token_hex(16))
+    store.set(f"host/{cluster.rank}", boot_id())
+    here = all(store.get(f"host/{r}").decode() == boot_id() for r in range(cluster.processes))
+    return store, bytes.fromhex(store.get("job").decode()), "tcp://127.0.0.1:0" if here else f"tcp://{own_address()}:0"
+
+
+def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, patience_s: float) -> Servers:
+    """Start this process's share of the shards and learn of the others'; all processes of the cluster must call it."""
     shards = shards_of(strategy, cluster.size)
-    store: Any = None
-    rank, processes = 0, 1
-    if isinstance(cluster, ProcessCluster):
-        rank, processes = cluster.rank, cluster.processes
-        store = dist.PrefixStore(f"hocket/servers/{_started}", dist.distributed_c10d._get_default_store())
-        if rank == 0:
-            store.set("job", secrets.token_hex(16))
-        store.set(f"host/{rank}", boot_id())
-    job = secrets.token_bytes(16) if store is None else bytes.fromhex(store.get("job").decode())
-    here = store is None or all(store.get(f"host/{r}").decode() == boot_id() for r in range(processes))
-    bind = "tcp://127.0.0.1:0" if here else f"tcp://{own_address()}:0"
+    rank, processes = (cluster.rank, cluster.processes) if isinstance(cluster, ProcessCluster) else (0, 1)
+    store, job, bind = common_ground(cluster)
     most = link_bytes(strategy, layout)
     own = {p: start_shard(p, job, bind, keys, patience_s, most_bytes=most) for p in range(rank, shards, processes)}
     told: dict[int, str] = {}

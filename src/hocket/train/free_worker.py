@@ -1,4 +1,4 @@
-"""One worker of ``hocket train`` on servers: takes mini-batches by number until there are none left.
+"""One worker of ``hocket train`` that does not go in step: takes mini-batches by number until there are none left.
 
 Whose turn a mini-batch is, its rate and its randomness are functions of its number, as with virtual workers.
 """
@@ -10,21 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from hocket.data import DataSet, Partition, load
 from hocket.data.dealing import Dealing, Hand
 from hocket.errors import HocketError
 from hocket.messages import Keys
 from hocket.models import build, loss_for
-from hocket.noise import bits, fold
+from hocket.noise import step_keys
 from hocket.server.client import Client
+from hocket.topology import Gossip
 from hocket.train.engines.loop import forked, random_modules
 from hocket.train.free_job import FreeJob
+from hocket.train.pairs_job import Place
+from hocket.train.pairs_worker import DealtPairsJob
 from hocket.train.run import AUTOCAST, Settings
 from hocket.train.schedule import factor
 from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
+
+_Job = FreeJob | DealtPairsJob
 
 
 @dataclass(frozen=True)
@@ -56,43 +61,22 @@ def dealing_of(settings: Settings, data: DataSet) -> Dealing:
 def work(post: Post) -> None:
     """Train until there is no mini-batch left, and leave."""
     settings = Settings(**post.settings)
-    strategy, device = settings.check(), torch.device(post.device)
+    settings.check()
+    device = torch.device(post.device)
     data = load(settings.data, None if post.data_dir is None else Path(post.data_dir))
     dealing, loss_of = dealing_of(settings, data), loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
     at = factor(settings.schedule, dealing.steps, round(settings.warmup * len(dealing.partition)))
-    job = FreeJob(
-        model,
-        optimizer,
-        strategy,
-        lambda layout: Client(
-            post.addresses,
-            bytes.fromhex(post.job),
-            strategy,
-            layout,
-            post.worker,
-            settings.workers,
-            settings.seed,
-            None if post.keys is None else Keys.read(post.keys),
-            post.patience_s,
-            total=len(dealing),
-            per_epoch=dealing.per_epoch,
-            replaces=post.replaces,
-        ),
-        nonfinite=settings.nonfinite,
-        seed=settings.seed,
-        cap_bytes=settings.bucket_bytes,
-        first_cap_bytes=settings.first_bucket_bytes,
-    )
+    job = _enter(post, settings, model, optimizer, dealing)
     throttle = Throttle(settings.slowdown_of(job.client.worker))
     x, y = (t.to(device) for t in data.train)
     dtype, random = AUTOCAST[settings.autocast], bool(random_modules(model))
     model.train()
     while (hand := _next(job, dealing)) is not None:
         throttle.begin()
-        key = key_of(hand, settings.seed, settings.workers)
+        key = step_keys(settings.seed, hand.step, settings.workers)[hand.slot : hand.slot + 1]
         inputs = x[hand.indices.to(device)]
         if settings.augment and data.augment is not None:
             inputs = data.augment(inputs.unsqueeze(0), key)[0]
@@ -114,16 +98,43 @@ def work(post: Post) -> None:
     job.detach()
 
 
-def _next(job: FreeJob, dealing: Dealing) -> Hand | None:
+def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, dealing: Dealing) -> _Job:
+    strategy, keys, job = settings.check(), None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
+    options: dict[str, Any] = {
+        "nonfinite": settings.nonfinite,
+        "seed": settings.seed,
+        "cap_bytes": settings.bucket_bytes,
+        "first_cap_bytes": settings.first_bucket_bytes,
+    }
+    if isinstance(strategy.topology, Gossip):
+        place = Place(post.worker, settings.workers, job, keys=keys, patience_s=post.patience_s)
+        return DealtPairsJob(model, optimizer, strategy, place, post.addresses[0], **options)
+    return FreeJob(
+        model,
+        optimizer,
+        strategy,
+        lambda layout: Client(
+            post.addresses,
+            job,
+            strategy,
+            layout,
+            post.worker,
+            settings.workers,
+            settings.seed,
+            keys,
+            post.patience_s,
+            total=len(dealing),
+            per_epoch=dealing.per_epoch,
+            replaces=post.replaces,
+        ),
+        **options,
+    )
+
+
+def _next(job: _Job, dealing: Dealing) -> Hand | None:
     own = job.strategy.sync.own_share
     number = dealing.own(job.client.worker, job.step) if own else job.client.take()
     return None if number is None or number >= len(dealing) else dealing.hand(number)
-
-
-def key_of(hand: Hand, seed: int, workers: int) -> Tensor:
-    """The key of a mini-batch's augmentation and dropout, as virtual workers have it."""
-    common = torch.tensor([fold(seed, hand.step, 0x5EED)])
-    return bits(common, workers)[0].to(torch.int64)[hand.slot : hand.slot + 1] & 0x7FFFFFFF
 
 
 def read_post(told: Any) -> Post:

@@ -99,8 +99,7 @@ def simulate(
     test = train if test_set is None else as_tensors(test_set)
     data = DataSet("simulated", train, test, 0, identity)
     spec = Spec.parse(cluster) if cluster is not None else PRESETS[DEFAULT_CLUSTER] if parsed.free else None
-    make = train_free if parsed.free else train_stacked
-    training = make(
+    training = train_rows(
         model,
         loss,
         optimizer,
@@ -121,24 +120,7 @@ def simulate(
     return Run(training.metrics, mean_model(training), training.ledger.total(), training.replicas)
 
 
-def train_stacked(
-    model: Callable[[], nn.Module],
-    loss: Loss,
-    optimizer: Factory,
-    data: DataSet,
-    strategy: Strategy,
-    cluster: Cluster,
-    plan: Plan,
-    **options: Any,
-) -> Training:
-    """A training of the workers that ``cluster`` hosts here, as rows."""
-    replicas = StackedReplicas(
-        seeded(model, plan.seed).to(cluster.device), loss, optimizer, strategy, cluster, seed=plan.seed, **options
-    )
-    return Training(replicas, cluster, data, loss, plan)
-
-
-def train_free(
+def train_rows(
     model: Callable[[], nn.Module],
     loss: Loss,
     optimizer: Factory,
@@ -150,13 +132,17 @@ def train_free(
     engine: str = "auto",
     autocast: torch.dtype | None = None,
     **options: Any,
-) -> FreeTraining:
-    """The same of workers that do not go in step."""
+) -> Training | FreeTraining:
+    """A training of the workers that ``cluster`` hosts here, as rows: in step, or not, as ``strategy`` says."""
     built = seeded(model, plan.seed).to(cluster.device)
 
     def engine_for(layout: Layout) -> Engine:
-        return choose(built, loss, layout, cluster.size, cluster.device, engine, autocast=autocast)
+        return choose(built, loss, layout, cluster.rows, cluster.device, engine, autocast=autocast)
 
+    if not strategy.free:
+        options |= {"seed": plan.seed, "autocast": autocast}
+        replicas = StackedReplicas(built, loss, optimizer, strategy, cluster, engine=engine_for, **options)
+        return Training(replicas, cluster, data, loss, plan)
     return FreeTraining(Crowd(built, optimizer, strategy, cluster, engine=engine_for, **options), cluster, data, loss, plan)
 
 

@@ -1,10 +1,11 @@
-"""NaN and Inf in gradients: counted, named, and raised or left out.
+"""NaN and Inf in gradients: counted, named, and raised or left out; in weights: named and raised.
 
 A sum that is finite clears a bucket cheaply; only a bad one is looked at closely.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +13,18 @@ from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout
 from hocket.errors import NonFiniteGradient
+
+
+def check_weights(layout: Layout, rows: Sequence[Tensor], epoch: int) -> None:
+    """Refuse to go on where weights (rows ``[1, values]`` per bucket) of workers that do not go in step hold NaN or Inf."""
+    for bucket, row in zip(layout.buckets, rows, strict=True):
+        if not bool(torch.isfinite(row).all()):
+            place = int((~torch.isfinite(row[0])).nonzero()[0])
+            name = next(s.name for s in bucket.slots if s.offset <= place < s.offset + s.size)
+            raise NonFiniteGradient(
+                f"The weights of {name} hold NaN or Inf after epoch {epoch}; lower the rate (asynchronous updates add up: "
+                "N workers make N times as many), clip gradients, or use compensation=rate."
+            )
 
 
 class Count(Protocol):

@@ -19,7 +19,7 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.data.base import DataSet
 from hocket.data.dealing import Dealing, Hand
-from hocket.noise import bits, fold
+from hocket.noise import step_keys
 from hocket.strategy import Strategy
 from hocket.train.engines import Engine, VmapEngine, stack_buffers
 from hocket.train.job import check_job, layout_for
@@ -101,8 +101,7 @@ class Crowd:
         self, worker: int, hand: Hand, data: DataSet, tensors: tuple[Tensor, ...], dealing: Dealing, seed: int, augment: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, y = (t[hand.indices.to(t.device)] for t in tensors)
-        common = torch.tensor([fold(seed, hand.step, 0x5EED)])
-        key = bits(common, dealing.partition.workers)[0].to(torch.int64)[hand.slot : hand.slot + 1] & 0x7FFFFFFF
+        key = step_keys(seed, hand.step, dealing.partition.workers)[hand.slot : hand.slot + 1]
         if augment and data.augment is not None:
             x = data.augment(x.unsqueeze(0), key)[0]
         return data.prepare(x), y, key

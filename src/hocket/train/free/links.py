@@ -7,7 +7,7 @@ once.
 
 from __future__ import annotations
 
-from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, Message
+from hocket.cluster.message import Message, framed
 from hocket.cluster.spec import Spec
 
 
@@ -39,15 +39,6 @@ class Links:
     def load_state_dict(self, state: dict[str, list[float] | list[int]]) -> None:
         self.out, self.into = [float(t) for t in state["out"]], [float(t) for t in state["into"]]
         self.sent = [int(n) for n in state["sent"]]
-
-
-def framed(payload_bytes: int) -> int:
-    """A message's bytes on the wire.
-
-    >>> framed(1000)
-    1383
-    """
-    return payload_bytes + int(payload_bytes * HEADER_SHARE) + FRAME_BYTES
 
 
 def size_of(messages: list[Message]) -> int:

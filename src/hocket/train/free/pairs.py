@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hocket.noise import fold
-from hocket.train.free.links import framed
+from hocket.cluster.message import framed
+from hocket.topology.partners import answerer
 from hocket.train.free.scheme import Payload, Scheme
 
 if TYPE_CHECKING:
@@ -52,16 +52,8 @@ class Pairs(Scheme):
             self._begin(worker, 0.0)
 
     def partner(self, worker: int, call: int) -> int:
-        """Whom a caller reaches at its ``call``-th call.
-
-        With 6 workers, caller 0 reaches 1, 3, 5, 1, …
-        """
-        answerers = self.crowd.rows // 2
-        if self.kind == "ring":
-            return 2 * ((worker // 2 - call % 2) % answerers) + 1
-        if self.kind == "random":
-            return 2 * (fold(self.training.plan.seed, worker, call, 0xAD) % answerers) + 1
-        return 2 * ((worker // 2 + call) % answerers) + 1
+        """Whom a caller reaches at its ``call``-th call."""
+        return answerer(self.kind, worker, call, self.crowd.rows, self.training.plan.seed)
 
     def _begin(self, worker: int, now: float) -> None:
         begun = self.training.begin(worker, now)
@@ -70,6 +62,9 @@ class Pairs(Scheme):
             other = self.partner(worker, own.calls)
             own.calls, own.out = own.calls + 1, True
             self.training.send("call", worker, other, other, self.size, [w[worker].clone() for w in self.crowd.weights], now)
+
+    def again(self, worker: int, now: float) -> None:
+        self._begin(worker, now)
 
     def computed(self, worker: int, now: float) -> None:
         own = self.workers[worker]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hocket.train.free.links import framed
+from hocket.cluster.message import framed
+from hocket.topology.partners import target
 from hocket.train.free.scheme import Payload, Scheme
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ class PushSum(Scheme):
 
     def target(self, worker: int) -> int:
         """Whom a worker's next half goes to: at distance 1, 2, 4, …, 1, …"""
-        rounds = max(1, (self.crowd.rows - 1).bit_length())
-        return (worker + 2 ** (self.sendings[worker] % rounds)) % self.crowd.rows
+        return target(worker, self.sendings[worker], self.crowd.rows)
 
     def computed(self, worker: int, now: float) -> None:
         before = [w[worker].clone() for w in self.crowd.weights]

@@ -37,6 +37,10 @@ class Scheme(ABC):
     def over(self, worker: int, now: float) -> None:  # noqa: B027 - most have nothing left to do
         """There is no further mini-batch for a worker."""
 
+    def again(self, worker: int, now: float) -> None:
+        """There is one after all: the training was made longer."""
+        self.training.begin(worker, now)
+
     @abstractmethod
     def counted(self) -> int:
         """How many mini-batches have had their effect so far."""

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hocket.cluster.message import FRAME_BYTES, Message
+from hocket.cluster.message import FRAME_BYTES, Message, framed
 from hocket.server.outbox import Outbox, read
 from hocket.server.recipe import Recipe
 from hocket.server.shard import Shard
 from hocket.server.slices import Slices
+from hocket.server.wire import FETCH
 from hocket.topology import Server
-from hocket.train.free.links import framed, size_of
+from hocket.train.free.links import size_of
 from hocket.train.free.scheme import Payload, Scheme
 
 if TYPE_CHECKING:
     from hocket.train.free.training import FreeTraining
-
-_FETCH = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -58,7 +57,7 @@ class ServerScheme(Scheme):
         self.strategy, self.sync, self.seed = strategy, strategy.sync, training.plan.seed
         self.overlap = bool(getattr(self.sync, "overlap", False))
         self.slices = Slices.of(strategy, crowd.layout)
-        self.fetch = _FETCH[server.fetch]
+        self.fetch = FETCH[server.fetch]
         recipe = Recipe.of(crowd.optimizer, server.optimizer)
         groups = [b.group for b in crowd.layout.buckets]
         first = [w[0] for w in crowd.weights]

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hocket.cluster.message import ring_bytes
+from hocket.cluster.message import framed, ring_bytes
 from hocket.topology import Server
-from hocket.train.free.links import framed
 from hocket.train.free.scheme import Payload, Scheme
 
 if TYPE_CHECKING:
@@ -50,6 +49,9 @@ class Meeting(Scheme):
         self.called = True
         self.waiting[worker] = now
         self._meet(now)
+
+    def again(self, worker: int, now: float) -> None:
+        """It takes part in the meeting that is called, and goes on after that."""
 
     def _meet(self, now: float) -> None:
         if len(self.waiting) < self.crowd.rows:

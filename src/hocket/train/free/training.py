@@ -22,7 +22,7 @@ from hocket.cluster.spec import PRESETS, Spec
 from hocket.data.base import DataSet
 from hocket.data.dealing import Dealing, Hand
 from hocket.data.partition import Partition
-from hocket.errors import HocketError, NonFiniteGradient
+from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.sync import Stale
 from hocket.topology import Gossip, Server
@@ -38,6 +38,7 @@ from hocket.train.loop import Plan, Progress, accuracy_of
 from hocket.train.replicas import Loss
 from hocket.train.report import LedgerView
 from hocket.train.schedule import factor
+from hocket.train.watch import check_weights
 
 DEFAULT_CLUSTER = "1gbit"
 """Where workers that do not go in step are thought to run unless a cluster is described: without a clock they have no order."""
@@ -90,6 +91,8 @@ class FreeTraining:
         self._begun = [0] * size
         self._numbers = [-1] * size
         self._computing: list[float | None] = [None] * size
+        self._over: set[int] = set()
+        """Who found no further mini-batch."""
         self._spent = torch.zeros(3, size, dtype=torch.float64)  # compute, wait, hidden transfer of each worker in this epoch
         self._now = self._epoch_begun = 0.0
         self._losses: list[Tensor] = []
@@ -109,8 +112,10 @@ class FreeTraining:
         """A worker takes its next mini-batch and computes; it stops where there is none (False)."""
         number = self.dealing.own(worker, self._begun[worker]) if self.strategy.sync.own_share else self._next
         if number >= len(self.dealing):
+            self._over.add(worker)
             self.scheme.over(worker, now)
             return False
+        self._over.discard(worker)
         self._next += 1
         self._numbers[worker] = number
         hand = self.dealing.hand(number)
@@ -170,7 +175,7 @@ class FreeTraining:
                 watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))
         entry = self._close()
         self.epoch += 1
-        self._audit()
+        check_weights(self.replicas.layout, self.scheme.truth(), self.epoch)
         mean_loss = math.fsum(float(x) for x in torch.stack(self._losses).tolist()) / len(self._losses)
         self._losses = []
         wall = time.perf_counter() - begun
@@ -245,16 +250,6 @@ class FreeTraining:
             right, seen = accuracy_of(model, (self._test[0], self._test[1]), self.data)
         return right / seen if seen else None
 
-    def _audit(self) -> None:
-        for bucket, rows in zip(self.replicas.layout.buckets, self.scheme.truth(), strict=True):
-            if not bool(torch.isfinite(rows).all()):
-                place = int((~torch.isfinite(rows[0])).nonzero()[0])
-                name = next(s.name for s in bucket.slots if s.offset <= place < s.offset + s.size)
-                raise NonFiniteGradient(
-                    f"The weights of {name} hold NaN or Inf after epoch {self.epoch}; lower the rate (asynchronous updates add up: "
-                    "N workers make N times as many), clip gradients, or use compensation=rate."
-                )
-
     # --- state ---------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -273,13 +268,14 @@ class FreeTraining:
             "begun": list(self._begun),
             "numbers": list(self._numbers),
             "computing": list(self._computing),
+            "over": sorted(self._over),
             "times": [self._now, self._epoch_begun],
             "spent": self._spent.clone(),
             "losses": list(self._losses),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume; the training goes on as if it had never stopped."""
+        """Resume; the training goes on as if it had never stopped, also one that was over and has been made longer."""
         self.epoch, self.metrics = state["epoch"], list(state["metrics"])
         self.replicas.load_state_dict(state["replicas"])
         self.scheme.load_state_dict(state["scheme"])
@@ -289,3 +285,7 @@ class FreeTraining:
         self._begun, self._numbers, self._computing = list(state["begun"]), list(state["numbers"]), list(state["computing"])
         self._now, self._epoch_begun = state["times"]
         self._spent, self._losses = state["spent"], list(state["losses"])
+        self._over = set(state["over"])
+        if self.scheme.counted() < len(self.dealing):
+            for worker in sorted(self._over):
+                self.scheme.again(worker, self._now)

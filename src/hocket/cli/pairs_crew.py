@@ -1,0 +1,131 @@
+"""Workers of one run without servers on this machine: this process starts them, deals mini-batches, evaluates and records.
+
+After every epoch it asks all workers for what they hold and evaluates the mean; after the last one, the mean that they agreed on.
+Evaluating goes on beside dealing, so nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from hocket.cli.crew import Crew
+from hocket.errors import HocketError
+from hocket.messages import Listener
+from hocket.server.account import entry_of
+from hocket.server.clerk import Clerk
+from hocket.server.holding import Holding, Mean, mean_of
+from hocket.server.peers import Peers, gather
+from hocket.server.wire import OBSERVER
+from hocket.train.loop import Progress
+from hocket.train.watch import check_weights
+
+_LOOK_S = 2.0
+"""How long to wait for what a worker holds: the others have no clerk meanwhile."""
+
+OnEpoch = Callable[[dict[str, Any]], None]
+
+
+class PairsCrew(Crew):
+    """As :class:`~hocket.cli.crew.Crew`, with a clerk instead of shards."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if self.care.replace:
+            raise HocketError(f"{self.strategy} has no truth from which another worker could go on; leave --replace out.")
+        rows = [b.empty(1) for b in self.layout.buckets]
+        self._like = Holding(rows)
+        floating = [b for b in self.model.buffers() if b.is_floating_point()]
+        self._like.buffers = torch.zeros(sum(b.numel() for b in floating)) if floating else None
+        self._peers: Peers | None = None
+        self._epoch = 1
+        self._before = {"workers": {}, "lost": 0}
+
+    def run(self, watch: Callable[[Progress], None], on_epoch: OnEpoch) -> list[dict[str, Any]]:
+        """Train to the end; no process is left behind, whatever happens."""
+        with Listener("tcp://127.0.0.1:0", self._job, self._keys, self._most_bytes) as listener, ThreadPoolExecutor(1) as pool:
+            self._addresses = [listener.address]
+            clerk = Clerk(listener, self.settings.workers, len(self.dealing))
+            try:
+                self._write_run(self.settings.workers)
+                for worker in range(self.settings.workers):
+                    self._workers[worker] = self._worker()
+                for worker in range(self.settings.workers):
+                    self._post(worker, replaces=False)
+                self._serve(clerk, pool, watch, on_epoch)
+            finally:
+                if self._peers is not None:
+                    self._peers.close()
+                self._end()
+        return self.metrics
+
+    def _serve(self, clerk: Clerk, pool: ThreadPoolExecutor, watch: Callable[[Progress], None], on_epoch: OnEpoch) -> None:
+        looked = watched = time.monotonic()
+        evaluated: list[Future[dict[str, Any]]] = []
+        while not self._is_over(clerk):
+            clerk.turn(0.05)
+            now = time.monotonic()
+            if now - looked > 0.1:
+                looked = now
+                self._tend(clerk)
+            if now - watched > 1.0:
+                watched = now
+                done = clerk.dealer.counted // self.settings.workers
+                watch(Progress(self._epoch - 1, self.epochs, done, self.dealing.steps))
+            while self._epoch < self.epochs and clerk.dealer.counted >= self._epoch * self.dealing.per_epoch:
+                evaluated.append(pool.submit(self._epoch_ends, self._look(clerk), self._figures(clerk), self._epoch))
+                self._epoch += 1
+            while evaluated and evaluated[0].done():
+                on_epoch(evaluated.pop(0).result())
+        for worker in set(self._workers) - clerk.means.keys() - clerk.gone:
+            clerk.tell(gone=worker)  # stopped for good: the others have ended without it
+        mean = clerk.means[min(clerk.means)]
+        evaluated.append(pool.submit(self._epoch_ends, mean, self._figures(clerk), self.epochs))
+        for each in evaluated:
+            on_epoch(each.result())
+
+    def _is_over(self, clerk: Clerk) -> bool:
+        """Whether all who have agreed on the mean, and live, have told it."""
+        if not clerk.means:
+            return False
+        here = set(clerk.means[min(clerk.means)].here)
+        return here <= clerk.means.keys() | clerk.gone
+
+    def _look(self, clerk: Clerk) -> Mean:
+        if self._peers is None:
+            addresses = clerk.addresses
+            assert addresses is not None
+            wait_s = min(_LOOK_S, self.care.patience_s)
+            self._peers = Peers(addresses, self._job, OBSERVER, self._keys, self._most_bytes, wait_s)
+        self._peers.left |= clerk.gone
+        parts = gather(self._peers, self._like)
+        if not parts:
+            raise HocketError("No worker tells what it holds; see their own output above.")
+        return mean_of(parts)
+
+    def _figures(self, clerk: Clerk) -> dict[str, Any]:
+        return {"workers": dict(clerk.figures), "lost": clerk.lost}
+
+    def _epoch_ends(self, mean: Mean, figures: dict[str, Any], epoch: int) -> dict[str, Any]:  # type: ignore[override]
+        """Evaluate and record an epoch."""
+        rows = [row.view(1, -1) for row in mean.rows]
+        check_weights(self.layout, rows, epoch)
+        entry, loss = entry_of(figures["workers"], self._before["workers"])
+        accuracy = self._evaluate(rows, mean.buffers)
+        took = max((w["seconds"] for w in figures["workers"].values()), default=0.0)
+        metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": took - self._took}
+        metrics["lost"] = figures["lost"] - self._before["lost"]
+        metrics["lost_exchanges"] = _lost(figures) - _lost(self._before)
+        self._before, self._took = figures, took
+        self.metrics.append(metrics)
+        if self.record is not None:
+            self.record.write_metrics(self.metrics)
+        return metrics
+
+
+def _lost(figures: dict[str, Any]) -> int:
+    return sum(int(account["lost"]) for account in figures["workers"].values())

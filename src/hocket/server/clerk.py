@@ -1,0 +1,167 @@
+"""The clerk of a run without servers: tells workers where the others are, deals mini-batches, and hears what came of it.
+
+It holds no weights and takes no part in exchanges. Every request of a worker gets one answer with its number:
+
+=========  =======================================================  ==========================================================
+HELLO      the address of its door                                  WELCOME: everybody's (None: gone), once all are known
+FETCH      mini-batches done since the last one, its ledger         REPLY: the next mini-batches, and whether there are more
+PUSH       the mean that all have agreed on, its ledger             REPLY
+=========  =======================================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from typing import Any
+
+from torch import Tensor
+
+from hocket.errors import HocketError, WorkerLost
+from hocket.messages import Caller, Envelope, Keys, Kind, Listener
+from hocket.server.account import Account
+from hocket.server.holding import Mean
+from hocket.server.members import Dealer
+
+_GIVE_UP_S = 60
+
+
+class Clerk:
+    """Serves ``workers`` workers; of ``total`` mini-batches, who is free takes the next."""
+
+    def __init__(self, listener: Listener, workers: int, total: int) -> None:
+        self.listener, self.workers = listener, workers
+        self.dealer = Dealer(total)
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.means: dict[int, Mean] = {}
+        """What workers that have ended say that all have agreed on."""
+        self.gone: set[int] = set()
+        self.lost = 0
+        """Mini-batches that were held by workers that are gone."""
+        self.refused: Counter[str] = Counter()
+        self._doors: dict[int, str] = {}
+        self._waiting: dict[int, tuple[bytes, int]] = {}
+
+    @property
+    def addresses(self) -> list[str | None] | None:
+        """Everybody's door, once all who live have told theirs."""
+        if len(self._doors.keys() | self.gone) < self.workers:
+            return None
+        return [None if w in self.gone else self._doors[w] for w in range(self.workers)]
+
+    def turn(self, timeout_s: float) -> None:
+        """Serve one request, if one comes in time."""
+        got = self.listener.receive(timeout_s)
+        if got is None:
+            return
+        peer, message = got
+        takes = {Kind.HELLO: self._hello, Kind.FETCH: self._fetch, Kind.PUSH: self._push}
+        try:
+            if message.kind not in takes or not 0 <= message.sender < self.workers:
+                raise ValueError(f"a clerk does not take {message.kind.name} from {message.sender}")
+            takes[message.kind](peer, message)
+        except (ValueError, TypeError, KeyError) as error:  # whatever a peer sent, the clerk goes on
+            self.refused["shape"] += 1
+            note = {"reason": "shape", "sentence": f"The message cannot be taken: {error}."}
+            self.listener.send(peer, Envelope(Kind.REFUSAL, number=message.number, note=note))
+
+    def tell(self, **order: Any) -> None:
+        """``gone=worker``: it has died, or is silent for good. What it held goes to others."""
+        worker = order["gone"]
+        self.gone.add(worker)
+        self.lost += self.dealer.gone(worker)
+        self._welcome()
+
+    def _hello(self, peer: bytes, message: Envelope) -> None:
+        self._doors[message.sender] = str(message.note["address"])
+        self._waiting[message.sender] = peer, message.number
+        self._welcome()
+
+    def _welcome(self) -> None:
+        addresses = self.addresses
+        if addresses is not None:
+            for peer, number in self._waiting.values():
+                self.listener.send(peer, Envelope(Kind.WELCOME, number=number, note={"addresses": addresses}))
+            self._waiting = {}
+
+    def _fetch(self, peer: bytes, message: Envelope) -> None:
+        self._heed(message)
+        note = {"hands": self.dealer.deal(message.sender, 1), "over": self.dealer.empty}
+        self.listener.send(peer, Envelope(Kind.REPLY, number=message.number, note=note))
+
+    def _push(self, peer: bytes, message: Envelope) -> None:
+        self._heed(message)
+        tensors, note = list(message.tensors), message.note
+        buffers: Tensor | None = tensors.pop() if note["buffers"] else None
+        self.means[message.sender] = Mean(tensors, buffers, [int(w) for w in note["here"]], float(note["mass"]))
+        self.listener.send(peer, Envelope(Kind.REPLY, number=message.number))
+
+    def _heed(self, message: Envelope) -> None:
+        self.dealer.done(message.sender, [int(hand) for hand in message.note["done"]])
+        self.figures[str(message.sender)] = dict(message.note["ledger"])
+
+
+class ClerkLink:
+    """A worker's side of the clerk; the next mini-batch is asked for while it computes."""
+
+    def __init__(self, address: str, job: bytes, worker: int, keys: Keys | None, most_bytes: int) -> None:
+        self.worker, self.account = worker, Account()
+        self._caller = Caller(address, job, keys, most_bytes=most_bytes)
+        self._hands: deque[int] = deque()
+        self._done: list[int] = []
+        self._current: int | None = None
+        self._number = 0
+        self._open = self._over = False
+
+    def meet(self, address: str) -> list[str | None]:
+        """Tell the address of our door; those of all others, None where one has died already."""
+        self._ask(Kind.HELLO, {"address": address})
+        return list(self._answer().note["addresses"])
+
+    def take(self) -> int | None:
+        """The number of the next mini-batch; None when there is none left. With that the one before is done."""
+        if self._current is not None:
+            self._done.append(self._current)
+        while not self._hands and not (self._over and not self._open):
+            if not self._open:
+                self._want()
+            note = self._answer().note
+            self._hands.extend(int(hand) for hand in note["hands"])
+            self._over = bool(note["over"])
+        self._current = self._hands.popleft() if self._hands else None
+        if self._current is not None and not self._over:
+            self._want()
+        return self._current
+
+    def deliver(self, mean: Mean) -> None:
+        """Tell what all have agreed on, and leave."""
+        tensors = mean.rows if mean.buffers is None else [*mean.rows, mean.buffers]
+        note = {"here": mean.here, "mass": mean.mass, "buffers": mean.buffers is not None}
+        self._ask(Kind.PUSH, {**note, **self._report()}, tuple(tensors))
+        self._answer()
+        self._caller.close()
+
+    def _want(self) -> None:
+        self._ask(Kind.FETCH, self._report())
+
+    def _report(self) -> dict[str, Any]:
+        done, self._done = self._done, []
+        return {"done": done, "ledger": self.account.describe()}
+
+    def _ask(self, kind: Kind, note: dict[str, Any], tensors: tuple[Tensor, ...] = ()) -> None:
+        self._number += 1
+        self._open = True
+        self._caller.send(Envelope(kind, self.worker, number=self._number, note=note, tensors=tensors), 0.0)
+
+    def _answer(self) -> Envelope:
+        begun = time.monotonic()
+        for _ in range(_GIVE_UP_S):  # by turns, so that time in which this process was stopped does not count
+            answer = self._caller.receive(1.0)
+            if self._caller.refused["key"]:
+                raise HocketError(f"The clerk at {self._caller.address} does not let us in: use the keys of its job.")
+            if answer is not None and answer.kind is Kind.REFUSAL:
+                raise HocketError(f"The clerk at {self._caller.address}: {answer.note.get('sentence')}")
+            if answer is not None and answer.number == self._number:
+                self._open = False
+                return answer
+        raise WorkerLost(f"The clerk at {self._caller.address} has not answered for {time.monotonic() - begun:.0f} s.")

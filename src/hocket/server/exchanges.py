@@ -1,0 +1,140 @@
+"""How real workers mix without servers and without waiting for a third: in pairs (AD-PSGD) or by push-sum (SGP).
+
+*Pairs* cannot deadlock. Workers with an even number call, those with an odd number answer. An answerer's door answers whatever the
+worker itself is doing, and waits for nobody; only callers wait, each for one answerer. So no chain of waiting is longer than one,
+and every wait ends with the answer, or after the patience. A caller sends its weights after a step; both take the mean of what both
+had, the answerer at once, the caller before its next update. Nobody but itself changes a caller's weights, so the mean is kept.
+
+*Push-sum* waits for nobody. After a step a worker keeps half of its weights and of its mass and sends the other half on. A half
+that is refused, or not acknowledged in time, is taken back, so nothing is lost. To one worker it has one half under way at a time;
+one with less than half of its first mass keeps it until others have sent some.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from hocket.cluster.message import framed
+from hocket.messages import Kind
+from hocket.server.holding import Holding, Rows
+from hocket.server.peers import Peers
+from hocket.topology.partners import answerer, target
+
+_LEAST_MASS = 0.5
+"""An update weighs ``1/ω`` on the weights that are computed at: who gave away far more than it got would take wild steps."""
+
+
+class Exchanges(ABC):
+    """One worker's exchanges with others."""
+
+    def __init__(self, peers: Peers, holding: Holding, kind: str, seed: int) -> None:
+        self.peers, self.holding, self.kind, self.seed = peers, holding, kind, seed
+        self.worker, self.workers = peers.worker, len(peers.addresses)
+        self._turns = 0
+
+    @abstractmethod
+    def land(self) -> None:
+        """Before an update: take in what comes of the exchange under way."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """After an update: start the next exchange."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Nothing is under way after this."""
+
+    @abstractmethod
+    def _whom(self, turn: int) -> int:
+        """Whom the ``turn``-th exchange is with."""
+
+    def _next(self, taken: set[int] = frozenset()) -> int | None:  # type: ignore[assignment]
+        """The next one in turn who can be reached."""
+        for _ in range(2 * self.workers):
+            whom = self._whom(self._turns)
+            self._turns += 1
+            if self.peers.reachable(whom) and whom not in taken:
+                return whom
+        return None
+
+
+class Calls(Exchanges):
+    """Pairs, as a caller; answerers have nothing to do but to let their door answer."""
+
+    _open: int | None = None
+
+    def start(self) -> None:
+        if self.worker % 2:
+            return
+        self.peers.turn(0.0)
+        whom = self._next()
+        if whom is None:
+            return
+        rows = self.holding.x
+        self._open = self.peers.ask(whom, Kind.PUSH, tensors=rows)
+        self.holding.sent(framed(sum(row.nbytes for row in rows)))
+
+    def land(self) -> None:
+        if self._open is None:
+            return
+        begun = time.monotonic()
+        self.peers.wait([self._open])
+        answer, self._open = self.peers.take(self._open), None
+        if answer is None:
+            self.holding.account.lost += 1
+        else:
+            self.holding.average(self.holding.fitting(answer.tensors))
+        self.holding.account.stood(time.monotonic() - begun, 0.0, 0.0)
+
+    def drain(self) -> None:
+        self.land()
+
+    def _whom(self, turn: int) -> int:
+        return answerer(self.kind, self.worker, turn, self.workers, self.seed)
+
+
+@dataclass(frozen=True)
+class _Half:
+    whom: int
+    part: Rows
+    mass: float
+
+
+class Halves(Exchanges):
+    """Push-sum."""
+
+    def __init__(self, peers: Peers, holding: Holding, kind: str, seed: int) -> None:
+        super().__init__(peers, holding, kind, seed)
+        self._open: dict[int, _Half] = {}
+
+    def start(self) -> None:
+        self.land()
+        whom = None if self.holding.mass < _LEAST_MASS else self._next({half.whom for half in self._open.values()})
+        if whom is None:
+            return
+        part, mass = self.holding.halve()
+        tensors = [*part, torch.tensor([mass], dtype=torch.float64)]
+        self._open[self.peers.ask(whom, Kind.PUSH, tensors=tensors)] = _Half(whom, part, mass)
+        self.holding.sent(framed(sum(t.nbytes for t in tensors)))
+
+    def land(self) -> None:
+        self.peers.turn(0.0)
+        for number in [n for n in self._open if self.peers.answered(n)]:
+            half = self._open.pop(number)
+            if self.peers.take(number) is None:
+                self.holding.take_in(half.part, half.mass)
+                self.holding.account.lost += 1
+            self.holding.account.stood(0.0, 0.0, 0.0)
+
+    def drain(self) -> None:
+        begun = time.monotonic()
+        self.peers.wait(self._open)
+        self.land()
+        self.holding.account.transfer_s += time.monotonic() - begun
+
+    def _whom(self, turn: int) -> int:
+        return target(self.worker, turn, self.workers)

@@ -1,0 +1,231 @@
+"""A worker's links to all other workers' doors: questions with a number, and answers that are awaited for a patience at most.
+
+A worker that does not answer in time is *silent*: its link is replaced (so that nothing that waits in it arrives later), it is
+asked nothing but signs of life, and is back with the first. One that has said goodbye has *left*. Time in which this process itself
+did not look (it computed, or was stopped) does not count against others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import zmq
+from torch import Tensor
+
+from hocket.errors import HocketError
+from hocket.messages import Caller, Envelope, Keys, Kind
+from hocket.server.doorkeeper import Doorkeeper
+from hocket.server.holding import ENDED, OVER, Holding, Mean, Part, mean_of
+
+_PING_S = 1.0
+_MOST_GAP_S = 1.0
+"""Of the time between two looks at the links no more counts against those who have been asked."""
+_PAUSE_S = 0.05
+_MOST_LEDGERS = 128
+"""No more fit into a note."""
+
+
+@dataclass
+class _Question:
+    peer: int
+    since: float
+    answer: Envelope | None = None
+    lost: bool = False
+
+
+class Peers:
+    """Worker ``worker``'s links to the doors at ``addresses``, in worker order; its own, and None, are passed over."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str | None],
+        job: bytes,
+        worker: int,
+        keys: Keys | None,
+        most_bytes: int,
+        patience_s: float,
+    ) -> None:
+        self.addresses, self.worker, self.patience_s = list(addresses), worker, patience_s
+        self.silent: set[int] = set()
+        self.left: set[int] = {peer for peer, address in enumerate(addresses) if address is None}
+        self._options: tuple[bytes, Keys | None, int] = job, keys, most_bytes
+        self._links: dict[int, Caller] = {}
+        self._poller = zmq.Poller()
+        self._questions: dict[int, _Question] = {}
+        self._number = 0
+        self._looked = self._pinged = time.monotonic()
+
+    @property
+    def here(self) -> list[int]:
+        """All others who are neither silent nor gone."""
+        return [p for p in range(len(self.addresses)) if p != self.worker and self.reachable(p)]
+
+    def reachable(self, peer: int) -> bool:
+        """Whether there is a point in asking."""
+        return peer not in self.silent and peer not in self.left
+
+    # --- questions -----------------------------------------------------------------------------------------------------------
+
+    def ask(self, peer: int, kind: Kind, note: dict[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> int:
+        """Send a question; its number, for :meth:`answered` and :meth:`take`."""
+        self._number += 1
+        envelope = Envelope(kind, self.worker, peer, number=self._number, note=note or {}, tensors=tuple(tensors))
+        self._questions[self._number] = _Question(peer, time.monotonic())
+        if not self._link(peer).send(envelope, 0.0):
+            self._give_up(peer)  # whoever lets a queue grow full has not looked at it for long
+        return self._number
+
+    def answered(self, number: int) -> bool:
+        """Whether there is an answer, or will be none."""
+        question = self._questions[number]
+        return question.lost or question.answer is not None
+
+    def take(self, number: int) -> Envelope | None:
+        """The REPLY or ANSWER to a question; None where it was refused or is lost."""
+        answer = self._questions.pop(number).answer
+        return None if answer is None or answer.kind is Kind.REFUSAL else answer
+
+    def wait(self, numbers: Iterable[int]) -> None:
+        """Until all these are answered or lost."""
+        numbers = list(numbers)
+        while not all(self.answered(number) for number in numbers):
+            self.turn(_PAUSE_S)
+
+    def ask_all(self, kind: Kind, note: dict[str, Any] | None = None) -> dict[int, Envelope]:
+        """Ask all who are here at once; what they answered."""
+        numbers = {peer: self.ask(peer, kind, note) for peer in self.here}
+        self.wait(numbers.values())
+        found = {peer: self.take(number) for peer, number in numbers.items()}
+        return {peer: answer for peer, answer in found.items() if answer is not None}
+
+    def turn(self, timeout_s: float) -> None:
+        """Look at all links once."""
+        now = time.monotonic()
+        gap, self._looked = now - self._looked, now
+        if gap > _MOST_GAP_S:
+            for question in self._questions.values():
+                question.since += gap - _MOST_GAP_S
+        self._ping(now)
+        ready = {socket for socket, _ in self._poller.poll(int(1000 * timeout_s))}
+        for peer, link in list(self._links.items()):
+            while link.socket in ready and (message := link.receive(0.0)) is not None:
+                self._hear(peer, message)
+        for question in list(self._questions.values()):
+            if question.answer is None and not question.lost and now - question.since > self.patience_s:
+                self._give_up(question.peer)
+
+    def greet(self) -> None:
+        """Ask everybody for a sign of life: who holds other keys, or is of another job, is told so before anything begins."""
+        self.ask_all(Kind.BEAT)
+
+    def close(self) -> None:
+        """Let go of all links."""
+        for link in self._links.values():
+            link.close(0)
+        self._links = {}
+
+    def _hear(self, peer: int, message: Envelope) -> None:
+        self.silent.discard(peer)
+        if message.kind is Kind.GOODBYE:
+            self.left.add(peer)
+            self._lose(peer)
+        elif message.kind is Kind.REFUSAL and message.number == 0:
+            raise HocketError(f"Worker {peer} at {self.addresses[peer]}: {message.note.get('sentence')}")
+        elif (question := self._questions.get(message.number)) is not None and question.peer == peer:
+            question.answer = message
+
+    def _ping(self, now: float) -> None:
+        if now - self._pinged < _PING_S:
+            return
+        self._pinged = now
+        for peer, link in list(self._links.items()):
+            if (message := link.receive(0.0)) is not None:  # only where nothing comes does a link count failed handshakes
+                self._hear(peer, message)
+            if link.refused["key"]:
+                raise HocketError(f"Worker {peer} at {link.address} does not let us in: use the keys of its job.")
+        for peer in self.silent - self.left:
+            self._link(peer).send(Envelope(Kind.BEAT, self.worker, peer), 0.0)
+
+    def _give_up(self, peer: int) -> None:
+        self.silent.add(peer)
+        self._lose(peer)
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._poller.unregister(link.socket)
+            link.close(0)
+
+    def _lose(self, peer: int) -> None:
+        for question in self._questions.values():
+            question.lost = question.lost or (question.peer == peer and question.answer is None)
+
+    def _link(self, peer: int) -> Caller:
+        if peer not in self._links:
+            address = self.addresses[peer]
+            assert address is not None
+            job, keys, most_bytes = self._options
+            self._links[peer] = Caller(address, job, keys, most_bytes=most_bytes)
+            self._poller.register(self._links[peer].socket, zmq.POLLIN)
+        return self._links[peer]
+
+
+# --- what all know together ----------------------------------------------------------------------------------------------------
+
+
+def gather(peers: Peers, like: Holding) -> dict[int, Part]:
+    """What all others who answer hold now, of the same shape as ``like``."""
+    return {peer: like.unpacked(answer.tensors) for peer, answer in peers.ask_all(Kind.FETCH).items()}
+
+
+def look_around(peers: Peers, holding: Holding) -> Mean:
+    """The mean of what everybody who answers holds now; no two workers need see the same."""
+    return mean_of({**gather(peers, holding), peers.worker: holding.unpacked(holding.packed())})
+
+
+def agree(peers: Peers, holding: Holding, door: Doorkeeper) -> Mean:
+    """The mean over all who live, the same on all of them; each calls this when it has ended, with nothing of it under way.
+
+    The first of those who live waits until all others have ended too (from then on nobody changes anything), asks everybody for
+    what it holds and takes the mean; the others ask around until somebody knows it. It stays until all who took part have it.
+    Should it die before, the next one does the same.
+    """
+    holding.ended = True
+    mean, knows = None, None
+    while mean is None:
+        notes = {peer: answer.note for peer, answer in peers.ask_all(Kind.BEAT).items()}
+        knows = next((peer for peer, note in notes.items() if note["state"] == OVER), None)
+        if knows is not None:
+            mean = _fetch_mean(peers, holding, knows)
+        elif all(peers.worker < peer and note["state"] == ENDED for peer, note in notes.items()):
+            mean = _take_mean(peers, holding, notes)
+        if mean is None:
+            time.sleep(_PAUSE_S)
+    holding.mean = mean
+    while knows is None and (set(mean.here) - door.given) & set(peers.here):
+        peers.ask_all(Kind.BEAT)
+        time.sleep(_PAUSE_S)
+    return mean
+
+
+def _take_mean(peers: Peers, holding: Holding, notes: dict[int, Mapping[str, Any]]) -> Mean | None:
+    parts = gather(peers, holding)
+    if not sorted(notes) == sorted(parts) == peers.here:
+        return None  # somebody has died or come back meanwhile: look again who lives
+    mean = mean_of({**parts, peers.worker: holding.unpacked(holding.packed())})
+    if len(mean.here) > _MOST_LEDGERS:
+        return mean
+    ledgers = {str(peer): dict(note["ledger"]) for peer, note in notes.items()}
+    return replace(mean, ledgers={**ledgers, str(peers.worker): holding.account.describe()})
+
+
+def _fetch_mean(peers: Peers, holding: Holding, peer: int) -> Mean | None:
+    number = peers.ask(peer, Kind.FETCH, {"mean": True})
+    peers.wait([number])
+    answer = peers.take(number)
+    if answer is None:
+        return None
+    rows = holding.fitting(answer.tensors[: len(holding.x)])
+    buffers = answer.tensors[-1] if answer.note["buffers"] else None
+    return Mean(rows, buffers, [int(w) for w in answer.note["here"]], float(answer.note["mass"]), dict(answer.note["ledgers"]))

@@ -1,0 +1,33 @@
+"""One worker of ``hocket train`` without servers: a job whose mini-batches come from a clerk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hocket.server.clerk import ClerkLink
+from hocket.server.wire import link_bytes
+from hocket.strategy import Strategy
+from hocket.train.job import layout_for
+from hocket.train.pairs_job import PairsJob, Place
+
+
+class DealtPairsJob(PairsJob):
+    """Its clerk listens at ``clerk`` and tells where the other workers are."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, place: Place, clerk: str, **options: Any
+    ) -> None:
+        layout = layout_for(model, optimizer, strategy, options["cap_bytes"], options["first_cap_bytes"])
+        self.client = ClerkLink(clerk, place.job, place.worker, place.keys, link_bytes(strategy, layout))
+        super().__init__(model, optimizer, strategy, replace(place, meet=self.client.meet), **options)
+        self.client.account = self.holding.account
+
+    def flush(self) -> None:
+        """All agree on the mean, and the clerk hears of it."""
+        self.finish()
+        assert self.mean is not None
+        self.client.deliver(self.mean)

@@ -1,0 +1,139 @@
+"""Workers without servers for tests/process/test_pairs.py: each function runs in every process of a group."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import hocket
+from hocket.data import load
+from hocket.train.pairs_job import PairsJob
+from process.cases import batch, flat, net, sgd
+
+PATIENCE_S = 2.0
+"""Where somebody dies or stops; elsewhere nobody is to be missed, however busy the machine is."""
+LONG_S = 60.0
+
+
+def _job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str) -> PairsJob:
+    job = hocket.parallelize(model, optimizer, strategy)
+    assert isinstance(job, PairsJob)
+    return job
+
+
+def _end(job: PairsJob) -> dict[str, Any]:
+    own = flat(job.model)
+    job.finish()
+    assert job.mean is not None
+    return {
+        "own": own,
+        "end": flat(job.model),
+        "here": job.mean.here,
+        "mass": job.mean.mass,
+        "ledger": job.ledger.summary(),
+        "refused": job.refused,
+    }
+
+
+def mixing(rank: int, folder: str, strategies: list[str], steps: int) -> None:
+    """Without updates there is nothing but mixing of weights that differ; all step on until everybody has made ``steps``."""
+    cluster = hocket.init(device="cpu", patience_s=LONG_S)
+    results = {}
+    for k, text in enumerate(strategies):
+        model = net()
+        job, begun = _differing(model, rank, text)
+
+        def enough(k: int = k) -> bool:
+            counts = [Path(folder, f"{r}.{k}.steps") for r in range(cluster.size)]
+            return all(path.exists() and int(path.read_text() or 0) >= steps for path in counts)
+
+        _until(enough, Path(folder, f"{rank}.{k}.steps"), job, rank)
+        with job.averaged() as mean:
+            during = flat(mean)
+        results[text] = {**_end(job), "begun": begun, "during": during}
+    torch.save(results, f"{folder}/{rank}.pt")
+
+
+def learning(rank: int, folder: str, strategies: list[str], epochs: int) -> None:
+    """A loop of one's own over a share of the digits."""
+    hocket.init(device="cpu", patience_s=LONG_S)
+    data = load("digits")
+    loader = DataLoader(TensorDataset(data.prepare(data.train[0]), data.train[1]), batch_size=32)
+    results = {}
+    for text in strategies:
+        model = net()
+        optimizer = sgd(model, momentum=0.0)
+        job = _job(model, optimizer, text)
+        for epoch in range(epochs):
+            for x, y in hocket.shard(loader, epoch):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        found = _end(job)
+        with torch.no_grad():
+            right = (model(data.prepare(data.test[0])).argmax(-1) == data.test[1]).float().mean()
+        results[text] = {**found, "accuracy": float(right)}
+    torch.save(results, f"{folder}/{rank}.pt")
+
+
+def enduring(rank: int, folder: str, strategy: str) -> None:
+    """Mix weights that differ until the file ``enough`` appears; where it says ``all``, until nobody is silent."""
+    hocket.init(device="cpu", patience_s=PATIENCE_S)
+    job, begun = _differing(net(), rank, strategy)
+    told = Path(folder, "enough")
+
+    def enough() -> bool:
+        return told.exists() and not (job.peers.silent and told.read_text() == "all")
+
+    _until(enough, Path(folder, f"{rank}.steps"), job, rank)
+    torch.save({**_end(job), "begun": begun}, f"{folder}/{rank}.pt")
+
+
+def leaving(rank: int, folder: str) -> None:
+    """Scripts that simply end: worker 1 after a few steps, worker 0 when it has heard so, long before its patience ends."""
+    hocket.init(device="cpu", patience_s=600.0)
+    job, _ = _differing(net(), rank, "async + gossip")
+    while job.step < 5 if rank else 1 not in job.peers.left:
+        _step(job, job.step, rank)
+
+
+def served(rank: int, folder: str) -> None:
+    """There are no servers to name."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    hocket.init(device="cpu", servers="tcp://127.0.0.1:1", worker=0, workers=2)
+    model = net()
+    try:
+        hocket.parallelize(model, sgd(model), "async + gossip")
+    except hocket.HocketError as error:
+        Path(folder, "sentence").write_text(str(error))
+
+
+def _differing(model: nn.Module, rank: int, strategy: str) -> tuple[PairsJob, torch.Tensor]:
+    job = _job(model, sgd(model, lr=0.0), strategy)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += rank  # as from a user who changes weights between steps
+    return job, flat(model)
+
+
+def _until(enough: Callable[[], bool], told: Path, job: PairsJob, rank: int) -> None:
+    while not enough():
+        _step(job, job.step, rank)
+        time.sleep(0.003)  # a step that takes longer and costs no more
+        told.write_text(str(job.step))
+
+
+def _step(job: PairsJob, t: int, rank: int) -> None:
+    job.optimizer.zero_grad()
+    x, y = batch(t, rank)
+    F.cross_entropy(job.model(x), y).backward()
+    job.optimizer.step()

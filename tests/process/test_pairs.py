@@ -1,0 +1,363 @@
+"""Workers without servers, in pairs and by push-sum: what they keep and learn, and what becomes of them when some die or stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from typer.testing import CliRunner
+
+from hocket.cli.main import app
+from hocket.cluster.message import framed
+from hocket.data import load
+from hocket.errors import HocketError
+from hocket.messages import Caller, Envelope, Keys, Kind, Listener, pack
+from hocket.server.clerk import Clerk
+from hocket.server.doorkeeper import Doorkeeper
+from hocket.server.exchanges import Calls, Halves
+from hocket.server.holding import Holding, Mean
+from hocket.server.peers import Peers, agree
+from hocket.topology.partners import answerer, target
+from hocket.train.free_worker import Post, dealing_of
+from hocket.train.run import Settings
+from process.launch import ENVIRON, Group, Nursery, eventually
+from process.paired import PATIENCE_S
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+
+JOB = b"pairs".ljust(16, b".")
+KINDS = ["async + gossip", "async + gossip(ring)", "async + gossip(random)", "async + gossip(pushsum)"]
+LIMIT_S = 100.0
+
+
+# --- the protocol ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(["rotating", "ring", "random"]), st.integers(2, 40), st.integers(0, 1000), st.integers(0, 9), st.data())
+def test_callers_reach_answerers_only_so_no_chain_of_waiting_has_two_links(
+    kind: str, workers: int, call: int, seed: int, data: st.DataObject
+) -> None:
+    caller = 2 * data.draw(st.integers(0, (workers - 1) // 2))
+    reached = answerer(kind, caller, call, workers, seed)
+    assert 0 <= reached < workers
+    assert reached % 2 == 1
+    half = target(caller, call, workers)
+    assert 0 <= half < workers
+    assert half != caller
+
+
+class Crowd:
+    """Workers as threads of this process: their doors, links and exchanges are the real ones, their steps take no time."""
+
+    def __init__(self, workers: int, kind: str, patience_s: float = 20.0, keys: list[Keys] | None = None) -> None:
+        self.begun = [torch.arange(6.0) * (w + 1) + w for w in range(workers)]
+        self.holdings = [Holding([row[:4], row[4:]]) for row in self.begun]
+        own = [None] * workers if keys is None else keys
+        listeners = [Listener("tcp://127.0.0.1:0", JOB, own[w]) for w in range(workers)]
+        self.addresses = [listener.address for listener in listeners]
+        halves = kind == "pushsum"
+        self.doors = [Doorkeeper(listeners[w], self.holdings[w], w, workers, halves, patience_s) for w in range(workers)]
+        self.peers = [Peers(self.addresses, JOB, w, own[w], 1 << 22, patience_s) for w in range(workers)]
+        self.exchanges = [(Halves if halves else Calls)(self.peers[w], self.holdings[w], kind, 3) for w in range(workers)]
+        self.means: dict[int, Mean] = {}
+
+    def __enter__(self) -> Crowd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for closing in (*self.doors, *self.peers):
+            closing.close()
+
+    def train(self, delays: list[list[float]]) -> None:
+        """Each worker makes a step after each of its delays; nobody is left waiting."""
+        threads = [threading.Thread(target=self._work, args=(w, delays[w]), daemon=True) for w in range(len(delays))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
+
+    def _work(self, worker: int, delays: list[float]) -> None:
+        for delay in delays:
+            self.exchanges[worker].land()
+            time.sleep(delay)
+            self.exchanges[worker].start()
+        self.exchanges[worker].drain()
+        self.means[worker] = agree(self.peers[worker], self.holdings[worker], self.doors[worker])
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from(["rotating", "ring", "random", "pushsum"]), st.data())
+def test_whatever_the_delays_nobody_waits_for_ever_and_the_mean_is_kept(kind: str, data: st.DataObject) -> None:
+    workers = data.draw(st.integers(2, 5))
+    some = st.lists(st.sampled_from([0.0, 0.0, 0.001, 0.01]), max_size=12)
+    with Crowd(workers, kind) as crowd:
+        crowd.train([data.draw(some) for _ in range(workers)])
+        expected = torch.stack(crowd.begun).mean(0)
+        for mean in crowd.means.values():
+            assert torch.allclose(torch.cat(mean.rows), expected, atol=1e-5)
+            assert torch.equal(torch.cat(mean.rows), torch.cat(crowd.means[0].rows))
+            assert mean.mass == workers
+            assert mean.here == list(range(workers))
+        assert all(not door.refused for door in crowd.doors)
+
+
+def test_strangers_are_refused_and_counted_and_touch_nothing() -> None:
+    with Crowd(2, "rotating") as crowd:
+        before = torch.cat(crowd.holdings[1].x)
+        rows = tuple(crowd.holdings[0].x)
+        wrong = [
+            Envelope(Kind.PUSH, 0, number=1, tensors=rows[:1]),
+            Envelope(Kind.PUSH, 0, number=2, tensors=(rows[0].double(), rows[1])),
+            Envelope(Kind.PUSH, 0, number=3, tensors=(rows[1], rows[0])),
+            Envelope(Kind.PUSH, 1, number=4, tensors=rows),
+            Envelope(Kind.PUSH, 8, number=5, tensors=rows),
+            Envelope(Kind.ORDER, 0, number=6),
+            Envelope(Kind.FETCH, 0, number=7, note={"mean": True}),
+        ]
+        context = zmq.Context()
+        raw = context.socket(zmq.DEALER)
+        raw.connect(crowd.addresses[1])
+        raw.send_multipart([b"GET / HTTP/1.1"])
+        raw.send_multipart(pack(Envelope(Kind.PUSH, 0, tensors=rows), b"another job.....")[:])
+        with Caller(crowd.addresses[1], JOB) as caller:
+            answers = []
+            for envelope in wrong:
+                caller.send(envelope, 1.0)
+                answer = caller.receive(10.0)
+                assert answer is not None
+                answers.append(answer.note["reason"])
+        assert answers == ["shape", "shape", "shape", "worker", "worker", "kind", "early"]
+        assert eventually(lambda: crowd.doors[1].refused["job"] == 1)
+        assert crowd.doors[1].refused == {"magic": 1, "job": 1, "shape": 3, "worker": 2, "kind": 1, "early": 1}
+        assert torch.equal(torch.cat(crowd.holdings[1].x), before)
+        crowd.train([[0.0], [0.0]])  # and it still answers
+        assert torch.allclose(torch.cat(crowd.means[1].rows), torch.stack(crowd.begun).mean(0))
+        raw.close(0)
+        context.term()
+
+
+def test_doors_with_keys_let_in_those_who_have_them() -> None:
+    keys = Keys.make()
+    with Crowd(2, "pushsum", keys=[keys, keys]) as crowd:
+        crowd.train([[0.0] * 3, [0.0] * 3])
+        assert crowd.means[0].mass == 2.0
+    with (
+        Crowd(2, "rotating", patience_s=5.0, keys=[keys, Keys.make()]) as crowd,
+        pytest.raises(HocketError, match="keys of its job"),
+    ):
+        crowd.peers[0].greet()
+    with pytest.raises(HocketError, match="hocket keys"):
+        Listener("tcp://0.0.0.0:0", JOB)
+
+
+def test_what_is_not_answered_is_taken_back() -> None:
+    """A half for one who is gone goes back to who sent it."""
+    with Crowd(2, "pushsum", patience_s=1.0) as crowd:
+        crowd.doors[1].close()
+        crowd.exchanges[0].start()
+        crowd.exchanges[0].drain()
+        assert crowd.holdings[0].mass == 1.0
+        assert torch.equal(torch.cat(crowd.holdings[0].x), crowd.begun[0])
+        assert crowd.holdings[0].account.lost == 1
+        assert 1 in crowd.peers[0].silent
+
+
+# --- processes ---------------------------------------------------------------------------------------------------------------
+
+
+def spread(results: list[dict[str, Any]], name: str, of: Tensor) -> float:
+    return max(float((r[name].double() - of).abs().max()) for r in results)
+
+
+def test_the_mean_is_kept_and_all_come_to_it(nursery: Nursery, tmp_path: Path) -> None:
+    four = nursery.start("process.paired:mixing", 4, tmp_path / "four", strategies=KINDS, steps=30)
+    assert four.wait(LIMIT_S) == [0] * 4, four.said()
+    two = nursery.start("process.paired:mixing", 2, tmp_path / "two", strategies=KINDS[:1], steps=2)
+    alone = nursery.start("process.paired:served", 1, tmp_path / "alone")
+    left = nursery.start("process.paired:leaving", 2, tmp_path / "left")
+    for group in (two, alone, left):
+        assert group.wait(LIMIT_S) == [0] * len(group.pids), group.said()
+    for group, kinds in ((four, KINDS), (two, KINDS[:1])):
+        for text in kinds:
+            results = [r[text] for r in group.results()]
+            mean = torch.stack([r["begun"] for r in results]).double().mean(0)
+            assert spread(results, "end", mean) < 1e-6, text
+            assert spread(results, "own", mean) < (1e-3 if len(results) == 4 else 1.0), text
+            assert spread(results, "during", mean) < 1e-2 if len(results) == 4 else 1.0, text
+            assert all(r["mass"] == len(results) and r["here"] == list(range(len(results))) for r in results)
+            assert all(torch.equal(r["end"], results[0]["end"]) and not r["refused"] for r in results)
+    assert "has no servers" in (tmp_path / "alone" / "sentence").read_text()
+
+
+def test_they_learn(nursery: Nursery, tmp_path: Path) -> None:
+    strategies = [KINDS[0], KINDS[3]]
+    group = nursery.start("process.paired:learning", 4, tmp_path, strategies=strategies, epochs=6)
+    assert group.wait(LIMIT_S) == [0] * 4, group.said()
+    for text in strategies:
+        results = [r[text] for r in group.results()]
+        assert all(torch.equal(r["end"], results[0]["end"]) for r in results)
+        assert results[0]["accuracy"] > 0.8, text
+        ledger = results[0]["ledger"]
+        assert all(r["ledger"] == ledger for r in results)
+        assert ledger["lost"] == 0
+        whole = framed(4 * len(results[0]["end"])), framed(4 * len(results[0]["end"]) + 8) + framed(0)
+        each = 2 * whole[0] if text == strategies[0] else whole[1]
+        assert ledger["bytes_sent"] == ledger["exchanges"] * each
+        assert ledger["seconds"] == pytest.approx(ledger["compute_s"] + ledger["wait_s"] + ledger["transfer_s"])
+
+
+def steps(group: Group, rank: int) -> int:
+    path = group.folder / f"{rank}.steps"
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+def all_go_on(group: Group, ranks: list[int], more: int = 30) -> bool:
+    """Whether all of these make so many more steps."""
+    goals = {rank: steps(group, rank) + more for rank in ranks}
+    return eventually(lambda: all(steps(group, rank) >= goal for rank, goal in goals.items()), LIMIT_S)
+
+
+def test_a_killed_worker_ends_nobody(nursery: Nursery, tmp_path: Path) -> None:
+    killed = {"async + gossip": 1, "async + gossip(pushsum)": 0}
+    groups = {text: nursery.start("process.paired:enduring", 4, tmp_path / str(k), strategy=text) for text, k in killed.items()}
+    for text, group in groups.items():
+        assert all_go_on(group, [0, 1, 2, 3]), group.said()
+        os.kill(group.pids[killed[text]], signal.SIGKILL)
+    for text, group in groups.items():
+        others = [rank for rank in range(4) if rank != killed[text]]
+        assert all_go_on(group, others, 100), group.said()
+        (group.folder / "enough").touch()
+        assert group.wait(LIMIT_S) == [-signal.SIGKILL if rank == killed[text] else 0 for rank in range(4)], group.said()
+        results = [torch.load(group.folder / f"{rank}.pt") for rank in others]
+        assert all(r["here"] == others and torch.equal(r["end"], results[0]["end"]) for r in results)
+        assert text != "async + gossip" or results[0]["ledger"]["lost"] >= 1
+
+
+def test_a_stopped_worker_ends_nobody_and_may_return(nursery: Nursery, tmp_path: Path) -> None:
+    """In one group it comes back in time and nothing is lost or counted twice, in the other the training ends without it."""
+    texts = ["async + gossip", "async + gossip(pushsum)", "async + gossip"]
+    groups = [nursery.start("process.paired:enduring", 3, tmp_path / str(k), strategy=t) for k, t in enumerate(texts)]
+    for group in groups:
+        assert all_go_on(group, [0, 1, 2]), group.said()
+        os.kill(group.pids[1], signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        assert eventually(lambda: time.monotonic() - begun > PATIENCE_S + 0.5)
+        for group in groups:
+            assert all_go_on(group, [0, 2]), group.said()
+        (groups[2].folder / "enough").touch()
+        assert eventually(lambda: [groups[2].poll()[r] for r in (0, 2)] == [0, 0], LIMIT_S), groups[2].said()
+    finally:
+        for group in groups:
+            os.kill(group.pids[1], signal.SIGCONT)
+    for group in groups[:2]:
+        (group.folder / "enough.part").write_text("all")
+        (group.folder / "enough.part").rename(group.folder / "enough")
+    for group in groups:
+        assert group.wait(LIMIT_S) == [0, 0, 0], group.said()
+    for group in groups[:2]:
+        results = group.results()
+        mean = torch.stack([r["begun"] for r in results]).double().mean(0)
+        assert spread(results, "end", mean) < 1e-4, "but for what thousands of steps round off"
+        assert all(r["here"] == [0, 1, 2] and r["mass"] == pytest.approx(3.0, rel=1e-9) for r in results)
+    ended = groups[2].results()
+    assert ended[0]["here"] == ended[2]["here"] == [0, 2]
+    assert ended[1]["here"] == [1], "who comes back when all have left ends alone"
+    assert torch.equal(ended[0]["end"], ended[2]["end"])
+
+
+# --- the command -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_children() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert eventually(lambda: not set(psutil.Process().children(recursive=True)) - before)
+
+
+@pytest.mark.usefixtures("no_children")
+def test_the_command_trains_and_survives_the_loss_of_a_worker(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch", "32", "--slowdown", "4"]
+    run += ["--strategy", "async + gossip", "--workers", "3", "--epochs", "20", "--patience", "2", "--out", str(tmp_path)]
+    with subprocess.Popen(run, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert eventually((tmp_path / "metrics.jsonl").exists, LIMIT_S)
+            psutil.Process(process.pid).children()[1].kill()
+            said, _ = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    assert "was ended by SIGKILL; the others go on" in said
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(1, 21))
+    assert lines[-1]["accuracy"] > 0.85
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert all(line["bytes_sent"] > 0 for line in lines[:2])
+    assert sum(line["lost"] for line in lines) <= 2
+    assert sum(line["lost_exchanges"] for line in lines) >= 1
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert written["cluster"]["processes"] == written["cluster"]["workers"] == 3
+
+
+def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp_path: Path) -> None:
+    given = Settings(strategy="async + gossip(pushsum)", model="process.served:small", batch=32, workers=3, epochs=8, lr=0.05)
+    total = len(dealing_of(given, load("digits")))
+    with Listener("tcp://127.0.0.1:0", JOB) as listener:
+        clerk = Clerk(listener, 3, total)
+        posts = [Post(asdict(given), w, [listener.address], JOB.hex()) for w in range(3)]
+        groups = [nursery.start("process.served:worker", 1, tmp_path / str(w), post=posts[w].describe()) for w in range(3)]
+        with Caller(listener.address, JOB) as stranger:
+            stranger.send(Envelope(Kind.FETCH, 9, number=1), 1.0)
+            stranger.send(Envelope(Kind.FETCH, 0, number=2, note={"done": "all"}), 1.0)
+
+            def over() -> bool:
+                clerk.turn(0.01)
+                return len(clerk.means) == 3 and clerk.refused["shape"] == 2
+
+            assert eventually(over, LIMIT_S), [group.said() for group in groups]
+    for group in groups:
+        assert group.wait(LIMIT_S) == [0], group.said()
+    assert clerk.dealer.counted == total
+    assert clerk.lost == 0
+    assert sum(account["losses"] for account in clerk.figures.values()) == total
+    first = clerk.means[0]
+    assert first.mass == pytest.approx(3.0, rel=1e-9)
+    for mean in clerk.means.values():
+        assert mean.here == [0, 1, 2]
+        assert all(torch.equal(own, other) for own, other in zip(mean.rows, first.rows, strict=True))
+
+
+REFUSED = {
+    "--strategy 'async + gossip' --replace": "leave --replace out",
+    "--strategy 'async + gossip + topk(0.1)'": "leave the compression out",
+    "--strategy 'async + gossip' --resume --out somewhere": "cannot run with --resume",
+    "--strategy 'async + gossip' --keys nowhere": "There are no keys at nowhere",
+    "--strategy 'async + gossip(exponential)'": "use gossip, gossip(ring)",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_pairs_cannot_do_is_said_before_any_process_is_started(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    ended = CliRunner().invoke(app, ["train", "--model", "process.served:small", "--workers", "2", *shlex.split(arguments)])
+    assert isinstance(ended.exception, HocketError), ended.exception
+    assert REFUSED[arguments] in str(ended.exception)
