@@ -5,11 +5,16 @@ from hocket.compression import DGC, QSGD, Cast, Chain, LowRank, Natural, NoCompr
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.sandblaster import Sandblaster, SandblasterRun
 from hocket.session import Shard, init, leave, parallelize, shard
+from hocket.split.born import deferred
+from hocket.split.branches import Branches
+from hocket.split.mesh import Mesh
+from hocket.split.offload import Offload, offload
 from hocket.strategy import Strategy
 from hocket.sync import SSP, Async, Bulk, DiLoCo, Downpour, Local, PostLocal, Stale
 from hocket.topology import AllReduce, Gossip, Hierarchical, Server
 from hocket.train.free_job import FreeJob
 from hocket.train.job import Job
+from hocket.train.pairs_job import PairsJob
 from hocket.train.simulate import Run, simulate
 from hocket.version import __version__
 
@@ -19,6 +24,7 @@ __all__ = [
     "SSP",
     "AllReduce",
     "Async",
+    "Branches",
     "Bulk",
     "Cast",
     "Chain",
@@ -31,9 +37,12 @@ __all__ = [
     "Job",
     "Local",
     "LowRank",
+    "Mesh",
     "Natural",
     "NoCompression",
     "NonFiniteGradient",
+    "Offload",
+    "PairsJob",
     "PostLocal",
     "RandomK",
     "Run",
@@ -50,8 +59,10 @@ __all__ = [
     "TopK",
     "WorkerLost",
     "__version__",
+    "deferred",
     "init",
     "leave",
+    "offload",
     "parallelize",
     "shard",
     "simulate",

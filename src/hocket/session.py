@@ -5,13 +5,13 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
@@ -22,17 +22,28 @@ from hocket.errors import HocketError
 from hocket.messages import Keys
 from hocket.server.client import Client
 from hocket.server.wire import DEFAULT_JOB, job_id
+from hocket.split import Mesh, Place
+from hocket.split.born import bring_to_life
+from hocket.split.mesh import forget
+from hocket.split.sharded import refuse_shard
 from hocket.strategy import Strategy
+from hocket.topology import Gossip
 from hocket.train.free_job import FreeJob, serves_itself
 from hocket.train.free_start import Servers, start_servers
 from hocket.train.job import Job
+from hocket.train.pairs_job import PairsJob
+from hocket.train.pairs_start import place_in
+
+if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
+    from hocket.train.mesh_job import MeshJob
+    from hocket.train.sharded_job import FSDPJob
 
 
 class _Session:
     """What the last ``init`` joined, and the jobs on it."""
 
     cluster: Cluster | None = None
-    jobs: list[Job | FreeJob] = []  # noqa: RUF012 - one session per process
+    jobs: list[Job | FreeJob | PairsJob | MeshJob | FSDPJob] = []  # noqa: RUF012 - one session per process
     seed: int = 0
     epochs: dict[int, tuple[Any, int]] = {}  # noqa: RUF012
     servers: list[str] | None = None
@@ -89,10 +100,11 @@ def init(
 def leave() -> None:
     """Leave the cluster in good order (also done when the program ends)."""
     for job in _Session.jobs:
-        if isinstance(job, FreeJob):
+        if isinstance(getattr(job, "job", job), (FreeJob, PairsJob)):
             job.detach()
     for servers in _Session.started:
         servers.see_off()
+    forget()
     if _Session.cluster is not None:
         _Session.cluster.close()
     _Session.cluster, _Session.jobs, _Session.epochs, _Session.started = None, [], {}, []
@@ -110,13 +122,31 @@ def parallelize(
     steps: int | None = None,
     bucket_bytes: int | None = None,
     first_bucket_bytes: int | None = None,
-) -> Job | FreeJob:
+    mesh: Mesh | str | None = None,
+    loss: Callable[[Any, Tensor], Tensor] | None = None,
+    sample: Tensor | None = None,
+    schedule: str = "1f1b",
+    micro: int | None = None,
+    virtual: int | None = None,
+    plan: Mapping[str, str] | None = None,
+    cut: Sequence[str] | None = None,
+    shard: str | None = None,
+) -> Job | FreeJob | PairsJob | MeshJob | FSDPJob:
     """Train ``model`` with ``optimizer`` in parallel; the loop stays as it is.
 
     ``accumulate`` backward passes make a step. ``scaler`` is the GradScaler, if one is used: all workers then skip together.
     ``nonfinite`` gradients raise or are left out. ``check=False`` drops the small agreement per exchange on unused parameters and
     non-finite gradients. ``steps`` is the planned number of steps, if known. Buckets are closed at ``bucket_bytes``
     (25 MiB), the first one already at ``first_bucket_bytes`` (1 MiB); top-k and its kin have a single one unless told otherwise.
+
+    A ``mesh`` splits the model itself: ``Mesh(data=2, pipeline=2, tensor=2)`` or ``"data=2,pipeline=2"``; the strategy works
+    between replicas. Operations are split by ``plan`` (module names to kinds; found by itself). Layers are cut after the modules
+    named in ``cut`` (found by itself, for inputs like ``sample``), each process having ``virtual`` stages, and run by ``schedule``
+    with ``micro`` micro-batches; ``loss`` is a function of output and target. Then call ``job.train(x, y)``, or
+    ``job.backward(x, y)`` and your own step.
+
+    ``shard="state"`` leaves each worker a part of the optimiser's state (ZeRO-1), ``shard="full"`` a part of everything (PyTorch's
+    FSDP2); both where all replicas are equal after every step.
     """
     if _Session.cluster is None:
         raise HocketError("Call hocket.init() before hocket.parallelize(…).")
@@ -130,24 +160,80 @@ def parallelize(
         "cap_bytes": bucket_bytes,
         "first_cap_bytes": first_bucket_bytes,
     }
-    job: Job | FreeJob
-    if _Session.servers is not None and not parsed.free:
+    job: Job | FreeJob | PairsJob | MeshJob | FSDPJob
+    if mesh is not None and shard == "full" and not Mesh.parse(mesh).splits:
+        Mesh.parse(mesh).check(_Session.cluster.size)
+        mesh = None  # replicas alone
+    if mesh is not None:
+        split = {
+            "loss": loss,
+            "sample": sample,
+            "schedule": schedule,
+            "micro": micro,
+            "virtual": virtual,
+            "plan": plan,
+            "cut": cut,
+            "shard": shard,
+        }
+        job = _on_mesh(model, optimizer, parsed, Mesh.parse(mesh), {**split, **options})
+        _Session.jobs.append(job)
+        return job
+    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+        bring_to_life(model, seed=_Session.seed, device=_Session.cluster.device)
+    if _Session.servers is not None and (not parsed.free or isinstance(parsed.topology, Gossip)):
         raise HocketError(
             f"{parsed} has no servers, but hocket.init named some; leave servers= out, or use for example async + server."
         )
-    if parsed.free and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
-        if isinstance(_Session.cluster, ProcessCluster):
-            _Session.cluster.heartbeat.stop()  # who does not wait for others does not end with them
+    if shard is not None:
+        refuse_shard(shard, parsed, scaler)
+    if shard == "full" and isinstance(_Session.cluster, ProcessCluster):
+        from hocket.train.sharded_job import FSDPJob  # loaded only where it is needed
+
+        full = {name: options[name] for name in ("accumulate", "nonfinite", "check", "seed", "scaler")}
+        job = FSDPJob(model, optimizer, parsed, _Session.cluster, **full)
+    elif parsed.free and isinstance(parsed.topology, Gossip) and _Session.world > 1:
+        place = place_in(_Session.cluster, _Session.keys, _Session.patience_s)
+        job = PairsJob(model, optimizer, parsed, place, _Session.cluster, **options)
+    elif parsed.free and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
         job = FreeJob(model, optimizer, parsed, lambda layout: _connect(parsed, layout), _Session.cluster, **options)
     else:
-        job = Job(model, optimizer, parsed, _Session.cluster, steps=steps, **options)
+        job = Job(model, optimizer, parsed, _Session.cluster, steps=steps, shard=shard, **options)
     _Session.jobs.append(job)
     return job
 
 
-def _connect(strategy: Strategy, layout: Layout) -> Client:
+def _on_mesh(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, mesh: Mesh, options: dict[str, Any]
+) -> MeshJob:
+    """A job whose replicas are split; from here on the session's workers are replicas."""
+    from hocket.train.mesh_job import MeshJob
+
+    world = _Session.cluster
+    assert world is not None
+    if _Session.servers is not None:
+        raise HocketError(f"The mesh {mesh} starts servers for each part of the model itself; leave servers= of hocket.init out.")
+    mesh.check(world.size)
+    if options["shard"] == "full" and mesh.splits:
+        raise HocketError(f"shard='full' cuts every parameter, and so does the mesh {mesh}; use shard='state', or data= alone.")
+    if strategy.free and isinstance(strategy.topology, Gossip) and mesh.data > 1:
+        raise HocketError(
+            f"{strategy} has workers meet one by one, but a split replica is several processes; use downpour + server."
+        )
+    if strategy.free and mesh.data > 1:
+
+        def connect(layout: Layout, place: Place, cluster: Cluster) -> Client:
+            _Session.worker, _Session.world = place.data.place, place.data.size
+            return _connect(strategy, layout, cluster)
+
+        options["connect"] = connect
+    job = MeshJob(model, optimizer, strategy, world, mesh, **options)
+    _Session.worker, _Session.world = job.place.data.place, job.place.data.size
+    return job
+
+
+def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None) -> Client:
     """The link to the servers that ``init`` named, or to new ones."""
-    session, cluster = _Session, _Session.cluster
+    session, cluster = _Session, cluster or _Session.cluster
     assert cluster is not None
     servers = (
         Servers(session.servers, session.job)
@@ -155,6 +241,8 @@ def _connect(strategy: Strategy, layout: Layout) -> Client:
         else start_servers(strategy, layout, cluster, session.keys, session.patience_s)
     )
     session.started.append(servers)
+    if isinstance(cluster, ProcessCluster):
+        cluster.heartbeat.stop()  # from here on nobody waits for others, nor ends with them
     keys = None if session.keys is None else Keys.read(session.keys)
     patience_s = session.patience_s
     return Client(servers.addresses, servers.job, strategy, layout, session.worker, session.world, session.seed, keys, patience_s)

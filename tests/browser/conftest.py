@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from browser.study import free_runs, hundred_runs, one_facet, ten_runs
+from browser.study import free_runs, hundred_runs, one_facet, split_runs, ten_runs
 from hocket.report import build
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -39,13 +39,14 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages of ten runs, of a hundred over facets, of a hundred in one facet, and of twenty whose workers do not go in step."""
+    """Pages of ten runs, of a hundred over facets or in one, of twenty whose workers do not go in step, and of split models."""
     top = tmp_path_factory.mktemp("pages")
     folders = {
         "ten": ten_runs(top / "ten"),
         "hundred": hundred_runs(top / "hundred"),
         "dense": one_facet(top / "dense", 100),
         "free": free_runs(top / "free", 20, 5000),
+        "split": split_runs(top / "split"),
     }
     return {name: build([folder], folder, png=False).path for name, folder in folders.items()}
 

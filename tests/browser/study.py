@@ -8,6 +8,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from hocket.split.pipeline.schedules import make
+from hocket.split.pipeline.simulate import Costs, simulate
+
 TEN = (
     "bulk + allreduce",
     "local(4) + allreduce",
@@ -168,3 +171,28 @@ def free_runs(folder: Path, count: int = 5, oldest: int = 12, **settings: Any) -
         lines = [{**line, "staleness": ages(name, line["epoch"], oldest), "lost": 0} for line in made_up(run)]
         runs.append({"strategy": name, "lines": lines, **settings})
     return write_study(folder, f"{count} strategies that do not wait", runs)
+
+
+def timeline(schedule: str = "1f1b", stages: int = 2, micro: int = 4) -> dict[str, Any]:
+    """As a run would measure it: milliseconds of work, and a little for each transfer."""
+    return simulate(make(schedule, stages, micro), Costs(forward=0.004, backward=0.008, transfer=0.0005)).to_dict()
+
+
+def write_split(folder: Path, mesh: str, found: Any = None, strategy: str = "bulk + allreduce", **settings: Any) -> Path:
+    """A run on a mesh; ``found`` is its timeline."""
+    sent = {axis: count * (axis in mesh) for axis, count in (("data", 20_000_000), ("pipeline", 5_000_000), ("tensor", 8_000_000))}
+    axes = {axis: {"bytes_sent": count, "exchanges": 12, "seconds": count / 1e7} for axis, count in sent.items()}
+    run = {"strategy": strategy, "workers": 2, "virtual": False, "data": "digits", "seed": 7, "epochs": 10, **settings}
+    lines = [{**line, "bytes_sent": sum(sent.values()), "axes": axes} for line in made_up(run)]
+    write_run(folder, strategy, lines, **{"workers": 2, "mesh": mesh, "pipe": None, "micro": None, **settings})
+    if found is not None:
+        (folder / "timeline.json").write_text(json.dumps(found))
+    return folder
+
+
+def split_runs(folder: Path) -> Path:
+    """Two workers: plain, by local steps, and split into stages of a pipeline."""
+    write_run(folder / "plain", "bulk + allreduce", workers=2)
+    write_run(folder / "local", "local(4) + allreduce", workers=2)
+    write_split(folder / "split", "data=2,pipeline=2", timeline(), pipe="1f1b", micro=4)
+    return folder

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from browser.study import free_runs, hundred_runs, write_run
+from browser.study import free_runs, hundred_runs, timeline, write_run, write_split
 from hocket.report import build
 
 pytestmark = pytest.mark.browser
@@ -261,6 +261,46 @@ def test_without_ages_there_is_no_chart_of_them(pages: dict[str, Path], tmp_path
     assert page.is_hidden("#ages")
 
 
+@pytest.mark.parametrize("width, scheme", [(1280, "light"), (390, "dark"), (320, "light")])
+def test_a_timeline_fits_and_can_be_read_without_scripts(pages: dict[str, Path], visit: Visit, width: int, scheme: str) -> None:
+    page = visit(pages["split"], width, color_scheme=scheme, java_script_enabled=False)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("#split h3").all_inner_texts() == ["bulk + allreduce on data=2,pipeline=2"]
+    assert page.locator("#split .tolls tbody tr").all_inner_texts() == ["data\t200 MB\t20.0 s", "pipeline\t50.0 MB\t5.00 s"]
+    assert "The bubble is 21.0\u00a0%" in page.inner_text("#split figcaption")
+    assert page.locator("#split .parts").inner_text().split("\n") == ["forward", "backward", "idle"]
+    (box,) = boxes(page, "#split svg")
+    assert box["width"] > 200
+    bars, texts = boxes(page, "#split rect:not(.idle)"), boxes(page, "#split svg text, .lanes span")
+    assert len(bars) == 16
+    assert all(box["x"] - 1 <= bar["x"] and bar["x"] + bar["width"] <= box["x"] + box["width"] + 1 for bar in bars)
+    assert max(bar["x"] + bar["width"] for bar in bars) == pytest.approx(box["x"] + box["width"], abs=1), "as long as it took"
+    assert all(text["x"] >= 0 and text["x"] + text["width"] <= width for text in texts)
+    assert not any(meet(a, b) for i, a in enumerate(texts) for b in texts[:i])
+    paper = colour(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    for selector, style, ground in ((".lanes span", "color", paper), ("svg > text", "fill", paper)):
+        ink = colour(page.evaluate(f"getComputedStyle(document.querySelector('#split {selector}')).{style}"))
+        assert contrast(ink, ground) >= 4.5
+    number = colour(page.evaluate("getComputedStyle(document.querySelector('#split g text')).fill"))
+    for kind in ("F", "B"):
+        bar = colour(page.evaluate(f"getComputedStyle(document.querySelector('#split rect.{kind}')).fill"))
+        assert contrast(number, bar) >= 3
+        assert contrast(bar, paper) >= 2.5
+
+
+def test_a_timeline_has_numbers_where_there_is_room(visit: Visit, tmp_path: Path) -> None:
+    write_split(tmp_path, "pipeline=2", timeline(micro=8))
+    path = build([tmp_path], tmp_path, png=False).path
+    page = visit(path)
+    wide = boxes(page, "#split g text")
+    page.set_viewport_size({"width": 390, "height": 844})
+    narrow = boxes(page, "#split g text")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert len(wide) > len(narrow) > 0
+    for texts in (wide, narrow):
+        assert not any(meet(a, b) for i, a in enumerate(texts) for b in texts[:i])
+
+
 def test_selectors_change_answers_charts_and_table(pages: dict[str, Path], visit: Visit) -> None:
     page = visit(pages["hundred"])
     assert page.locator("#choose select").count() == 4
@@ -391,11 +431,14 @@ def test_hostile_names_do_not_run(visit: Visit, tmp_path: Path) -> None:
     for index, strategy in enumerate(("bulk + allreduce", f"local(4) + {HOSTILE}", "local(4) + \u2028</script>")):
         write_run(tmp_path / str(index), strategy)
     write_run(tmp_path / "failed", "local(8)", [], failure=HOSTILE)
+    write_split(tmp_path / "split", HOSTILE, timeline(), pipe=HOSTILE, workers=4)
     page = visit(build([tmp_path], tmp_path, HOSTILE, png=False).path)
     assert page.inner_text("h1") == HOSTILE
     assert page.title() == HOSTILE
     assert page.locator("img").count() == 0
     assert page.locator("script").count() == 2
+    assert page.inner_text("#split h3") == f"bulk + allreduce on {HOSTILE}"
+    assert f"schedule {HOSTILE}" in page.inner_text("#split figcaption")
     assert f"local(4) + {HOSTILE}" in column(page, "strategy")
     page.hover(".key:nth-child(2)")
     page.focus("#frontier .mark[tabindex='0']")

@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hocket
 from hocket.cluster import processes
+from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.data.partition import Partition
+from hocket.train.job import check_device
 from process.equality import digits
 
 WORKERS = 4
@@ -683,7 +685,8 @@ def refused(rank: int) -> dict[str, Any]:
             )
         ),
         "lbfgs": refusal(lambda: hocket.parallelize(model, torch.optim.LBFGS(model.parameters()))),
-        "device": refusal(lambda: hocket.parallelize(pair().to("meta"), sgd(pair().to("meta")))),
+        # There is no other device here; parallelize itself would bring such a model to life.
+        "device": refusal(lambda: check_device(pair().to("meta"), VirtualCluster(1, "cpu"))),
         "another model": refusal(lambda: hocket.parallelize(model, sgd(stranger))),
         "partly another": refusal(lambda: hocket.parallelize(model, sgd(nn.ModuleList([model, stranger])))),
         "not a model": refusal(lambda: hocket.parallelize(model.parameters(), sgd(model))),  # type: ignore[arg-type]

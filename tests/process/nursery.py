@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch._dynamo  # optimisers import it at their first step
 
-MODULES = ("hocket", "process.cases", "process.equality", "process.faults")
+MODULES = ("hocket", "process.cases", "process.equality", "process.faults", "process.meshes")
 
 
 def serve() -> Callable[[], Any]:

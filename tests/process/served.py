@@ -129,6 +129,15 @@ def unfinished(rank: int, folder: str) -> None:
         time.sleep(0.02)
 
 
+def one_stops(rank: int, folder: str) -> None:
+    """Worker 1 stops before the workers compare their models."""
+    hocket.init(device="cpu", patience_s=2.0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    model = net()
+    hocket.parallelize(model, sgd(model), "async + server")
+
+
 def alone(rank: int, folder: str) -> None:
     """One worker: plain training; with an optimiser of the server's a shard is started all the same."""
     found: dict[str, Any] = {}

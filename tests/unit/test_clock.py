@@ -26,7 +26,7 @@ from hocket.train import loop
 from hocket.train.flops import step_flops
 from hocket.train.loop import Plan, Training
 from hocket.train.run import Settings
-from hocket.train.simulate import train_stacked
+from hocket.train.simulate import train_rows
 
 FEATURES, BATCH = 6, 4
 PARAMETERS = FEATURES * 50 + 50 + 50 * 2 + 2
@@ -57,7 +57,7 @@ def training(strategy: str, spec: Spec | None, workers: int = 4, rounds: float =
     data = DataSet("made up", samples(int(rounds * workers * BATCH)), samples(20), 0, identity)
     cluster = VirtualCluster(workers, more.pop("device", "cpu"), spec=spec, seed=plan.seed)
     sgd: Callable = lambda params: torch.optim.SGD(params, 0.05)  # noqa: E731
-    return train_stacked(net, F.cross_entropy, sgd, data, Strategy.parse(strategy), cluster, plan, **more)
+    return train_rows(net, F.cross_entropy, sgd, data, Strategy.parse(strategy), cluster, plan, **more)
 
 
 def each(strategy: str, spec: Spec, **more: Any) -> tuple[Tensor, Training]:

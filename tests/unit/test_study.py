@@ -194,6 +194,13 @@ def test_two_equal_runs_are_refused() -> None:
         expand(small(["local(4)"], workers=(2, 2)), Data())
 
 
+def test_all_runs_have_a_clock_where_some_need_one() -> None:
+    outline = small([], workers=(2, 4))
+    some = replace(outline, entries=lambda workers, _: [Entry("bulk"), *([Entry("async")] if workers == 4 else [])])
+    assert {run.settings.cluster for run in expand(some, Data()).runs} == {"1gbit"}
+    assert {run.settings.cluster for run in expand(small(["bulk"], workers=(2, 4)), Data()).runs} == {None}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_folder_s_name_is_safe_and_says_what_it_holds(name: str) -> None:
     long = f"gossip(matrix={[[0.25] * 4] * 4})"
@@ -764,15 +771,18 @@ OTHER: dict[str, Any] = {
     **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
     **{"cluster": "1gbit", "slowdown": "1,4", "share": "speed"},
     **{"bucket_bytes": 1000, "first_bucket_bytes": 100},
+    **{"mesh": "pipeline=2", "pipe": "gpipe", "micro": 3},
 }
+BESIDE = {"cluster": ("virtual",), "pipe": ("mesh",), "micro": ("mesh",)}  # what a setting needs to make sense
 
 
 @pytest.mark.parametrize("changed", [*(f.name for f in fields(Settings)), "all", "none"])
 def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(OTHER) == set(asdict(Settings())), "a new setting needs a value here"
     assert not any(OTHER[name] == value for name, value in asdict(Settings()).items())
-    beside = ("virtual",) if changed == "cluster" else ()  # it describes virtual workers
-    settings = Settings(**{name: value for name, value in OTHER.items() if changed in (name, "all") or name in beside})
+    split = ("mesh", "pipe", "micro")  # real workers only
+    chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - set(split) if changed == "all" else ())}
+    settings = Settings(**{name: value for name, value in OTHER.items() if name in chosen})
     got: list[Settings] = []
     monkeypatch.setattr(cli_train, "_start", lambda settings, *_: got.append(settings))
     ended = CliRunner().invoke(cli.app, ["train", *cli_train.arguments(settings)])

@@ -17,6 +17,7 @@ from hocket.cli.batch import train_on_batches
 from hocket.cli.crew import Care, Crew
 from hocket.cli.display import LEGEND, Display, add_result, plain_notes, predicted_for, results_table, total_of
 from hocket.cli.launch import launch
+from hocket.cli.pairs_crew import PairsCrew
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import find_place, join
 from hocket.cluster.spec import PRESETS
@@ -25,11 +26,15 @@ from hocket.data import load
 from hocket.errors import HocketError
 from hocket.models import build
 from hocket.server.wire import PATIENCE_S, SNAPSHOT_S
+from hocket.split import Mesh
+from hocket.split.pipeline.schedules import SCHEDULES
 from hocket.strategy import Strategy
+from hocket.topology import Gossip
 from hocket.train.free_job import serves_itself
-from hocket.train.run import Settings, bulk_bytes, bulk_bytes_of, run
+from hocket.train.run import Settings, bulk_bytes, bulk_bytes_of, explanation, run
 
 CLUSTER = f"Predict seconds of virtual workers for a cluster: {', '.join(PRESETS)} or a TOML file."
+MESH = "Split each worker's model over processes: data=2,pipeline=2,tensor=2 (data: the workers)."
 SLOWDOWN = "How many times as long each worker takes to compute, such as 1,1,1,4 (repeated over all)."
 
 
@@ -68,6 +73,10 @@ def command(
     share: Annotated[str, typer.Option(help="A worker's part of a round: even, or by its speed so far (speed).")] = "even",
     bucket_bytes: Annotated[int | None, typer.Option(help="Largest bucket (default: by strategy).")] = None,
     first_bucket_bytes: Annotated[int | None, typer.Option(help="Largest first bucket (default: by strategy).")] = None,
+    mesh: Annotated[str | None, typer.Option(help=MESH)] = None,
+    pipe: Annotated[str | None, typer.Option(help=f"Schedule of the stages: {', '.join(SCHEDULES)} (default: 1f1b).")] = None,
+    micro: Annotated[int | None, typer.Option(help="Micro-batches per mini-batch (default: twice as many as stages).")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="With --mesh: show how the model is split and why, and end.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for run.json, metrics.jsonl and checkpoints.")] = None,
     checkpoints: Annotated[bool, typer.Option(help="A checkpoint after every epoch, for --resume.")] = True,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
@@ -81,7 +90,8 @@ def command(
     sys.path.insert(0, os.getcwd())  # for module:factory
     place = find_place(os.environ)
     joined = place is not None and not virtual
-    size = workers if workers is not None else place.processes if joined and place is not None else 1
+    replicas = None if mesh is None else Mesh.parse(mesh).data
+    size = workers if workers is not None else replicas or (place.processes if joined and place is not None else 1)
     settings = Settings(
         strategy=strategy,
         workers=size,
@@ -112,11 +122,17 @@ def command(
         share=share,
         bucket_bytes=bucket_bytes,
         first_bucket_bytes=first_bucket_bytes,
+        mesh=mesh,
+        pipe=pipe,
+        micro=micro,
     )
+    if explain and mesh is None:
+        raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     if optimizer == batch_optimizer:
-        if joined or resume or processes not in (None, size):
+        if joined or resume or processes not in (None, size) or device not in (None, "cpu") or keys is not None:
             raise HocketError(
-                f"--optimizer {optimizer} starts its own processes; leave the launcher, --processes and --resume out."
+                f"--optimizer {optimizer} starts its own processes, on this machine's CPUs; leave the launcher, --processes, "
+                "--resume, --device and --keys out."
             )
         train_on_batches(settings, data_dir, out)
         return
@@ -129,7 +145,9 @@ def command(
             raise HocketError(f"--snapshot {snapshot:g} --patience {patience:g}: seconds are above 0 (--snapshot 0: none).")
         _run_crew(settings, device_of(device), data_dir, out, Care(patience, snapshot, replace, keys))
         return
-    _start(settings, joined, processes, device, data_dir, out, resume, checkpoints)
+    if mesh is not None and processes is not None:
+        raise HocketError(f"--mesh {mesh} says how many processes there are; leave --processes out.")
+    _start(settings, joined, processes, device, data_dir, out, resume, checkpoints, explain)
 
 
 def arguments(settings: Settings) -> list[str]:
@@ -157,14 +175,15 @@ def _start(
     out: Path | None,
     resume: bool,
     checkpoints: bool,
+    explain: bool = False,
 ) -> None:
     """Start the workers, or be some of them."""
     parsed, size = settings.check(), settings.workers
     if resume and out is None:
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
     where = device_of(device)
-    count = size if processes is None else processes
-    if not 1 <= count <= size:
+    count = size * settings.processes if processes is None else processes
+    if settings.mesh is None and not 1 <= count <= size:
         raise HocketError(f"--processes {count}: there must be at least one and at most one per worker (--workers {size}).")
     if not joined and not settings.virtual and count > 1:
         _check_before_start(settings, data_dir, out, resume)
@@ -172,19 +191,21 @@ def _start(
         return
     cluster = _cluster(settings, where, joined, count)
     try:
-        _train(settings, parsed, cluster, data_dir, out, resume, checkpoints)
+        _train(settings, parsed, cluster, data_dir, out, resume, checkpoints, explain)
     finally:
         cluster.close()
 
 
 def _run_crew(settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None, care: Care) -> None:
     """Shards and workers as processes, this one as their observer."""
-    crew = Crew(settings, device, data_dir, out, care)
+    paired = isinstance(settings.check().topology, Gossip)
+    crew = (PairsCrew if paired else Crew)(settings, device, data_dir, out, care)
     with Display(str(crew.strategy), True, settings.epochs) as display:
         metrics = crew.run(display.step, display.epoch)
     steps, workers = crew.dealing.steps, settings.workers
     shards = "1 shard" if crew.slices.shards == 1 else f"{crew.slices.shards} shards"
-    title = f"{settings.model} on {settings.data}, {workers} workers and {shards}, {steps} steps"
+    who = f"{workers} workers" if paired else f"{workers} workers and {shards}"
+    title = f"{settings.model} on {settings.data}, {who}, {steps} steps"
     _show(title, str(crew.strategy), metrics, bulk_bytes_of(crew.layout, workers, steps), out)
 
 
@@ -196,15 +217,22 @@ def _train(
     out: Path | None,
     resume: bool,
     checkpoints: bool,
+    explain: bool = False,
 ) -> None:
     speaks = cluster.workers.start == 0
+    if explain:
+        text = explanation(settings, cluster, load(settings.data, data_dir))
+        if speaks:
+            print(text)
+        return
     with Display(str(strategy), speaks, settings.epochs) as display:
         training = run(settings, cluster, data_dir, out, resume, display.step, display.epoch, checkpoints=checkpoints)
     if speaks:
         kind = "virtual workers" if settings.virtual else "workers"
         name = predicted_for(settings)
         predicted = f", seconds predicted for {name}" if name else ""
-        title = f"{settings.model} on {settings.data}, {cluster.size} {kind}, {training.step} steps{predicted}"
+        who = f"{cluster.size} {kind}" if settings.mesh is None else f"{cluster.size} processes as {settings.mesh}"
+        title = f"{settings.model} on {settings.data}, {who}, {training.step} steps{predicted}"
         _show(title, str(strategy), training.metrics, bulk_bytes(training), out)
 
 
@@ -215,15 +243,29 @@ def _show(title: str, strategy: str, metrics: list[dict[str, Any]], baseline: in
     console = Console()
     console.print(table)
     console.print(LEGEND + " There: computed, not measured.", style="dim")
+    for name, sent, seconds in axes_of(metrics):
+        console.print(f"{name} axis: {sent / 1e6:,.1f} MB sent, {seconds:.2f} s waited", style="dim")
     if out is not None:
         console.print(f"Records in {out}/run.json and {out}/metrics.jsonl")
+
+
+def axes_of(metrics: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
+    """Bytes and waiting of each axis of a mesh over all epochs; empty where nothing is split.
+
+    >>> axes_of([{"axes": {"pipeline": {"bytes_sent": 3, "seconds": 0.5}}}] * 2)
+    [('pipeline', 6, 1.0)]
+    """
+    lines = [line["axes"] for line in metrics if "axes" in line]
+    names = [name for name in (lines[0] if lines else ()) if any(line[name]["bytes_sent"] for line in lines)]
+    return [(n, sum(line[n]["bytes_sent"] for line in lines), sum(line[n]["seconds"] for line in lines)) for n in names]
 
 
 def _cluster(settings: Settings, device: torch.device, joined: bool, processes: int) -> Cluster:
     if settings.virtual:
         return settings.virtual_cluster(device)
     if joined or processes > 1:
-        cluster = join(device=device, workers=settings.workers, exact=settings.exact)
+        workers = settings.workers if settings.mesh is None else None
+        cluster = join(device=device, workers=workers, exact=settings.exact)
         if settings.host_size is not None:
             setattr(cluster, "_host_size", settings.host_size)  # noqa: B010
         return cluster

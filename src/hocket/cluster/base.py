@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hocket.cluster.clock import Clock
 from hocket.cluster.ledger import Ledger, Span
-from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, LENGTH_BYTES, Message, ring_bytes, there
+from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, LENGTH_BYTES, Message, framed, ring_bytes, there
 from hocket.errors import HocketError
 
 
@@ -178,6 +178,10 @@ class Cluster(ABC):
     def broadcast(self, rows: Tensor) -> None:
         """Every row becomes worker 0's (in place; uncounted, it happens once)."""
 
+    @abstractmethod
+    def spread(self, rows: Tensor, source: int) -> Any:
+        """Every row becomes worker ``source``'s, in place; it may go on in the background: the rows, or something to wait for."""
+
     def prepare(self, team: Team) -> None:  # noqa: B027 - clusters without set-up cost need not override
         """Called by every process in the same order before the team is first used."""
 
@@ -194,6 +198,10 @@ class Cluster(ABC):
 
     def _count_mean(self, rows: Tensor, team: Team) -> None:
         self.ledger.sent += ring_bytes(rows.shape[1] * rows.element_size(), team.size)
+
+    def _count_spread(self, rows: Tensor, source: int) -> None:
+        if source in self.workers:
+            self.ledger.sent[source - self.workers.start] += (self.size - 1) * framed(rows.shape[1] * rows.element_size())
 
     def _count_messages(self, message: Message, copies: Tensor | int) -> Tensor:
         """``copies`` of each row's message leave the worker that sends it; returns the bytes of one."""

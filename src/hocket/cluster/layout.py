@@ -11,7 +11,7 @@ exchange can start early in the backward pass. Storage of a bucket is one contig
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,8 @@ class Layout:
     """All buckets of a model, in the order in which they are exchanged."""
 
     buckets: tuple[Bucket, ...]
+    buffer_bytes: int = 0
+    """Bytes of the model's floating-point buffers, which travel beside the buckets where servers are told of them."""
 
     @property
     def parameters(self) -> int:
@@ -93,13 +95,19 @@ class Layout:
         return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
 
 
+_Kind = tuple[int, torch.dtype, torch.device, str]
+
+
 def layout_of(
     named: Iterable[tuple[str, nn.Parameter]],
     groups: Sequence[Sequence[nn.Parameter]] | None = None,
     cap_bytes: int = CAP_BYTES,
     first_cap_bytes: int = FIRST_CAP_BYTES,
+    apart: Mapping[str, str] | None = None,
 ) -> Layout:
     """The layout of the trainable parameters among ``named``, split by the optimiser's parameter ``groups``.
+
+    Parameters named in ``apart`` share buckets only with those of the same kind.
 
     Shared parameters appear once (``named_parameters`` already sees to that); frozen ones and, when groups are given, those
     that no group holds are left out.
@@ -114,10 +122,10 @@ def layout_of(
         for name, p in named
         if p.requires_grad and (group_of is None or id(p) in group_of)
     ]
-    open_: dict[tuple[int, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-    closed: list[tuple[tuple[int, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]]] = []
+    open_: dict[_Kind, list[tuple[str, nn.Parameter]]] = {}
+    closed: list[tuple[_Kind, list[tuple[str, nn.Parameter]]]] = []
     for name, p, group in reversed(chosen):
-        key = (group, p.dtype, p.device)
+        key = (group, p.dtype, p.device, (apart or {}).get(name, ""))
         held = open_.setdefault(key, [])
         held.append((name, p))
         if sum(q.numel() * q.element_size() for _, q in held) >= (cap_bytes if closed else first_cap_bytes):
@@ -126,8 +134,8 @@ def layout_of(
     return Layout(tuple(_bucket(i, key, held) for i, (key, held) in enumerate(closed)))
 
 
-def _bucket(index: int, key: tuple[int, torch.dtype, torch.device], held: list[tuple[str, nn.Parameter]]) -> Bucket:
-    group, dtype, device = key
+def _bucket(index: int, key: _Kind, held: list[tuple[str, nn.Parameter]]) -> Bucket:
+    group, dtype, device, _ = key
     slots, offset = [], 0
     for name, p in held:
         slots.append(Slot(name, tuple(p.shape), offset, p.numel()))

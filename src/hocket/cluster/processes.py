@@ -48,7 +48,7 @@ def split_workers(workers: int, processes: int) -> list[range]:
 
 
 class ProcessCluster(Cluster):
-    """The workers of an initialised ``torch.distributed`` process group."""
+    """The workers of an initialised ``torch.distributed`` process group, or of one of its subgroups."""
 
     def __init__(
         self,
@@ -57,8 +57,14 @@ class ProcessCluster(Cluster):
         exact: bool = False,
         host_size: int | None = None,
         patience_s: float = 10.0,
+        group: dist.ProcessGroup | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
-        self.rank, self.processes = dist.get_rank(), dist.get_world_size()
+        """``group``: some of the processes, who then share the whole job's ``heartbeat``."""
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.processes = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._ranks = dist.get_process_group_ranks(self.group)
+        self._whole = group is None
         size = workers or self.processes
         if size < self.processes:
             raise HocketError(
@@ -69,7 +75,7 @@ class ProcessCluster(Cluster):
         self.exact = exact
         self.backend = str(dist.get_backend())
         self._owner = [r for r, hosted in enumerate(self.hosting) for _ in hosted]
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(size)): dist.group.WORLD}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(size)): self.group}
         self._sequence = 0
         self.summing: dict[int, Callable[[Tensor], Tensor]] = {}
         """Means over so many machines that only sum, where the job has some."""
@@ -86,11 +92,17 @@ class ProcessCluster(Cluster):
         if self.device.type == "cuda" and "nccl" in self.backend:
             self.ledger.clock = CudaClock()
         self.ledger.clock.offset_s = self._clock_offset()
-        self.heartbeat = Heartbeat(self.rank, self.processes, self.hosting, patience_s)
+        self.heartbeat = heartbeat or Heartbeat(self.rank, self.processes, self.hosting, patience_s)
+        self._shares_heartbeat = heartbeat is not None
 
     @property
     def host_size(self) -> int:
         return self._host_size
+
+    @property
+    def scope(self) -> str:
+        """Tells the subgroups of a job apart; empty for the whole."""
+        return "" if self._whole else "-".join(map(str, self._ranks))
 
     # --- order -----------------------------------------------------------------------------------------------------------
 
@@ -212,7 +224,7 @@ class ProcessCluster(Cluster):
         mine = flags.any(0).to(self._wire_device, torch.uint8)
 
         def agree() -> Tensor:
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.group)
             return mine
 
         return self._now(agree).to(flags.device, torch.bool)
@@ -225,25 +237,35 @@ class ProcessCluster(Cluster):
 
         def gather() -> list[Tensor]:
             everyone = [torch.empty_like(padded) for _ in range(self.processes)]
-            dist.all_gather(everyone, padded)
+            dist.all_gather(everyone, padded, group=self.group)
             return everyone
 
         return torch.cat([t[: len(h)] for t, h in zip(self._now(gather), self.hosting, strict=True)]).to(values.device)
 
     def broadcast(self, rows: Tensor) -> None:
         first = rows[0].clone()
-        self._now(lambda: dist.broadcast(first, 0))
+        self._now(lambda: dist.broadcast(first, self._ranks[0], group=self.group))
         rows.copy_(first.expand_as(rows))
+
+    def spread(self, rows: Tensor, source: int) -> Any:
+        self._count_spread(rows, source)
+        owner = self._owner[source]
+        row = rows[source - self.workers.start if source in self.workers else 0]
+        work = dist.broadcast(row, self._ranks[owner], group=self.group, async_op=True)
+        return _Pending(work, lambda: rows.copy_(row.clone().expand_as(rows)) if self.rows > 1 else rows)
 
     def prepare(self, team: Team) -> None:
         if team.whole or self.rows > 1 or self.size != self.processes:
             return
-        for group in team.members.tolist():
-            if tuple(group) not in self._groups:
-                self._groups[tuple(group)] = self._now(partial(dist.new_group, group))
+        for members in team.members.tolist():
+            if tuple(members) not in self._groups and (self._whole or self.rank in members):
+                ranks = [self._ranks[r] for r in members]
+                make = partial(dist.new_group, ranks, use_local_synchronization=not self._whole)
+                self._groups[tuple(members)] = self._now(make)
 
     def close(self) -> None:
-        self.heartbeat.stop()
+        if not self._shares_heartbeat:
+            self.heartbeat.stop()
         for end in self.endings:
             end()
         self.endings.clear()
@@ -282,12 +304,12 @@ class ProcessCluster(Cluster):
             if row not in packed:
                 packed[row] = message.pack(row).to(self._wire_device)
             to = self._owner[target]
-            operation = dist.P2POp(dist.isend, packed[row], to, tag=self._tag(source, target, slot))
+            operation = self._p2p(dist.isend, packed[row], to, self._tag(source, target, slot))
             distances.setdefault((to - self.rank) % self.processes, []).append(operation)
         blobs = torch.empty(len(remote), max(sizes, default=0), dtype=torch.uint8, device=self._wire_device)
         for k, (source, target, slot, _) in enumerate(remote):
             by = self._owner[source]
-            operation = dist.P2POp(dist.irecv, blobs[k, : sizes[k]], by, tag=self._tag(source, target, slot))
+            operation = self._p2p(dist.irecv, blobs[k, : sizes[k]], by, self._tag(source, target, slot))
             distances.setdefault((self.rank - by) % self.processes, []).append(operation)
         self._perform(distances, max([*sizes, *(p.numel() for p in packed.values())], default=0))
         place = {w[:3]: k for k, w in enumerate(remote)}
@@ -313,6 +335,9 @@ class ProcessCluster(Cluster):
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
 
+    def _p2p(self, how: Callable[..., Any], tensor: Tensor, process: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(how, tensor, self._ranks[process], self.group, tag)
+
     def _tag(self, source: int, target: int, slot: int) -> int:
         return ((self._sequence * self.size + slot) * self.size * self.size + source * self.size + target) % _MAX_TAG
 
@@ -329,17 +354,17 @@ class ProcessCluster(Cluster):
 
     def _group(self, team: Team) -> dist.ProcessGroup | None:
         if team.whole:
-            return dist.group.WORLD
+            return self.group
         return self._groups.get(tuple(team.members[team.group_of[self.workers.start]].tolist())) if self.rows == 1 else None
 
     def _clock_offset(self) -> float:
         """What to add to this process's monotonic clock to get process 0's: nothing on one kernel, else the best of some pings."""
         boots: list[str] = [""] * self.processes
-        dist.all_gather_object(boots, boot_id())
+        dist.all_gather_object(boots, boot_id(), group=self.group)
         offset = 0.0
         for peer in range(1, self.processes):
             if boots[peer] != boots[0]:
-                offset = _ping(self.rank, peer, self._wire_device, offset)
+                offset = _ping(self.rank, peer, self._ranks, self._wire_device, offset)
         return offset
 
 
@@ -358,7 +383,7 @@ def _end_at_once() -> None:
 def _pieces(operations: list[dist.P2POp]) -> list[dist.P2POp]:
     """The same in pieces, taken in turn from each; pieces with one tag arrive in the order they were sent."""
     cut = [
-        [dist.P2POp(o.op, piece, o.peer, tag=o.tag) for piece in o.tensor.split(PIECE_BYTES // o.tensor.element_size())]
+        [dist.P2POp(o.op, piece, o.peer, o.group, o.tag) for piece in o.tensor.split(PIECE_BYTES // o.tensor.element_size())]
         for o in operations
     ]
     return [piece for turn in zip_longest(*cut) for piece in turn if piece is not None]
@@ -406,7 +431,7 @@ def _stack(first: Message, second: Message) -> Message:
     return Message(tuple(parts), lengths)
 
 
-def _ping(rank: int, peer: int, device: torch.device, own: float, rounds: int = 10) -> float:
+def _ping(rank: int, peer: int, ranks: list[int], device: torch.device, own: float, rounds: int = 10) -> float:
     """Process 0 and ``peer`` measure the offset between their clocks; the round trip that was shortest counts."""
     import time
 
@@ -414,13 +439,13 @@ def _ping(rank: int, peer: int, device: torch.device, own: float, rounds: int = 
     for _ in range(rounds):
         stamp = torch.zeros(1, dtype=torch.float64, device=device)
         if rank == 0:
-            dist.recv(stamp, peer)
+            dist.recv(stamp, ranks[peer])
             stamp[0] = time.monotonic()
-            dist.send(stamp, peer)
+            dist.send(stamp, ranks[peer])
         elif rank == peer:
             start = time.monotonic()
-            dist.send(stamp, 0)
-            dist.recv(stamp, 0)
+            dist.send(stamp, ranks[0])
+            dist.recv(stamp, ranks[0])
             end = time.monotonic()
             best = min(best, (end - start, float(stamp) - (start + end) / 2))
     return best[1] if rank == peer else own

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster, Team
 from hocket.cluster.clock import Clock
-from hocket.cluster.message import Message, ordered_mean, ring_bytes, summed_bytes
+from hocket.cluster.message import Message, framed, ordered_mean, ring_bytes, summed_bytes
 from hocket.cluster.spec import Spec
 
 
@@ -101,3 +101,17 @@ class VirtualCluster(Cluster):
 
     def broadcast(self, rows: Tensor) -> None:
         rows.copy_(rows[:1].expand_as(rows).clone())
+
+    def spread(self, rows: Tensor, source: int) -> Tensor:
+        """Every row becomes worker ``source``'s, in place.
+
+        >>> cluster = VirtualCluster(3)
+        >>> cluster.spread(torch.tensor([[1.0], [2.0], [3.0]]), source=1).flatten().tolist(), cluster.ledger.sent.tolist()
+        ([2.0, 2.0, 2.0], [0, 708, 0])
+        """
+        self._count_spread(rows, source)
+        if self.clock is not None:
+            heard = torch.full((1, self.size), source)
+            heard[0, source] = -1
+            self.clock.hear(torch.full((self.size,), framed(rows.shape[1] * rows.element_size())), heard, False)
+        return rows.copy_(rows[source].clone().expand_as(rows))

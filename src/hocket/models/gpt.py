@@ -35,13 +35,16 @@ class GPT(nn.Module):
         self.token, self.position, self.logits = nn.Embedding(vocabulary, width), Positions(context, width), Logits()
         self.blocks = nn.Sequential(*(Block(heads, width, dropout) for _ in range(layers)))
         self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(width, bias=False)
-        self._initialise(layers)
-
-    def _initialise(self, layers: int) -> None:
+        self.layers = layers
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                # Layers that write into the residual stream start smaller, so that its variance does not grow with depth.
-                nn.init.normal_(weight, std=0.02 * ((2 * layers) ** -0.5 if name.endswith("out.weight") else 1.0))
+            self.init_parameter(name, weight)
+
+    def init_parameter(self, name: str, weight: Tensor) -> bool:
+        """Fill a matrix; whether it was one."""
+        if weight.dim() == 2:
+            # Layers that write into the residual stream start smaller, so that its variance does not grow with depth.
+            nn.init.normal_(weight, std=0.02 * ((2 * self.layers) ** -0.5 if name.endswith("out.weight") else 1.0))
+        return weight.dim() == 2
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position(tokens)
@@ -78,11 +81,11 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width, bias=False), Attention(heads, width, dropout)
         self.norm2, self.perceptron = nn.LayerNorm(width, bias=False), Perceptron(width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        x = x + self.dropout(self.perceptron(self.norm2(x)))
+        x = x + self.dropout1(self.attention(self.norm1(x)))
+        x = x + self.dropout2(self.perceptron(self.norm2(x)))
         return x
 
 
@@ -98,10 +101,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.into(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        out: Tensor = self.out(self.mix(query, key, value).transpose(1, 2).flatten(-2))
         return out
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Of every head's values ``[B, heads, T, d]``, those that each place looks at."""
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
 
 class Perceptron(nn.Module):

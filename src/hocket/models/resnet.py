@@ -24,11 +24,20 @@ def resnet20(shape: Sequence[int], classes: int) -> nn.Sequential:
     """
     stages = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
     blocks = [Block(before, after) for before, after in pairwise(stages)]
-    model = nn.Sequential(_conv(shape[0], 16), nn.BatchNorm2d(16), nn.ReLU(), *blocks, Average(), nn.Linear(64, classes))
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    model = ResNet(_conv(shape[0], 16), nn.BatchNorm2d(16), nn.ReLU(), *blocks, Average(), nn.Linear(64, classes))
+    for name, weight in model.named_parameters():
+        model.init_parameter(name, weight)
     return model
+
+
+class ResNet(nn.Sequential):
+    """Layers one after another, and how their convolutions start."""
+
+    def init_parameter(self, name: str, weight: Tensor) -> bool:
+        """Fill the weight of a convolution; whether it was one."""
+        if weight.dim() == 4:
+            nn.init.kaiming_normal_(weight, mode="fan_out", nonlinearity="relu")
+        return weight.dim() == 4
 
 
 class Block(nn.Module):

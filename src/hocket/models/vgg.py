@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from hocket.errors import HocketError
 
@@ -32,11 +32,22 @@ def vgg11(shape: Sequence[int], classes: int, batch_norm: bool = False) -> nn.Se
             continue
         layers += [nn.Conv2d(before, after, 3, padding=1), *([nn.BatchNorm2d(after)] if batch_norm else []), nn.ReLU()]
         before = after
-    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, classes))
-    # Keeps the forward signal through eight layers: torch's own start lets it, and the gradient, shrink about a thousandfold.
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
-            assert module.bias is not None
-            nn.init.zeros_(module.bias)
+    model = VGG(*layers, nn.Flatten(), nn.Linear(512, classes))
+    for name, weight in model.named_parameters():
+        model.init_parameter(name, weight)
     return model
+
+
+class VGG(nn.Sequential):
+    """Layers one after another, and how their convolutions start."""
+
+    def init_parameter(self, name: str, weight: Tensor) -> bool:
+        """Fill what belongs to a convolution; whether it did."""
+        if not isinstance(self.get_submodule(name.rpartition(".")[0]), nn.Conv2d):
+            return False
+        # Keeps the forward signal through eight layers: torch's own start lets it, and the gradient, shrink about a thousandfold.
+        if weight.dim() == 4:
+            nn.init.kaiming_normal_(weight, mode="fan_in", nonlinearity="relu")
+        else:
+            nn.init.zeros_(weight)
+        return True

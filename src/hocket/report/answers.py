@@ -58,10 +58,10 @@ def answers_of(facet: Facet, rows: Sequence[Row], within: float = WITHIN) -> lis
     if base is None:
         found.append(Answer("", detail=f"There is no finished {BASELINE} here, so nothing can be compared with plain training."))
     elif len(ranked) == 1:
-        found.append(Answer("", detail=f"Only {BASELINE} has finished here; there is nothing to compare it with."))
+        found.append(Answer("", detail=f"Only {_called(base)} has finished here; there is nothing to compare it with."))
     threshold = _threshold(ranked, base)
     if base is not None and len(ranked) > 1 and (why := _plain_is_enough(ranked, base, threshold, within)):
-        found.append(Answer("", detail=f"Plain {BASELINE} is as good as anything here: {why}."))
+        found.append(Answer("", detail=f"Plain {_called(base)} is as good as anything here: {why}."))
     found.append(_fastest(ranked, base, threshold))
     if base is not None and len(ranked) > 1:
         found.append(_least_traffic(ranked, base, within))
@@ -114,12 +114,12 @@ def _fastest(ranked: list[Row], base: Row | None, threshold: float) -> Answer:
     if row is base:
         detail = f"next: {timed[1][3].label}, {seconds(timed[1][0])}" if len(timed) > 1 else "nothing else got there"
     elif base is not None and (plain := time_to(base, threshold)) is not None:
-        detail = f"{BASELINE}: {seconds(plain)}, {times(plain / first)} slower" if first > 0 else f"{BASELINE}: {seconds(plain)}"
+        detail = f"{_called(base)}: {seconds(plain)}" + (f", {times(plain / first)} slower" if first > 0 else "")
     return Answer(question, row.label, seconds(first), detail)
 
 
 def _least_traffic(ranked: list[Row], base: Row, within: float) -> Answer:
-    question = f"Least traffic within {_points(within)} of {BASELINE}"
+    question = f"Least traffic within {_points(within)} of {_called(base)}"
     if not base.bytes_sent or base.bytes_sent.mean == 0:
         return Answer(question, detail="one worker sends nothing.")
     ranked = [r for r in ranked if baseline_of(r, ranked) is base]  # others are compared with a baseline of their own length
@@ -129,7 +129,7 @@ def _least_traffic(ranked: list[Row], base: Row, within: float) -> Answer:
         lean = [r for r in ranked if r.bytes_sent and r.bytes_sent.mean < base.bytes_sent.mean]
         nearest = max(lean, key=lambda r: _gain(r, base), default=None)
         if nearest is None:
-            return Answer(question, detail=f"nothing here sends less than {BASELINE}.")
+            return Answer(question, detail=f"nothing here sends less than {_called(base)}.")
         cost = f"{_fewer(nearest, base)}, {points(_gain(nearest, base))}"
         return Answer(question, detail=f"nothing here; nearest is {nearest.label}, {cost}.")
     return Answer(question, row.label, _fewer(row, base), points(_gain(row, base)))
@@ -144,7 +144,7 @@ def _most_accurate(ranked: list[Row], base: Row | None) -> Answer:
         others = sorted((r for r in ranked if r is not row), key=lambda r: -(r.accuracy.mean if r.accuracy else 0.0))
         detail = f"next: {others[0].label}, {percent(others[0].accuracy.mean)}" if others and others[0].accuracy else ""
     else:
-        detail = f"{BASELINE}: {percent(base.accuracy.mean)}, {points(base.accuracy.mean - row.accuracy.mean)}"
+        detail = f"{_called(base)}: {percent(base.accuracy.mean)}, {points(base.accuracy.mean - row.accuracy.mean)}"
         spreads = [f.spread for f in (row.accuracy, base.accuracy) if f.spread is not None]
         if spreads and _gain(row, base) <= max(spreads):
             detail += ", within the seeds' spread"
@@ -167,6 +167,11 @@ def _plain_is_enough(ranked: list[Row], base: Row, threshold: float, within: flo
     if any(_gain(r, base) >= -within / 100 and _ratio(r, base) > _LEANER for r in others):
         return ""
     return f"nothing sends less within {_points(within)} of it or ends more than 0.5 points higher"
+
+
+def _called(base: Row) -> str:
+    """``bulk + allreduce``, with the mesh where there is none of models that are not split."""
+    return f"{BASELINE} on {base.mesh}" if base.mesh else BASELINE
 
 
 def _predicted(facet: Facet) -> str:

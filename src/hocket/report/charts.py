@@ -11,9 +11,11 @@ from typing import Any
 
 from hocket.report.ages import column_edges, column_of, place_of
 from hocket.report.answers import basis
-from hocket.report.figures import seconds
-from hocket.report.rows import BASELINE, Facet, Row, frontier
+from hocket.report.figures import percent, seconds
+from hocket.report.rows import Facet, Row, frontier
 from hocket.report.series import Style, styles
+from hocket.report.timelines import LOOKS, MOST_TIMELINES
+from hocket.split.pipeline.timeline import KINDS
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B07A00", "#3A9AD9", "#7A5195")
 _INK, _QUIET = "#1b1e24", "#5b6270"
@@ -37,7 +39,6 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for facet in sorted({r.facet for r in rows}):
         inside = [r for r in rows if r.facet == facet]
-        name = f"{facet.data}-{facet.model}-{facet.workers}-{facet.kind}{_ending(facet)}"
         for chart, picture in (
             ("accuracy", _accuracy(inside, looks)),
             ("frontier", _frontier(inside, looks)),
@@ -45,14 +46,20 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
             ("ages", _ages(inside, looks)),
         ):
             if picture is not None:
-                files[_unused(f"{name}-{chart}", files)] = picture
+                files[_unused(f"{_stem(facet)}-{chart}", files)] = picture
     for alike in sorted({replace(r.facet, workers=0) for r in rows}):
         inside = [r for r in rows if replace(r.facet, workers=0) == alike]
         picture = _workers(inside, looks)
         if picture is not None:
             name = f"{alike.data}-{alike.model}-{alike.kind}{_ending(alike)}"
             files[_unused(f"{name}-workers", files)] = picture
+    for row in [r for r in rows if r.measured][:MOST_TIMELINES]:
+        files[_unused(f"{_stem(row.facet)}-{row.mesh[:40]}-timeline", files)] = _timeline(row)
     return files
+
+
+def _stem(facet: Facet) -> str:
+    return f"{facet.data}-{facet.model}-{facet.workers}-{facet.kind}{_ending(facet)}"
 
 
 def _ending(facet: Facet) -> str:
@@ -62,10 +69,10 @@ def _ending(facet: Facet) -> str:
 def ours(name: str) -> bool:
     """Whether a file of this name is one of our charts.
 
-    >>> [ours(n) for n in ("digits-cnn-4-virtual-frontier.png", "mlp-workers-2.png", "holiday.png")]
-    [True, True, False]
+    >>> [ours(n) for n in ("digits-cnn-4-virtual-frontier.png", "mlp-workers-2.png", "x-timeline.png", "holiday.png")]
+    [True, True, True, False]
     """
-    return re.search(r"-(accuracy|frontier|bars|ages|workers)(-\d+)?\.png$", name) is not None
+    return re.search(r"-(accuracy|frontier|bars|ages|workers|timeline)(-\d+)?\.png$", name) is not None
 
 
 def safe(name: str) -> str:
@@ -90,7 +97,7 @@ def _accuracy(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
         return None
     figure, axes = _canvas("Accuracy per epoch", rows, "accuracy of the mean model (%)", "epoch")
     named = _named(drawn, drawn[:_MOST_NAMED])
-    for row in sorted(drawn, key=lambda r: (r in named, r.strategy == BASELINE)):
+    for row in sorted(drawn, key=lambda r: (r in named, r.plain)):
         marked = [p for p in row.curve if p.accuracy]
         axes.plot(
             [p.epoch for p in marked],
@@ -98,7 +105,7 @@ def _accuracy(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
             label=_legend(row, looks, named),
             markersize=4,
             marker="" if len(marked) > 1 else "o",
-            linewidth=2.4 if row.strategy == BASELINE else 1.4 if row in named else 0.7,
+            linewidth=2.4 if row.plain else 1.4 if row in named else 0.7,
             **_look(looks[row.label], row in named),
         )
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -126,7 +133,7 @@ def _frontier(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
             fillstyle="none" if below else "full",
             markersize=8 if row.on_frontier else 6,
             color=look["color"],
-            alpha=1 if row.on_frontier or row.strategy == BASELINE else 0.75,
+            alpha=1 if row.on_frontier or row.plain else 0.75,
             label=_legend(row, looks, named),
         )
     if floor > min(map(_percent, drawn)):
@@ -165,7 +172,7 @@ def _bars(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     timed = sorted((r for r in rows if r.ranked and r.seconds and r.compute and r.wait and r.transfer), key=_seconds)
     if not timed:
         return None
-    drawn = [r for i, r in enumerate(timed) if i < _MOST_BARS or r.strategy == BASELINE]
+    drawn = [r for i, r in enumerate(timed) if i < _MOST_BARS or r.plain]
     axis = ", ".join(["seconds", *[p for p in [rows[0].facet.predicted] if p], "mean over workers"])
     figure, axes = _canvas("Where the seconds went", rows, "", _plain(axis).strip(), height=1.8 + 0.3 * len(drawn))
     left = [0.0] * len(drawn)
@@ -256,6 +263,38 @@ def _workers(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     return _finish(figure, axes, len(labels) - len(shown))
 
 
+def _timeline(row: Row) -> bytes:
+    """When the processes of a pipeline did what; later stages of one process are paler, what is not covered is idle."""
+    assert row.measured is not None
+    timeline, processes = row.measured.beginning(), len(row.measured.timeline.rows)
+    scale, unit = (1000, "ms") if timeline.length < 1 else (1, "seconds")
+    shares = f"bubble {percent(row.measured.bubble_share)}, communication {percent(row.measured.communication_share)}"
+    drawn, every = sum(map(len, timeline.rows)), row.measured.actions
+    cut = f"; the first {drawn:,} of {every:,} actions" if drawn < every else ""
+    figure, axes = _canvas(_plain(row.label).strip(), [row], "", f"{unit}{cut}; {shares}", 1.4 + 0.34 * processes)
+    bars: dict[tuple[int, int, str], list[tuple[float, float]]] = {}
+    for process, spans in enumerate(timeline.rows):
+        for span in spans:
+            start, length = span.start * scale, (span.end - span.start) * scale
+            bars.setdefault((process, span.action.stage // processes, span.action.kind), []).append((start, length))
+            if length > 0.015 * len(str(span.action.micro)) * timeline.length * scale:
+                place = {"xy": (start + length / 2, process), "ha": "center", "va": "center"}
+                axes.annotate(str(span.action.micro), **place, fontsize=6, color="white")
+    for (process, later, kind), places in bars.items():
+        colour = _COLOURS[LOOKS[kind][1]]
+        axes.broken_barh(
+            places, (process - 0.4, 0.8), color=colour, alpha=max(0.4, 1 - 0.35 * later), edgecolor="white", linewidth=0.4
+        )
+    for kind in sorted({kind for _, _, kind in bars}, key=KINDS.index):
+        axes.broken_barh([], (0, 1), color=_COLOURS[LOOKS[kind][1]], label=LOOKS[kind][0])
+    axes.set_yticks(range(processes), [f"process {process}" for process in range(processes)])
+    axes.set_ylim(processes - 0.5, -0.5)
+    axes.set_xlim(0, timeline.length * scale)
+    axes.grid(visible=False)
+    axes.set_facecolor("#f2f3f5")
+    return _finish(figure, axes, 0, columns=4)
+
+
 def _canvas(title: str, rows: list[Row], ylabel: str, xlabel: str, height: float = 4.8) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
@@ -280,7 +319,7 @@ def _canvas(title: str, rows: list[Row], ylabel: str, xlabel: str, height: float
 
 def _named(rows: list[Row], first: list[Row]) -> list[Row]:
     """The rows that get a colour: the baseline, and ``first`` as far as there is room."""
-    order = dict.fromkeys(r.label for r in [r for r in rows if r.strategy == BASELINE] + first)
+    order = dict.fromkeys(r.label for r in [r for r in rows if r.plain] + first)
     chosen = list(order)[:_MOST_NAMED]
     return [r for r in rows if r.label in chosen]
 

@@ -20,6 +20,7 @@ from hocket.report.provenance import provenance
 from hocket.report.read import Reading
 from hocket.report.rows import Facet, Figure, Point, Row
 from hocket.report.series import styles
+from hocket.report.split import split_section
 from hocket.report.table import as_html, columns
 from hocket.version import __version__
 
@@ -40,6 +41,7 @@ def make_page(title: str, rows: Sequence[Row], answers: Mapping[Facet, list[Answ
         "answers": "\n".join(_facet_answers(i, f, answers[f], rows) for i, f in enumerate(facets)),
         "noscript": "The charts need scripts; answers and tables do not."
         + (" The same charts lie beside this page as PNG files, in charts/." if pictures else ""),
+        "split": split_section(rows),
         "table_head": head,
         "table_body": body,
         "table_note": _table_note(rows),
@@ -86,6 +88,13 @@ def _table_note(rows: Sequence[Row]) -> str:
         note += " Gradient age: how many updates came between the weights that a gradient was computed at and its own."
     if any(r.lost and r.lost.mean > 0 for r in rows):
         note += " “Lost batches” are mini-batches whose gradients were lost through faults; they count as done."
+    if any(r.tolls for r in rows):
+        note += (
+            " Where models are split, a worker is a replica, which several processes hold: its bytes are those of all of them along"
+            " all axes, and what they wait for along pipeline and tensor is part of the seconds but not of “wait”."
+        )
+    if any(r.bubble for r in rows):
+        note += " “Bubble” is the share of time, but for communication, in which the processes of a pipeline had nothing to do."
     return note
 
 
@@ -189,6 +198,8 @@ def _tip(row: Row) -> list[list[str]]:
     if row.ages is not None:
         pairs += [["median age", whole(row.ages.median)], ["mean age", plain(row.ages.mean)]]
         pairs.append(["largest age", whole(row.ages.largest)])
+    if row.bubble is not None:
+        pairs.append(["bubble", percent(row.bubble)])
     if row.lost and row.lost.mean > 0:
         pairs.append(["lost batches", around(row.lost.mean, row.lost.spread)])
     pairs.append(["rate", rate(row.rate)])

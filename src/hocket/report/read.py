@@ -1,4 +1,4 @@
-"""Finds runs and studies under folders and reads what they left: run.json, metrics.jsonl, study.json.
+"""Finds runs and studies under folders and reads what they left: run.json, metrics.jsonl, timeline.json, study.json.
 
 Nothing here trusts a file: damaged ones become a note in the report, never an error, as long as one run can be read.
 """
@@ -9,11 +9,14 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hocket.errors import HocketError
+from hocket.report.timelines import LARGEST_FILE, Measured
+from hocket.split.mesh import Mesh
 
 _LARGEST = 1e100
 FINISHED, UNFINISHED, FAILED, PLANNED = "finished", "unfinished", "failed", "not started"
@@ -30,11 +33,18 @@ class Run:
     state: str = FINISHED
     reason: str = ""
     """Why it failed or is unfinished."""
+    measured: Measured | None = None
+    """When the processes of a pipeline did what."""
 
     def total(self, name: str) -> float | None:
         """The sum of a field over all epochs; None where any epoch lacks it."""
-        values = [number(line.get(name)) for line in self.lines]
-        return math.fsum(v for v in values if v is not None) if values and None not in values else None
+        return _sum([line.get(name) for line in self.lines])
+
+    def along(self, axis: str, name: str) -> float | None:
+        """The same for a field of one axis of the mesh."""
+        axes = [line.get("axes") for line in self.lines]
+        figures = [found.get(axis) if isinstance(found, dict) else None for found in axes]
+        return _sum([found.get(name) if isinstance(found, dict) else None for found in figures])
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,12 @@ def number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST else None
 
 
+def _sum(values: list[Any]) -> float | None:
+    """None where there is no value, or anything that is no number."""
+    known = [number(value) for value in values]
+    return math.fsum(v for v in known if v is not None) if known and None not in known else None
+
+
 def _walk(top: Path, reading: Reading, seen: dict[Path, Study | None]) -> None:
     """Read what lies under ``top``, but for the folders of runs and studies seen before."""
     studies: dict[Path, Study] = {}
@@ -114,7 +130,7 @@ def _walk(top: Path, reading: Reading, seen: dict[Path, Study | None]) -> None:
     for place, study, entry in planned:
         if place.resolve() not in seen:
             seen[place.resolve()] = None
-            reading.runs.append(Run(_name(place, top), entry, study=study.title, state=PLANNED))
+            reading.runs.append(Run(_name(place, top), _settings(entry), study=study.title, state=PLANNED))
 
 
 def _read_study(place: Path, top: Path, reading: Reading) -> tuple[Study, list[dict[str, Any]]] | None:
@@ -147,15 +163,47 @@ def _read_run(place: Path, top: Path, planned: dict[str, Any], reading: Reading)
     content = _load(place / "run.json", name, reading)
     if content is None:
         return None
-    settings = {**planned, **content}
+    settings = _settings({**planned, **content})
     if not isinstance(settings.get("strategy"), str):
         reading.notes.append(f"{name}/run.json names no strategy, so it is not a run; it was left out.")
         return None
     lines = _read_lines(place / "metrics.jsonl", name, reading)
+    measured = _read_timeline(place / "timeline.json", name, reading) if "mesh" in settings else None
     failure = settings.get("failure")
     if failure:
-        return Run(name, settings, lines, state=FAILED, reason=str(failure))
-    return Run(name, settings, lines)
+        return Run(name, settings, lines, state=FAILED, reason=str(failure), measured=measured)
+    return Run(name, settings, lines, measured=measured)
+
+
+def _settings(found: dict[str, Any]) -> dict[str, Any]:
+    """The same with the mesh, where there is one, written in one way.
+
+    >>> _settings({"mesh": "pipeline=2,data=1"}), _settings({"mesh": "¿"}), _settings({"mesh": None, "lr": 1})
+    ({'mesh': 'pipeline=2'}, {'mesh': '¿'}, {'lr': 1})
+    """
+    mesh = found.get("mesh")
+    others = {name: value for name, value in found.items() if name != "mesh"}
+    if not isinstance(mesh, str) or not mesh.strip():
+        return others
+    with suppress(HocketError, ValueError):
+        mesh = str(Mesh.parse(mesh))
+    return {**others, "mesh": mesh}
+
+
+def _read_timeline(path: Path, name: str, reading: Reading) -> Measured | None:
+    if not path.exists():
+        return None
+    if path.is_file() and path.stat().st_size > LARGEST_FILE:
+        reading.notes.append(f"{name}/{path.name} is larger than {LARGEST_FILE >> 20} MiB; it was left out.")
+        return None
+    content = _load(path, name, reading)
+    if content is None:
+        return None
+    try:
+        return Measured.of(content)
+    except ValueError as error:
+        reading.notes.append(f"{name}/{path.name} is damaged ({error}); it was left out.")
+        return None
 
 
 def _read_lines(path: Path, name: str, reading: Reading) -> tuple[dict[str, Any], ...]:

@@ -12,13 +12,15 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
 from hocket.report.ages import Ages
 from hocket.report.figures import rate as rate_text
 from hocket.report.read import FINISHED, Run, number
+from hocket.report.timelines import Measured
+from hocket.split.mesh import AXES
 
 BASELINE = "bulk + allreduce"
 # What two seeds of one configuration may differ in.
@@ -84,13 +86,21 @@ class Point:
 
 
 @dataclass(frozen=True)
+class Toll:
+    """What went along one axis of a mesh: bytes of all processes, and the seconds that a process waited, on average."""
+
+    bytes_sent: Figure | None
+    seconds: Figure | None
+
+
+@dataclass(frozen=True)
 class Row:
     """One configuration. Bytes are the sum over workers, seconds means over workers, both over the whole run."""
 
     facet: Facet
     strategy: str
     label: str
-    """The strategy, with what else tells it apart where a facet holds it more than once."""
+    """The strategy and the mesh it ran on, with what else tells it apart where a facet holds it more than once."""
     study: str
     state: str
     reason: str
@@ -110,6 +120,12 @@ class Row:
     """How old gradients were, where workers do not go in step."""
     lost: Figure | None = None
     """Mini-batches whose gradients were lost through faults."""
+    tolls: dict[str, Toll] = field(default_factory=dict)
+    """By axis, where models are split."""
+    bubble: Figure | None = None
+    """The share of time in which the processes of a pipeline had nothing to do."""
+    measured: Measured | None = None
+    """The timeline of one of its runs."""
     times_fewer: float | None = None
     """How many times fewer bytes than ``bulk + allreduce`` of the same facet."""
     on_frontier: bool = False
@@ -128,6 +144,16 @@ class Row:
     def rate(self) -> float | None:
         """The learning rate."""
         return number(self.settings.get("lr"))
+
+    @property
+    def mesh(self) -> str:
+        """How models were split: ``data=2,pipeline=2``; empty where they were not."""
+        return str(self.settings.get("mesh") or "")
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is ``bulk + allreduce`` of models that are not split."""
+        return self.strategy == BASELINE and not self.mesh
 
     @property
     def sync(self) -> str:
@@ -164,8 +190,12 @@ def cluster_name(settings: Mapping[str, Any]) -> str:
 
 
 def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The ``bulk + allreduce`` that a row is compared with: of its facet, if possible of its study, length and batch."""
+    """The ``bulk + allreduce`` that a row is compared with: of its facet, if possible of its study, length and batch.
+
+    Models that are split are compared with those that are not; where there are none, with those that are split alike.
+    """
     candidates = [r for r in rows if r.facet == row.facet and r.ranked and r.strategy == BASELINE]
+    candidates = [r for r in candidates if r.plain] or [r for r in candidates if r.mesh == row.mesh]
 
     def likeness(other: Row) -> tuple[float, ...]:
         same = [other is row, other.study == row.study, other.epochs == row.epochs]
@@ -226,10 +256,11 @@ def _row(runs: list[Run]) -> Row:
         return Figure.of([number(find(run.lines[-1])) if run.lines else None for run in runs])
 
     seeds = sorted(seed for run in runs if isinstance(seed := run.settings.get("seed", 0), int))
+    strategy, mesh = str(first.settings.get("strategy", "?")), first.settings.get("mesh")
     return Row(
         facet=_facet(first.settings),
-        strategy=str(first.settings.get("strategy", "?")),
-        label=str(first.settings.get("strategy", "?")),
+        strategy=strategy,
+        label=f"{strategy} on {mesh}" if mesh else strategy,
         study=first.study,
         state=first.state,
         reason="; ".join(dict.fromkeys(run.reason for run in runs if run.reason)),
@@ -248,7 +279,20 @@ def _row(runs: list[Run]) -> Row:
         curve=_curve(runs),
         ages=Ages.of(line for run in runs for line in run.lines),
         lost=total("lost"),
+        tolls=_tolls(runs) if mesh else {},
+        bubble=Figure.of([run.measured.bubble_share if run.measured else None for run in runs]),
+        measured=next((run.measured for run in runs if run.measured), None),
     )
+
+
+def _tolls(runs: list[Run]) -> dict[str, Toll]:
+    """The axes that something is known of."""
+    found = {}
+    for axis in AXES:
+        toll = Toll(*(Figure.of([run.along(axis, name) for run in runs]) for name in ("bytes_sent", "seconds")))
+        if toll.bytes_sent or toll.seconds:
+            found[axis] = toll
+    return found
 
 
 def _curve(runs: list[Run]) -> tuple[Point, ...]:
@@ -299,7 +343,7 @@ def _labelled(rows: list[Row]) -> list[Row]:
     """Labels that are unique within each facet."""
     alike: dict[tuple[Facet, str], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        alike[row.facet, row.strategy].append(index)
+        alike[row.facet, row.label].append(index)
     labelled = list(rows)
     for group in alike.values():
         if len(group) == 1:
@@ -310,7 +354,7 @@ def _labelled(rows: list[Row]) -> list[Row]:
             if names.count(extra) > 1:
                 extra = f"{extra}, no. {names[: place + 1].count(extra)}".removeprefix(", ")
             if extra:
-                labelled[index] = replace(rows[index], label=f"{rows[index].strategy} · {extra}")
+                labelled[index] = replace(rows[index], label=f"{rows[index].label} · {extra}")
     return labelled
 
 
@@ -323,7 +367,7 @@ def _differences(row: Row, group: list[Row]) -> str:
     for name in names:
         if len({json.dumps(r.settings.get(name), sort_keys=True, default=str) for r in group}) > 1:
             value = row.settings.get(name)
-            if not isinstance(value, dict | list):
+            if value is not None and not isinstance(value, dict | list):
                 parts.append(f"{name} {value}")
     if len({r.study for r in group}) > 1:
         parts.append(row.study or "no study")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hocket.report.rows import BASELINE, Row
+from hocket.report.rows import Row
 
 COLOURS = 7
 
@@ -28,7 +28,7 @@ class Style:
 
 def styles(rows: Sequence[Row]) -> dict[str, Style]:
     """A style per label. Labels are ordered by sync axis and colours go round, so neighbours of one axis differ."""
-    kinds = {row.label: (row.strategy != BASELINE, row.sync != "bulk", row.sync) for row in rows}
+    kinds = {row.label: (not row.plain, row.sync != "bulk", row.sync) for row in rows}
     labels = sorted(kinds, key=lambda label: (kinds[label], _natural(label)))
     syncs = list(dict.fromkeys(kinds[label][2] for label in labels))
     found = {}
@@ -42,4 +42,4 @@ def styles(rows: Sequence[Row]) -> dict[str, Style]:
 
 def _natural(text: str) -> list[str | int]:
     """Sorts local(4) before local(16): text and numbers take turns, so like meets like."""
-    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d+)", text))]
+    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d{1,18})", text))]

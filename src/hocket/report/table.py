@@ -38,7 +38,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns for these rows; ``study`` only where there are several, the facet's own ones first where there are several.
 
     ``clock`` says where seconds come from, and is there where some are predicted. How old gradients were stands where it was
-    recorded, ``lost`` where something was.
+    recorded, ``lost`` where something was; so do bytes along the axes of split models, and the bubble of pipelines.
     """
     found = [
         Column("strategy", "strategy", lambda r: r.label, lambda r: r.label),
@@ -55,6 +55,9 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         _age("mean", lambda a: a.mean, plain),
         _age("largest", lambda a: a.largest),
         _figure("lost", "lost batches", "", lambda r: r.lost),
+        _figure("pipeline_mb", "pipeline", "MB", lambda r: _sent_along(r, "pipeline"), 1e-6),
+        _figure("tensor_mb", "tensor", "MB", lambda r: _sent_along(r, "tensor"), 1e-6),
+        _figure("bubble", "bubble", "%", lambda r: r.bubble, 100, 1),
         Column("data", "data", lambda r: r.facet.data, lambda r: r.facet.data),
         Column("model", "model", lambda r: r.facet.model, lambda r: r.facet.model),
         Column("workers", "workers", lambda r: float(r.facet.workers), lambda r: str(r.facet.workers)),
@@ -73,6 +76,11 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         found = [c for c in found if not c.name.startswith("staleness")]
     if not any(r.lost and r.lost.mean > 0 for r in rows):
         found = [c for c in found if c.name != "lost"]
+    for axis in ("pipeline", "tensor"):
+        if not any((sent := _sent_along(r, axis)) and sent.mean > 0 for r in rows):
+            found = [c for c in found if c.name != f"{axis}_mb"]
+    if not any(r.bubble for r in rows):
+        found = [c for c in found if c.name != "bubble"]
     if len({r.facet for r in rows}) > 1:
         found.sort(key=lambda c: 0 if c.name == "strategy" else 1 if c.name in _FACET else 2)
     return found
@@ -179,6 +187,10 @@ def _seeds(row: Row) -> str:
 
 def _mb(row: Row) -> float | None:
     return None if row.per_worker is None else row.per_worker / 1e6
+
+
+def _sent_along(row: Row, axis: str) -> Figure | None:
+    return row.tolls[axis].bytes_sent if axis in row.tolls else None
 
 
 def _state(row: Row) -> str:

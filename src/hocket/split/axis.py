@@ -48,19 +48,23 @@ class Axis:
     def __repr__(self) -> str:
         return f"Axis({self.name}, {self.place} of {self.size})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        """A copy of a model still exchanges over the same axis."""
+        return self
+
     # --- all together ------------------------------------------------------------------------------------------------------
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum over the axis, in place; equal bits on all."""
-        if self.size == 1:
+        if self.size == 1 or values.is_meta:
             return values
         self._count(ring_bytes(values.numel() * values.element_size(), self.size))
         return self._blocked(lambda: _reduced(values, self.group))
 
     def all_gather(self, values: Tensor, dim: int = -1) -> Tensor:
         """Everybody's ``values``, joined along ``dim`` in the order of the axis."""
-        if self.size == 1:
-            return values
+        if self.size == 1 or values.is_meta:
+            return torch.cat([values] * self.size, dim) if self.size > 1 else values
         values = values.contiguous()
         self._count((self.size - 1) * framed(values.numel() * values.element_size()))
         everyone = [torch.empty_like(values) for _ in self.ranks]

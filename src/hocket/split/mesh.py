@@ -51,7 +51,7 @@ class Mesh:
             if name not in AXES:
                 hint = nearest(name, AXES)
                 raise HocketError(
-                    f"Mesh '{text}': '{name}' is not an axis{hint or ''}; write for example data=2,pipeline=2,tensor=2."
+                    f"Mesh '{text}': '{name}' is not an axis{hint or '.'} Write for example data=2,pipeline=2,tensor=2."
                 )
             if not value.isdigit() or int(value) < 1 or name in found:
                 raise HocketError(f"Mesh '{text}': give each axis once, with a whole number of at least 1, such as {name}=2.")
@@ -109,13 +109,24 @@ class Place:
         return self.pipeline.place == 0 and self.tensor.place == 0
 
 
+_MADE: dict[tuple[Mesh, str], Any] = {}
+
+
+def forget() -> None:
+    """Let go of all groups, before the job they belong to is left."""
+    _MADE.clear()
+
+
 def settle(mesh: Mesh, device_type: str = "cpu") -> Place:
     """Find this process's place in ``mesh`` and make the groups; all processes of the job must call it."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     mesh.check(processes)
     if processes == 1:
         return Place(mesh, *(Axis(name) for name in AXES))
-    found: Any = init_device_mesh(device_type, (mesh.data, mesh.pipeline, mesh.tensor), mesh_dim_names=AXES)
+    key = (mesh, device_type)
+    if key not in _MADE:
+        _MADE[key] = init_device_mesh(device_type, (mesh.data, mesh.pipeline, mesh.tensor), mesh_dim_names=AXES)
+    found = _MADE[key]
     own = mesh.coordinates(dist.get_rank())
     axes = []
     for k, name in enumerate(AXES):

@@ -15,8 +15,9 @@ import hashlib
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 from types import FrameType
 from typing import Any
@@ -31,6 +32,8 @@ from hocket.cluster.layout import CAP_BYTES, FIRST_CAP_BYTES, Layout, layout_of
 from hocket.compression import DGC
 from hocket.errors import HocketError
 from hocket.program import Program
+from hocket.split.offload import refuse_offloaded
+from hocket.split.sharded import ShardedState, refuse_shard
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, Local, PostLocal, proven_period
 from hocket.topology import Server
@@ -57,26 +60,41 @@ class Job:
         scaler: Any = None,
         cap_bytes: int | None = None,
         first_cap_bytes: int | None = None,
+        apart: Mapping[str, str] | None = None,
+        hooked: bool = True,
+        shard: str | None = None,
     ) -> None:
+        """``apart``: kinds of parameters that share no bucket with others. ``hooked=False``: gradients are computed in a way that
+        autograd's hooks do not see; whoever computes them calls :meth:`exchange` when all are there. ``shard="state"``: every
+        worker keeps a part of the optimiser's state (``self.sharded``)."""
         if cluster.rows != 1:
             raise HocketError(
                 f"parallelize trains one worker per process, but {cluster.rows} are hosted here; use hocket.simulate."
             )
         check_job(model, optimizer, strategy, accumulate, nonfinite)
+        if shard is not None:
+            refuse_shard(shard, strategy, scaler)
         self.model, self.optimizer, self.strategy, self.cluster = model, optimizer, strategy, cluster
         self.accumulate, self.check = accumulate, check
         self.weight = 1.0
         """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.shard`)."""
         check_device(model, cluster)
-        self.layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes)
-        if not self.layout.buckets:
+        self.layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes, apart)
+        if not self.layout.buckets and hooked:  # a stage of a pipeline may have none
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
         check_optimizer(model, optimizer)
         check_equal(
             model,
             self.layout,
             cluster,
-            [str(strategy), f"accumulate={accumulate}", f"check={check}", f"seed={seed}", f"scaler={scaler is not None}"],
+            [
+                str(strategy),
+                f"accumulate={accumulate}",
+                f"check={check}",
+                f"seed={seed}",
+                f"scaler={scaler is not None}",
+                f"shard={shard}",
+            ],
         )
         # With a scaler overflow is expected: it leads to a skipped step, not to an end.
         self._nonfinite = NonFinite(nonfinite if scaler is None else "skip", self.layout, cluster)
@@ -99,7 +117,10 @@ class Job:
         self._called_back = False
         self.gradients_at = 0.0
         """When the last backward pass had computed all gradients (``time.perf_counter``); exchanges may go on after it."""
-        self._handles = self._hook()
+        self._handles = self._hook(hooked)
+        self.sharded: ShardedState | None = None
+        if shard == "state" and cluster.size > 1:
+            self.sharded = ShardedState(model, optimizer, cluster, self.layout, self.weights)
         if scaler is not None:
             self._share_overflow(scaler)
         if cluster.workers.start == 0:
@@ -144,13 +165,15 @@ class Job:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self.sharded is not None:
+            self.sharded.detach()
         self.cluster.ledger.pause()
 
     # --- set-up --------------------------------------------------------------------------------------------------------------
 
-    def _hook(self) -> list[Any]:
+    def _hook(self, hooked: bool) -> list[Any]:
         handles: list[Any] = []
-        if self.cluster.size > 1:
+        if self.cluster.size > 1 and hooked:
             for b, params in enumerate(self._params):
                 for s, p in enumerate(params):
                     handles.append(p.register_post_accumulate_grad_hook(lambda p, b=b, s=s: self._on_gradient(b, s, p)))
@@ -191,6 +214,9 @@ class Job:
             Variable._execution_engine.queue_callback(self._end_of_backward)
         if self._backwards + 1 < self.accumulate or not self.program.mixes_gradients:
             return
+        self._take(bucket, slot, p)
+
+    def _take(self, bucket: int, slot: int, p: nn.Parameter) -> None:
         view = self._grad_views[bucket][slot]
         assert p.grad is not None
         if p.grad.is_sparse:
@@ -206,6 +232,17 @@ class Job:
         self._ready[bucket].add(slot)
         while self._launched < len(self._ready) and len(self._ready[self._launched]) == len(self._params[self._launched]):
             self._launch()
+
+    def exchange(self) -> None:
+        """Exchange gradients that came without hooks, where this step exchanges any; they are whole, so ``accumulate`` is 1."""
+        if self.cluster.size == 1 or not self.program.mixes_gradients:
+            self._backwards += 1
+            return
+        for b, params in enumerate(self._params):
+            for s, p in enumerate(params):
+                if p.grad is not None:
+                    self._take(b, s, p)
+        self._end_of_backward()
 
     def _weighed(self, gradient: Tensor) -> Tensor:
         """One pass of several: each has its own share of samples, so it is weighed before it is added to the others."""
@@ -298,13 +335,19 @@ class Job:
 
 
 def layout_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, cap_bytes: int | None, first_cap_bytes: int | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    cap_bytes: int | None,
+    first_cap_bytes: int | None,
+    apart: Mapping[str, str] | None = None,
 ) -> Layout:
     """The buckets of a job: a few large ones, or a single one where the compression wants all values at once."""
     unlimited = sys.maxsize if strategy.compression.gathers else None
     cap = cap_bytes or unlimited or CAP_BYTES
     first = first_cap_bytes or unlimited or FIRST_CAP_BYTES
-    return layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap, first)
+    layout = layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap, first, apart)
+    return replace(layout, buffer_bytes=4 * sum(b.numel() for b in model.buffers() if b.is_floating_point()))
 
 
 def adopt(
@@ -341,6 +384,7 @@ def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Stra
         raise HocketError(f"parallelize needs an nn.Module, got {type(model).__name__}.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise HocketError(f"parallelize needs a torch.optim optimiser, got {type(optimizer).__name__}.")
+    refuse_offloaded(model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise HocketError(
             "LBFGS calls its closure a different number of times on each worker, which would hang; use a first-order optimiser."

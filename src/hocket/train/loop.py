@@ -18,7 +18,7 @@ from hocket.cluster.base import Cluster
 from hocket.data.base import DataSet
 from hocket.data.partition import Last, Partition, Round
 from hocket.errors import HocketError, nearest
-from hocket.noise import bits, fold
+from hocket.noise import step_keys
 from hocket.train.flops import step_flops
 from hocket.train.replicas import Loss, Replicas
 from hocket.train.report import LedgerView
@@ -107,7 +107,7 @@ class Training:
         self.scheduler = scheduler(
             self.replicas.optimizer, plan.schedule, self.steps, round(plan.warmup_epochs * len(self.partition))
         )
-        self.ledger = LedgerView(self.cluster)
+        self.ledger = getattr(self.replicas, "ledger", None) or LedgerView(self.cluster)
         device = self.cluster.device
         self._train = tuple(t.to(device) for t in self.data.train)
         self._test = tuple(t.to(device) for t in self.data.test)
@@ -129,7 +129,8 @@ class Training:
         for round_, index in zip(rounds := self.partition.rounds(self.epoch, self.shares), self._indices(rounds), strict=True):
             if self.step >= self.steps:
                 break
-            losses.append(self._step(round_, index))
+            loss = self._step(round_, index)
+            losses += [loss] * bool(loss.numel())  # an asynchronous pipe tells losses later, and none while it fills
             watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))
         self.cluster.ledger.pause()
         entry = self.ledger.close_epoch()
@@ -140,6 +141,8 @@ class Training:
         over = self.epoch == self.plan.epochs or self.step >= self.steps
         accuracy = self._evaluate() if self.plan.evaluate or over else None
         metrics: dict[str, Any] = {"epoch": self.epoch, "accuracy": accuracy, "loss": mean_loss, **vars(entry), "wall_s": wall}
+        if axes := getattr(self.ledger, "last", None):
+            metrics["axes"] = axes
         if self.shares is not None:
             metrics["shares"] = self.shares
             samples = [sum(sizes) for sizes in zip(*(r.sizes for r in rounds[: len(losses)]), strict=True)]
@@ -153,6 +156,8 @@ class Training:
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """The mean over steps and workers, summed exactly so that it does not depend on who hosts whom."""
+        if not losses:
+            return math.nan
         own = [[math.fsum(column) / len(losses)] for column in torch.stack(losses, 1).tolist()]
         everyone = self.cluster.collect(torch.tensor(own, dtype=torch.float64))
         return math.fsum(everyone.flatten().tolist()) / self.cluster.size
@@ -173,7 +178,7 @@ class Training:
 
     def _step(self, round_: Round, index: list[Tensor] | Tensor) -> Tensor:
         here = slice(self.cluster.workers.start, self.cluster.workers.stop)
-        keys = self._keys()
+        keys = step_keys(self.plan.seed, self.step, self.cluster.size)[self._workers]
         x, y = self._train
         weights = [1.0] * self.cluster.rows if round_.even else round_.weights[here]
         inputs: Any
@@ -201,11 +206,6 @@ class Training:
         if self.plan.augment and self.data.augment is not None:
             x = self.data.augment(x, keys)
         return self.data.prepare(x)
-
-    def _keys(self) -> Tensor:
-        """One key per hosted worker for this step's augmentation and dropout: the same whoever hosts it."""
-        common = torch.tensor([fold(self.plan.seed, self.step, 0x5EED)])
-        return bits(common, self.cluster.size)[0].to(torch.int64)[self._workers] & 0x7FFFFFFF
 
     def _evaluate(self) -> float | None:
         with self.replicas.averaged() as model:
@@ -241,6 +241,17 @@ class Training:
             "scheduler": self.scheduler.state_dict(),
             "replicas": self.replicas.state_dict(),
         }
+
+    def whole_state(self) -> dict[str, Any] | None:
+        """The same with a split model put together; on its first process only."""
+        whole = self.replicas.job.whole_state()  # type: ignore[attr-defined]
+        return None if whole is None else {**self.state_dict(), "replicas": None, **whole}
+
+    def load_whole(self, state: dict[str, Any]) -> None:
+        """Resume from a model that was split otherwise, or not at all; what strategies remember starts anew."""
+        self.epoch, self.step, self.metrics = state["epoch"], state["step"], list(state["metrics"])
+        self.replicas.load_whole(state)
+        self.scheduler.load_state_dict(state["scheduler"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume; the training goes on as if it had never stopped."""

@@ -49,34 +49,62 @@ class Record:
         if self.process == 0:
             write_whole(self.folder / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in metrics).encode())
 
+    def write_timeline(self, timeline: dict[str, Any] | None) -> None:
+        """When every stage of a pipeline did what in the last mini-batch."""
+        if self.process == 0 and timeline is not None:
+            write_whole(self.folder / "timeline.json", (json.dumps(timeline) + "\n").encode())
+
     def save(self, state: dict[str, Any]) -> None:
         """This process's checkpoint."""
         buffer = io.BytesIO()
         torch.save(state, buffer)
         write_whole(self._checkpoint, buffer.getvalue())
 
+    def save_whole(self, state: dict[str, Any] | None) -> None:
+        """The model put together again, written by whoever has it of the first replica."""
+        if self.process == 0 and state is not None:
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            write_whole(self.folder / "whole.pt", buffer.getvalue())
+
+    def load_whole(self) -> dict[str, Any]:
+        """The same for a run on any mesh, or on none."""
+        if self.mesh() is not None:
+            return self._read(self.folder / "whole.pt")
+        state = self._read(self.folder / "checkpoint-0.pt")
+        replica = state.pop("replicas")
+        if not {"model", "optimizer"} <= set(replica):
+            raise HocketError(f"The run in {self.folder} had virtual workers; only one of real workers can go on as a split one.")
+        return {**state, "model": replica["model"], "optimizer": replica["optimizer"]}
+
+    def mesh(self) -> str | None:
+        """That of the run so far."""
+        path = self.folder / "run.json"
+        return json.loads(path.read_text()).get("mesh") if path.exists() else None
+
     def check_resumed(self, settings: dict[str, Any]) -> None:
-        """Refuse to go on with other settings than the run was started with (it may be made longer)."""
+        """Refuse to go on with other settings than the run was started with (it may be made longer, or split otherwise)."""
         path = self.folder / "run.json"
         if not path.exists():
             raise HocketError(f"There is no run in {self.folder} to go on with; start without --resume.")
         before = json.loads(path.read_text())
         for name, value in settings.items():
-            if name not in ("epochs", "max_steps") and before.get(name) != value:
+            if name not in ("epochs", "max_steps", "mesh", "pipe", "micro") and before.get(name) != value:
                 raise HocketError(
                     f"The run in {self.folder} has {_apart(name, before.get(name), value)}; resume with the settings it had."
                 )
 
     def load(self) -> dict[str, Any]:
         """This process's checkpoint."""
-        if not self._checkpoint.exists():
-            raise HocketError(f"There is no checkpoint {self._checkpoint}; start without --resume.")
+        return self._read(self._checkpoint)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        if not path.exists():
+            raise HocketError(f"There is no checkpoint {path}; start without --resume.")
         try:
-            return torch.load(self._checkpoint, weights_only=True, map_location="cpu")
+            return dict(torch.load(path, weights_only=True, map_location="cpu"))
         except Exception as error:
-            raise HocketError(
-                f"The checkpoint {self._checkpoint} is damaged ({type(error).__name__}); start without --resume."
-            ) from None
+            raise HocketError(f"The checkpoint {path} is damaged ({type(error).__name__}); start without --resume.") from None
 
     @property
     def _checkpoint(self) -> Path:

@@ -65,6 +65,9 @@ class Replicas(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
 
+    def load_whole(self, state: dict[str, Any]) -> None:
+        """Take the model and the optimiser of a run that was split otherwise."""
+
 
 class LiveReplica:
     """One worker: model, optimiser, and a job on their hooks."""
@@ -148,6 +151,10 @@ class LiveReplica:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.job.load_state_dict(state["job"])
+
+    def load_whole(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
 
 
 class StackedReplicas:
@@ -271,6 +278,9 @@ class StackedReplicas:
             self.buffers[name].copy_(saved)
         self._stacked.load_state_dict(state["optimizer"])
         self.program.load_state_dict(state["job"])
+
+    def load_whole(self, state: dict[str, Any]) -> None:
+        raise HocketError("Several workers in one process cannot go on with a split model; give each worker a process.")
 
     def _fill(self) -> None:
         """All rows start at worker 0's weights."""

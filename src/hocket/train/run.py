@@ -20,6 +20,8 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, nearest
 from hocket.models import build, loss_for
+from hocket.split import Mesh
+from hocket.split.pipeline.schedules import SCHEDULES
 from hocket.strategy import Strategy
 from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.free import FreeTraining
@@ -73,6 +75,10 @@ class Settings:
     share: str = "even"
     bucket_bytes: int | None = None
     first_bucket_bytes: int | None = None
+    mesh: str | None = None
+    """How each worker's model is split: ``pipeline=2,tensor=2``; workers are replicas."""
+    pipe: str | None = None
+    micro: int | None = None
 
     def check(self) -> Strategy:
         """Refuse what cannot work before anything is started; returns the parsed strategy."""
@@ -87,10 +93,43 @@ class Settings:
         if not self.lr > 0:
             raise HocketError(f"--lr {self.lr}: the rate must be above 0.")
         self.plan()
+        self._check_mesh(strategy)
         check_share(self.share, strategy)
         if self.spec() is None and self.virtual and self.share == "speed":
             raise HocketError("--share speed: virtual workers have speeds only with --cluster, such as 1gbit.")
         return strategy
+
+    @property
+    def processes(self) -> int:
+        """How many processes one worker takes."""
+        return 1 if self.mesh is None else Mesh.parse(self.mesh).size // self.workers
+
+    def _check_mesh(self, strategy: Strategy) -> None:
+        if self.mesh is None:
+            if self.pipe is not None or self.micro is not None:
+                raise HocketError("--pipe and --micro are about a model cut into stages; add --mesh pipeline=2, for example.")
+            return
+        mesh = Mesh.parse(self.mesh)
+        if mesh.data != self.workers:
+            raise HocketError(
+                f"--mesh {self.mesh} has {mesh.data} replica{'s' * (mesh.data > 1)}, but --workers says {self.workers}; "
+                "leave --workers out, or make data= the same."
+            )
+        if self.virtual or self.share != "even" or self.slowdown is not None or self.autocast == "fp16":
+            raise HocketError(
+                f"--mesh {self.mesh} splits a model over real processes that wait for each other; leave --virtual, --share, "
+                "--slowdown and --autocast fp16 out."
+            )
+        if strategy.free and mesh.data > 1:
+            raise HocketError(
+                f"{strategy} between split replicas runs in a script of yours (hocket.parallelize(…, mesh=…) under torchrun), "
+                "not under `hocket train`."
+            )
+        if (self.pipe is not None or self.micro is not None) and mesh.pipeline == 1:
+            raise HocketError(f"--pipe and --micro are about stages, but the mesh {mesh} has one; add pipeline=2, for example.")
+        if self.pipe is not None and self.pipe not in SCHEDULES:
+            hint = nearest(self.pipe, SCHEDULES)
+            raise HocketError(f"--pipe {self.pipe}: there is no such schedule{hint or '.'} Use one of {', '.join(SCHEDULES)}.")
 
     def spec(self) -> Spec | None:
         """The cluster whose seconds virtual workers predict, if one is described."""
@@ -181,6 +220,8 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: 
         free = {name: value for name, value in options.items() if name not in ("seed", "autocast")}
         crowd = Crowd(model, settings.make_optimizer, strategy, cluster, engine=engine, **free)
         return FreeTraining(crowd, cluster, data, loss, settings.plan())
+    if settings.mesh is not None:
+        return _on_mesh(settings, strategy, cluster, data, model, loss, options)
     live = cluster.rows == 1 and not settings.virtual
     replicas: Replicas
     if live:
@@ -192,6 +233,30 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: 
     if cluster.workers.start == 0:
         mention_period(strategy, training.steps, cluster.size)
     return training
+
+
+def _on_mesh(
+    settings: Settings, strategy: Strategy, world: Cluster, data: DataSet, model: nn.Module, loss: Loss, options: dict[str, Any]
+) -> Training:
+    """Replicas that are split; the workers of the loop are the replicas."""
+    from hocket.train.mesh_replica import MeshReplica  # loaded only where a model is split
+
+    assert settings.mesh is not None
+    mesh = Mesh.parse(settings.mesh)
+    sample = data.prepare(data.train[0][: settings.batch].to(world.device))
+    split: dict[str, Any] = {"schedule": settings.pipe or "1f1b", "micro": settings.micro}
+    replica = MeshReplica(model, loss, settings.make_optimizer, strategy, world, mesh, sample, **split, **options)
+    return Training(replica, replica.cluster, data, loss, settings.plan())
+
+
+def explanation(settings: Settings, world: Cluster, data: DataSet) -> str:
+    """How the model would be split, and why; all processes must ask together."""
+    training = make_training(settings, world, data)
+    assert isinstance(training, Training)
+    job = getattr(training.replicas, "job", None)
+    if job is None or settings.mesh is None:
+        raise HocketError("Nothing is split; add --mesh pipeline=2, for example.")
+    return "\n\n".join([*job.explain(), job.picture()])
 
 
 def _engine(settings: Settings, model: nn.Module, loss: Loss, layout: Layout, cluster: Cluster, engines: Engines) -> Engine:
@@ -238,7 +303,10 @@ def run(
         training.plan = replace(training.plan, evaluate=False, worst=False)
     if record is not None and resume:
         record.check_resumed(_repeated(settings))
-        training.load_state_dict(record.load())
+        if isinstance(training, Training) and record.mesh() != settings.mesh:
+            training.load_whole(record.load_whole())
+        else:
+            training.load_state_dict(record.load())
         reached = cluster.collect(torch.full((cluster.rows, 1), training.step)).flatten().tolist()
         if len(set(reached)) > 1:
             raise HocketError(f"The checkpoints in {out} are of different steps ({min(reached)} to {max(reached)}); start anew.")
@@ -248,9 +316,14 @@ def run(
         if record is not None:
             record.write_metrics(training.metrics)
             if checkpoints:
-                with cluster.uncounted():
+                with training.cluster.uncounted():
                     record.save(training.state_dict())
+                    if settings.mesh is not None and isinstance(training, Training):
+                        record.save_whole(training.whole_state())
         on_epoch(metrics)
+    if record is not None and settings.mesh is not None and isinstance(training, Training):
+        timeline = training.replicas.job.timeline()  # type: ignore[attr-defined]
+        record.write_timeline(None if timeline is None else timeline.to_dict())
     return training
 
 
@@ -259,7 +332,7 @@ def describe(settings: Settings, cluster: Cluster, training: Training | FreeTrai
     clock = cluster.clock
     where = {
         "kind": "virtual" if settings.virtual else "processes",
-        "workers": cluster.size,
+        "workers": settings.workers,
         "processes": getattr(cluster, "processes", 1),
         "device": str(cluster.device),
         "backend": getattr(cluster, "backend", None),
@@ -292,6 +365,10 @@ def _repeated(settings: Settings) -> dict[str, Any]:
 
 def bulk_bytes(training: Training | FreeTraining) -> int:
     """What ``bulk + allreduce`` would send in the same number of steps, all workers together (computed, not measured)."""
+    job = getattr(training.replicas, "job", None)
+    if isinstance(values := getattr(job, "whole_bytes", None), int):  # a split model: as if each process had a whole one
+        size = job.mesh.size  # type: ignore[union-attr]
+        return ring_bytes(values, size) * training.step * size
     return bulk_bytes_of(training.replicas.layout, training.cluster.size, training.step)
 
 

@@ -1,0 +1,167 @@
+"""The section on split models, as HTML that needs no script: what went along each axis of the mesh, and the measured timeline.
+
+Places along the time are shares of the width, so that a timeline is as wide as the screen and its letters stay as they are.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from hocket.report.figures import NONE, around, percent, plain
+from hocket.report.read import FINISHED
+from hocket.report.rows import Figure, Row
+from hocket.report.timelines import LOOKS, MOST_TIMELINES, Measured
+from hocket.split.pipeline.timeline import KINDS, Span, Timeline
+
+_LANE, _BAR, _FOOT = 26, 20, 20
+"""Heights in pixels: of a process, of its bars, and of the axis below."""
+_WIDE, _NARROW = 480, 280
+"""Pixels that a timeline has at least, on a desk and on a phone."""
+_DIGIT, _AROUND = 6.5, 4
+_MANY = 300
+"""Actions between which there is no room for gaps."""
+
+
+def split_section(rows: Sequence[Row]) -> str:
+    """The section; empty where no model is split."""
+    split = [row for row in rows if row.mesh]
+    if not split:
+        return ""
+    drawn = [row for row in split if row.measured][:MOST_TIMELINES]
+    several = len({row.facet for row in rows}) > 1
+    left = sum(row.measured is not None for row in split) - len(drawn)
+    more = f" The first {len(drawn)} timelines are drawn." if left else ""
+    blocks = "\n".join(_block(row, several, any(row is d for d in drawn)) for row in split)
+    return (
+        '\n<section id="split" aria-labelledby="split-title">\n<h2 id="split-title">Split models</h2>\n'
+        '<p class="note">What the processes that share a model sent along each axis of their mesh, all together, and how long a'
+        f" process waited for it, on average.{more}</p>\n{blocks}\n</section>\n"
+    )
+
+
+def _block(row: Row, several: bool, drawn: bool) -> str:
+    parts = [str(row.facet)] if several else []
+    parts += [] if row.state == FINISHED else [row.state]
+    about = f'<p class="note">{html.escape(" · ".join(parts))}</p>' if parts else ""
+    figure = _figure(row, row.measured, drawn) if row.measured else ""
+    return f'<div class="split">\n<h3>{html.escape(row.label)}</h3>{about}\n<div class="sides">{_tolls(row)}{figure}</div>\n</div>'
+
+
+def _tolls(row: Row) -> str:
+    """The small table, without axes that are not in the mesh and sent nothing."""
+    lines = []
+    for axis, toll in row.tolls.items():
+        if f"{axis}=" in row.mesh or (toll.bytes_sent and toll.bytes_sent.mean > 0):
+            told = (_told(toll.bytes_sent, 1e-6, "MB"), _told(toll.seconds, 1, "s"))
+            cells = "".join(f'<td class="number">{text}</td>' for text in told)
+            lines.append(f'<tr><th scope="row">{axis}</th>{cells}</tr>')
+    if not lines:
+        return '<p class="note">No bytes were recorded by axis.</p>'
+    heads = '<th scope="col">axis</th><th scope="col" class="number">sent</th><th scope="col" class="number">waited</th>'
+    name = html.escape(f"Axes of {row.label}")
+    return f'<table class="tolls" aria-label="{name}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _told(figure: Figure | None, scale: float, unit: str) -> str:
+    if figure is None:
+        return NONE
+    return f"{around(figure.mean * scale, None if figure.spread is None else figure.spread * scale)} {unit}"
+
+
+def _figure(row: Row, measured: Measured, drawn: bool) -> str:
+    words = _words(row, measured)
+    if not drawn:
+        return f"<figure><figcaption><p>{html.escape(' '.join(words))}</p></figcaption></figure>"
+    timeline = measured.beginning()
+    told = sum(map(len, timeline.rows))
+    if told < measured.actions:
+        words.append(f"The first {told:,} of {measured.actions:,} actions are drawn.")
+    kinds = [kind for kind in KINDS if any(span.action.kind == kind for lane in timeline.rows for span in lane)]
+    keys = "".join(f'<span><i class="{kind}"></i>{LOOKS[kind][0]}</span>' for kind in kinds)
+    names = "".join(f"<span>process {process}</span>" for process in range(len(timeline.rows)))
+    return (
+        f"<figure><figcaption><p>{html.escape(' '.join(words))}</p></figcaption>"
+        f'<div class="parts" aria-hidden="true">{keys}<span><i class="idle"></i>idle</span></div>'
+        f'<div class="timeline"><div class="lanes" aria-hidden="true">{names}</div>{_svg(timeline)}</div></figure>'
+    )
+
+
+def _words(row: Row, measured: Measured) -> list[str]:
+    """The timeline in sentences."""
+    pipe, micro, count = row.settings.get("pipe"), row.settings.get("micro"), len(measured.timeline.rows)
+    parts = [f"schedule {pipe}"] * isinstance(pipe, str) + [f"{micro} micro-batches"] * (type(micro) is int)
+    how = f" ({', '.join(parts)})" if parts else ""
+    scale, unit = _unit(measured.timeline)
+    bubble, communication = (percent(s).replace(" ", "\u00a0") for s in (measured.bubble_share, measured.communication_share))
+    return [
+        f"Measured: {plain(measured.timeline.length * scale)} {unit} of {count} process{'es' * (count != 1)}{how}.",
+        f"The bubble is {bubble}: the share of time, but for communication, without anything to do.",
+        f"Communication is {communication} of all the time.",
+    ]
+
+
+def _unit(timeline: Timeline) -> tuple[float, str]:
+    return (1000, "ms") if timeline.length < 1 else (1, "s")
+
+
+def _svg(timeline: Timeline) -> str:
+    height = _LANE * len(timeline.rows)
+    fine = " fine" if sum(map(len, timeline.rows)) > _MANY else ""
+    lanes = "".join(_lane(timeline, process) for process in range(len(timeline.rows)))
+    return (
+        f'<svg class="pipe{fine}" role="img" aria-label="Timeline of the processes" width="100%" height="{height + _FOOT}">'
+        f"{lanes}{_axis(timeline, height)}</svg>"
+    )
+
+
+def _lane(timeline: Timeline, process: int) -> str:
+    """The bars of one process; those of its later stages are paler, and wide ones bear the number of the micro-batch."""
+    top = _LANE * process + (_LANE - _BAR) // 2
+    bars, numbers = [], []
+    for span in timeline.rows[process]:
+        pale = min(2, span.action.stage // len(timeline.rows))
+        look = span.action.kind + f" pale{pale}" * (pale > 0)
+        left, width = (f"{100 * part / timeline.length:.4g}" for part in (span.start, span.end - span.start))
+        bars.append(f'<rect class="{look}" x="{left}%" y="{top}" width="{width}%" height="{_BAR}"/>')
+        numbers.append(_number(span, timeline.length, top, pale > 0))
+    idle = f'<rect class="idle" x="0" y="{top}" width="100%" height="{_BAR}"/>'
+    return f"<g>{idle}{''.join(bars)}{''.join(numbers)}</g>"
+
+
+def _number(span: Span, length: float, top: int, pale: bool) -> str:
+    share, text = (span.end - span.start) / length, str(span.action.micro)
+    needed = _DIGIT * len(text) + _AROUND
+    if share * _WIDE < needed:
+        return ""
+    names = " ".join(["ink"] * pale + ["roomy"] * (share * _NARROW < needed))
+    look = f' class="{names}"' if names else ""
+    middle = f"{50 * (span.start + span.end) / length:.4g}"
+    return f'<text{look} x="{middle}%" y="{top + _BAR // 2 + 4}">{text}</text>'
+
+
+def _axis(timeline: Timeline, height: int) -> str:
+    """Round times below the bars, the first with the unit."""
+    scale, unit = _unit(timeline)
+    length = timeline.length * scale
+    marks = []
+    for tick in _ticks(length):
+        anchor = "start" if tick == 0 else "end" if tick > 0.95 * length else "middle"
+        place = f'x="{100 * tick / length:.4g}%" y="{height + 14}" text-anchor="{anchor}"'
+        marks.append(f'<text class="tick" {place}>{tick:.4g}{f" {unit}" if tick == 0 else ""}</text>')
+    return "".join(marks)
+
+
+def _ticks(length: float) -> list[float]:
+    """Some round places from 0 to ``length``.
+
+    >>> _ticks(23.4), _ticks(1.0), _ticks(0.003)
+    ([0.0, 5.0, 10.0, 15.0, 20.0], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.0, 0.001, 0.002, 0.003])
+    """
+    exponent = -12
+    while True:
+        for factor in (1, 2, 5):
+            if factor * 10.0**exponent * 5.5 >= length:
+                step = factor * 10.0**exponent
+                return [float(f"{k * step:.10g}") for k in range(int(length / step + 1e-9) + 1)]
+        exponent += 1

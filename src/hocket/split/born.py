@@ -1,0 +1,179 @@
+"""Models that are born in parts: built without memory, then given weights module by module, whatever part of them is held here.
+
+Under :func:`deferred` a model has shapes and no values (PyTorch's ``meta`` device). :func:`bring_to_life` makes the weights of one
+module at a time, whole and on the CPU, by the module's own ``reset_parameters``; takes the part that this process holds; and drops
+the rest. The random numbers are a hash of the seed and the module's name, so the weights are the same for every split, and memory
+peaks at what is held and one module.
+
+What a constructor does to weights after its modules are made goes unseen. A model that has a start of its own says so in a method
+``init_parameter(name, weight) -> bool``, which fills a weight in place and tells whether it did.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hocket import noise
+from hocket.errors import HocketError
+from hocket.split.parts import Part, Parts
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Models built inside have shapes but no values, and take no memory until they are split.
+
+    >>> with deferred():
+    ...     model = nn.Linear(10**6, 10**6)
+    >>> model.weight.is_meta
+    True
+    """
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
+class _Undrawn(TorchFunctionMode):
+    """Nothing is drawn for tensors without values: there torch's ``normal_`` would first load its compiler, for seconds."""
+
+    draws = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self.draws or getattr(func, "__module__", None) == "torch.nn.init":
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, Tensor) and filled.is_meta:
+                return filled
+        return func(*args, **kwargs)
+
+
+def bring_to_life(
+    module: nn.Module,
+    parts: Parts | None = None,
+    seed: int = 0,
+    model: nn.Module | None = None,
+    device: torch.device | str = "cpu",
+    prefix: str = "",
+) -> None:
+    """Give every parameter and buffer of ``module`` that has no value yet its own, in place; parameters stay the same objects.
+
+    Names in ``module``, after its own, ``prefix``, and in ``parts`` are those of the whole ``model`` (unless given: ``module``),
+    which is asked for ``init_parameter``. A name without a part is held whole.
+
+    >>> with deferred():
+    ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    >>> bring_to_life(model, {"0.weight": Part((4, 4), 0, ((0, 2),)), "0.bias": Part((4,), 0, ((0, 2),))})
+    >>> model[0].weight.shape, bool(model[1].weight.isfinite().all())
+    (torch.Size([2, 4]), True)
+    """
+    model = module if model is None else model
+    # Children first: a module may have something to say on theirs (nn.MultiheadAttention zeroes a bias).
+    for name, child in reversed(list(module.named_modules(prefix=prefix))):
+        own = {**child._parameters, **child._buffers}
+        unborn = {key: tensor for key, tensor in own.items() if tensor is not None and tensor.is_meta}
+        if not unborn:
+            continue
+        wholes = _made(name, child, unborn, parts or {}, seed, model)
+        for key, tensor in unborn.items():
+            value = _part(parts or {}, _joined(name, key), tensor).take(wholes.pop(key)).to(device)
+            if isinstance(tensor, nn.Parameter):
+                if weakref.getweakrefs(tensor):
+                    raise HocketError(f"{type(child).__name__} '{name}' watches its weights; build it without hocket.deferred().")
+                # The same object: optimisers and other modules that share it go on knowing it.
+                torch.utils.swap_tensors(tensor, nn.Parameter(value, requires_grad=tensor.requires_grad))
+            else:
+                child._buffers[key] = value
+
+
+def _made(
+    name: str, child: nn.Module, unborn: Mapping[str, Tensor], parts: Parts, seed: int, model: nn.Module
+) -> dict[str, Tensor]:
+    """The whole values of one module, drawn from the seed and its name."""
+    body = copy.copy(_able(child, name, model))
+    own = {**body._parameters, **body._buffers, **unborn}
+    wholes = {key: _whole(tensor, _joined(name, key), parts) for key, tensor in own.items() if tensor is not None}
+    body._parameters = {k: None if p is None else nn.Parameter(wholes[k], False) for k, p in body._parameters.items()}
+    body._buffers = {k: wholes.get(k) for k in body._buffers}
+    reset: Any = getattr(body, "reset_parameters", None) or getattr(body, "_reset_parameters", None)
+    with torch.no_grad():
+        if reset is not None:
+            with _drawing(seed, name):
+                reset()
+        for key in unborn:
+            with _drawing(seed, _joined(name, key)):
+                _by_model(model, _joined(name, key), wholes[key])
+    missing = next((key for key in unborn if _is_blank(wholes[key])), None)
+    if missing is not None:
+        raise HocketError(
+            f"'{_joined(name, missing)}' of {type(child).__name__} cannot be given a value: the module has no reset_parameters() "
+            "that fills it; write one, give the model init_parameter(name, weight), or build it without hocket.deferred()."
+        )
+    return wholes
+
+
+def _able(child: nn.Module, name: str, model: nn.Module) -> nn.Module:
+    """A module that can start anew: ``child``, or what stands in its place in ``model`` (a stage may hold a bare weight of it)."""
+    for _, module in (("", child), *((n, m) for n, m in model.named_modules() if n == name)):
+        if hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters"):
+            return module
+    return child
+
+
+def _whole(tensor: Tensor, name: str, parts: Parts) -> Tensor:
+    """A tensor of the whole's shape that shows whether it was filled; a copy, if it has values already."""
+    if not tensor.is_meta:
+        return tensor.detach().clone()
+    shape, dtype = _part(parts, name, tensor).shape, tensor.dtype
+    if dtype is torch.bool or dtype.is_complex:
+        raise HocketError(f"'{name}' is of {dtype} and its values were lost; build that module without hocket.deferred().")
+    try:
+        return torch.full(shape, float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device="cpu")
+    except RuntimeError as error:
+        size = torch.empty(shape, dtype=dtype, device="meta").nbytes / 1e9
+        raise HocketError(f"'{name}' alone takes {size:,.1f} GB, which there is no room for; make that layer narrower.") from error
+
+
+def _by_model(model: nn.Module, name: str, whole: Tensor) -> None:
+    """Let the innermost module around ``name`` that has a start of its own for it fill ``whole``."""
+    words = name.split(".")
+    for depth in range(len(words) - 1, -1, -1):
+        holder: Any = model
+        for word in words[:depth]:
+            holder = getattr(holder, word, None)
+        init = getattr(holder, "init_parameter", None)
+        if init is not None and init(".".join(words[depth:]), whole):
+            return
+
+
+@contextmanager
+def _drawing(seed: int, name: str) -> Iterator[None]:
+    """Torch's random numbers on the CPU are those of ``seed`` and ``name`` inside, and go on as before outside."""
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(noise.fold(seed, key))
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.default_generator.set_state(before)
+
+
+def _part(parts: Parts, name: str, tensor: Tensor) -> Part:
+    return parts.get(name) or Part(tuple(tensor.shape))
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(torch.isnan(tensor).any())
+    return bool((tensor == torch.iinfo(tensor.dtype).min).any())

@@ -1,0 +1,369 @@
+"""Offload: layers whose weights live in slow memory and come in turn, for a model that fits nowhere.
+
+The weights and the optimiser state of each block (:mod:`hocket.split.blocks`) lie in a file, or in the CPU's memory if the model is
+on a GPU. A block's weights come in before its forward and its backward pass, while the block before it computes, and go after it.
+As soon as all gradients of a block are there, it is stepped, written back and dropped: gradients of different blocks are never
+there together. So at most ``keep + 1`` blocks are in fast memory; what no block holds, and what is frozen, stays there.
+
+Every backward pass is a step. Nothing that looks at all gradients at once (clipping by the global norm, accumulation, a GradScaler)
+is possible. It is slower than memory, always: each step reads every weight twice and writes it once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_map_only
+
+from hocket.errors import HocketError
+from hocket.split.blocks import blocks_of
+from hocket.split.born import bring_to_life
+from hocket.split.slow import Disk, Pinned, Slow, return_memory_at_once
+
+_OFFLOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def offload(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    to: str = "disk",
+    folder: str | Path | None = None,
+    keep: int = 1,
+    seed: int = 0,
+) -> Offload:
+    """Let the weights and the optimiser state of ``model``'s blocks live in slow memory, ``"disk"`` or ``"cpu"``.
+
+    The loop stays as it is; ``optimizer.step()`` finds nothing left to do, since every ``backward()`` has made the step. ``keep``
+    blocks are in memory beside the one that computes. A model built under ``hocket.deferred()`` gets its weights block by block,
+    from ``seed``.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> with offload(model, torch.optim.SGD(model.parameters(), 0.1)) as offloaded:
+    ...     model(torch.ones(3, 4)).sum().backward()
+    ...     offloaded.resident_bytes
+    0
+    """
+    return Offload(model, optimizer, to, folder, keep, seed)
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """Refuse a model whose weights are elsewhere."""
+    if model in _OFFLOADED:
+        raise HocketError("The model is offloaded, so its weights are not here; call close() of what hocket.offload(…) returned.")
+
+
+class Offload:
+    """An offloaded model; made by :func:`hocket.offload`."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, to: str, folder: str | Path | None, keep: int, seed: int
+    ) -> None:
+        device = _check(model, optimizer, to, folder, keep)
+        refuse_offloaded(model)
+        self.model, self.optimizer, self.keep = model, optimizer, keep
+        self.peak_bytes = 0
+        """The most bytes of blocks' weights that were in fast memory at once."""
+        self._slow: Slow = Disk(folder) if to == "disk" else Pinned()
+        return_memory_at_once()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hocket-offload")
+        self._here: list[Block] = []
+        self._backward = False
+        self._handles: list[Any] = []
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = {n: b for n, b in blocks_of(model).items() if all(p.requires_grad and id(p) in held for p in b.parameters())}
+        if not found:
+            raise HocketError(
+                f"{type(model).__name__} has no blocks to offload: they are the children of nn.Sequential or nn.ModuleList "
+                "that the optimiser trains."
+            )
+        self.blocks: list[Block] = []
+        for name, module in found.items():
+            bring_to_life(module, seed=seed, model=model, device=device, prefix=name)
+            block = Block(len(self.blocks), name, module, optimizer)
+            self.blocks.append(block)
+            block.hide()
+            block.store(self._slow)
+        self._rest = [p for p in model.parameters() if id(p) not in {id(q) for b in self.blocks for q in b.params}]
+        bring_to_life(model, seed=seed, device=device)
+        for block in self.blocks:
+            self._hook(block)
+        _OFFLOADED.add(model)
+
+    # --- what users call -----------------------------------------------------------------------------------------------------
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of blocks' weights that are in fast memory now."""
+        return sum(w.untyped_storage().nbytes() for b in self.blocks for w in b.weights)
+
+    def named_values(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter's name and value, one block in memory at a time; copy what you keep."""
+        blocks = {id(p): block for block in self.blocks for p in block.params}
+        for name, p in self.model.named_parameters():
+            if (block := blocks.get(id(p))) is not None:
+                self._need(block, state=False)
+            yield name, p.detach()
+        self._drop_all()
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Give parameters these values (a checkpoint opened with ``torch.load(…, mmap=True)``, say), one block at a time."""
+        named = dict(self.model.named_parameters())
+        for name in values:
+            if name not in named:
+                raise HocketError(f"There is no parameter '{name}' in this model: the values are of another one.")
+        for block in self.blocks:
+            self._need(block, state=True)
+            for name, p in block.module.named_parameters(prefix=block.name):
+                p.data.copy_(values.get(name, p.data))
+            self._store(block)
+        rest = {id(p) for p in self._rest}
+        for name, value in values.items():
+            if id(named[name]) in rest:
+                named[name].data.copy_(value)
+
+    def close(self, bring_back: bool = True) -> None:
+        """Remove hooks and files; unless told otherwise, all weights and states come back into memory."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self.model not in _OFFLOADED:
+            return
+        _OFFLOADED.discard(self.model)
+        self._thread.shutdown()
+        for block in self.blocks:
+            block.settle()
+        if bring_back:
+            for block in self.blocks:
+                block.fetch(self._slow, state=True)
+                block.show()
+        self._slow.close()
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(bring_back=kind is None)
+
+    # --- hooks ---------------------------------------------------------------------------------------------------------------
+
+    def _hook(self, block: Block) -> None:
+        # Weakly: what a parameter's own hook holds, the collector of cycles does not see.
+        own, index = weakref.ref(self), block.index
+
+        def on_gradient(p: Tensor) -> None:
+            if (offloaded := own()) is not None:
+                offloaded._on_gradient(offloaded.blocks[index], p)
+
+        self._handles += [
+            block.module.register_forward_pre_hook(lambda *_: self._before_forward(block)),
+            block.module.register_forward_hook(lambda _, __, out: self._after_forward(block, out)),
+            *(p.register_post_accumulate_grad_hook(on_gradient) for p in block.params),
+        ]
+
+    def _before_forward(self, block: Block) -> None:
+        self._need(block, state=self._backward)  # inside a backward pass: a checkpointed block is computed again
+        if not self._backward:
+            self._ahead(self.blocks[block.index + 1 :], state=False)
+
+    def _after_forward(self, block: Block, out: Any) -> Any:
+        if self._backward:
+            return out
+        turns_back = torch.is_grad_enabled() and block is self.blocks[-1]
+        if not turns_back:
+            self._drop(block)
+
+        def hooked(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._before_backward(block))
+            return tensor
+
+        return tree_map_only(Tensor, hooked, out) if torch.is_grad_enabled() else out
+
+    def _before_backward(self, block: Block) -> None:
+        if not self._backward:
+            self._backward = True
+            Variable._execution_engine.queue_callback(self._end_of_backward)
+        if not block.busy:
+            block.busy, block.waiting = True, {id(p) for p in block.params}
+        self._need(block, state=True)
+        self._ahead(self.blocks[: block.index][::-1], state=True)
+
+    def _on_gradient(self, block: Block, p: Tensor) -> None:
+        block.waiting.discard(id(p))
+        if not block.waiting:
+            self._finish(block)
+
+    def _finish(self, block: Block) -> None:
+        """Step a block whose gradients are complete, and let it go."""
+        self._step(block.params)
+        block.busy = False
+        self._store(block)
+
+    def _end_of_backward(self) -> None:
+        self._backward = False
+        for block in self.blocks:
+            if block.busy:  # with parameters that this pass did not use
+                self._finish(block)
+        self._step([p for p in self._rest if p.grad is not None])
+        self._drop_all()
+
+    def _step(self, params: list[nn.Parameter]) -> None:
+        groups, own = self.optimizer.param_groups, {id(p) for p in params}
+        wholes = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [p for p in group["params"] if id(p) in own]
+            self.optimizer.step()
+        finally:
+            for group, whole in zip(groups, wholes, strict=True):
+                group["params"] = whole
+        for p in params:
+            p.grad = None
+
+    # --- who is here ---------------------------------------------------------------------------------------------------------
+
+    def _need(self, block: Block, state: bool) -> None:
+        """Wait until ``block`` is in fast memory."""
+        if block not in self._here:
+            for other in [b for b in self._here if not b.busy][: max(len(self._here) - self.keep, 0)]:
+                self._drop(other)
+        self._fetch(block, state)
+        block.settle()
+        block.show()
+
+    def _ahead(self, blocks: list[Block], state: bool) -> None:
+        """Let the next ``keep`` blocks come while this one computes, as far as there is room."""
+        for block in blocks[: self.keep]:
+            if block in self._here or len(self._here) <= self.keep:
+                self._fetch(block, state)
+
+    def _fetch(self, block: Block, state: bool) -> None:
+        if block not in self._here:
+            self._here.append(block)
+        block.coming.append(self._thread.submit(self._come, block, state))
+
+    def _come(self, block: Block, state: bool) -> None:
+        block.fetch(self._slow, state)
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+
+    def _store(self, block: Block) -> None:
+        """Write a block back and drop it. One thread does all, in order, so whoever comes next finds room."""
+        block.hide()
+        self._here.remove(block)
+        block.coming.append(self._thread.submit(block.store, self._slow))
+
+    def _drop(self, block: Block) -> None:
+        block.settle()
+        self._here.remove(block)
+        block.hide()
+        block.empty()
+
+    def _drop_all(self) -> None:
+        for block in list(self._here):
+            self._drop(block)
+
+
+class Block:
+    """The tensors of one block. Each keeps its storage, empty or filled, so that what autograd has saved of it stays right.
+
+    While a tensor is away its place is held by a single NaN in its shape: who reads it sees that it is not there.
+    """
+
+    def __init__(self, index: int, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.index, self.name, self.module, self.optimizer = index, name, module, optimizer
+        self.key = f"{index:05d}"
+        self.params = list(module.parameters())
+        self.weights = [p.data.clone() for p in self.params]
+        self.bytes = sum(w.untyped_storage().nbytes() for w in self.weights)
+        """Of its weights."""
+        self.states: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.busy = False
+        """Whether its backward pass is under way."""
+        self.waiting: set[int] = set()
+        self.coming: list[Future[None]] = []
+
+    def fetch(self, slow: Slow, state: bool) -> None:
+        """Fill what is empty."""
+        states = [t for _, _, t in self.states] if state else []
+        for start, tensors in ((0, self.weights), (self.bytes, states)):
+            if tensors and tensors[0].untyped_storage().nbytes() == 0:
+                for tensor in tensors:
+                    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+                slow.read(self.key, tensors, start)
+
+    def store(self, slow: Slow) -> None:
+        """Write everything and empty it."""
+        slow.write(self.key, [*self.weights, *(t for _, _, t in self.states)])
+        self.empty()
+
+    def empty(self) -> None:
+        """Let go of the memory."""
+        for tensor in (*self.weights, *(t for _, _, t in self.states)):
+            tensor.untyped_storage().resize_(0)
+
+    def settle(self) -> None:
+        """Wait for what the thread has to do with it."""
+        for future in self.coming:
+            future.result()
+        self.coming.clear()
+
+    def show(self) -> None:
+        """Parameters and state are the real ones."""
+        for p, weight in zip(self.params, self.weights, strict=True):
+            p.data = weight
+        for state, key, tensor in self.states:
+            if tensor.untyped_storage().nbytes():
+                state[key] = tensor
+
+    def hide(self) -> None:
+        """Parameters and state hold places; what the optimiser has newly made is taken over."""
+        known = {(id(state), key) for state, key, _ in self.states}
+        for p, weight in zip(self.params, self.weights, strict=True):
+            p.data = _absent(weight)
+            state = self.optimizer.state.get(p, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() > 1 and (id(state), key) not in known:
+                    self.states.append((state, key, _alone(value)))
+        for state, key, tensor in self.states:
+            state[key] = _absent(tensor)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor that has its storage for itself."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
+
+
+def _absent(tensor: Tensor) -> Tensor:
+    return tensor.new_full((), float("nan") if tensor.is_floating_point() else 0).expand(tensor.shape)
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer, to: str, folder: object, keep: object) -> torch.device:
+    """Refuse what cannot work; the device of the model."""
+    if to not in ("disk", "cpu"):
+        raise HocketError(f"offload(to={to!r}): slow memory is 'disk' or, for a model on a GPU, 'cpu'.")
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
+        raise HocketError(
+            f"offload(keep={keep!r}): how many blocks stay beside the one that computes is a whole number, at least 0."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise HocketError("LBFGS looks at all gradients at once, which offload never has; use a first-order optimiser.")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise HocketError(
+            "The optimiser has hooks of hocket.parallelize(…) or others, which want all gradients; offload trains alone."
+        )
+    devices = {p.device for p in model.parameters() if not p.is_meta} or {torch.device("cpu")}
+    if len(devices) > 1:
+        raise HocketError("The model lies on several devices; offload moves blocks to and from one, so put it on one.")
+    device = devices.pop()
+    if to == "cpu" and device.type == "cpu":
+        raise HocketError("offload(to='cpu'): the model is in the CPU's memory already; use to='disk', or put the model on a GPU.")
+    if to == "cpu" and folder is not None:
+        raise HocketError("offload(to='cpu', folder=…): only a disk has folders; leave folder= out.")
+    return device

@@ -1,0 +1,140 @@
+"""The mesh as a picture for the terminal: who holds what, and how many bytes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.split.mesh import Mesh
+from hocket.split.pipeline.schedules import Action
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one process holds, in bytes; ``what`` names the layers."""
+
+    what: str
+    weights: int
+    gradients: int
+    state: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.state + self.activations
+
+
+def holding_of(module: nn.Module, optimizer: torch.optim.Optimizer, activations: int) -> Holding:
+    """What this process holds of a model and its optimiser."""
+    named = [(name, p) for name, p in module.named_parameters()]
+    weights = sum(p.numel() * p.element_size() for _, p in named)
+    trained = sum(p.numel() * p.element_size() for _, p in named if p.requires_grad)
+    layers = [name.rsplit(".", 1)[0] for name, _ in named] or ["nothing to train"]
+    what = layers[0] if layers[0] == layers[-1] else f"{layers[0]} … {layers[-1]}"
+    return Holding(what, weights, trained, trained * state_copies(optimizer), activations)
+
+
+def state_copies(optimizer: torch.optim.Optimizer) -> int:
+    """How many values an optimiser keeps for each parameter: one step on a small one tells.
+
+    >>> one = [nn.Parameter(torch.zeros(2))]
+    >>> state_copies(torch.optim.AdamW(one)), state_copies(torch.optim.SGD(one)), state_copies(torch.optim.SGD(one, momentum=0.9))
+    (2, 0, 1)
+    """
+    small = nn.Parameter(torch.zeros(8))
+    small.grad = torch.zeros(8)
+    kind: Any = type(optimizer)
+    probe = kind([small])
+    probe.param_groups[0].update({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
+    probe.step()
+    return sum(value.shape == small.shape for value in probe.state[small].values() if isinstance(value, torch.Tensor))
+
+
+def in_flight(actions: Iterable[Action]) -> int:
+    """How many micro-batches a process has between forward and backward at most, all its stages together.
+
+    >>> from hocket.split.pipeline.schedules import make
+    >>> [in_flight(row) for row in make("1f1b", 4, 8)], [in_flight(row) for row in make("gpipe", 4, 8)]
+    ([4, 3, 2, 1], [8, 8, 8, 8])
+    """
+    most = now = 0
+    for action in actions:
+        now += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+        most = max(most, now)
+    return most
+
+
+def saved_bytes(module: nn.Module, sample: Tensor) -> int:
+    """What one forward pass of ``sample`` keeps for its backward, parameters aside."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = module(sample)
+    del output
+    return sum(kept.values())
+
+
+def draw(mesh: Mesh, holdings: Sequence[Holding]) -> str:
+    """One box per process: columns are stages, rows are parts of operations, replicas stand below each other.
+
+    >>> print(draw(Mesh(pipeline=2), [Holding("0 … 2", 4096, 4096, 0, 512), Holding("3 … 5", 2048, 2048, 0, 512)]))
+    mesh pipeline=2: 2 processes, the largest with 8.5 KiB
+    ┌ process 0 · stage 0 ┬ process 1 · stage 1 ┐
+    │ 0 … 2               │ 3 … 5               │
+    │ weights         4.0 │ weights         2.0 │
+    │ gradients       4.0 │ gradients       2.0 │
+    │ state           0.0 │ state           0.0 │
+    │ activations     0.5 │ activations     0.5 │
+    └─────────────────────┴─────────────────────┘
+    KiB; optimiser state as it will be after the first step, activations as estimated for one mini-batch.
+    """
+    unit, scale = _unit(max(h.total for h in holdings))
+    lines = [f"mesh {mesh}: {mesh.size} processes, the largest with {max(h.total for h in holdings) / scale:.1f} {unit}"]
+    width = max([19, *(len(_title(mesh, rank)) for rank in range(mesh.size)), *(len(h.what) for h in holdings)])
+    width = min(width, 44)
+    for data in range(mesh.data):
+        if mesh.data > 1:
+            lines.append(f"replica {data}")
+        for tensor in range(mesh.tensor):
+            ranks = [mesh.rank(data, stage, tensor) for stage in range(mesh.pipeline)]
+            lines += _row([_title(mesh, rank) for rank in ranks], [holdings[rank] for rank in ranks], width, scale)
+    lines.append(f"{unit}; optimiser state as it will be after the first step, activations as estimated for one mini-batch.")
+    return "\n".join(lines)
+
+
+def _row(titles: list[str], holdings: list[Holding], width: int, scale: float) -> list[str]:
+    lines = ["┌" + "┬".join(f" {title} ".ljust(width + 2, "─") for title in titles) + "┐"]
+    lines.append("│" + "│".join(f" {_short(h.what, width).ljust(width)} " for h in holdings) + "│")
+    for name in ("weights", "gradients", "state", "activations"):
+        cells = (f" {name.ljust(width - 8)}{getattr(h, name) / scale:8.1f} " for h in holdings)
+        lines.append("│" + "│".join(cells) + "│")
+    return [*lines, "└" + "┴".join("─" * (width + 2) for _ in titles) + "┘"]
+
+
+def _title(mesh: Mesh, rank: int) -> str:
+    _, stage, tensor = mesh.coordinates(rank)
+    where = [f"stage {stage}"] * (mesh.pipeline > 1) + [f"part {tensor}"] * (mesh.tensor > 1)
+    return " · ".join([f"process {rank}", *where])
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _unit(most: int) -> tuple[str, float]:
+    for unit, scale in (("KiB", 2**10), ("MiB", 2**20)):
+        if most < 1024 * scale:
+            return unit, float(scale)
+    return "GiB", float(2**30)

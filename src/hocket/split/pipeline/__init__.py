@@ -1,0 +1,34 @@
+"""Pipeline parallelism: one model in stages on several processes.
+
+```python
+cut = cut_model(model, sample, stages=4)
+pipe = Pipeline(cut, axis, loss_fn, schedule="1f1b", micro=8)
+optimizer = torch.optim.SGD(pipe.module.parameters(), 0.1)
+loss = pipe.run(x, y)
+optimizer.step()
+```
+"""
+
+from hocket.split.pipeline.cut import BATCH_STATISTICS, Cut, cut_model
+from hocket.split.pipeline.pipedream import PipeDream
+from hocket.split.pipeline.runner import Pipeline
+from hocket.split.pipeline.schedules import SCHEDULES, Action, Schedule, make
+from hocket.split.pipeline.simulate import Costs, bubble, simulate
+from hocket.split.pipeline.timeline import Span, Timeline
+
+__all__ = [
+    "Action",
+    "BATCH_STATISTICS",
+    "Costs",
+    "Cut",
+    "PipeDream",
+    "Pipeline",
+    "SCHEDULES",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "bubble",
+    "cut_model",
+    "make",
+    "simulate",
+]

@@ -1,0 +1,76 @@
+"""What crosses cuts: activations ahead, gradients back. Everything is sent and received in the background, from and to host memory
+(Gloo sends nothing else)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hocket.split.axis import Axis
+from hocket.split.pipeline.trace import Wire
+
+Way = Literal["ahead", "back"]
+Key = tuple[int, Way, int]
+"""A border (border ``k`` lies between stages ``k`` and ``k + 1``), a direction, and a micro-batch."""
+_MICROS, _WIRES = 1 << 10, 1 << 5
+"""Tags repeat beyond these; messages of one tag arrive in order."""
+
+
+@dataclass
+class Post:
+    """A process's messages to and from the stages beside its own."""
+
+    axis: Axis
+    device: torch.device
+    _coming: dict[Key, list[tuple[Tensor, Any]]] = field(default_factory=dict)
+    _leaving: dict[Key, list[tuple[Tensor, Any]]] = field(default_factory=dict)
+    _here: dict[Key, list[Tensor]] = field(default_factory=dict)
+
+    def send(self, border: int, way: Way, micro: int, values: Sequence[Tensor]) -> None:
+        """Start sending. The tensors must not be changed afterwards."""
+        key, to = (border, way, micro), self._far_end(border, way == "ahead")
+        if to == self.axis.place:
+            self._here[key] = list(values)
+            return
+        whole = [value.contiguous().cpu() for value in values]
+        self._leaving.setdefault(key, []).extend((v, self.axis.send(v, to, _tag(key, i))) for i, v in enumerate(whole))
+
+    def expect(self, border: int, way: Way, micro: int, wires: Sequence[Wire], batch: int) -> None:
+        """Start receiving; does nothing when that was done before."""
+        key, source = (border, way, micro), self._far_end(border, way == "back")
+        if key in self._coming or source == self.axis.place:
+            return
+        into = [torch.empty(wire.shape(batch), dtype=wire.dtype, device="cpu") for wire in wires]
+        self._coming[key] = [(t, self.axis.receive(t, source, _tag(key, i))) for i, t in enumerate(into)]
+
+    def take(self, border: int, way: Way, micro: int) -> list[Tensor]:
+        """What was expected; waits for it."""
+        key = (border, way, micro)
+        if key in self._here:
+            return self._here.pop(key)
+        coming = self._coming.pop(key)
+        for _, work in coming:
+            self.axis.wait(work)
+        return [value.to(self.device) for value, _ in coming]
+
+    def sent(self, border: int, way: Way, micro: int) -> None:
+        """Let go of a message that has surely arrived."""
+        for _, work in self._leaving.pop((border, way, micro), []):
+            self.axis.wait(work)
+
+    def settle(self) -> None:
+        """Wait until all has been sent."""
+        for key in list(self._leaving):
+            self.sent(*key)
+
+    def _far_end(self, border: int, behind: bool) -> int:
+        return (border + behind) % self.axis.size
+
+
+def _tag(key: Key, wire: int) -> int:
+    border, way, micro = key
+    return ((border * 2 + (way == "back")) * _MICROS + micro % _MICROS) * _WIRES + wire

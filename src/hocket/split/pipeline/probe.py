@@ -1,0 +1,199 @@
+"""What each unit of a model costs: seconds measured on a sample, or estimated from its floating-point operations.
+
+The estimate runs the units on the meta device, where tensors have shapes and no values: it is the same on all processes and takes
+no time worth mentioning. It is ``operations / FLOPS + bytes touched / MEMORY``.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from hocket.errors import HocketError
+from hocket.split.pipeline.trace import in_place
+
+FLOPS = 5e10
+"""Operations per second that an estimate assumes."""
+MEMORY = 5e9
+"""Bytes per second that an estimate assumes for reading and writing."""
+TRIALS = 3
+"""Times a unit is run when seconds are measured; the fastest counts."""
+MEASURES = ("flops", "seconds")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one unit, for the sample."""
+
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+Values = dict[fx.Node, Any]
+"""What each node gives out."""
+_Work = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of a model's units."""
+
+    values: Values
+    """What each node gives out for the sample: shapes are meant, mostly there are no values."""
+    more: Values
+    """The same for one sample more."""
+    costs: dict[fx.Node, Cost]
+
+
+def study(model: nn.Module, graph: fx.Graph, sample: Tensor, measure: str) -> Found:
+    """What each unit gives out, and what it costs."""
+    if measure not in MEASURES:
+        raise HocketError(f"Units are measured by {' or '.join(MEASURES)}; got '{measure}': use flops.")
+    tensors = [sample, *model.parameters(), *model.buffers()]
+    if measure == "seconds" and any(t.is_meta for t in tensors):
+        raise HocketError("A model on the meta device cannot be run, so seconds cannot be measured: use measure='flops'.")
+    more = torch.cat([sample, sample[:1]])
+    try:
+        found = _walked(_Probe(model, graph, fake=True), sample, more, measure)
+    except Exception as error:
+        if any(t.is_meta for t in tensors):
+            raise HocketError(
+                f"{type(model).__name__} cannot be cut without values, on which its forward depends: build it with its weights."
+            ) from error
+        found = _walked(_Probe(model, graph, fake=False), sample, more, measure)  # a unit looks at values
+    if measure == "flops":
+        return found
+    return Found(found.values, found.more, _Probe(model, graph, fake=False).walk(sample, measure)[1])
+
+
+def _walked(probe: _Probe, sample: Tensor, more: Tensor, measure: str) -> Found:
+    values, costs = probe.walk(sample, measure if measure == "flops" else None)
+    return Found(values, probe.walk(more)[0], costs)
+
+
+class _Probe:
+    """Runs a graph unit by unit, ``fake`` on the meta device; each is cut off from the others, so that its backward runs alone."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, fake: bool) -> None:
+        self.model, self.graph, self.fake = model, graph, fake
+        self.device = torch.device("meta") if fake else nullcontext()
+        state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+        self.state = {name: self._own(value) for name, value in state.items()}
+
+    def _own(self, value: Tensor) -> Tensor:
+        """A tensor like ``value`` that may be written to."""
+        if self.fake:
+            copy = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        else:
+            copy = value.detach() if isinstance(value, nn.Parameter) else value.detach().clone()
+        return copy.requires_grad_(value.requires_grad)
+
+    def walk(self, sample: Tensor, measure: str | None = None) -> tuple[Values, dict[fx.Node, Cost]]:
+        values: Values = {}
+        found: dict[fx.Node, Cost] = {}
+        # Attention by plain products: only these are counted.
+        kernel = nullcontext() if measure == "seconds" else sdpa_kernel(SDPBackend.MATH)
+        with self.device, torch.random.fork_rng(), torch.enable_grad(), kernel:
+            for node in self.graph.nodes:
+                if node.op == "placeholder":
+                    values[node] = self._own(sample)
+                elif node.op == "get_attr":
+                    values[node] = self._attribute(str(node.target))
+                elif node.op != "output":
+                    values[node] = _apart(self._run(node, values))
+                    if measure is not None:
+                        found[node] = self._cost(node, values, measure)
+        return values, found
+
+    def _attribute(self, name: str) -> Any:
+        if name in self.state:
+            return self.state[name]
+        value: Any = operator.attrgetter(name)(self.model)
+        return self._own(value) if isinstance(value, Tensor) else value
+
+    def _run(self, node: fx.Node, values: Values, leaves: list[Tensor] | None = None) -> Any:
+        writes = in_place(node, self.model)
+
+        def given(n: fx.Node) -> Any:
+            value = values[n]
+            if n.op == "get_attr" or not isinstance(value, Tensor):
+                return value
+            value = value.detach().requires_grad_(value.requires_grad)
+            if leaves is not None and value.requires_grad:
+                leaves.append(value)
+            return value.clone() if writes else value
+
+        args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
+        if node.op == "call_function":
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return functional_call(self.model.get_submodule(str(node.target)), self._state_of(node), args, kwargs)
+
+    def _state_of(self, node: fx.Node) -> dict[str, Tensor]:
+        prefix = f"{node.target}."
+        return {name.removeprefix(prefix): value for name, value in self.state.items() if name.startswith(prefix)}
+
+    def _cost(self, node: fx.Node, values: Values, measure: str) -> Cost:
+        weights = [v for v in self._state_of(node).values() if v.requires_grad] if node.op == "call_module" else []
+        weights += [values[n] for n in node.all_input_nodes if n.op == "get_attr" and values[n].requires_grad]
+        done: list[Any] = [None, []]
+
+        def forward() -> None:
+            done[1] = []
+            done[0] = self._run(node, values, done[1])
+
+        def backward() -> None:
+            outputs = [t for t in _tensors(done[0]) if t.requires_grad]
+            if outputs:
+                torch.autograd.grad(outputs, done[1] + weights, [torch.ones_like(t) for t in outputs], allow_unused=True)
+
+        touched = [t for n in (node, *node.all_input_nodes) for t in _tensors(values[n])]
+        num_bytes = sum(t.numel() * t.element_size() for t in touched)
+        if measure == "flops":
+            return Cost(_estimate(forward, num_bytes), _estimate(backward, 2 * num_bytes))
+        trials = [(_seconds(forward), _seconds(backward)) for _ in range(TRIALS)]
+        return Cost(min(f for f, _ in trials), min(b for _, b in trials))
+
+
+def _estimate(work: _Work, num_bytes: int) -> float:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops() / FLOPS + num_bytes / MEMORY
+
+
+def _seconds(work: _Work) -> float:
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _apart(value: Any) -> Any:
+    """The same values without their history; whether they want a gradient is kept."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad)
+    if isinstance(value, tuple | list):
+        return type(value)(_apart(v) for v in value) if type(value) in (tuple, list) else value
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, tuple | list) else []

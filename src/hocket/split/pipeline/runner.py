@@ -1,0 +1,218 @@
+"""Carries a schedule out on one process of a pipeline.
+
+Each action receives what it needs from the stage beside it, computes, and sends on. Receives are started two actions ahead, so that
+messages travel while something is computed. All processes of a replica are given the same batch: the first stage reads its inputs,
+the last one its targets, and all know from its length how large each micro-batch is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.errors import HocketError
+from hocket.split.axis import Axis
+from hocket.split.pipeline.cut import Cut
+from hocket.split.pipeline.hold import held
+from hocket.split.pipeline.pipedream import PipeDream
+from hocket.split.pipeline.post import Post
+from hocket.split.pipeline.schedules import Action, make
+from hocket.split.pipeline.stage import LossFunction, Stage
+from hocket.split.pipeline.timeline import Span, Timeline, gather
+
+_AHEAD = 2
+"""Actions whose messages are already awaited while one is performed."""
+
+
+@dataclass
+class _Batch:
+    """One mini-batch on its way."""
+
+    x: tuple[Tensor, ...]
+    y: tuple[Tensor, ...]
+    sizes: list[int]
+    loss: Tensor
+    outputs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+
+class Pipeline:
+    """A model in stages along an axis of processes, of which each holds its own in ``module``, under the names of the whole model.
+
+    ``run`` leaves the gradients of a parameter of several stages (``cut.tied``) apart: sum them before a step, by
+    ``hocket.split.tied``.
+    """
+
+    def __init__(
+        self, cut: Cut, axis: Axis, loss_fn: LossFunction, schedule: str = "1f1b", micro: int = 4, draws: Any = None
+    ) -> None:
+        """
+        Args:
+            cut: The model in as many stages as the axis has processes, or a multiple of it.
+            axis: The processes; process ``p`` of ``P`` gets the stages ``p``, ``p + P``, …
+            loss_fn: The mean loss of an output and its targets.
+            schedule: naive, gpipe, 1f1b, interleaved or zero-bubble, for which ``run`` is called with each batch; or pipedream,
+                which is fed mini-batches and updates by itself: set ``update``, call ``feed`` and at the end ``drain``.
+            micro: Micro-batches of a batch. Where they do not divide it, the first ones are larger by one sample.
+            draws: Told the first sample of each micro-batch as ``draws.first_sample``.
+        """
+        if len(cut.stages) % axis.size:
+            raise HocketError(
+                f"{len(cut.stages)} stages cannot lie evenly on {axis.size} processes: cut the model into a multiple."
+            )
+        self.axis, self.loss_fn, self.micro, self.draws = axis, loss_fn, micro, draws
+        self._output, self._last = cut.output, len(cut.stages) - 1  # not the cut itself, which holds all stages
+        asynchronous = schedule == "pipedream"
+        self._pipedream = PipeDream(cut, axis, loss_fn, draws=draws) if asynchronous else None
+        self.schedule = make(schedule, axis.size, max(micro, axis.size) if asynchronous else micro, len(cut.stages) // axis.size)
+        self._actions = self.schedule[axis.place]
+        own = range(axis.place, len(cut.stages), axis.size)
+        borders = [(), *cut.wires, ()]
+        halves = any(action.kind == "W" for action in self._actions)
+        self._stages = {k: Stage(cut.stages[k], borders[k], borders[k + 1], halves) for k in own}
+        self.module: nn.Module = held([cut.stages[k] for k in own])
+        self.spans: list[Span] = []
+
+    # --- what is asked of it -----------------------------------------------------------------------------------------------
+
+    def run(self, x: Tensor, y: Tensor) -> Tensor:
+        """Forward and backward of a batch: gradients of its mean loss are added to ``p.grad``; the loss, the same on all."""
+        if self._pipedream is not None:
+            raise HocketError("pipedream never empties the pipe, so a batch has no end to run to: feed it and drain it.")
+        batch = self._split(x, y)
+        self._perform([a for a in self._actions if batch.sizes[a.micro]], batch)
+        return self.axis.all_reduce(batch.loss)
+
+    def feed(self, x: Tensor, y: Tensor) -> Tensor | None:
+        """Under pipedream: take in a mini-batch; the loss of the one that has left the pipe, if one has."""
+        return self._asynchronous.feed(x, y)
+
+    def drain(self) -> list[Tensor]:
+        """Under pipedream: work on what is left in the pipe; the losses not yet returned."""
+        return self._asynchronous.drain()
+
+    @property
+    def update(self) -> Callable[[], Any] | None:
+        """Under pipedream: what is called after each backward, with the gradients in place; it takes the optimiser's step."""
+        return None if self._pipedream is None else self._pipedream.update
+
+    @update.setter
+    def update(self, update: Callable[[], Any]) -> None:
+        self._asynchronous.update = update
+
+    @property
+    def _asynchronous(self) -> PipeDream:
+        if self._pipedream is None:
+            raise HocketError("Only pipedream is fed and updates inside the pipe; with other schedules call run(x, y).")
+        return self._pipedream
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output for ``x`` on all processes, without gradients."""
+        return self._shown(self.forward_last(x), x)
+
+    def forward_last(self, x: Tensor) -> Tensor | None:
+        """The output for ``x`` on the process of the last stage, and None elsewhere, without gradients."""
+        batch = self._split(x, None)
+        actions = [Action("F", k, j) for k in self._stages for j, size in enumerate(batch.sizes) if size]
+        with torch.no_grad():
+            self._perform(actions, batch, keep=False)
+        return torch.cat(batch.outputs) if batch.outputs else None
+
+    def timeline(self) -> Timeline:
+        """When everybody did what in the latest ``run``; all processes must call it."""
+        return gather(self.axis, self.spans if self._pipedream is None else self._pipedream.spans)
+
+    # --- actions -----------------------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action], batch: _Batch, keep: bool = True) -> None:
+        post = Post(self.axis, batch.loss.device)
+        self.spans = []
+        if hasattr(self.draws, "begin"):
+            self.draws.begin(self.draws.step)
+        for i, action in enumerate(actions):
+            for coming in actions[i : i + 1 + _AHEAD]:
+                self._expect(post, coming, batch)
+            if action.kind == "F":
+                self._forward(post, action, batch, keep)
+            elif action.kind == "W":
+                start = time.perf_counter()
+                self._stages[action.stage].backward_weight(action.micro)
+                self._done(action, start)
+            else:
+                self._backward(post, action)
+        post.settle()
+
+    def _expect(self, post: Post, action: Action, batch: _Batch) -> None:
+        kind, k, j = action
+        stage = self._stages[k]
+        if kind == "F" and k > 0:
+            post.expect(k - 1, "ahead", j, stage.enter, batch.sizes[j])
+        elif kind in "BI" and k < self._last:
+            post.expect(k, "back", j, [w for w in stage.leave if w.grad], batch.sizes[j])
+
+    def _forward(self, post: Post, action: Action, batch: _Batch, keep: bool) -> None:
+        _, k, j = action
+        stage = self._stages[k]
+        values = post.take(k - 1, "ahead", j) if k else [batch.x[j]]
+        if self.draws is not None:
+            self.draws.first_sample = sum(batch.sizes[:j])
+        start = time.perf_counter()
+        if not keep:
+            outputs = stage.only_forward(values, k == self._last)
+        elif k < self._last:
+            outputs = stage.forward(j, values)
+        else:
+            share = batch.sizes[j] / batch.total
+            outputs = stage.forward(j, values, lambda output: self.loss_fn(output, batch.y[j]) * share)
+        self._done(action, start)
+        if k < self._last:
+            post.send(k, "ahead", j, outputs)
+        elif keep:
+            batch.loss += outputs[0]
+        else:
+            batch.outputs += outputs
+
+    def _backward(self, post: Post, action: Action) -> None:
+        kind, k, j = action
+        stage = self._stages[k]
+        grads = post.take(k, "back", j) if k < self._last else []
+        post.sent(k, "ahead", j)
+        start = time.perf_counter()
+        back = stage.backward(j, grads) if kind == "B" else stage.backward_input(j, grads)
+        self._done(action, start)
+        if k:
+            post.send(k - 1, "back", j, back)
+
+    def _done(self, action: Action, start: float) -> None:
+        self.spans.append(Span(action, start, time.perf_counter()))
+
+    def _split(self, x: Tensor, y: Tensor | None) -> _Batch:
+        if not len(x) or (y is not None and len(y) != len(x)):
+            found = f"{len(x)} inputs" if y is None else f"{len(x)} inputs and {len(y)} targets"
+            raise HocketError(f"A batch has at least one sample, and as many targets as inputs; got {found}.")
+        parts = x.tensor_split(self.micro)
+        targets = () if y is None else y.tensor_split(self.micro)
+        return _Batch(parts, targets, [len(part) for part in parts], torch.zeros((), device=x.device))
+
+    def _shown(self, output: Tensor | None, x: Tensor) -> Tensor:
+        """The output on all processes: the last stage's process sends it to everybody else."""
+        wire, source = self._output, self._last % self.axis.size
+        if wire is None:
+            raise HocketError("The model's output is not one tensor, so it is not shown everywhere: read it on the last stage.")
+        if output is not None:
+            common = output.to("cpu", wire.dtype).contiguous()
+            works = [self.axis.send(common, p) for p in range(self.axis.size) if p != source]
+        else:
+            common = torch.empty(wire.shape(len(x)), dtype=wire.dtype, device="cpu")
+            works = [self.axis.receive(common, source)]
+        for work in works:
+            self.axis.wait(work)
+        return common.to(x.device)

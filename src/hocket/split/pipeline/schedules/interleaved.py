@@ -1,0 +1,29 @@
+"""Interleaved 1F1B: each process holds ``v`` stages that lie far from each other (Narayanan et al., "Efficient Large-Scale Language
+Model Training on GPU Clusters Using Megatron-LM", 2021).
+
+The pipe fills in pieces ``v`` times smaller: bubble share ``(S−1)/(v·m+S−1)`` on ``S`` processes, for ``v`` times the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hocket.split.pipeline.schedules.base import Action, Method, alternating, per_round
+
+
+def order(process: int, processes: int, micro: int, virtual: int) -> Iterator[Action]:
+    """1F1B over the process's stages, a round of micro-batches through each."""
+    warm = (virtual - 1) * per_round(micro, processes) + 2 * (processes - 1 - process)
+    return alternating(process, processes, micro, virtual, warm)
+
+
+METHOD = Method(
+    "interleaved",
+    order,
+    "1f1b with several stages on each process",
+    "Narayanan 2021",
+    virtual=2,
+    several=True,
+    fills=True,
+    rounds=True,
+)

@@ -1,0 +1,20 @@
+"""One works, the others wait: a micro-batch goes forward and back through all stages before the next one starts.
+
+The picture that pipelines improve on: with ``S`` stages each is idle for ``(S−1)/S`` of the time, however many micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hocket.split.pipeline.schedules.base import Action, Method
+
+
+def order(process: int, processes: int, micro: int, virtual: int) -> Iterator[Action]:
+    """Forward and backward of each micro-batch in turn."""
+    for j in range(micro):
+        yield Action("F", process, j)
+        yield Action("B", process, j)
+
+
+METHOD = Method("naive", order, "one works, the others wait", "")

@@ -1,0 +1,13 @@
+"""Asynchronous PipeDream: 1F1B that never empties the pipe (Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN
+Training", 2019).
+
+What is numbered here are whole mini-batches: every backward is followed by an update of its stage at once. The order is that of
+1F1B, without an end: idle time occurs only while the pipe fills and drains. ``hocket.split.pipeline.pipedream`` carries it out.
+"""
+
+from __future__ import annotations
+
+from hocket.split.pipeline.schedules.base import Method
+from hocket.split.pipeline.schedules.one_f_one_b import order
+
+METHOD = Method("pipedream", order, "1f1b without a flush: each mini-batch updates at once", "Narayanan 2019", fills=True)

@@ -1,0 +1,21 @@
+"""Zero bubble (ZB-H1): backwards in two halves. Only the gradient of a stage's *inputs* is waited for; that of its *weights* fills
+the bubble (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+
+With equal costs of F, I and W the idle time is a third of 1F1B's, at the same number of micro-batches in flight. The order is that
+of PyTorch's ``ScheduleInterleavedZeroBubble``, for one or several stages on each process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hocket.split.pipeline.schedules.base import Action, Method, alternating, per_round
+
+
+def order(process: int, processes: int, micro: int, virtual: int) -> Iterator[Action]:
+    """1F1B with halved backwards; the weights' halves come ``process`` backwards later."""
+    warm = (virtual - 1) * per_round(micro, processes) + processes - 1 - process
+    return alternating(process, processes, micro, virtual, warm, split=True)
+
+
+METHOD = Method("zero-bubble", order, "weight gradients fill the bubble", "Qi 2023", several=True, fills=True, rounds=True)

@@ -1,0 +1,138 @@
+"""One stage at work: forward of a micro-batch, and its backward, whole or in halves.
+
+A whole backward adds to the parameters' gradients. In halves, the first makes the gradients of the stage's inputs and, on the way,
+of what each unit with parameters gave out; the second makes the parameters' gradients from these, unit by unit. Nothing is
+computed twice, except inside a unit that hides several layers: its inner path is walked by both halves. Parameters that several
+units of a stage use are served by the first half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from hocket.split.pipeline.trace import Wire
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class _Kept:
+    """What the backward of a micro-batch needs."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    marks: list[Tensor]
+    grads: list[Tensor] | None = None
+
+
+class Stage:
+    """A part of a model, and the micro-batches that it has in hand."""
+
+    def __init__(self, module: fx.GraphModule, enter: Sequence[Wire], leave: Sequence[Wire], halves: bool = False) -> None:
+        """``enter`` and ``leave`` are what crosses its borders; ``halves``: whether backwards will come in halves."""
+        self.enter, self.leave, self.halves = tuple(enter), tuple(leave), halves
+        self.module, self._owned, self._shared = _marked(module) if halves else (module, [], [])
+        self._kept: dict[int, _Kept] = {}
+        self._halved: dict[int, list[tuple[Tensor, list[nn.Parameter], Tensor]]] = {}
+
+    def forward(self, micro: int, values: Sequence[Tensor], finish: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+        """Outputs for the next stage; with ``finish`` (the last stage) the loss that it makes of the output."""
+        inputs = (
+            [v.detach().requires_grad_(w.grad) for v, w in zip(values, self.enter, strict=True)] if self.enter else list(values)
+        )
+        given = self.module(*inputs)
+        given, marks = given if self.halves else (given, [])
+        # Under autocast a value may come in another type than the one that was agreed on.
+        outputs = [t.to(w.dtype) for t, w in zip(given, self.leave, strict=True)] if finish is None else [finish(given)]
+        self._kept[micro] = _Kept(inputs, outputs, list(marks))
+        return [out.detach() for out in outputs]
+
+    def only_forward(self, values: Sequence[Tensor], last: bool) -> list[Tensor]:
+        """Outputs, with nothing kept."""
+        given = self.module(*values)
+        given = given[0] if self.halves else given
+        return [given] if last else [t.to(w.dtype) for t, w in zip(given, self.leave, strict=True)]
+
+    def backward(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the inputs that want one; the parameters' are added to theirs."""
+        kept = self._kept.pop(micro)
+        outputs, grads_ = self._wanted(kept, grads)
+        if outputs:
+            torch.autograd.backward(outputs, grads_)
+        return [_or_zeros(v.grad, v) for v, w in zip(kept.inputs, self.enter, strict=False) if w.grad]
+
+    def backward_input(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
+        """The first half: gradients of the inputs. Where no input wants one, all is left to the second half."""
+        kept = self._kept[micro]
+        wanted = [v for v, w in zip(kept.inputs, self.enter, strict=False) if w.grad]
+        if not wanted:
+            kept.grads = list(grads)
+            return []
+        del self._kept[micro]
+        outputs, grads_ = self._wanted(kept, grads)
+        owned = [(m, ps) for m, ps in zip(kept.marks, self._owned, strict=True) if isinstance(m, Tensor) and m.requires_grad]
+        marks = [m for m, _ in owned]
+        found = torch.autograd.grad(
+            outputs, [*wanted, *marks, *self._shared], grads_, retain_graph=True, allow_unused=True, materialize_grads=False
+        )
+        for parameter, grad in zip(self._shared, found[len(wanted) + len(marks) :], strict=True):
+            _add(parameter, grad)
+        at_marks = found[len(wanted) : len(wanted) + len(marks)]
+        self._halved[micro] = [(m, ps, g) for (m, ps), g in zip(owned, at_marks, strict=True) if g is not None]
+        return [_or_zeros(g, v) for g, v in zip(found, wanted, strict=False)]
+
+    def backward_weight(self, micro: int) -> None:
+        """The second half: gradients of the parameters."""
+        if micro in self._kept:
+            self.backward(micro, self._kept[micro].grads or [])
+            return
+        for mark, parameters, grad in self._halved.pop(micro):
+            for parameter, own in zip(parameters, torch.autograd.grad(mark, parameters, grad, allow_unused=True), strict=True):
+                _add(parameter, own)
+
+    def _wanted(self, kept: _Kept, grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | None]:
+        """The outputs that have a gradient, and these; a loss has none to be given."""
+        if not self.leave:
+            return [out for out in kept.outputs if out.requires_grad], None
+        return [out for out, wire in zip(kept.outputs, self.leave, strict=True) if wire.grad], list(grads)
+
+
+def _marked(module: fx.GraphModule) -> tuple[fx.GraphModule, list[list[nn.Parameter]], list[nn.Parameter]]:
+    """The stage with the outputs of its units with parameters as a second output; their parameters; parameters of several units."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(module.graph, copies)
+    used = {node: _parameters(module, node) for node in module.graph.nodes if node.op.startswith("call_")}
+    count: dict[nn.Parameter, int] = {}
+    for parameters in used.values():
+        for p in parameters:
+            count[p] = count.get(p, 0) + 1
+    owned = {node: [p for p in ps if count[p] == 1] for node, ps in used.items()}
+    owned = {node: ps for node, ps in owned.items() if ps}
+    output = next(n for n in module.graph.nodes if n.op == "output").args[0]
+    graph.output((fx.map_arg(output, lambda n: copies[n]), tuple(copies[n] for n in owned)))
+    return fx.GraphModule(module, graph), list(owned.values()), [p for p, times in count.items() if times > 1]
+
+
+def _parameters(module: fx.GraphModule, node: fx.Node) -> list[nn.Parameter]:
+    """The parameters that a unit uses and that want gradients."""
+    own = list(module.get_submodule(str(node.target)).parameters()) if node.op == "call_module" else []
+    named = [module.get_parameter(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr" and _is_parameter(module, n)]
+    return [p for p in dict.fromkeys(own + named) if p.requires_grad]
+
+
+def _is_parameter(module: fx.GraphModule, node: fx.Node) -> bool:
+    return str(node.target) in dict(module.named_parameters(remove_duplicate=False))
+
+
+def _add(parameter: nn.Parameter, grad: Tensor | None) -> None:
+    if grad is not None:
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad

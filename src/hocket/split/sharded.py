@@ -1,0 +1,316 @@
+"""Sharded state: replicas that train alike need not all keep the same thing.
+
+**Optimiser state** (ZeRO-1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020):
+every worker holds all weights and all mixed gradients, but steps only the parameters that it owns, so it keeps their momenta alone;
+then it sends the new weights to everybody. ``N`` workers keep ``1/N`` of the state each and at most one parameter more. The result
+is that of unsharded training bit for bit, since an update of one parameter does not look at another.
+
+**Everything** (FSDP2: Zhao et al., "PyTorch FSDP", VLDB 2023): weights, gradients and state lie in ``N`` parts; a block's
+weights are gathered when it is its turn.
+
+Both need replicas that are equal after every step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.layout import Layout
+from hocket.cluster.message import Message, framed
+from hocket.cluster.processes import ProcessCluster
+from hocket.errors import HocketError
+from hocket.split.blocks import blocks_of
+from hocket.strategy import Strategy
+from hocket.sync import Bulk
+from hocket.topology import AllReduce
+from hocket.topology.base import plain
+
+SHARDS = ("state", "full")
+
+
+def refuse_shard(shard: str, strategy: Strategy, scaler: Any = None) -> None:
+    """Refuse to shard where the strategy does not allow it, in one sentence.
+
+    >>> refuse_shard("state", Strategy.parse("bulk + topk(0.01)"))
+    >>> refuse_shard("state", Strategy.parse("local(4)"))
+    Traceback (most recent call last):
+    hocket.errors.HocketError: shard='state' needs equal replicas after every step, but under local(4) + allreduce each worker's
+    optimiser state is its own; use bulk + allreduce.
+    """
+    if shard not in SHARDS:
+        raise HocketError(f"shard={shard!r}: what is sharded is 'state' (the optimiser's) or 'full' (weights and gradients, too).")
+    if reason := _differs(strategy):
+        raise HocketError(
+            f"shard='{shard}' needs equal replicas after every step, but under {strategy} {reason}; use bulk + allreduce."
+        )
+    if shard == "state":
+        return
+    if not plain(strategy.compression) or not isinstance(strategy.topology, AllReduce):
+        raise HocketError(
+            f"shard='full' leaves the mean of gradients to PyTorch's FSDP2, which knows no {strategy}; use bulk + allreduce, "
+            "or shard='state'."
+        )
+    if scaler is not None:
+        raise HocketError("shard='full' has gradients in parts, which a GradScaler judges apart; use bfloat16, or shard='state'.")
+
+
+def _differs(strategy: Strategy) -> str | None:
+    """Why replicas are not equal after every step, or None."""
+    if strategy.free:
+        return "workers do not go in step"
+    if not isinstance(strategy.sync, Bulk):
+        return "each worker's optimiser state is its own"
+    if not strategy.topology.uniform:
+        return "each worker hears others"
+    return "weights are exchanged, not gradients" if strategy.weights else None
+
+
+def owners_of(sizes: Sequence[int], workers: int) -> list[int]:
+    """Who owns each of a sequence of parameters: consecutive runs, the largest of which is as small as can be.
+
+    >>> owners_of([1, 4, 12, 3], 2), owners_of([5], 3)
+    ([0, 0, 1, 1], [0])
+    """
+    low, high = max(max(sizes), -(-sum(sizes) // workers)), sum(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _runs(sizes, middle)[-1] < workers else (middle + 1, high)
+    return _runs(sizes, low)
+
+
+def _runs(sizes: Sequence[int], cap: int) -> list[int]:
+    owners, owner, load = [], 0, 0
+    for size in sizes:
+        if load + size > cap:
+            owner, load = owner + 1, 0
+        load += size
+        owners.append(owner)
+    return owners
+
+
+class ShardedState:
+    """The state of ``optimizer`` in as many parts as there are workers; ``weights`` are the rows in which the parameters lie.
+
+    Groups of the optimiser stay whole, with their hyperparameters: only while it steps do they hold the owned parameters alone. So
+    schedulers, ``zero_grad``, ``unscale_`` and clipping see what they always see.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster, layout: Layout, weights: Sequence[Tensor]
+    ) -> None:
+        self.optimizer, self.cluster = optimizer, cluster
+        named = dict(model.named_parameters())
+        slots = [(b, s) for b in layout.buckets for s in b.slots]
+        owners = owners_of([s.size * b.dtype.itemsize for b, s in slots], cluster.size)
+        self.owners = {s.name: owner for (_, s), owner in zip(slots, owners, strict=True)}
+        """Which worker owns each parameter."""
+        self._others = {id(named[name]) for name, owner in self.owners.items() if owner not in cluster.workers}
+        self._pieces = list(_pieces(layout, weights, self.owners))
+        self._whole: list[list[nn.Parameter]] | None = None
+        self._gathering = False
+        for p in list(optimizer.state):
+            if id(p) in self._others:
+                del optimizer.state[p]
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._refuse_part()),
+            optimizer.register_load_state_dict_pre_hook(self._own_part),
+        ]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimiser state that this worker holds."""
+        held = (t for state in self.optimizer.state.values() for t in state.values())
+        return sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor))
+
+    def consolidate(self) -> dict[str, Any] | None:
+        """All state on worker 0, in the form of the unsharded optimiser's ``state_dict``; None elsewhere. All must call it.
+
+        To go on from it, sharded or not, every worker gives it to ``optimizer.load_state_dict``.
+        """
+        self._gathering = True
+        try:
+            packed = self.optimizer.state_dict()
+        finally:
+            self._gathering = False
+        with self.cluster.uncounted():
+            own = _blob(packed["state"])
+            sizes = self.cluster.collect(torch.tensor([[own.numel()]])).flatten().tolist()
+            for owner in range(1, self.cluster.size):
+                heard = self._heard_by_first(own, owner, sizes[owner])
+                if heard is not None:
+                    packed["state"].update(_state(heard))
+        if self.cluster.workers.start != 0:
+            return None
+        packed["state"] = dict(sorted(packed["state"].items()))
+        return packed
+
+    def detach(self) -> None:
+        """Remove all hooks. The optimiser keeps the state of its own part alone: consolidate first to go on with all of it."""
+        self._restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # --- steps ---------------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+            raise HocketError(
+                "shard='state' steps a part of the parameters, which a closure would not know; call optimizer.step() without one."
+            )
+        self._restore()
+        self._whole = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in self._others]
+
+    def _after_step(self) -> None:
+        self._restore()
+        if self.cluster.size == 1:
+            return
+        exchange = self.cluster.exchange()
+        for owner, rows in self._pieces:
+            exchange.submit(partial(self.cluster.spread, rows, owner))
+        exchange.wait()
+
+    def _restore(self) -> None:
+        if self._whole is not None:
+            for group, params in zip(self.optimizer.param_groups, self._whole, strict=True):
+                group["params"] = params
+            self._whole = None
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------------------
+
+    def _refuse_part(self) -> None:
+        if not self._gathering and self.cluster.size > 1:
+            raise HocketError(
+                "The optimiser's state is sharded, and this worker has a part of it; save what consolidate() returns."
+            )
+
+    def _own_part(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {k for k, p in enumerate(params) if id(p) not in self._others}
+        return {**state, "state": {k: v for k, v in state["state"].items() if k in own}}
+
+    def _heard_by_first(self, own: Tensor, owner: int, size: int) -> Tensor | None:
+        """Worker ``owner``'s bytes, on worker 0."""
+        worker = self.cluster.workers.start
+        sources = torch.full((1, self.cluster.size), -1)
+        sources[0, 0] = owner
+        rows = own if worker == owner else torch.empty(size if worker == 0 else 0, dtype=torch.uint8)
+        heard = self.cluster.start(lambda: self.cluster.hear(Message((rows.unsqueeze(0),)), sources))()
+        return heard.parts[0][0] if worker == 0 else None
+
+
+def _pieces(layout: Layout, weights: Sequence[Tensor], owners: dict[str, int]) -> Iterator[tuple[int, Tensor]]:
+    """What is sent after a step: the owner, and the rows of one run of its parameters."""
+    for bucket, rows in zip(layout.buckets, weights, strict=True):
+        for owner, run in groupby(bucket.slots, key=lambda s: owners[s.name]):
+            slots = list(run)
+            yield owner, rows[:, slots[0].offset : slots[-1].offset + slots[-1].size]
+
+
+def _blob(state: dict[int, dict[str, Any]]) -> Tensor:
+    """State as bytes: the length of a table in JSON, the table, then all tensors as they are."""
+    table: list[list[Any]] = []
+    tensors: list[Tensor] = []
+    for index, entries in state.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                table.append([index, key, str(value.dtype).removeprefix("torch."), list(value.shape)])
+                tensors.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                table.append([index, key, value])
+            else:
+                raise HocketError(f"The optimiser keeps a {type(value).__name__} as '{key}', which cannot be sent; shard nothing.")
+    text = torch.tensor(list(json.dumps(table).encode()), dtype=torch.uint8)
+    return torch.cat([torch.tensor([text.numel()]).view(torch.uint8), text, *tensors])
+
+
+def _state(blob: Tensor) -> dict[int, dict[str, Any]]:
+    """The state of :func:`_blob`."""
+    start = 8 + int(blob[:8].clone().view(torch.int64))
+    state: dict[int, dict[str, Any]] = {}
+    for index, key, *rest in json.loads(bytes(blob[8:start].tolist())):
+        value: Any = rest[0]
+        if len(rest) == 2:
+            value = torch.empty(rest[1], dtype=getattr(torch, rest[0]))
+            end = start + value.numel() * value.element_size()
+            value.view(-1).view(torch.uint8).copy_(blob[start:end])
+            start = end
+        state.setdefault(index, {})[key] = value
+    return state
+
+
+# --- everything --------------------------------------------------------------------------------------------------------------
+
+
+class FullShards:
+    """``model`` under FSDP2, block by block, and ``optimizer`` over the parts of its parameters."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, cluster: ProcessCluster) -> None:
+        from torch.distributed.device_mesh import DeviceMesh  # these take a second to load
+        from torch.distributed.fsdp import fully_shard
+
+        if any(optimizer.state.values()):
+            raise HocketError("shard='full' cuts the optimiser's state, too, and this one has some; shard before the first step.")
+        self.model, self.optimizer, self.cluster = model, optimizer, cluster
+        for tensor in (*model.parameters(), *model.buffers()):
+            rows = tensor.data.reshape(1, -1).clone()
+            cluster.broadcast(rows)
+            tensor.data.copy_(rows.view(tensor.shape))
+        assert cluster.group is not None
+        self.mesh = DeviceMesh.from_group(cluster.group, cluster.device.type)
+        names = {id(p): name for name, p in model.named_parameters()}
+        held = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        blocks = list(blocks_of(model).values())
+        for block in blocks:
+            fully_shard(block, mesh=self.mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=self.mesh, reshard_after_forward=False)
+        named = dict(model.named_parameters())
+        for group, own in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = [named[name] for name in own]
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        self._units = [list(block.parameters()) for block in blocks]
+        self._rest = [p for p in model.parameters() if id(p) not in inside]
+
+    @property
+    def gather_bytes(self) -> tuple[int, int]:
+        """What this worker sends so that everybody has all weights, in a forward and in a backward pass; by formula.
+
+        In a ring each passes on ``N−1`` parts. What no block holds is kept from the forward to the backward pass.
+        """
+        blocks, rest = sum(self._ring(unit) for unit in self._units), self._ring(self._rest)
+        return blocks + rest, blocks
+
+    @property
+    def scatter_bytes(self) -> int:
+        """What this worker sends so that everybody has its part of the mean gradient; by formula."""
+        return sum(self._ring(unit, trained=True) for unit in (*self._units, self._rest))
+
+    def _ring(self, params: Sequence[nn.Parameter], trained: bool = False) -> int:
+        parts = self.cluster.size
+        cut = [p for p in params if p.requires_grad or not trained]
+        part = sum(-(-p.shape[0] // parts) * (p.numel() // max(p.shape[0], 1)) * p.element_size() for p in cut)
+        return (parts - 1) * framed(part) if part else 0
+
+
+def gathered(value: Any) -> Any:
+    """All of what may lie in parts: a tensor of its own on every worker (a collective)."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def part_like(whole: Tensor, like: Any) -> Tensor:
+    """This worker's part of ``whole``, cut like the distributed tensor ``like``, as a tensor of its own; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).clone()

@@ -1,0 +1,103 @@
+"""Tensor parallelism: the operations inside layers split over processes that all see the same samples.
+
+Linear–activation–Linear by columns then rows, attention by heads, embeddings and their projection by the vocabulary (Megatron-LM,
+Shoeybi et al. 2019); other Linear and Conv2d layers by neurons or channels, gathered (the classical intra-layer scheme); as an
+alternative a block-rotating matrix product; branches. Parts are plain parameters, so that whatever works on the parameters of a
+model works on them, and every byte goes through an ``Axis``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hocket.split.axis import Axis
+from hocket.split.branches import Branches
+from hocket.split.draws import lay
+from hocket.split.parts import Part
+from hocket.split.tensor.attention import SplitMultihead, split_heads
+from hocket.split.tensor.layers import ColumnLinear, Cut, GatheredConv2d, GatheredLinear, RowLinear, SplitEmbedding, SplitLogits
+from hocket.split.tensor.plan import KINDS, Plan, automatic, explicit
+from hocket.split.tensor.rotate import RotatingLinear
+from hocket.split.tensor.swap import swap, without_fast_path
+
+__all__ = ["KINDS", "explain_plan", "find_plan", "split_tensor"]
+
+
+def find_plan(model: nn.Module, size: int) -> dict[str, str]:
+    """How ``model`` would be split over ``size`` processes: kinds by module name; what is not named stays whole.
+
+    >>> from hocket.models import mlp
+    >>> find_plan(mlp(12, 10, (8, 8)), 2)
+    {'1': 'columns', '3': 'rows', '5': 'gather'}
+    """
+    return automatic(model, size).kinds
+
+
+def explain_plan(model: nn.Module, size: int, plan: Mapping[str, str] | None = None) -> str:
+    """The plan, a line for each module, with the reason where one stays whole.
+
+    >>> from hocket.models import mlp
+    >>> print(explain_plan(mlp(12, 10, (8, 8)), 4))
+    1: columns
+    3: rows
+    5: whole, its 10 outputs do not divide by 4
+    """
+    return str(automatic(model, size) if plan is None else explicit(model, size, plan))
+
+
+def split_tensor(model: nn.Module, axis: Axis, plan: Mapping[str, str] | None = None) -> dict[str, Part]:
+    """Split ``model`` in place over ``axis``: planned modules are replaced by forms that hold only this process's part.
+
+    All processes come with the same weights (or with parameters on the meta device, which give meta parts). Parameters keep their
+    names. Returns each one's part; parameters of ``Branches`` that live on other processes have none, and are not in the model any
+    more. Dropout is independent of the split only after ``prepare_dropout``, which may come before or after.
+    """
+    if axis.size == 1:
+        return {name: Part(tuple(p.shape)) for name, p in model.named_parameters()}
+    found = automatic(model, axis.size) if plan is None else explicit(model, axis.size, plan)
+    cut = Cut(axis)
+    modules = dict(model.named_modules())
+    for name, kind in found.kinds.items():
+        if kind != "whole":
+            _split(model, name, modules[name], kind, cut, found)
+    for first, *others in found.together:
+        _enter_together(model, first, others)
+    for name in found.dropouts:
+        lay(modules[name], axis.place, axis.size)
+    without_fast_path(model)
+    cut.forget_wholes()
+    return {name: cut.lies.get(id(p), Part(tuple(p.shape))) for name, p in model.named_parameters()}
+
+
+def _enter_together(model: nn.Module, first: str, others: list[str]) -> None:
+    enter: Any = model.get_submodule(first).enter
+    enter.layers += len(others)
+    for name in others:
+        model.get_submodule(name).enter = enter
+
+
+def _split(model: nn.Module, name: str, module: nn.Module, kind: str, cut: Cut, plan: Plan) -> None:
+    match kind, module:
+        case "branches", Branches():
+            cut.lies |= module.split(cut.axis, name)
+        case "heads", nn.MultiheadAttention():
+            swap(model, module, SplitMultihead(module, cut))
+        case "heads", _:
+            split_heads(module, cut)  # type: ignore[arg-type]
+        case "columns", nn.Linear():
+            swap(model, module, ColumnLinear(module, cut))
+        case "rows", nn.Linear():
+            swap(model, module, RowLinear(module, cut))
+        case "rotate", nn.Linear():
+            swap(model, module, RotatingLinear(module, cut, name in plan.closing))
+        case "gather", nn.Linear():
+            swap(model, module, GatheredLinear(module, cut))
+        case "gather", nn.Conv2d():
+            swap(model, module, GatheredConv2d(module, cut))
+        case "vocabulary", nn.Embedding():
+            swap(model, module, SplitEmbedding(module, cut))
+        case "logits", _:
+            swap(model, module, SplitLogits(cut.axis))

@@ -1,0 +1,132 @@
+"""What reads what in a model: enough of its data flow to prove that two Linear layers may be split by columns and by rows.
+
+Flows are ``torch.fx`` traces. A model that cannot be traced as a whole (its control flow depends on values) is traced child by
+child; what then cannot be proven is not assumed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from hocket.split import draws
+
+ELEMENTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LogSigmoid),
+    *(nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.Tanhshrink, nn.Identity, nn.Dropout, draws.Dropout),
+)
+"""Modules without parameters that treat each value alone."""
+_FUNCTIONS = {
+    *(F.relu, F.relu6, F.leaky_relu, F.elu, F.celu, F.selu, F.gelu, F.silu, F.mish, F.tanh, F.sigmoid, F.logsigmoid, F.hardtanh),
+    *(F.hardswish, F.hardsigmoid, F.softplus, F.softsign, F.tanhshrink, torch.relu, torch.tanh, torch.sigmoid, torch.square),
+    *(operator.add, operator.sub, operator.mul, operator.neg, torch.add, torch.sub, torch.mul),
+}
+_METHODS = {"relu", "relu_", "tanh", "tanh_", "sigmoid", "sigmoid_", "add", "sub", "mul", "square", "contiguous"}
+_DROPOUTS = (nn.Dropout, draws.Dropout)
+
+
+class Flow:
+    """The traced parts of a model, by the module names of the whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self.names: dict[fx.Node, str] = {}
+        """Of every call of a module: its name."""
+        self.read: dict[str, list[fx.Node]] = {}
+        """Of every parameter that is read directly: who reads it."""
+        self.complete = False
+        """Whether all of the model was traced."""
+        for prefix, graph in _graphs(model, ""):
+            self.complete |= prefix == ""
+            for node in graph.nodes:
+                if node.op == "call_module":
+                    self.names[node] = f"{prefix}{node.target}"
+                elif node.op == "get_attr":
+                    self.read.setdefault(f"{prefix}{node.target}", []).extend(node.users)
+        self.calls = Counter(self.names.values())
+
+    def linears(self) -> Iterator[tuple[fx.Node, str]]:
+        """Calls of Linear layers, in order, each layer called once."""
+        for node, name in self.names.items():
+            if type(self.modules[name]) is nn.Linear and self.calls[name] == 1:
+                yield node, name
+
+    def together(self, names: Collection[str]) -> list[list[str]]:
+        """Those of ``names``, each called once, that read the very same tensor."""
+        readers: dict[Any, list[str]] = {}
+        for node, name in self.names.items():
+            if name in names and self.calls[name] == 1 and isinstance(given := _input(node), fx.Node):
+                readers.setdefault(given, []).append(name)
+        return [group for group in readers.values() if len(group) > 1]
+
+    def sources(self, node: fx.Node) -> tuple[list[str], list[str]] | None:
+        """The Linear layers whose outputs the input of ``node`` is made of, value by value, and the dropouts between.
+
+        None where something else, or somebody else, has a part in it.
+        """
+        sources: list[str] = []
+        dropouts: list[str] = []
+        return (sources, dropouts) if self._walk(_input(node), sources, dropouts) else None
+
+    def _walk(self, node: Any, sources: list[str], dropouts: list[str]) -> bool:
+        if not isinstance(node, fx.Node) or len(node.users) != 1:
+            return False
+        name = self.names.get(node)
+        if name is not None:
+            module = self.modules[name]
+            if type(module) is nn.Linear:
+                sources.append(name)
+                return self.calls[name] == 1
+            if type(module) not in ELEMENTWISE:
+                return False
+            if isinstance(module, _DROPOUTS):
+                dropouts.append(name)
+                if self.calls[name] != 1:  # elsewhere it may see a whole activation
+                    return False
+        elif not (
+            (node.op == "call_function" and node.target in _FUNCTIONS) or (node.op == "call_method" and node.target in _METHODS)
+        ):
+            return False
+        inputs = node.all_input_nodes
+        return bool(inputs) and all(self._walk(each, sources, dropouts) for each in inputs)
+
+
+def _input(node: fx.Node) -> Any:
+    return node.args[0] if node.args else next(iter(node.kwargs.values()), None)
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return bool(getattr(m, "whole", False)) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _graphs(module: nn.Module, prefix: str) -> Iterator[tuple[str, fx.Graph]]:
+    """Graphs of the largest modules that can be traced, with the beginning of their modules' names."""
+    if getattr(module, "whole", False) or (prefix and not any(True for _ in module.children())):
+        return
+    graph = _trace(module, root=not prefix)
+    if graph is not None:
+        yield prefix, graph
+        return
+    for name, child in module.named_children():
+        yield from _graphs(child, f"{prefix}{name}.")
+
+
+def _trace(module: nn.Module, root: bool) -> fx.Graph | None:
+    """The graph of a module as it is called; optional inputs may change it, and only a root is known to be called without them."""
+    optional = {
+        p.name: p.default for p in inspect.signature(module.forward).parameters.values() if p.default is not inspect.Parameter.empty
+    }
+    if optional and not root:
+        return None
+    try:
+        return _Tracer().trace(module, optional or None)
+    except Exception:  # whatever a user's code does when it meets a proxy
+        return None

@@ -1,0 +1,200 @@
+"""What real processes do for tests/process/test_mesh.py: train on meshes, and return wholes that one process can check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hocket
+from hocket.models import cnn, cross_entropy, gpt, mlp, vgg11
+
+STEPS = 5
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return {
+        "mlp": lambda: mlp(48, 6, hidden=(32, 16)),
+        "cnn": lambda: cnn((1, 8, 8), 10),
+        "vgg11": lambda: vgg11((3, 32, 32), 10),
+        "gpt": lambda: gpt(16, context=8, layers=2, heads=4, width=32, dropout=0.0),
+        "drop": lambda: gpt(16, context=8, layers=2, heads=4, width=32, dropout=0.2),
+    }[name]()
+
+
+def batch(name: str, step: int, samples: int = 8) -> tuple[Tensor, Tensor]:
+    """The mini-batch of all replicas together at a step."""
+    draw = torch.Generator().manual_seed(100 + step)
+    if name in ("gpt", "drop"):
+        tokens = torch.randint(0, 16, (samples, 9), generator=draw)
+        return tokens[:, :-1], tokens[:, 1:]
+    shape, classes = {"mlp": ((3, 4, 4), 6), "cnn": ((1, 8, 8), 10), "vgg11": ((3, 32, 32), 10)}[name]
+    return torch.randn(samples, *shape, generator=draw), torch.randint(0, classes, (samples,), generator=draw)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    named = list(model.named_parameters())  # two groups, as people have them
+    groups = [{"params": [p for _, p in named if p.dim() > 1]}, {"params": [p for _, p in named if p.dim() == 1], "lr": 0.01}]
+    return torch.optim.SGD([g for g in groups if g["params"]], 0.02, momentum=0.9)
+
+
+def alone(name: str, steps: int = STEPS, samples: int = 8) -> tuple[dict[str, Tensor], list[float]]:
+    """The same training on one process, in plain PyTorch."""
+    model = build(name)
+    optimizer = optimizer_of(model)
+    losses = []
+    for step in range(steps):
+        x, y = batch(name, step, samples)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {n: t.detach().clone() for n, t in model.state_dict().items()}, losses
+
+
+def begin(name: str, mesh: str, strategy: str = "bulk", samples: int = 8, **options: Any) -> tuple[nn.Module, Any]:
+    model = build(name)
+    x, _ = batch(name, 0, samples)
+    job = hocket.parallelize(
+        model,
+        optimizer_of(model),
+        strategy,
+        mesh=mesh,
+        loss=cross_entropy,
+        sample=x[: samples // hocket.Mesh.parse(mesh).data],
+        **options,
+    )
+    return model, job
+
+
+def train(job: Any, name: str, steps: range, samples: int = 8) -> list[float]:
+    losses = []
+    for step in steps:
+        x, y = batch(name, step, samples)
+        own = slice(job.place.data.place * samples // job.mesh.data, (job.place.data.place + 1) * samples // job.mesh.data)
+        losses.append(float(job.train(x[own], y[own])))
+    return losses
+
+
+def equal(name: str, mesh: str, strategy: str = "bulk", **options: Any) -> dict[str, Any]:
+    """Five steps on a mesh; wholes, losses, bytes by axis and what is held here."""
+    _, job = begin(name, mesh, strategy, **options)
+    losses = train(job, name, range(STEPS))
+    ledger = job.ledger.summary()
+    state = job.whole_state()
+    tied = job.module.token.weight.detach().clone() if name == "gpt" and hasattr(job.module, "token") else None
+    job.finish()
+    held = {n: p.numel() for n, p in job.module.named_parameters()}
+    return {"whole": None if state is None else state["model"], "losses": losses, "ledger": ledger, "held": held, "tied": tied}
+
+
+def checkpoints(name: str, first: str, then: str) -> dict[str, Any]:
+    """Two steps on one mesh, the rest on another, from the whole that the first one left; all processes are given it."""
+    _, job = begin(name, first)
+    train(job, name, range(2))
+    state = job.whole_state()
+    everyone: list[Any] = [state]
+    torch.distributed.broadcast_object_list(everyone, 0)
+    job.finish()
+    _, other = begin(name, then)
+    other.load_whole(everyone[0])
+    losses = train(other, name, range(2, STEPS))
+    found = other.whole_state()
+    other.finish()
+    return {"whole": None if found is None else found["model"], "losses": losses, "saved": everyone[0]}
+
+
+def resumed(name: str, mesh: str) -> dict[str, Any]:
+    """Own parts of a checkpoint: three steps and two more in another job equal five."""
+    _, job = begin(name, mesh)
+    train(job, name, range(3))
+    state = job.state_dict()
+    job.finish()
+    _, other = begin(name, mesh)
+    other.load_state_dict(state)
+    train(other, name, range(3, STEPS))
+    found = other.whole_state()
+    other.finish()
+    return {"whole": None if found is None else found["model"]}
+
+
+def clipped(name: str, mesh: str) -> dict[str, Any]:
+    """The norm of a split model's gradient, and the gradient after clipping."""
+    _, job = begin(name, mesh)
+    x, y = batch(name, 0)
+    own = slice(job.place.data.place * 8 // job.mesh.data, (job.place.data.place + 1) * 8 // job.mesh.data)
+    job.backward(x[own], y[own])
+    norm = job.clip(0.1)
+    again = job.clip(1e9)
+    job.finish()
+    return {"norm": float(norm), "again": float(again)}
+
+
+def untouched(mesh: str) -> dict[str, Any]:
+    """Where only operations are split, the plain loop trains."""
+    model = build("mlp")
+    optimizer = optimizer_of(model)
+    job = hocket.parallelize(model, optimizer, mesh=mesh)
+    for step in range(STEPS):
+        x, y = batch("mlp", step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    state = job.whole_state()
+    job.finish()
+    return {"whole": None if state is None else state["model"]}
+
+
+def sharded(shard: str) -> dict[str, Any]:
+    """The plain loop on two replicas that keep parts of the optimiser's state, or of everything."""
+    model = build("mlp")
+    optimizer = optimizer_of(model)
+    job = hocket.parallelize(model, optimizer, shard=shard)
+    place = torch.distributed.get_rank()
+    for step in range(STEPS):
+        x, y = batch("mlp", step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[place * 4 : place * 4 + 4]), y[place * 4 : place * 4 + 4]).backward()
+        optimizer.step()
+    state = sum(t.numel() for p in optimizer.state.values() for t in p.values() if isinstance(t, Tensor))
+    return {"whole": {n: t.detach().clone() for n, t in job.finish().state_dict().items()}, "state": state}
+
+
+def born(shard: str | None, mesh: str | None) -> dict[str, Any]:
+    """A model that was built without memory: its weights, whatever holds them."""
+    with hocket.deferred():
+        model = mlp(48, 6, hidden=(32, 16))
+    x, _ = batch("mlp", 0)
+    job = hocket.parallelize(model, optimizer_of(model), mesh=mesh, loss=cross_entropy, sample=x, shard=shard)
+    if mesh is not None:
+        state = job.whole_state()
+        whole = None if state is None else state["model"]
+    else:
+        whole = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    job.finish()
+    return {"whole": whole}
+
+
+def refused(mesh: str, name: str = "mlp", **options: Any) -> dict[str, Any]:
+    """The sentence that a bad wish meets."""
+    try:
+        begin(name, mesh, **options)
+    except hocket.HocketError as error:
+        return {"sentence": str(error)}
+    return {"sentence": ""}
+
+
+CASES = {f.__name__: f for f in (equal, checkpoints, resumed, clipped, untouched, sharded, born, refused)}
+
+
+def main(rank: int, folder: str, wanted: list[tuple[str, str, dict[str, Any]]]) -> None:
+    """Run cases ``(label, function, arguments)`` one after another and save what they return."""
+    hocket.init(device="cpu")
+    results = {}
+    for label, function, arguments in wanted:
+        results[label] = CASES[function](**arguments)
+    torch.save(results, f"{folder}/{rank}.pt")

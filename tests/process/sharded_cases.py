@@ -1,0 +1,174 @@
+"""What real workers do for tests/process/test_sharded.py: sharded training beside unsharded training, on the same samples."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hocket
+from hocket.models import cross_entropy, gpt, mlp
+from hocket.split.sharded import ShardedState
+from hocket.strategy import Strategy
+from hocket.train.sharded_job import FSDPJob
+from process.cases import flat, refusal
+
+STEPS = 5
+OPTIMIZERS = {
+    "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01),
+}
+
+
+def small(kind: str) -> nn.Module:
+    torch.manual_seed(7)
+    return mlp(20, 10, (24, 16, 16)) if kind == "mlp" else gpt(11, context=8, layers=3, heads=2, width=16)
+
+
+def samples(kind: str, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    if kind == "mlp":
+        return torch.randn(6, 20, generator=generator), torch.randint(10, (6,), generator=generator)
+    tokens = torch.randint(11, (4, 9), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def grouped(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """Two groups with rates of their own."""
+    optimizer = OPTIMIZERS[name]([p for p in model.parameters() if p.dim() > 1])
+    optimizer.add_param_group({"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.03})
+    return optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, rank: int, steps: range, schedule: Any = None) -> None:
+    for t in steps:
+        optimizer.zero_grad()
+        x, y = samples(kind, t, rank)
+        cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+
+
+def unsharded(kind: str, name: str, rank: int, strategy: str = "bulk + allreduce") -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = small(kind)
+    optimizer = grouped(model, name)
+    job = hocket.parallelize(model, optimizer, strategy)
+    train(model, optimizer, kind, rank, range(STEPS), torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+    job.detach()
+    return model, optimizer
+
+
+def state(rank: int, kind: str, name: str, strategy: str = "bulk + allreduce") -> dict[str, Any]:
+    """Training with sharded state, and its checkpoint taken up by an unsharded and by a sharded training."""
+    plain, plain_optimizer = unsharded(kind, name, rank, strategy)
+    model = small(kind)
+    optimizer = grouped(model, name)
+    job = hocket.parallelize(model, optimizer, strategy)
+    sharded = ShardedState(model, optimizer, job.cluster, job.layout, job.weights)
+    job.ledger.summary()
+    train(model, optimizer, kind, rank, range(STEPS), torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+    found = {"plain": flat(plain), "sharded": flat(model), "state": sharded.state_bytes, "start": flat(small(kind))}
+    found["sent"] = job.ledger.summary()["bytes_sent"]
+    found["weights"] = sum(p.numel() * p.element_size() for p in model.parameters())
+    found["largest"] = max(p.numel() * p.element_size() for p in model.parameters())
+    found["part refused"] = refusal(optimizer.state_dict)
+    found["closure refused"] = refusal(lambda: optimizer.step(lambda: 0.0))
+    held = [sharded.consolidate()]
+    found["consolidated"] = held[0] is not None
+    torch.distributed.broadcast_object_list(held)
+    found["equal state"] = same(held[0], plain_optimizer.state_dict())
+    again, again_optimizer = copy.deepcopy(model), None
+    again_optimizer = grouped(again, name)
+    again_optimizer.load_state_dict(copy.deepcopy(held[0]))
+    optimizer.load_state_dict(held[0])  # every worker keeps its part
+    found["state again"] = sharded.state_bytes
+    train(model, optimizer, kind, rank, range(STEPS, STEPS + 2))
+    sharded.detach()
+    job.detach()
+    job = hocket.parallelize(again, again_optimizer, strategy)
+    train(again, again_optimizer, kind, rank, range(STEPS, STEPS + 2))
+    job.detach()
+    return {**found, "on": flat(model), "on unsharded": flat(again)}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+def full(rank: int, kind: str, name: str) -> dict[str, Any]:
+    """Training under FSDP2, and its checkpoint taken up by a plain and by a sharded training."""
+    plain, _ = unsharded(kind, name, rank)
+    model = small(kind)
+    optimizer = grouped(model, name)
+    cluster = hocket.session._Session.cluster
+    make = lambda m, o: FSDPJob(m, o, Strategy(), cluster)  # noqa: E731
+    job = make(model, optimizer)
+    train(model, optimizer, kind, rank, range(STEPS), torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
+    summary = job.ledger.summary()
+    held = [job.state_dict()]
+    with job.averaged() as whole:
+        found = {"plain": flat(plain), "sharded": flat(whole), "start": flat(small(kind)), "summary": summary}
+    found["local"] = sum(p.to_local().numel() for p in model.parameters())
+    found["all"] = sum(p.numel() for p in plain.parameters())
+    torch.distributed.broadcast_object_list(held)
+    found["late"] = refusal(lambda: make(plain, grouped_with_state(plain, name)))
+    other = small(kind)
+    other_optimizer = grouped(other, name)
+    other_job = make(other, other_optimizer)
+    other_job.load_state_dict(held[0])
+    alone = small(kind)
+    alone.load_state_dict(held[0]["model"])
+    alone_optimizer = grouped(alone, name)
+    alone_optimizer.load_state_dict(held[0]["optimizer"])
+    plain_job = hocket.parallelize(alone, alone_optimizer)
+    for m, o in ((model, optimizer), (other, other_optimizer), (alone, alone_optimizer)):
+        train(m, o, kind, rank, range(STEPS, STEPS + 2))
+    plain_job.detach()
+    found["on"], found["on again"] = flat(job.finish()), flat(other_job.finish())
+    return {**found, "on plain": flat(alone)}
+
+
+def grouped_with_state(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    optimizer = grouped(model, name)
+    model.zero_grad()
+    F.mse_loss(next(model.parameters()), torch.zeros(())).backward()
+    optimizer.step()
+    return optimizer
+
+
+def weighed(rank: int) -> dict[str, Any]:
+    """Workers with different shares of the samples: 2 and 6 of 8."""
+    found = {}
+    for shard in ("none", "full"):
+        model = small("mlp")
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        if shard == "full":
+            job: Any = FSDPJob(model, optimizer, Strategy(), hocket.session._Session.cluster)
+        else:
+            job = hocket.parallelize(model, optimizer)
+        for t in range(STEPS):
+            x, y = (torch.cat(parts)[:8] for parts in zip(samples("mlp", t, 0), samples("mlp", t, 1), strict=True))
+            own = slice(0, 2) if rank == 0 else slice(2, 8)
+            job.weight = len(x[own]) * 2 / 8
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[own]), y[own]).backward()
+            optimizer.step()
+        found[shard] = flat(job.finish())
+    return found
+
+
+def main(rank: int, folder: str, cases: list[list[Any]]) -> None:
+    hocket.init(device="cpu")
+    results = {}
+    for function, *arguments in cases:
+        results[" ".join([function, *arguments])] = globals()[function](rank, *arguments)
+    torch.save(results, f"{folder}/{rank}.pt")

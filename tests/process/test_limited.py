@@ -1,0 +1,54 @@
+"""A model that a limit on address space kills on one process trains when it is split over four under the same limit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from process.launch import ENVIRON, free_port
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(280)]
+
+GIB, WIDTH, LAYERS, STEPS = 2, 4096, 11, 2
+"""641 MiB of weights; with gradients and momentum 1.9 GiB, beside 0.6 GiB for PyTorch itself."""
+
+
+def run(processes: int, mesh: str) -> list[tuple[int, dict[str, Any]]]:
+    """The exit code and the report of each process."""
+    command = [sys.executable, str(Path(__file__).with_name("limited_worker.py")), *map(str, (GIB, mesh, WIDTH, LAYERS, STEPS))]
+    environ = {**ENVIRON, "MALLOC_ARENA_MAX": "1"}
+    if processes > 1:
+        environ |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = []
+    try:
+        for rank in range(processes):
+            own = environ | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
+            started.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        found = []
+        for process in started:
+            output, errors = process.communicate(timeout=240)
+            assert output, errors
+            found.append((process.returncode, json.loads(output.splitlines()[-1])))
+        return found
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def test_what_dies_on_one_process_trains_on_four() -> None:
+    [(code, alone)] = run(1, "data=1")
+    assert code == 3
+    assert "memory" in alone["error"]
+    assert len(alone["losses"]) < STEPS
+    everyone = run(4, "pipeline=2,tensor=2")
+    assert [code for code, _ in everyone] == [0] * 4, everyone
+    for _, report in everyone:
+        assert report["peak"] < GIB * 1024
+        assert report["losses"] == everyone[0][1]["losses"]
+        assert report["losses"][-1] < report["losses"][0]
