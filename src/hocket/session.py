@@ -130,6 +130,7 @@ def parallelize(
     virtual: int | None = None,
     plan: Mapping[str, str] | None = None,
     cut: Sequence[str] | None = None,
+    measure: str | None = None,
     shard: str | None = None,
 ) -> Job | FreeJob | PairsJob | MeshJob | FSDPJob:
     """Train ``model`` with ``optimizer`` in parallel; the loop stays as it is.
@@ -143,7 +144,8 @@ def parallelize(
     between replicas. Operations are split by ``plan`` (module names to kinds; found by itself). Layers are cut after the modules
     named in ``cut`` (found by itself, for inputs like ``sample``), each process having ``virtual`` stages, and run by ``schedule``
     with ``micro`` micro-batches; ``loss`` is a function of output and target. Then call ``job.train(x, y)``, or
-    ``job.backward(x, y)`` and your own step.
+    ``job.backward(x, y)`` and your own step. What layers cost is measured (``measure="seconds"``) or counted (``"flops"``: the same
+    cut every time).
 
     ``shard="state"`` leaves each worker a part of the optimiser's state (ZeRO-1), ``shard="full"`` a part of everything (PyTorch's
     FSDP2); both where all replicas are equal after every step.
@@ -173,11 +175,15 @@ def parallelize(
             "virtual": virtual,
             "plan": plan,
             "cut": cut,
+            "measure": measure,
             "shard": shard,
         }
         job = _on_mesh(model, optimizer, parsed, Mesh.parse(mesh), {**split, **options})
         _Session.jobs.append(job)
         return job
+    for name, value in (("micro", micro), ("virtual", virtual), ("plan", plan), ("cut", cut), ("measure", measure)):
+        if value is not None:
+            raise HocketError(f"{name}= says how a model is split, but there is no mesh; add mesh='pipeline=2', for example.")
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         bring_to_life(model, seed=_Session.seed, device=_Session.cluster.device)
     if _Session.servers is not None and (not parsed.free or isinstance(parsed.topology, Gossip)):
@@ -213,13 +219,11 @@ def _on_mesh(
     if _Session.servers is not None:
         raise HocketError(f"The mesh {mesh} starts servers for each part of the model itself; leave servers= of hocket.init out.")
     mesh.check(world.size)
-    if options["shard"] == "full" and mesh.splits:
-        raise HocketError(f"shard='full' cuts every parameter, and so does the mesh {mesh}; use shard='state', or data= alone.")
     if strategy.free and isinstance(strategy.topology, Gossip) and mesh.data > 1:
         raise HocketError(
             f"{strategy} has workers meet one by one, but a split replica is several processes; use downpour + server."
         )
-    if strategy.free and mesh.data > 1:
+    if strategy.free and (mesh.data > 1 or serves_itself(strategy)):
 
         def connect(layout: Layout, place: Place, cluster: Cluster) -> Client:
             _Session.worker, _Session.world = place.data.place, place.data.size

@@ -22,7 +22,23 @@ def build(name: str) -> nn.Module:
         "vgg11": lambda: vgg11((3, 32, 32), 10),
         "gpt": lambda: gpt(16, context=8, layers=2, heads=4, width=32, dropout=0.0),
         "drop": lambda: gpt(16, context=8, layers=2, heads=4, width=32, dropout=0.2),
+        "tied": Autoencoder,
     }[name]()
+
+
+class Autoencoder(nn.Module):
+    """Its first and last layers share their weights, under two names; one buffer is saved, and one is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.inner, self.leave = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.leave.weight = self.enter.weight
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("scale", torch.full((16,), 2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.enter(x.flatten(1)[:, :16])))
+        return self.leave(torch.relu(self.inner(hidden * self.scale)))[:, :6]
 
 
 def batch(name: str, step: int, samples: int = 8) -> tuple[Tensor, Tensor]:
@@ -31,7 +47,7 @@ def batch(name: str, step: int, samples: int = 8) -> tuple[Tensor, Tensor]:
     if name in ("gpt", "drop"):
         tokens = torch.randint(0, 16, (samples, 9), generator=draw)
         return tokens[:, :-1], tokens[:, 1:]
-    shape, classes = {"mlp": ((3, 4, 4), 6), "cnn": ((1, 8, 8), 10), "vgg11": ((3, 32, 32), 10)}[name]
+    shape, classes = {"mlp": ((3, 4, 4), 6), "tied": ((3, 4, 4), 6), "cnn": ((1, 8, 8), 10), "vgg11": ((3, 32, 32), 10)}[name]
     return torch.randn(samples, *shape, generator=draw), torch.randint(0, classes, (samples,), generator=draw)
 
 
@@ -59,6 +75,8 @@ def alone(name: str, steps: int = STEPS, samples: int = 8) -> tuple[dict[str, Te
 def begin(name: str, mesh: str, strategy: str = "bulk", samples: int = 8, **options: Any) -> tuple[nn.Module, Any]:
     model = build(name)
     x, _ = batch(name, 0, samples)
+    if hocket.Mesh.parse(mesh).pipeline > 1:
+        options.setdefault("measure", "flops")  # the same cut every time
     job = hocket.parallelize(
         model,
         optimizer_of(model),
@@ -76,7 +94,8 @@ def train(job: Any, name: str, steps: range, samples: int = 8) -> list[float]:
     for step in steps:
         x, y = batch(name, step, samples)
         own = slice(job.place.data.place * samples // job.mesh.data, (job.place.data.place + 1) * samples // job.mesh.data)
-        losses.append(float(job.train(x[own], y[own])))
+        loss = job.train(x[own], y[own])
+        losses += [] if loss is None else [float(loss)]
     return losses
 
 
@@ -89,7 +108,15 @@ def equal(name: str, mesh: str, strategy: str = "bulk", **options: Any) -> dict[
     tied = job.module.token.weight.detach().clone() if name == "gpt" and hasattr(job.module, "token") else None
     job.finish()
     held = {n: p.numel() for n, p in job.module.named_parameters()}
-    return {"whole": None if state is None else state["model"], "losses": losses, "ledger": ledger, "held": held, "tied": tied}
+    ended = {n: p.detach().clone() for n, p in job.module.named_parameters()}
+    return {
+        "whole": None if state is None else state["model"],
+        "losses": losses,
+        "ledger": ledger,
+        "held": held,
+        "ended": ended,
+        "tied": tied,
+    }
 
 
 def checkpoints(name: str, first: str, then: str) -> dict[str, Any]:

@@ -67,3 +67,23 @@ def test_a_simulation_compares_strategies() -> None:
 def test_every_example_is_run_here() -> None:
     tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text()))
     assert {path.name for path in EXAMPLES.glob("*.py")} <= tested
+
+
+def test_a_gpt_on_a_mesh_of_four_learns_and_one_process_loads_it() -> None:
+    output = run([*TOGETHER[:-1], "4"], "gpt_mesh.py", "--steps", "10", "--width", "32")
+    assert "process 3 · stage 1 · part 1" in output
+    losses = [float(a) for a in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < losses[0]
+    assert "one process loads it" in output
+
+
+def test_vgg_by_pipeline_sends_far_less_than_replicas_do() -> None:
+    output = run(TOGETHER, "vgg_pipeline.py", "--steps", "1", "--batch", "8")
+    replicas, pipeline = (float(sent) for sent in re.findall(r"([\d.]+) MB sent per step", output))
+    assert pipeline < replicas / 10
+
+
+def test_splitting_a_perceptron_halves_what_a_process_holds() -> None:
+    output = run(TOGETHER, "split_or_not.py", "--hidden", "64", "--batch", "8", "--steps", "2")
+    split, whole = (float(held) for held in re.findall(r"([\d.]+) million", output))
+    assert split == pytest.approx(whole / 2, rel=0.3)

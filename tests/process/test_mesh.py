@@ -29,12 +29,17 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
         wanted += [(f"hybrid {s}", "equal", {"name": "gpt", "mesh": "data=2", "strategy": s}) for s in HYBRID]
         wanted += [(f"drop {mesh}", "equal", {"name": "drop", "mesh": mesh}) for mesh in ("tensor=2", "pipeline=2")]
         wanted.append(("untouched", "untouched", {"mesh": "tensor=2"}))
+        wanted.append(("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "micro": 1, "schedule": "gpipe"}))
+        dream = {"mesh": "pipeline=2", "schedule": "pipedream"}
+        wanted += [(f"dream {name}", "equal", {"name": name, **dream}) for name in ("mlp", "gpt")]
         wanted += [(f"sharded {shard}", "sharded", {"shard": shard}) for shard in ("state", "full")]
         wanted.append(("state on a mesh", "equal", {"name": "mlp", "mesh": "data=2", "shard": "state"}))
         wanted.append(("born", "born", {"shard": None, "mesh": None}))
         wanted += [(f"born {mesh}", "born", {"shard": None, "mesh": mesh}) for mesh in ("pipeline=2", "tensor=2")]
     else:
         wanted += [(f"hybrid {s}", "equal", {"name": "gpt", "mesh": "data=2,pipeline=2", "strategy": s}) for s in HYBRID]
+        dream = {"mesh": "data=2,pipeline=2", "schedule": "pipedream"}
+        wanted += [(f"dream {name}", "equal", {"name": name, **dream}) for name in ("mlp", "gpt")]
         wanted.append(("drop", "equal", {"name": "drop", "mesh": "pipeline=2,tensor=2"}))
         wanted.append(("downpour", "equal", {"name": "mlp", "mesh": "data=2,pipeline=2", "strategy": "downpour(1, 1) + server"}))
         wanted.append(("other", "checkpoints", {"name": "gpt", "first": "pipeline=2,tensor=2", "then": "data=2,tensor=2"}))
@@ -53,11 +58,21 @@ REFUSED: list[dict[str, Any]] = [
     {"mesh": "data=2,tensor=2", "shard": "full"},
     {"mesh": "data=2,tensor=2", "shard": "state", "strategy": "local(2)"},
     {"mesh": "data=2,tensor=2", "strategy": "async + gossip"},
+    {"mesh": "data=2,tensor=2", "strategy": "downpour(1, 1) + server"},
+    {"mesh": "data=2,pipeline=2", "name": "gpt", "strategy": "downpour(1, 1) + server"},
+    {"mesh": "data=2,tensor=2", "micro": 3},
+    {"mesh": "data=2,pipeline=2", "plan": {"1": "columns"}},
+    {"mesh": "data=2,pipeline=2", "schedule": "pipedream", "micro": 3},
 ]
 SENTENCES = ("3 places, but the job has 4", "cannot fill 4 stages with 2", "no schedule '2f2b'", "columns", "leave accumulate=") + (
     "use shard='state'",
     "needs equal replicas",
     "use downpour + server",
+    "drift apart",
+    "drift apart",
+    "micro= is about stages",
+    "plan= is about splitting operations",
+    "leave micro= out",
 )
 
 
@@ -119,6 +134,21 @@ def test_codes_between_split_replicas_leave_tied_copies_equal_and_the_model_trai
         assert torch.equal(results[first]["tied"], results[last]["tied"])
 
 
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_replicas_of_an_asynchronous_pipe_train_as_one_on_all_samples(
+    worlds: dict[int, Any], reference: dict[str, tuple[dict[str, Tensor], list[float]]], name: str
+) -> None:
+    one, two = worlds[2][0][f"dream {name}"], worlds[4][0][f"dream {name}"]
+    assert furthest(one["whole"], two["whole"]) < 1e-5
+    assert furthest(one["whole"], reference[name][0]) > 1e-4  # late gradients lead elsewhere
+
+
+def test_a_parameter_of_two_names_is_one(worlds: dict[int, Any]) -> None:
+    found = worlds[2][0]["two names"]
+    assert furthest(found["whole"], alone("tied")[0]) < 1e-5  # its running statistics too: there is one micro-batch
+    build("tied").load_state_dict(found["whole"])
+
+
 def test_dropout_is_that_of_the_whole_model_whatever_the_split(worlds: dict[int, Any]) -> None:
     found = [worlds[2][0]["drop tensor=2"], worlds[2][0]["drop pipeline=2"], worlds[4][0]["drop"]]
     assert furthest(found[0]["whole"], found[1]["whole"]) < 1e-5
@@ -155,7 +185,8 @@ def test_a_model_born_in_parts_has_the_weights_of_one_born_whole(worlds: dict[in
 
 def test_downpour_between_split_replicas_trains_and_ends_equal(worlds: dict[int, Any]) -> None:
     results = [worker["downpour"] for worker in worlds[4]]
-    assert furthest(results[0]["whole"], results[2]["whole"]) < 1.0
+    for one, other in ((0, 2), (1, 3)):  # the same stage of both replicas
+        assert furthest(results[one]["ended"], results[other]["ended"]) == 0
     assert all(torch.isfinite(t).all() for t in results[0]["whole"].values())
     assert furthest(results[0]["whole"], dict(build("mlp").state_dict())) > 1e-3
 
@@ -214,7 +245,8 @@ def test_a_process_holds_its_part_and_no_more(worlds: dict[int, Any]) -> None:
     whole = sum(t.numel() for t in build("gpt").parameters())
     for mesh in ("pipeline=2,tensor=2", "tensor=4"):
         held = [sum(worker[f"gpt {mesh}"]["held"].values()) for worker in worlds[4]]
-        assert max(held) < 0.45 * whole, (mesh, held, whole)
+        apart = sum(build("gpt").token.weight.shape) * 16  # small vectors and a shared embedding weigh much in so small a model
+        assert max(held) < whole / 4 + apart, (mesh, held, whole)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))

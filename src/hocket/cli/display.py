@@ -63,6 +63,11 @@ class Display:
         if self._bar is not None:
             self._bar.update(self._task, completed=where.step, total=where.steps)
 
+    def note(self, text: str) -> None:
+        """Something to be read as it is."""
+        if self._speaks:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def epoch(self, metrics: dict[str, Any]) -> None:
         """One epoch has ended."""
         note = f"epoch {metrics['epoch']}  loss {metrics['loss']:.4f}"

@@ -226,7 +226,9 @@ def _train(
             print(text)
         return
     with Display(str(strategy), speaks, settings.epochs) as display:
-        training = run(settings, cluster, data_dir, out, resume, display.step, display.epoch, checkpoints=checkpoints)
+        training = run(
+            settings, cluster, data_dir, out, resume, display.step, display.epoch, checkpoints=checkpoints, on_split=display.note
+        )
     if speaks:
         kind = "virtual workers" if settings.virtual else "workers"
         name = predicted_for(settings)

@@ -61,7 +61,7 @@ class ProcessCluster(Cluster):
         heartbeat: Heartbeat | None = None,
     ) -> None:
         """``group``: some of the processes, who then share the whole job's ``heartbeat``."""
-        self.group = dist.group.WORLD if group is None else group
+        self._some = group
         self.rank, self.processes = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
         self._whole = group is None
@@ -75,7 +75,7 @@ class ProcessCluster(Cluster):
         self.exact = exact
         self.backend = str(dist.get_backend())
         self._owner = [r for r, hosted in enumerate(self.hosting) for _ in hosted]
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(size)): self.group}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._sequence = 0
         self.summing: dict[int, Callable[[Tensor], Tensor]] = {}
         """Means over so many machines that only sum, where the job has some."""
@@ -98,6 +98,11 @@ class ProcessCluster(Cluster):
     @property
     def host_size(self) -> int:
         return self._host_size
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The processes' group; the whole job's is asked for anew each time, since nobody may keep it beyond its end."""
+        return dist.group.WORLD if self._some is None else self._some
 
     @property
     def scope(self) -> str:
@@ -274,6 +279,7 @@ class ProcessCluster(Cluster):
             self._thread.join(timeout=self.heartbeat.patience_s)  # what is still under way needs the others; they may be gone
             self._thread = None
         self._groups.clear()  # or they would outlive destroy_process_group
+        self._some = None
 
     # --- messages --------------------------------------------------------------------------------------------------------
 

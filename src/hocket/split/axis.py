@@ -7,6 +7,7 @@ of the wire, as in the ledger of the data axis: payload, packet headers and fram
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,8 @@ class Axis:
         """``ranks`` are those of the whole job, in order of the coordinate; ``place`` is this process's own coordinate."""
         self.name, self.ranks, self.place, self.group = name, ranks, place, group
         self.toll = Toll()
+        self.explain: Callable[[BaseException], BaseException] = lambda error: error
+        """Turns a broken connection into a sentence that names who is lost."""
 
     @property
     def size(self) -> int:
@@ -94,7 +97,10 @@ class Axis:
 
     def _blocked(self, work: Any) -> Any:
         start = time.perf_counter()
-        result = work()
+        try:
+            result = work()
+        except RuntimeError as error:
+            raise self.explain(error) from error
         self.toll.seconds += time.perf_counter() - start
         return result
 

@@ -80,9 +80,14 @@ def saved_bytes(module: nn.Module, sample: Tensor) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = module(sample)
-    del output
+    training = {name: part.training for name, part in module.named_modules()}
+    module.eval()  # statistics and draws stay as they are
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            module(sample)
+    finally:
+        for name, part in module.named_modules():
+            part.training = training[name]
     return sum(kept.values())
 
 

@@ -107,7 +107,6 @@ class WholeOptimizer:
     def load(self, state: Mapping[str, Any], parts: Parts) -> None:
         """Go on from the whole's ``state_dict()``."""
         order = [name for group in self.groups for name in group]
-        own = self.optimizer.state_dict()
         names = [name for group in self.groups for name in group if name in self.held]
         filled: dict[int, dict[str, Any]] = {}
         for index, values in state["state"].items():
@@ -118,9 +117,10 @@ class WholeOptimizer:
                     field: part.take(v) if part is not None and isinstance(v, Tensor) and tuple(v.shape) == part.shape else v
                     for field, v in values.items()
                 }
-        groups = [
-            {**saved, "params": group["params"]} for saved, group in zip(state["param_groups"], own["param_groups"], strict=True)
-        ]
+        groups, start = [], 0
+        for saved, own in zip(state["param_groups"], self.optimizer.param_groups, strict=True):
+            groups.append({**saved, "params": list(range(start, start + len(own["params"])))})
+            start += len(own["params"])
         self.optimizer.load_state_dict({"state": filled, "param_groups": groups})
 
     def _split_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

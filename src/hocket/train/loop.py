@@ -132,6 +132,7 @@ class Training:
             loss = self._step(round_, index)
             losses += [loss] * bool(loss.numel())  # an asynchronous pipe tells losses later, and none while it fills
             watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))
+        losses += getattr(self.replicas, "drain", list)()
         self.cluster.ledger.pause()
         entry = self.ledger.close_epoch()
         self.epoch += 1

@@ -8,8 +8,11 @@ passes itself: ``job.backward(x, y)`` fills the gradients, ``job.train(x, y)`` m
 
 from __future__ import annotations
 
+import gc
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,10 +39,17 @@ from hocket.split.wholes import WholeOptimizer, gather_wholes, take_parts
 from hocket.strategy import Strategy
 from hocket.train.free_job import FreeJob
 from hocket.train.job import Job, check_equal, check_job, layout_for
+from hocket.train.mesh_checks import (
+    ASYNCHRONOUS,
+    DEFAULT_SCHEDULE,
+    all_names,
+    refuse_cut,
+    refuse_on_mesh,
+    refuse_split_options,
+)
 from hocket.train.mesh_ledger import MeshLedger
 
 Loss = Callable[[Any, Tensor], Tensor]
-ASYNCHRONOUS = "pipedream"
 
 
 class MeshJob:
@@ -55,11 +65,12 @@ class MeshJob:
         *,
         loss: Loss | None = None,
         sample: Tensor | None = None,
-        schedule: str = "1f1b",
+        schedule: str = DEFAULT_SCHEDULE,
         micro: int | None = None,
         virtual: int | None = None,
         plan: Mapping[str, str] | None = None,
         cut: Sequence[str] | None = None,
+        measure: str | None = None,
         connect: Callable[[Layout, Place, Cluster], Client] | None = None,
         accumulate: int = 1,
         nonfinite: str = "raise",
@@ -69,17 +80,14 @@ class MeshJob:
     ) -> None:
         """``connect`` makes the link to the shards of this part of the model, where the strategy has some."""
         check_job(model, optimizer, strategy, accumulate, nonfinite)
-        if accumulate > 1 or options.get("scaler") is not None or nonfinite != "raise":
-            raise HocketError(
-                f"On the mesh {mesh} a step is one backward pass, and gradients that are not finite end it; leave accumulate=, "
-                "scaler= and nonfinite= out (micro-batches are micro=)."
-            )
-        if mesh.pipeline > 1 and (loss is None or sample is None):
-            raise HocketError(
-                f"The mesh {mesh} cuts the model into stages, which needs loss=, a function of output and target, and sample=, "
-                "some inputs."
-            )
+        split = {"schedule": schedule, "micro": micro, "virtual": virtual, "plan": plan, "cut": cut, "measure": measure}
+        refuse_split_options(mesh, split)
+        given = {"loss": loss, "sample": sample, "accumulate": accumulate, "nonfinite": nonfinite, "scaler": options.get("scaler")}
+        refuse_on_mesh(mesh, optimizer, strategy, world, shard, connect is not None, given)
         self.place = settle(mesh, world.device.type)
+        if isinstance(world, ProcessCluster):
+            for axis in self.place.axes.values():
+                axis.explain = world.heartbeat.explain
         self.mesh, self.loss, self.optimizer, self.strategy, self.world = mesh, loss, optimizer, strategy, world
         check_equal(
             model, layout_for(model, optimizer, strategy, None, None), world, [str(strategy), f"mesh={mesh}", f"{schedule} {micro}"]
@@ -87,6 +95,8 @@ class MeshJob:
         _spread(model, world)
         self.whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         """Of the model's parameters before it was split."""
+        self._saved = set(model.state_dict())
+        self._first = all_names(model)
         self.whole_optimizer = WholeOptimizer(model, optimizer)
         self.draws = Draws(seed=seed, replica=self.place.data.place)
         self._plan = "" if mesh.tensor == 1 else explain_plan(model, mesh.tensor, plan)
@@ -102,25 +112,26 @@ class MeshJob:
             assert sample is not None
             virtual = find(schedule).virtual if virtual is None else virtual
             micro = micro or 2 * mesh.pipeline
-            self.cut = cut_model(model, sample, mesh.pipeline * virtual, points=cut)
+            unborn = any(p.is_meta for p in model.parameters())
+            measure = measure or ("flops" if unborn or mesh.tensor > 1 else "seconds")
+            self.cut = cut_model(model, sample[: max(1, len(sample) // micro)], mesh.pipeline * virtual, measure, points=cut)
+            refuse_cut(self.cut, strategy, shard, connect is not None, schedule == ASYNCHRONOUS)
             self.pipe = Pipeline(self.cut, self.place.pipeline, loss, schedule, micro, draws=self.draws)
             self.module = self.pipe.module
             if schedule == ASYNCHRONOUS:
                 self.pipe.update = self._update
-        _forget(model, dict(self.module.named_parameters()))
+        _forget(model, self.module)
         bring_to_life(self.module, self.parts, seed, model, world.device)
-        held = dict(self.module.named_parameters())
+        held = self._parameters()
         self.whole_optimizer.point_at(held)
+        gc.collect()  # traces hold whole weights in cycles
         self.tied = Tied(held, {} if self.cut is None else self.cut.tied, self.place.pipeline)
         self._rounds_tied = bool(self.tied) and mesh.data > 1 and not isinstance(strategy.compression, NoCompression)
-        if self._rounds_tied and self.asynchronous:
-            raise HocketError(
-                f"{strategy}: a code would round the copies of a parameter that several stages share, and {ASYNCHRONOUS} never "
-                "lets them meet; use another schedule, or no compression."
-            )
-        apart = {
-            n: "tied" if n in self.tied else "whole" for n in held if n in self.tied or (mesh.tensor > 1 and self.parts[n].whole)
-        }
+        apart = {}
+        for own, _ in self.module.named_parameters():
+            name = self._first.get(own, own)
+            if name in self.tied or (mesh.tensor > 1 and self.parts[name].whole):
+                apart[own] = "tied" if name in self.tied else "whole"
         self.cluster = _data_cluster(self.place, world)
         self.job: Job | FreeJob
         if connect is not None:
@@ -140,6 +151,10 @@ class MeshJob:
                 self.module, optimizer, strategy, self.cluster, seed=seed, apart=apart, hooked=hooked, shard=shard, **options
             )
         self.layout = self.job.layout
+        self._weights: deque[float] = deque()
+        """Of the mini-batches in an asynchronous pipe."""
+        if not self.asynchronous:
+            optimizer.register_step_post_hook(lambda *_: self._after_step())
         self.ledger = MeshLedger(self.job.ledger, self.place, world)
 
     # --- what users call ---------------------------------------------------------------------------------------------------
@@ -163,7 +178,6 @@ class MeshJob:
                 raise HocketError("job.backward(x, y) needs loss= in hocket.parallelize(…), a function of output and target.")
             loss = self.loss(self.module(x), y)
             loss.backward()
-            self._count_step()
             return loss.detach()
         if self.asynchronous:
             raise HocketError(f"{ASYNCHRONOUS} updates inside the pipe: call job.train(x, y), which makes the whole step.")
@@ -172,28 +186,31 @@ class MeshJob:
         self.tied.sum_gradients()
         if isinstance(self.job, Job):
             self.job.exchange()
-        self._count_step()
         return loss
 
     def train(self, x: Tensor, y: Tensor) -> Tensor | None:
         """One whole step; its loss. Under ``pipedream`` that of the mini-batch which has just left the pipe, None at first."""
         if self.pipe is not None and self.asynchronous:
+            self._weights.append(self.job.weight)
             found = self.pipe.feed(x, y)
-            self._count_step()
+            self.draws.step += 1
             return found
         self.optimizer.zero_grad()
         loss = self.backward(x, y)
         self.optimizer.step()
-        self.settle_tied()
         return loss
 
     def clip(self, most: float) -> Tensor:
         """Scale all gradients of this replica so that their norm is at most ``most``; the norm before."""
-        square = torch.zeros((), dtype=torch.float64)
-        for name, p in self.module.named_parameters():
+        if self.asynchronous:
+            raise HocketError(
+                f"{ASYNCHRONOUS} updates each stage by itself, so nobody sees the whole gradient; do not clip, or use 1f1b."
+            )
+        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for name, p in self._parameters().items():
             counted = self.place.tensor.place == 0 or not self.parts[name].whole
             if p.grad is not None and counted and self.tied.first(name):
-                square += p.grad.detach().double().square().sum().cpu()
+                square += p.grad.detach().double().square().sum()
         self.place.tensor.all_reduce(square)
         self.place.pipeline.all_reduce(square)
         norm = square.sqrt()
@@ -205,20 +222,21 @@ class MeshJob:
 
     def predict(self, x: Tensor) -> Tensor:
         """The model's output, on all processes of the replica; all of them must ask together."""
+        self.drain()
         if self.pipe is None:
             out: Tensor = self.module(x)
             return out
-        return self.pipe.forward(x)
+        with self._untold():
+            return self.pipe.forward(x)
 
     @property
     def asynchronous(self) -> bool:
         """Whether updates are made inside the pipe, so that only :meth:`train` makes sense."""
         return self.pipe is not None and self.pipe.update is not None
 
-    def drain(self) -> None:
-        """Let what is in the pipe leave it (``pipedream``)."""
-        if self.pipe is not None and self.asynchronous:
-            self.pipe.drain()
+    def drain(self) -> list[Tensor]:
+        """Let what is in the pipe leave it (``pipedream``); the losses that had not been told."""
+        return self.pipe.drain() if self.pipe is not None and self.asynchronous else []
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -249,7 +267,8 @@ class MeshJob:
         """When every stage did what in the latest mini-batch, of this replica; None without stages. All processes must ask."""
         if self.pipe is None:
             return None
-        return self.pipe.timeline() if self.asynchronous else gather(self.place.pipeline, self._spans)
+        with self._untold():
+            return self.pipe.timeline() if self.asynchronous else gather(self.place.pipeline, self._spans)
 
     def picture(self) -> str:
         """The mesh as text: who holds what, and how many bytes of it."""
@@ -262,7 +281,8 @@ class MeshJob:
     def _activation_bytes(self) -> int:
         """What forward passes keep for backward passes here at most: outputs of layers, as far as a sample tells."""
         if self.cut is None or self.pipe is None:
-            return 0 if self._sample is None else saved_bytes(self.module, self._sample)
+            with self._untold():
+                return 0 if self._sample is None else saved_bytes(self.module, self._sample)
         place, size = self.place.pipeline.place, self.place.pipeline.size
         kept = sum(row.crossing_bytes for row in self.cut.rows if row.stage % size == place)
         if self.asynchronous:
@@ -279,15 +299,19 @@ class MeshJob:
         """
         self.drain()
         model = gather_wholes(self._held(), self.parts, self.place)
-        sharded = isinstance(self.job, Job) and self.job.sharded is not None
-        optimizer = None if sharded else self.whole_optimizer.gather(self.parts, self.place)
-        return None if model is None else {"model": model, "optimizer": optimizer}
+        optimizer = None if self._sharded else self.whole_optimizer.gather(self.parts, self.place)
+        if model is None:
+            return None
+        model.update({name: model[first] for name, first in self._first.items() if name in self._saved and first in model})
+        return {"model": model, "optimizer": optimizer, "draws": self.draws.step}
 
     def load_whole(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`whole_state`, or from an unsplit model's and optimiser's; every process is given the whole."""
+        self.drain()
         take_parts(state["model"], self._held(), self.parts)
         if state.get("optimizer") is not None:
             self.whole_optimizer.load(state["optimizer"], self.parts)
+        self.draws.step = int(state.get("draws", self.draws.step))
 
     def state_dict(self) -> dict[str, Any]:
         """What this process has: it goes on from there on the same mesh."""
@@ -295,7 +319,7 @@ class MeshJob:
         return {
             "mesh": str(self.mesh),
             "model": {name: t.detach().clone() for name, t in self._held().items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": None if self._sharded else self.optimizer.state_dict(),
             "job": self.job.state_dict(),
             "step": self.draws.step,
         }
@@ -304,30 +328,50 @@ class MeshJob:
         """Go on from :meth:`state_dict`."""
         if state["mesh"] != str(self.mesh):
             raise HocketError(f"The checkpoint is of the mesh {state['mesh']}, not {self.mesh}; use whole_state and load_whole.")
+        self.drain()
         for name, tensor in self._held().items():
             tensor.data.copy_(state["model"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if state["optimizer"] is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
         self.job.load_state_dict(state["job"])
         self.draws.step = int(state["step"])
 
     def _held(self) -> dict[str, Tensor]:
-        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        """What checkpoints hold of this process: parameters by their first names, and buffers that are saved."""
+        return {**self._parameters(), **{n: b for n, b in self.module.named_buffers() if n in self._saved}}
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {self._first.get(name, name): p for name, p in self.module.named_parameters()}
+
+    @property
+    def _sharded(self) -> bool:
+        return isinstance(self.job, Job) and self.job.sharded is not None
+
+    @contextmanager
+    def _untold(self) -> Iterator[None]:
+        """What happens inside is not training: no axis counts it."""
+        tolls = {name: replace(axis.toll) for name, axis in self.place.axes.items()}
+        try:
+            yield
+        finally:
+            for name, axis in self.place.axes.items():
+                axis.toll = tolls[name]
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        """The update of one mini-batch inside an asynchronous pipe."""
+        """The update of one mini-batch inside an asynchronous pipe; they leave it in the order in which they came."""
+        coming, self.job.weight = self.job.weight, self._weights.popleft()
         if isinstance(self.job, Job):
             self.job.exchange()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.job.weight = coming
 
-    def settle_tied(self) -> None:
+    def _after_step(self) -> None:
         """Codes round a tied parameter differently in each stage that has it: make its copies equal again."""
         if self._rounds_tied:
             self.tied.copy_weights()
-
-    def _count_step(self) -> None:
         self.draws.step += 1
 
 
@@ -349,7 +393,15 @@ def _data_cluster(place: Place, world: Cluster) -> Cluster:
         return VirtualCluster(1, world.device, timed=True)
     if not place.mesh.splits or not isinstance(world, ProcessCluster):
         return world
-    found = ProcessCluster(device=world.device, exact=world.exact, group=place.data.group, heartbeat=world.heartbeat)
+    one = place.mesh.pipeline * place.mesh.tensor  # processes of a replica
+    here = max(1, world.host_size // one) if world.host_size % one == 0 or world.host_size < one else 1
+    found = ProcessCluster(
+        device=world.device,
+        exact=world.exact,
+        host_size=here if place.data.size % here == 0 else None,
+        group=place.data.group,
+        heartbeat=world.heartbeat,
+    )
     found.keys = world.keys
     return found
 
@@ -365,8 +417,9 @@ def _spread(model: nn.Module, world: Cluster) -> None:
             tensor.data.copy_(rows.view(tensor.shape))
 
 
-def _forget(model: nn.Module, held: Mapping[str, nn.Parameter]) -> None:
+def _forget(model: nn.Module, own: nn.Module) -> None:
     """Free what other stages hold."""
-    for name, p in model.named_parameters():
-        if name not in held and not p.is_meta:
-            p.data = p.data.new_empty(0)
+    held = {id(t) for t in (*own.parameters(), *own.buffers())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in held and not tensor.is_meta:
+            tensor.data = tensor.data.new_empty(0)

@@ -49,15 +49,18 @@ class MeshReplica:
         self.job.weight = weights[0]
         x, y = inputs[0], targets[0]
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
-            if self.job.asynchronous or self.clip is None:
+            if self.clip is None:
                 loss = self.job.train(x, y)
             else:
                 self._optimizer.zero_grad()
                 loss = self.job.backward(x, y)
                 self.job.clip(self.clip)
                 self._optimizer.step()
-                self.job.settle_tied()
         return torch.empty(0) if loss is None else loss.detach().view(1)
+
+    def drain(self) -> list[Tensor]:
+        """The losses of mini-batches that were still in an asynchronous pipe."""
+        return [loss.detach().view(1) for loss in self.job.drain()]
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:

@@ -27,6 +27,7 @@ from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.free import FreeTraining
 from hocket.train.free.crowd import Crowd
 from hocket.train.free.training import DEFAULT_CLUSTER
+from hocket.train.free_job import serves_itself
 from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
 from hocket.train.record import Record, versions
@@ -120,7 +121,7 @@ class Settings:
                 f"--mesh {self.mesh} splits a model over real processes that wait for each other; leave --virtual, --share, "
                 "--slowdown and --autocast fp16 out."
             )
-        if strategy.free and mesh.data > 1:
+        if strategy.free and (mesh.data > 1 or serves_itself(strategy)):
             raise HocketError(
                 f"{strategy} between split replicas runs in a script of yours (hocket.parallelize(…, mesh=…) under torchrun), "
                 "not under `hocket train`."
@@ -287,10 +288,11 @@ def run(
     checkpoints: bool = True,
     engines: Engines | None = None,
     briefly: bool = False,
+    on_split: Callable[[str], None] = lambda _: None,
 ) -> Training | FreeTraining:
     """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given.
 
-    ``briefly``: nothing is evaluated but the mean model at the end.
+    ``briefly``: nothing is evaluated but the mean model at the end. ``on_split`` is shown who holds what of a split model.
     """
     process = getattr(cluster, "rank", 0)
     record = None if out is None else Record(out, process, resume)
@@ -299,6 +301,10 @@ def run(
         if process:
             warnings.simplefilter("ignore")
         training = make_training(settings, cluster, data, engines)
+    if settings.mesh is not None:
+        picture = training.replicas.job.picture()  # type: ignore[union-attr]
+        if process == 0:
+            on_split(picture)
     if briefly:
         training.plan = replace(training.plan, evaluate=False, worst=False)
     if record is not None and resume:
@@ -310,7 +316,9 @@ def run(
         reached = cluster.collect(torch.full((cluster.rows, 1), training.step)).flatten().tolist()
         if len(set(reached)) > 1:
             raise HocketError(f"The checkpoints in {out} are of different steps ({min(reached)} to {max(reached)}); start anew.")
-    if record is not None:
+    # A run that goes on split otherwise is described so only when there is a checkpoint of that kind.
+    late = record is not None and resume and record.mesh() != settings.mesh
+    if record is not None and not late:
         record.write_run(describe(settings, cluster, training))
     for metrics in training.run(watch):
         if record is not None:
@@ -320,6 +328,9 @@ def run(
                     record.save(training.state_dict())
                     if settings.mesh is not None and isinstance(training, Training):
                         record.save_whole(training.whole_state())
+            if late:
+                record.write_run(describe(settings, cluster, training))
+                late = False
         on_epoch(metrics)
     if record is not None and settings.mesh is not None and isinstance(training, Training):
         timeline = training.replicas.job.timeline()  # type: ignore[attr-defined]

@@ -6,9 +6,9 @@ been updated since. So the gradient that stage ``s`` applies is ``S − 1 − s`
 
     w_s ← update(w_s, g_s(j)),   g_s(j) at the weights that stage s had when mini-batch j came by
 
-A tied parameter has a copy on several stages. The lowest of them, ``a``, adds up the copies' gradients of a mini-batch and applies
-the sum with its own update; a copy on stage ``s`` applies the same sum ``s − a + 1`` updates later. So all copies go through the
-same values, and nobody waits.
+A tied parameter has a copy on several stages. The lowest of them, ``a``, adds up the copies' gradients of a mini-batch, updates its
+own and hands the new value on; a copy on stage ``s`` takes it ``s − a + 1`` of its own updates later. So all copies go through the
+same values, whatever the rate does meanwhile, and nobody waits.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PipeDream:
         self._weights: dict[str, Tensor] | None = None
         self._fed = self._back = 0
         self._losses: deque[Tensor] = deque()
-        self._tied_works: list[tuple[Tensor, Any]] = []
+        self._tied_works: deque[list[tuple[Tensor, Any]]] = deque()
 
     # --- what is asked of it -----------------------------------------------------------------------------------------------
 
@@ -188,6 +188,7 @@ class PipeDream:
         self._set(grads)
         self._set_tied(j, grads)
         self._step()
+        self._hand_tied(j)
         self._done("B", j, start)
         self._losses.append(loss)
 
@@ -226,49 +227,57 @@ class PipeDream:
     # --- tied parameters ---------------------------------------------------------------------------------------------------
 
     def _set_tied(self, j: int, grads: dict[str, Tensor | None]) -> None:
-        """Exchange the gradients of mini-batch ``j``, and put the sums in place that are due with this update."""
+        """The lowest stage puts the sum over all copies in place, which the others send it; only its own is updated."""
         first = {self._names[name]: grad for name, grad in grads.items()}
         for i, (name, (parameter, places)) in enumerate(self._tied.items()):
             own = first.get(name)
             own = torch.zeros_like(parameter) if own is None else own.contiguous()
             if self._place == places[0]:
                 parameter.grad = self._collect(own, places, i)
-                continue
-            self._tied_works.append((own, self.axis.send(own, places[0], _TIED_TAG + i)))
-            due = j - (self._place - places[0] + 1)
-            parameter.grad = self._summed(parameter, places[0], i) if due >= 0 else None
+            else:
+                self._send_tied(own, [places[0]], i)
+                parameter.grad = None
 
     def _collect(self, own: Tensor, places: list[int], i: int) -> Tensor:
-        """On the lowest stage: the sum over all copies, which everybody is told."""
         total = own.clone()
         for p in places[1:]:
             into = torch.empty_like(own)
             self.axis.wait(self.axis.receive(into, p, _TIED_TAG + i))
             total += into
-        for p in places[1:]:
-            self._tied_works.append((total, self.axis.send(total, p, _TIED_TAG + i)))
         return total
 
-    def _summed(self, parameter: nn.Parameter, source: int, i: int) -> Tensor:
-        into = torch.empty_like(parameter)
+    def _hand_tied(self, j: int) -> None:
+        """After the update of mini-batch ``j``: the lowest stage tells its new value; the others take the one that is due."""
+        for i, (parameter, places) in enumerate(self._tied.values()):
+            if self._place == places[0]:
+                self._send_tied(parameter.detach().clone(), places[1:], i)
+            elif j >= self._late(places):
+                self._take_tied(parameter, places[0], i)
+
+    def _send_tied(self, values: Tensor, to: list[int], i: int) -> None:
+        """Start sending, and let go of what has surely arrived."""
+        self._tied_works.append([(values, self.axis.send(values, p, _TIED_TAG + i)) for p in to])
+        while len(self._tied_works) > 2 * self.axis.size * len(self._tied):
+            for _, work in self._tied_works.popleft():
+                self.axis.wait(work)
+
+    def _late(self, places: list[int]) -> int:
+        return self._place - places[0] + 1
+
+    def _take_tied(self, parameter: nn.Parameter, source: int, i: int) -> None:
+        into = torch.empty_like(parameter, memory_format=torch.contiguous_format)
         self.axis.wait(self.axis.receive(into, source, _TIED_TAG + i))
-        return into
+        parameter.data.copy_(into)
 
     def _finish_tied(self) -> None:
-        """The sums that are still to come, each with an update of its own that touches nothing else."""
-        late = max((self._place - places[0] + 1 for _, places in self._tied.values() if self._place != places[0]), default=0)
-        for round_ in range(late):
-            for parameter in self.module.parameters():
-                parameter.grad = None
-            due = self._fed - late + round_
-            for i, (parameter, places) in enumerate(self._tied.values()):
-                own_late = self._place - places[0] + 1
-                if self._place != places[0] and due >= max(0, self._fed - own_late):
-                    parameter.grad = self._summed(parameter, places[0], i)
-            if any(p.grad is not None for p in self.module.parameters()):
-                self._step()
-        for _, work in self._tied_works:
-            self.axis.wait(work)
+        """The values that are still to come."""
+        for i, (parameter, places) in enumerate(self._tied.values()):
+            if self._place != places[0]:
+                for _ in range(min(self._late(places), self._fed)):
+                    self._take_tied(parameter, places[0], i)
+        for works in self._tied_works:
+            for _, work in works:
+                self.axis.wait(work)
 
     def _done(self, kind: Any, j: int, start: float) -> None:
         self.spans.append(Span(Action(kind, self._place, j), start, time.perf_counter()))

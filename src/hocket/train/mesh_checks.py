@@ -1,0 +1,105 @@
+"""What cannot work on a mesh, refused in one sentence before anything is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hocket.cluster.base import Cluster
+from hocket.errors import HocketError
+from hocket.split import Mesh
+from hocket.split.pipeline import Cut
+from hocket.split.pipeline.schedules import find
+from hocket.split.sharded import refuse_shard
+from hocket.strategy import Strategy
+
+ASYNCHRONOUS = "pipedream"
+DEFAULT_SCHEDULE = "1f1b"
+_SEES_WHOLE = ("Adafactor", "Muon")
+"""Optimisers that look at a whole matrix to update a part of it."""
+
+
+def refuse_split_options(mesh: Mesh | None, given: dict[str, Any]) -> None:
+    """Refuse options that say how to split what is not split; ``given`` are those of ``parallelize``.
+
+    >>> refuse_split_options(Mesh(tensor=2), {"micro": 4})
+    Traceback (most recent call last):
+    hocket.errors.HocketError: micro= is about stages, but the mesh tensor=2 has one; add pipeline=2, for example.
+    """
+    staged = {name: given.get(name) for name in ("micro", "virtual", "cut", "measure")}
+    staged["schedule"] = None if given.get("schedule", DEFAULT_SCHEDULE) == DEFAULT_SCHEDULE else given["schedule"]
+    for name, value in staged.items():
+        if value is not None and (mesh is None or mesh.pipeline == 1):
+            where = "there is no mesh" if mesh is None else f"the mesh {mesh} has one"
+            raise HocketError(f"{name}= is about stages, but {where}; add pipeline=2, for example.")
+    if given.get("plan") is not None and (mesh is None or mesh.tensor == 1):
+        where = "there is no mesh" if mesh is None else f"the mesh {mesh} has no tensor axis"
+        raise HocketError(f"plan= is about splitting operations, but {where}; add tensor=2, for example.")
+    micro = given.get("micro")
+    if micro is not None and (not isinstance(micro, int) or isinstance(micro, bool) or micro < 1):
+        raise HocketError(f"micro={micro!r}: the number of micro-batches is a whole number of at least 1.")
+    if mesh is not None and mesh.pipeline > 1:
+        find(staged["schedule"] or DEFAULT_SCHEDULE)
+        if staged["schedule"] == ASYNCHRONOUS and micro is not None:
+            raise HocketError(f"{ASYNCHRONOUS} takes whole mini-batches, one after another; leave micro= out.")
+
+
+def refuse_on_mesh(
+    mesh: Mesh,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    world: Cluster,
+    shard: str | None,
+    served: bool,
+    given: dict[str, Any],
+) -> None:
+    """Refuse what this mesh cannot do; ``served``: the strategy has servers of its own here."""
+    if given.get("accumulate", 1) != 1 or given.get("scaler") is not None or given.get("nonfinite", "raise") != "raise":
+        raise HocketError(
+            f"On the mesh {mesh} a step is one backward pass, and gradients that are not finite end it; leave accumulate=, "
+            "scaler= and nonfinite= out (micro-batches are micro=)."
+        )
+    if mesh.pipeline > 1 and (given.get("loss") is None or given.get("sample") is None):
+        raise HocketError(
+            f"The mesh {mesh} cuts the model into stages, which needs loss=, a function of output and target, and sample=, some "
+            "inputs."
+        )
+    if shard is not None:
+        refuse_shard(shard, strategy, None)
+    if shard == "full" and mesh.splits:
+        raise HocketError(f"shard='full' cuts every parameter, and so does the mesh {mesh}; use shard='state', or data= alone.")
+    if served and mesh.tensor > 1:
+        raise HocketError(
+            f"{strategy}: every part of an operation would hear shards of its own, and what all parts hold alike would drift "
+            "apart; split by pipeline= alone, or use a strategy without servers."
+        )
+    if mesh.tensor > 1 and type(optimizer).__name__ in _SEES_WHOLE:
+        raise HocketError(
+            f"{type(optimizer).__name__} looks at whole matrices, of which the mesh {mesh} leaves each process a part; use AdamW "
+            "or SGD."
+        )
+    if mesh.pipeline > 1 and "nccl" in str(getattr(world, "backend", "")):
+        raise HocketError("Stages talk through host memory, which NCCL does not reach; call hocket.init(backend='gloo').")
+
+
+def refuse_cut(cut: Cut, strategy: Strategy, shard: str | None, served: bool, asynchronous: bool) -> None:
+    """Refuse stages that a strategy cannot serve; all processes know all stages, so all refuse together."""
+    empty = [k for k, stage in enumerate(cut.stages) if not any(p.requires_grad for p in stage.parameters())]
+    if empty and (served or shard is not None):
+        what = str(strategy) if served else f"shard={shard!r}"
+        raise HocketError(
+            f"{what} needs something to train in every stage, but stage {empty[0]} has nothing; cut elsewhere (cut=)."
+        )
+    if cut.tied and served:
+        raise HocketError(
+            f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which would hear shards of their own and drift "
+            "apart; use a strategy without servers, or a model without shared parameters."
+        )
+
+
+def all_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter, for all names that it has."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,66 @@
+"""``hocket train --mesh`` and ``hocket pipeline show`` as a stranger runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from process.test_cli import hocket, metrics_of
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+SMALL = ["--model", "cnn", "--batch", "120", "--lr", "0.05", "--momentum", "0.9", "--seed", "3"]
+
+
+def test_a_run_goes_on_split_otherwise_and_ends_where_an_unsplit_one_does(tmp_path: Path) -> None:
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    for number, mesh in enumerate(([], ["--mesh", "pipeline=2", "--pipe", "gpipe", "--micro", "2"], ["--mesh", "tensor=2"]), 1):
+        resumed = ["--resume"] if number > 1 else []
+        ended = hocket("train", *SMALL, "--epochs", str(number), "--out", str(split), *mesh, *resumed)
+        assert ended.returncode == 0, ended.stderr
+    assert hocket("train", *SMALL, "--epochs", "3", "--out", str(whole)).returncode == 0
+    one, other = metrics_of(whole), metrics_of(split)
+    assert [m["loss"] for m in other] == pytest.approx([m["loss"] for m in one], abs=1e-4)
+    assert [m["accuracy"] for m in other] == pytest.approx([m["accuracy"] for m in one], abs=0.01)
+    assert [m.get("axes", {}).get("pipeline", {}).get("bytes_sent", 0) > 0 for m in other] == [False, True, False]
+    assert other[2]["axes"]["tensor"]["bytes_sent"] > 0
+    timeline = json.loads((split / "timeline.json").read_text())
+    assert len(timeline["rows"]) == 2
+    assert {action[0] for row in timeline["rows"] for action in row} == {"F", "B"}
+
+
+def test_explain_shows_who_holds_what_and_trains_nothing(tmp_path: Path) -> None:
+    ended = hocket("train", *SMALL, "--mesh", "pipeline=2", "--explain", "--out", str(tmp_path / "none"))
+    assert ended.returncode == 0, ended.stderr
+    for words in ("kB after it", "stage 1", "process 0 · stage 0", "activations"):
+        assert words in ended.stdout
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mesh", "pipelin=2"], "did you mean 'pipeline'?"),
+        (["--mesh", "data=2", "--workers", "3"], "leave --workers out"),
+        (["--mesh", "pipeline=2", "--pipe", "1f2b"], "did you mean '1f1b'?"),
+        (["--mesh", "tensor=2", "--micro", "4"], "add pipeline=2"),
+        (["--pipe", "gpipe"], "add --mesh"),
+        (["--mesh", "pipeline=2", "--virtual"], "leave --virtual"),
+        (["--mesh", "data=2,pipeline=2", "--strategy", "async + server"], "hocket.parallelize"),
+        (["--mesh", "pipeline=2", "--processes", "2"], "leave --processes out"),
+        (["--explain"], "add --mesh"),
+        (["--mesh", "pipeline=9"], "9"),
+    ],
+)
+def test_a_bad_mesh_meets_one_sentence(arguments: list[str], words: str) -> None:
+    ended = hocket("train", "--max-steps", "1", *arguments)
+    assert ended.returncode != 0
+    assert words in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+
+
+def test_a_schedule_is_drawn_with_its_bubble() -> None:
+    ended = hocket("pipeline", "show", "--schedule", "1f1b", "--stages", "4", "--micro", "8")
+    assert "27.3 %" in ended.stdout
+    assert "did you mean" in hocket("pipeline", "show", "--schedule", "gpip").stderr
