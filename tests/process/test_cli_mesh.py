@@ -50,7 +50,6 @@ def test_explain_shows_who_holds_what_and_trains_nothing(tmp_path: Path) -> None
         (["--mesh", "data=2,pipeline=2", "--strategy", "async + server"], "hocket.parallelize"),
         (["--mesh", "pipeline=2", "--processes", "2"], "leave --processes out"),
         (["--explain"], "add --mesh"),
-        (["--mesh", "pipeline=9"], "9"),
     ],
 )
 def test_a_bad_mesh_meets_one_sentence(arguments: list[str], words: str) -> None:

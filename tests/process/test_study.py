@@ -104,7 +104,7 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on(tmp_path: Path, virt
 
 def test_going_on_after_ctrl_c_gives_the_page_and_the_same_figures(tmp_path: Path) -> None:
     def watched(place: Path, stop_after: int | None) -> subprocess.CompletedProcess[str]:
-        arguments = ["study", "ten", "--model", "mlp", "--batch", "20", "--epochs", "2", "--max-steps", "20", "--out", str(place)]
+        arguments = ["study", "ten", "--model", "mlp", "--batch", "20", "--epochs", "2", "--max-steps", "8", "--out", str(place)]
         started = subprocess.Popen(
             [*COMMAND, *arguments], env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
         )
@@ -129,9 +129,20 @@ def test_going_on_after_ctrl_c_gives_the_page_and_the_same_figures(tmp_path: Pat
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
 
 
+FEWER = """
+import sys
+from hocket.cli import demo, main
+demo.REAL, demo.VIRTUAL = demo.REAL[:2], demo.VIRTUAL[:1] + demo.VIRTUAL[-1:]
+sys.argv[0] = "hocket"
+main.main()
+"""
+
+
 @pytest.mark.slow
 def test_the_demo_ends_with_tables_answers_and_a_page(tmp_path: Path) -> None:
-    ended = hocket("demo", "--workers", "2", "--virtual", "3", "--epochs", "1", "--out", str(tmp_path / "demo"))
+    """With fewer strategies: all of them are tested elsewhere."""
+    arguments = ["demo", "--workers", "2", "--virtual", "3", "--epochs", "1", "--out", str(tmp_path / "demo")]
+    ended = subprocess.run([sys.executable, "-c", FEWER, *arguments], env=ENVIRON, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     assert "failed" not in ended.stderr
     for words in ("2 real workers", "3 virtual workers", "• Most accurate", str(tmp_path / "demo" / "report.html")):

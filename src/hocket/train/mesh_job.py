@@ -114,7 +114,8 @@ class MeshJob:
             micro = micro or 2 * mesh.pipeline
             unborn = any(p.is_meta for p in model.parameters())
             measure = measure or ("flops" if unborn or mesh.tensor > 1 else "seconds")
-            self.cut = cut_model(model, sample[: max(1, len(sample) // micro)], mesh.pipeline * virtual, measure, points=cut)
+            part = sample if schedule == ASYNCHRONOUS else sample[: max(1, len(sample) // micro)]
+            self.cut = cut_model(model, part, mesh.pipeline * virtual, measure, points=cut)
             refuse_cut(self.cut, strategy, shard, connect is not None, schedule == ASYNCHRONOUS)
             self.pipe = Pipeline(self.cut, self.place.pipeline, loss, schedule, micro, draws=self.draws)
             self.module = self.pipe.module
@@ -287,7 +288,7 @@ class MeshJob:
         kept = sum(row.crossing_bytes for row in self.cut.rows if row.stage % size == place)
         if self.asynchronous:
             return kept * (size - place)
-        return kept * in_flight(self.pipe.schedule[place]) // len({a.micro for a in self.pipe.schedule[place]})
+        return kept * in_flight(self.pipe.schedule[place])
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------------
 
