@@ -130,6 +130,7 @@ def _until(enough: Callable[[], bool], told: Path, job: PairsJob, rank: int) -> 
         _step(job, job.step, rank)
         time.sleep(0.003)  # a step that takes longer and costs no more
         told.write_text(str(job.step))
+        told.with_suffix(".changes").write_text(str(job.holding.changes))
 
 
 def _step(job: PairsJob, t: int, rank: int) -> None:

@@ -24,7 +24,7 @@ def test_a_worker_whose_link_was_cut_is_back_and_nothing_is_missing(tmp_path: Pa
     assert code == 0, said
     found = json.loads(said.splitlines()[-1])
     assert found["done"] == found["total"], "all mini-batches were done, by whoever was there"
-    assert found["back_s"] < 60, "it pushed again"
+    assert found["back_s"] < 15, "it pushed again"
     assert found["silent_s"] >= 4, "it had really been cut off"
     assert "worker 1 has been silent" in found["said"]
     assert 1 <= found["lost"] <= 10, "what it was working on was given to the other"

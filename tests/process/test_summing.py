@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 from hocket.cluster.message import ring_bytes, summed_bytes
 from hocket.errors import WorkerLost
 from hocket.messages import Caller, Listener
-from hocket.server.summing import SummedMean, shares
+from hocket.server.start import address_of, end_child
+from hocket.server.summing import SummedMean, shares, start_summer
 from process.equality import WORKERS
 from process.launch import Nursery
 from process.summing import CASES, virtual
@@ -43,6 +46,25 @@ def test_a_server_that_sums_and_dies_is_noticed_at_once() -> None:
         with pytest.raises(WorkerLost, match="started by worker 1, ended with exit code 3"):
             mean(torch.ones(1, 100))
         mean.close()
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_a_server_that_is_stopped_is_noticed_and_one_that_only_waits_is_not() -> None:
+    child = start_summer(JOB, 2)
+    address = address_of(child)
+    try:
+        callers = [Caller(address, JOB) for _ in range(3)]
+        with pytest.raises(WorkerLost, match=r"A summer has not answered for 2 s"):  # the other worker never comes
+            SummedMean(0, 2, callers, patience_s=2.0, silence_s=1.5)(torch.ones(1, 100))
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match=f"at {address}, which sums, has given no sign of life for 1.5 s"):
+            SummedMean(0, 2, callers, silence_s=1.5)(torch.ones(1, 100))
+        for caller in callers:
+            caller.close(0)
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+        end_child(child)
 
 
 @given(st.integers(0, 10_000), st.integers(2, 12), st.data())

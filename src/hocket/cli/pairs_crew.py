@@ -1,7 +1,7 @@
 """Workers of one run without servers on this machine: this process starts them, deals mini-batches, evaluates and records.
 
 After every epoch it asks all workers for what they hold and evaluates the mean; after the last one, the mean that they agreed on.
-Evaluating goes on beside dealing, so nobody waits for it.
+Looking and evaluating go on beside dealing, so nobody waits for them; where nobody tells what it holds, that epoch has no accuracy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hocket.server.account import entry_of
 from hocket.server.clerk import Clerk
 from hocket.server.holding import Holding, Mean, mean_of
 from hocket.server.peers import Peers, gather
-from hocket.server.wire import OBSERVER
+from hocket.server.wire import OBSERVER, SNAPSHOT_S
 from hocket.train.loop import Progress
 from hocket.train.watch import check_weights
 
-_LOOK_S = 2.0
-"""How long to wait for what a worker holds: the others have no clerk meanwhile."""
+_SLOWEST_BYTES_PER_S = 10_000_000
+"""So fast at least does the mean come from a worker to this process."""
 
 OnEpoch = Callable[[dict[str, Any]], None]
 
@@ -37,17 +37,21 @@ class PairsCrew(Crew):
         super().__init__(*arguments)
         if self.care.replace:
             raise HocketError(f"{self.strategy} has no truth from which another worker could go on; leave --replace out.")
+        if self.care.snapshot_s != SNAPSHOT_S:
+            raise HocketError(f"{self.strategy} has no shards to take snapshots of; leave --snapshot out.")
         rows = [b.empty(1) for b in self.layout.buckets]
         self._like = Holding(rows)
         floating = [b for b in self.model.buffers() if b.is_floating_point()]
         self._like.buffers = torch.zeros(sum(b.numel() for b in floating)) if floating else None
         self._peers: Peers | None = None
         self._epoch = 1
+        self._delivered, self._heard = 0, 0.0
         self._before = {"workers": {}, "lost": 0}
 
     def run(self, watch: Callable[[Progress], None], on_epoch: OnEpoch) -> list[dict[str, Any]]:
         """Train to the end; no process is left behind, whatever happens."""
         with Listener("tcp://127.0.0.1:0", self._job, self._keys, self._most_bytes) as listener, ThreadPoolExecutor(1) as pool:
+            self._looks = ThreadPoolExecutor(1)
             self._addresses = [listener.address]
             clerk = Clerk(listener, self.settings.workers, len(self.dealing))
             try:
@@ -58,6 +62,7 @@ class PairsCrew(Crew):
                     self._post(worker, replaces=False)
                 self._serve(clerk, pool, watch, on_epoch)
             finally:
+                self._looks.shutdown(cancel_futures=True)
                 if self._peers is not None:
                     self._peers.close()
                 self._end()
@@ -77,45 +82,56 @@ class PairsCrew(Crew):
                 done = clerk.dealer.counted // self.settings.workers
                 watch(Progress(self._epoch - 1, self.epochs, done, self.dealing.steps))
             while self._epoch < self.epochs and clerk.dealer.counted >= self._epoch * self.dealing.per_epoch:
-                evaluated.append(pool.submit(self._epoch_ends, self._look(clerk), self._figures(clerk), self._epoch))
+                look = self._looks.submit(self._look, clerk.addresses, clerk.gone.copy())
+                evaluated.append(pool.submit(self._epoch_ends, look.result, self._figures(clerk), self._epoch))
                 self._epoch += 1
             while evaluated and evaluated[0].done():
                 on_epoch(evaluated.pop(0).result())
         for worker in set(self._workers) - clerk.means.keys() - clerk.gone:
-            clerk.tell(gone=worker)  # stopped for good: the others have ended without it
+            clerk.tell(gone=worker)  # stopped, or too slow to tell: the others have ended
         mean = clerk.means[min(clerk.means)]
-        evaluated.append(pool.submit(self._epoch_ends, mean, self._figures(clerk), self.epochs))
+        evaluated.append(pool.submit(self._epoch_ends, lambda: mean, self._figures(clerk), self.epochs))
         for each in evaluated:
             on_epoch(each.result())
 
     def _is_over(self, clerk: Clerk) -> bool:
-        """Whether all who have agreed on the mean, and live, have told it."""
+        """Whether all who have agreed on the mean, and live, have told it, or nobody has for twice the patience.
+
+        Whoever has it stays for one patience while another that took part is silent.
+        """
+        if len(clerk.means) != self._delivered:
+            self._delivered, self._heard = len(clerk.means), time.monotonic()
         if not clerk.means:
             return False
         here = set(clerk.means[min(clerk.means)].here)
-        return here <= clerk.means.keys() | clerk.gone
+        most_s = 2 * self.care.patience_s + self.settings.workers * self._like.bytes / _SLOWEST_BYTES_PER_S
+        return here <= clerk.means.keys() | clerk.gone or time.monotonic() - self._heard > most_s
 
-    def _look(self, clerk: Clerk) -> Mean:
+    def _look(self, addresses: list[str | None] | None, gone: set[int]) -> Mean | None:
+        """The mean of what all who answer hold now; None where nobody does."""
+        assert addresses is not None
         if self._peers is None:
-            addresses = clerk.addresses
-            assert addresses is not None
-            wait_s = min(_LOOK_S, self.care.patience_s)
-            self._peers = Peers(addresses, self._job, OBSERVER, self._keys, self._most_bytes, wait_s)
-        self._peers.left |= clerk.gone
-        parts = gather(self._peers, self._like)
-        if not parts:
-            raise HocketError("No worker tells what it holds; see their own output above.")
-        return mean_of(parts)
+            self._peers = Peers(addresses, self._job, OBSERVER, self._keys, self._most_bytes, self.care.patience_s)
+        self._peers.left |= gone
+        try:
+            parts = gather(self._peers, self._like)
+        except (HocketError, ValueError):  # a stranger at the door of one that has died
+            return None
+        return mean_of(parts) if parts else None
 
     def _figures(self, clerk: Clerk) -> dict[str, Any]:
         return {"workers": dict(clerk.figures), "lost": clerk.lost}
 
-    def _epoch_ends(self, mean: Mean, figures: dict[str, Any], epoch: int) -> dict[str, Any]:  # type: ignore[override]
+    def _epoch_ends(  # type: ignore[override]
+        self, look: Callable[[], Mean | None], figures: dict[str, Any], epoch: int
+    ) -> dict[str, Any]:
         """Evaluate and record an epoch."""
-        rows = [row.view(1, -1) for row in mean.rows]
-        check_weights(self.layout, rows, epoch)
+        mean, accuracy = look(), None
+        if mean is not None:
+            rows = [row.view(1, -1) for row in mean.rows]
+            check_weights(self.layout, rows, epoch)
+            accuracy = self._evaluate(rows, mean.buffers)
         entry, loss = entry_of(figures["workers"], self._before["workers"])
-        accuracy = self._evaluate(rows, mean.buffers)
         took = max((w["seconds"] for w in figures["workers"].values()), default=0.0)
         metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": took - self._took}
         metrics["lost"] = figures["lost"] - self._before["lost"]

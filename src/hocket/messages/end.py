@@ -16,8 +16,10 @@ from hocket.messages.frame import JOB_BYTES, MOST_HEADER_BYTES, MOST_NOTE_BYTES,
 
 SILENCE_S = 30.0
 """After so long without an acknowledgement a connection is dead. What waits behind a full queue is not acknowledged either, so the
-time that the largest message takes at ``SLOWEST_BYTES_PER_S`` is added for each direction."""
+time that the largest message takes at ``SLOWEST_BYTES_PER_S`` is added for each direction, up to ``MOST_SILENCE_S``: on Linux this
+limit also stands in for the number of TCP's own signs of life, so that a dead peer on an idle link is noticed no earlier."""
 SLOWEST_BYTES_PER_S = 1_000_000
+MOST_SILENCE_S = 120.0
 
 _MORE, _POLLOUT = int(zmq.SNDMORE), int(zmq.POLLOUT)
 
@@ -112,7 +114,8 @@ def set_options(socket: zmq.Socket[bytes], most_bytes: int, high_water: int, six
     socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)  # of one frame; ``take`` bounds their sum
     # TCP's own signs of life, not ZeroMQ's heartbeats: when one is due to a peer that died while its messages wait behind a full
     # queue, libzmq 4.3.5 ends the whole process (`Assertion failed: !_io_error`).
-    socket.setsockopt(zmq.TCP_MAXRT, int((SILENCE_S + 2 * most_bytes / SLOWEST_BYTES_PER_S) * 1000))
+    silence_s = min(SILENCE_S + 2 * most_bytes / SLOWEST_BYTES_PER_S, MOST_SILENCE_S)
+    socket.setsockopt(zmq.TCP_MAXRT, int(silence_s * 1000))
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)

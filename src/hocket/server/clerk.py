@@ -3,7 +3,8 @@
 It holds no weights and takes no part in exchanges. Every request of a worker gets one answer with its number:
 
 =========  =======================================================  ==========================================================
-HELLO      the address of its door                                  WELCOME: everybody's (None: gone), once all are known
+HELLO      the address of its door                                  WELCOME: everybody's (None: gone), once all are known;
+                                                                    until then WAIT, once a second
 FETCH      mini-batches done since the last one, its ledger         REPLY: the next mini-batches, and whether there are more
 PUSH       the mean that all have agreed on, its ledger             REPLY
 =========  =======================================================  ==========================================================
@@ -24,6 +25,8 @@ from hocket.server.holding import Mean
 from hocket.server.members import Dealer
 
 _GIVE_UP_S = 60
+"""Without a word from the clerk."""
+_WAIT_EVERY_S = 1.0
 
 
 class Clerk:
@@ -41,6 +44,7 @@ class Clerk:
         self.refused: Counter[str] = Counter()
         self._doors: dict[int, str] = {}
         self._waiting: dict[int, tuple[bytes, int]] = {}
+        self._told = time.monotonic()
 
     @property
     def addresses(self) -> list[str | None] | None:
@@ -52,6 +56,7 @@ class Clerk:
     def turn(self, timeout_s: float) -> None:
         """Serve one request, if one comes in time."""
         got = self.listener.receive(timeout_s)
+        self._hold()
         if got is None:
             return
         peer, message = got
@@ -83,6 +88,13 @@ class Clerk:
             for peer, number in self._waiting.values():
                 self.listener.send(peer, Envelope(Kind.WELCOME, number=number, note={"addresses": addresses}))
             self._waiting = {}
+
+    def _hold(self) -> None:
+        now = time.monotonic()
+        if now - self._told >= _WAIT_EVERY_S:
+            self._told = now
+            for peer, number in self._waiting.values():
+                self.listener.send(peer, Envelope(Kind.WAIT, number=number))
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
         self._heed(message)
@@ -119,11 +131,16 @@ class ClerkLink:
         return list(self._answer().note["addresses"])
 
     def take(self) -> int | None:
-        """The number of the next mini-batch; None when there is none left. With that the one before is done."""
+        """The number of the next mini-batch; None when there is none left. With that the one before is done.
+
+        Before it ends it asks once more: somebody who has died may have left some.
+        """
         if self._current is not None:
             self._done.append(self._current)
-        while not self._hands and not (self._over and not self._open):
+        last = False
+        while not self._hands and not last:
             if not self._open:
+                last = self._over
                 self._want()
             note = self._answer().note
             self._hands.extend(int(hand) for hand in note["hands"])
@@ -155,13 +172,15 @@ class ClerkLink:
 
     def _answer(self) -> Envelope:
         begun = time.monotonic()
-        for _ in range(_GIVE_UP_S):  # by turns, so that time in which this process was stopped does not count
+        silent = 0
+        while silent < _GIVE_UP_S:  # by turns, so that time in which this process was stopped does not count
             answer = self._caller.receive(1.0)
+            silent = silent + 1 if answer is None else 0
             if self._caller.refused["key"]:
                 raise HocketError(f"The clerk at {self._caller.address} does not let us in: use the keys of its job.")
             if answer is not None and answer.kind is Kind.REFUSAL:
                 raise HocketError(f"The clerk at {self._caller.address}: {answer.note.get('sentence')}")
-            if answer is not None and answer.number == self._number:
+            if answer is not None and answer.kind is not Kind.WAIT and answer.number == self._number:
                 self._open = False
                 return answer
         raise WorkerLost(f"The clerk at {self._caller.address} has not answered for {time.monotonic() - begun:.0f} s.")

@@ -10,7 +10,8 @@ FETCH      *mean*: what all have agreed on; else all that this worker holds    R
 =========  ==================================================================  =============================================
 
 Whoever got no answer in time takes back what it sent. So a door that was itself away (stopped) for as much as half that time
-refuses what lies before it, as ``late``: it may have been taken back, and would count twice. Wrong senders, kinds and shapes are
+refuses what lies before it, as ``late``: it may have been taken back, and would count twice. A link that was cut for longer may
+still bring what was taken back: a door cannot tell. Wrong senders, kinds and shapes are
 refused, counted in ``refused``, and touch nothing. One that leaves says goodbye to all who have come, so that they need not wait.
 """
 
@@ -29,6 +30,8 @@ from hocket.server.holding import Holding, mass_of
 from hocket.server.wire import OBSERVER
 
 _TURN_S = 0.1
+_LATE_S = 1.0
+"""So long after its return a door takes what comes for what lay there: it may find it only after a while."""
 
 
 class Doorkeeper:
@@ -40,7 +43,7 @@ class Doorkeeper:
         """Who has been given the mean."""
         self._refused: Counter[str] = Counter()
         self._away_s = patience_s / 2
-        self._late = False
+        self._late_until = 0.0
         self._known: dict[int, bytes] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._stand, name="hocket-doorkeeper", daemon=True)
@@ -69,7 +72,8 @@ class Doorkeeper:
             except zmq.ZMQError:
                 return  # the process ends
             now = time.monotonic()
-            self._late = got is not None and (self._late or now - turned > _TURN_S + self._away_s)
+            if now - turned > _TURN_S + self._away_s:
+                self._late_until = now + _LATE_S
             turned = now
             if got is not None:
                 self._handle(*got)
@@ -98,7 +102,7 @@ class Doorkeeper:
     def _push(self, message: Envelope) -> Envelope:
         if message.sender == OBSERVER or (not self.halves and (message.sender % 2 or not self.worker % 2)):
             raise Turned("worker", "Workers with an even number call, those with an odd number answer.")
-        if self._late:
+        if time.monotonic() < self._late_until:
             raise Turned("late", "This worker was away, and what was sent to it meanwhile may have been taken back.")
         if self.holding.mean is not None:
             raise Turned("over", "The training is over here.")

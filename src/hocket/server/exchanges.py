@@ -4,10 +4,13 @@
 worker itself is doing, and waits for nobody; only callers wait, each for one answerer. So no chain of waiting is longer than one,
 and every wait ends with the answer, or after the patience. A caller sends its weights after a step; both take the mean of what both
 had, the answerer at once, the caller before its next update. Nobody but itself changes a caller's weights, so the mean is kept.
+An answer that is lost, or comes after the patience, leaves the mean taken on one side only.
 
 *Push-sum* waits for nobody. After a step a worker keeps half of its weights and of its mass and sends the other half on. A half
-that is refused, or not acknowledged in time, is taken back, so nothing is lost. To one worker it has one half under way at a time;
-one with less than half of its first mass keeps it until others have sent some.
+that is refused, or not acknowledged in time, is taken back, so nothing is lost. It counts twice if it arrives all the same, or if
+only its acknowledgement was lost: so mass is created where a link between two that live is cut for longer than the patience (a
+worker that is stopped refuses what it finds when it is back). Mean and mass are then off by that half. To one worker it has one
+half under way at a time; one with less than half of its first mass keeps it until others have sent some.
 """
 
 from __future__ import annotations
@@ -68,15 +71,16 @@ class Calls(Exchanges):
     _open: int | None = None
 
     def start(self) -> None:
+        self.peers.turn(0.0)  # answerers too: so they hear who is back, and who has left
         if self.worker % 2:
             return
-        self.peers.turn(0.0)
         whom = self._next()
         if whom is None:
             return
         rows = self.holding.x
-        self._open = self.peers.ask(whom, Kind.PUSH, tensors=rows)
-        self.holding.sent(framed(sum(row.nbytes for row in rows)))
+        size = sum(row.nbytes for row in rows)
+        self._open = self.peers.ask(whom, Kind.PUSH, tensors=rows, expects=size)
+        self.holding.sent(framed(size))
 
     def land(self) -> None:
         if self._open is None:

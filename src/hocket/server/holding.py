@@ -54,6 +54,11 @@ class Holding:
         """Where this worker stands: it trains, has ended, or knows the mean of all."""
         return OVER if self.mean is not None else ENDED if self.ended else TRAINING
 
+    @property
+    def bytes(self) -> int:
+        """What all of it weighs in a message."""
+        return sum(row.nbytes for row in self.x) + (0 if self.buffers is None else self.buffers.nbytes)
+
     def look(self) -> tuple[Rows, int]:
         """The weights to compute at, and how often others have changed them."""
         with self.lock:

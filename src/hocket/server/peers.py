@@ -1,14 +1,14 @@
 """A worker's links to all other workers' doors: questions with a number, and answers that are awaited for a patience at most.
 
-A worker that does not answer in time is *silent*: its link is replaced (so that nothing that waits in it arrives later), it is
-asked nothing but signs of life, and is back with the first. One that has said goodbye has *left*. Time in which this process itself
-did not look (it computed, or was stopped) does not count against others.
+A worker that does not answer in time is *silent*: its link is replaced (so that nothing that waits in this process arrives later;
+what has left it may), it is asked nothing but signs of life, and is back with the first. One that has said goodbye has *left*. Time
+in which this process itself did not look (it computed, or was stopped) does not count against others, and what is large has longer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,10 @@ _PING_S = 1.0
 _MOST_GAP_S = 1.0
 """Of the time between two looks at the links no more counts against those who have been asked."""
 _PAUSE_S = 0.05
+_SLOWEST_BYTES_PER_S = 10_000_000
+"""What a link of 100 Mbit/s carries: besides the patience, tensors there and back have the time that they take at this rate."""
+_AT_ONCE = 4
+"""Of so many is all that they hold asked for at a time; they share our link."""
 _MOST_LEDGERS = 128
 """No more fit into a note."""
 
@@ -32,8 +36,14 @@ _MOST_LEDGERS = 128
 class _Question:
     peer: int
     since: float
+    size: int
+    patience_s: float
     answer: Envelope | None = None
     lost: bool = False
+
+    @property
+    def open(self) -> bool:
+        return self.answer is None and not self.lost
 
 
 class Peers:
@@ -51,6 +61,8 @@ class Peers:
         self.addresses, self.worker, self.patience_s = list(addresses), worker, patience_s
         self.silent: set[int] = set()
         self.left: set[int] = {peer for peer, address in enumerate(addresses) if address is None}
+        self._met: set[int] = set()
+        """Who has ever answered."""
         self._options: tuple[bytes, Keys | None, int] = job, keys, most_bytes
         self._links: dict[int, Caller] = {}
         self._poller = zmq.Poller()
@@ -69,19 +81,23 @@ class Peers:
 
     # --- questions -----------------------------------------------------------------------------------------------------------
 
-    def ask(self, peer: int, kind: Kind, note: dict[str, Any] | None = None, tensors: Sequence[Tensor] = ()) -> int:
-        """Send a question; its number, for :meth:`answered` and :meth:`take`."""
+    def ask(
+        self, peer: int, kind: Kind, note: dict[str, Any] | None = None, tensors: Sequence[Tensor] = (), expects: int = 0
+    ) -> int:
+        """Send a question, to which ``expects`` bytes are the answer; its number, for :meth:`answered` and :meth:`take`."""
         self._number += 1
+        size = sum(tensor.nbytes for tensor in tensors) + expects
+        before = sum(question.size for question in self._questions.values() if question.open and question.peer == peer)
+        patience_s = self.patience_s + (before + size) / _SLOWEST_BYTES_PER_S
         envelope = Envelope(kind, self.worker, peer, number=self._number, note=note or {}, tensors=tuple(tensors))
-        self._questions[self._number] = _Question(peer, time.monotonic())
+        self._questions[self._number] = _Question(peer, time.monotonic(), size, patience_s)
         if not self._link(peer).send(envelope, 0.0):
             self._give_up(peer)  # whoever lets a queue grow full has not looked at it for long
         return self._number
 
     def answered(self, number: int) -> bool:
         """Whether there is an answer, or will be none."""
-        question = self._questions[number]
-        return question.lost or question.answer is not None
+        return not self._questions[number].open
 
     def take(self, number: int) -> Envelope | None:
         """The REPLY or ANSWER to a question; None where it was refused or is lost."""
@@ -94,12 +110,24 @@ class Peers:
         while not all(self.answered(number) for number in numbers):
             self.turn(_PAUSE_S)
 
-    def ask_all(self, kind: Kind, note: dict[str, Any] | None = None) -> dict[int, Envelope]:
-        """Ask all who are here at once; what they answered."""
-        numbers = {peer: self.ask(peer, kind, note) for peer in self.here}
-        self.wait(numbers.values())
-        found = {peer: self.take(number) for peer, number in numbers.items()}
+    def ask_all(self, kind: Kind, expects: int = 0) -> dict[int, Envelope]:
+        """Ask all who are here, a few at a time where large answers are expected; what they answered."""
+        self.turn(0.0)
+        here = self.here
+        some = _AT_ONCE if expects else max(len(here), 1)
+        found: dict[int, Envelope | None] = {}
+        for first in range(0, len(here), some):
+            numbers = {peer: self.ask(peer, kind, expects=some * expects) for peer in here[first : first + some]}
+            self.wait(numbers.values())
+            found |= {peer: self.take(number) for peer, number in numbers.items()}
         return {peer: answer for peer, answer in found.items() if answer is not None}
+
+    def call_back(self) -> None:
+        """Ask all who are silent for a sign of life, and wait for it: whoever lives is here after this."""
+        numbers = [self.ask(peer, Kind.BEAT) for peer in sorted(self.silent - self.left)]
+        self.wait(numbers)
+        for number in numbers:
+            self.take(number)
 
     def turn(self, timeout_s: float) -> None:
         """Look at all links once."""
@@ -111,10 +139,10 @@ class Peers:
         self._ping(now)
         ready = {socket for socket, _ in self._poller.poll(int(1000 * timeout_s))}
         for peer, link in list(self._links.items()):
-            while link.socket in ready and (message := link.receive(0.0)) is not None:
+            while link.socket in ready and self._links.get(peer) is link and (message := link.receive(0.0)) is not None:
                 self._hear(peer, message)
         for question in list(self._questions.values()):
-            if question.answer is None and not question.lost and now - question.since > self.patience_s:
+            if question.open and now - question.since > question.patience_s:
                 self._give_up(question.peer)
 
     def greet(self) -> None:
@@ -128,12 +156,14 @@ class Peers:
         self._links = {}
 
     def _hear(self, peer: int, message: Envelope) -> None:
+        if message.kind is Kind.REFUSAL and message.number == 0:
+            self._shut_out(peer, f"Worker {peer} at {self.addresses[peer]}: {message.note.get('sentence')}")
+            return
+        self._met.add(peer)
         self.silent.discard(peer)
         if message.kind is Kind.GOODBYE:
             self.left.add(peer)
             self._lose(peer)
-        elif message.kind is Kind.REFUSAL and message.number == 0:
-            raise HocketError(f"Worker {peer} at {self.addresses[peer]}: {message.note.get('sentence')}")
         elif (question := self._questions.get(message.number)) is not None and question.peer == peer:
             question.answer = message
 
@@ -144,10 +174,16 @@ class Peers:
         for peer, link in list(self._links.items()):
             if (message := link.receive(0.0)) is not None:  # only where nothing comes does a link count failed handshakes
                 self._hear(peer, message)
-            if link.refused["key"]:
-                raise HocketError(f"Worker {peer} at {link.address} does not let us in: use the keys of its job.")
+            elif link.refused["key"]:
+                self._shut_out(peer, f"Worker {peer} at {link.address} does not let us in: use the keys of its job.")
         for peer in self.silent - self.left:
             self._link(peer).send(Envelope(Kind.BEAT, self.worker, peer), 0.0)
+
+    def _shut_out(self, peer: int, why: str) -> None:
+        """Who has never answered is told what is wrong; where one who has is gone, a stranger may have taken its port."""
+        if peer not in self._met:
+            raise HocketError(why)
+        self._give_up(peer)
 
     def _give_up(self, peer: int) -> None:
         self.silent.add(peer)
@@ -159,7 +195,7 @@ class Peers:
 
     def _lose(self, peer: int) -> None:
         for question in self._questions.values():
-            question.lost = question.lost or (question.peer == peer and question.answer is None)
+            question.lost = question.lost or (question.peer == peer and question.open)
 
     def _link(self, peer: int) -> Caller:
         if peer not in self._links:
@@ -176,7 +212,7 @@ class Peers:
 
 def gather(peers: Peers, like: Holding) -> dict[int, Part]:
     """What all others who answer hold now, of the same shape as ``like``."""
-    return {peer: like.unpacked(answer.tensors) for peer, answer in peers.ask_all(Kind.FETCH).items()}
+    return {peer: like.unpacked(answer.tensors) for peer, answer in peers.ask_all(Kind.FETCH, like.bytes).items()}
 
 
 def look_around(peers: Peers, holding: Holding) -> Mean:
@@ -187,15 +223,17 @@ def look_around(peers: Peers, holding: Holding) -> Mean:
 def agree(peers: Peers, holding: Holding, door: Doorkeeper) -> Mean:
     """The mean over all who live, the same on all of them; each calls this when it has ended, with nothing of it under way.
 
-    The first of those who live waits until all others have ended too (from then on nobody changes anything), asks everybody for
-    what it holds and takes the mean; the others ask around until somebody knows it. It stays until all who took part have it.
-    Should it die before, the next one does the same.
+    Who was silent is called back first. The first of those who live waits until all others have ended too (from then on nobody
+    changes anything), asks everybody for what it holds and takes the mean, unless somebody has one by then; the others ask around
+    until somebody knows it. It stays until all who took part have it, have left, or are silent. Should it die before, the next one
+    does the same. Where links are cut so that two groups cannot reach each other, each comes to a mean of its own.
     """
     holding.ended = True
+    peers.call_back()
     mean, knows = None, None
     while mean is None:
-        notes = {peer: answer.note for peer, answer in peers.ask_all(Kind.BEAT).items()}
-        knows = next((peer for peer, note in notes.items() if note["state"] == OVER), None)
+        notes = _notes(peers)
+        knows = _who_knows(notes)
         if knows is not None:
             mean = _fetch_mean(peers, holding, knows)
         elif all(peers.worker < peer and note["state"] == ENDED for peer, note in notes.items()):
@@ -203,16 +241,30 @@ def agree(peers: Peers, holding: Holding, door: Doorkeeper) -> Mean:
         if mean is None:
             time.sleep(_PAUSE_S)
     holding.mean = mean
-    while knows is None and (set(mean.here) - door.given) & set(peers.here):
-        peers.ask_all(Kind.BEAT)
+    while not _have_it(peers, mean.here if knows is None else door.given):
         time.sleep(_PAUSE_S)
     return mean
+
+
+def _notes(peers: Peers) -> dict[int, Mapping[str, Any]]:
+    return {peer: answer.note for peer, answer in peers.ask_all(Kind.BEAT).items()}
+
+
+def _have_it(peers: Peers, whom: Collection[int]) -> bool:
+    """Whether all of these who answer know the mean."""
+    return not whom or all(note["state"] == OVER for peer, note in _notes(peers).items() if peer in whom)
+
+
+def _who_knows(notes: Mapping[int, Mapping[str, Any]]) -> int | None:
+    return next((peer for peer, note in notes.items() if note["state"] == OVER), None)
 
 
 def _take_mean(peers: Peers, holding: Holding, notes: dict[int, Mapping[str, Any]]) -> Mean | None:
     parts = gather(peers, holding)
     if not sorted(notes) == sorted(parts) == peers.here:
         return None  # somebody has died or come back meanwhile: look again who lives
+    if _who_knows(_notes(peers)) is not None:
+        return None  # and take that one's
     mean = mean_of({**parts, peers.worker: holding.unpacked(holding.packed())})
     if len(mean.here) > _MOST_LEDGERS:
         return mean
@@ -221,7 +273,7 @@ def _take_mean(peers: Peers, holding: Holding, notes: dict[int, Mapping[str, Any
 
 
 def _fetch_mean(peers: Peers, holding: Holding, peer: int) -> Mean | None:
-    number = peers.ask(peer, Kind.FETCH, {"mean": True})
+    number = peers.ask(peer, Kind.FETCH, {"mean": True}, expects=len(peers.addresses) * holding.bytes)  # all fetch it at once
     peers.wait([number])
     answer = peers.take(number)
     if answer is None:

@@ -41,6 +41,9 @@ WINDOW = 10
 """Pieces that a worker has on their way: enough to keep both directions busy, few enough not to flood a link."""
 PATIENCE_S = 1800.0
 """As long as collectives wait for a worker that lives but does not come; one that is lost is noticed by its heartbeat."""
+SILENCE_S = 10.0
+"""A server that gives no sign of life for so long, while nothing else comes, is lost; workers watch each other (``Heartbeat``)."""
+_BEAT_S = 1.0
 _QUEUE = 1 << 14
 """Messages that may wait for a link: more than any row has pieces."""
 _TICK_S = 0.2
@@ -80,6 +83,8 @@ class Summer:
         peer, envelope = found
         if envelope.kind is Kind.GOODBYE:
             self.over = True
+        if envelope.kind is Kind.BEAT:
+            self.listener.send(peer, Envelope(Kind.ANSWER))
         if envelope.kind is not Kind.PUSH or not 0 <= envelope.sender < self.workers or len(envelope.tensors) != 1:
             return
         if len(self._pieces) >= _QUEUE:
@@ -121,11 +126,18 @@ class SummedMean:
     """One worker's side of it: called with its row, it makes it the mean of all, in place."""
 
     def __init__(
-        self, worker: int, workers: int, callers: list[Caller], patience_s: float = PATIENCE_S, children: Sequence[Child] = ()
+        self,
+        worker: int,
+        workers: int,
+        callers: list[Caller],
+        patience_s: float = PATIENCE_S,
+        children: Sequence[Child] = (),
+        silence_s: float = SILENCE_S,
     ) -> None:
         """``children``: servers that this process has started, and looks after."""
         self.worker, self.workers, self.callers, self.patience_s = worker, workers, callers, patience_s
         self._children = children
+        self._signs = _Signs(callers[workers:], silence_s)
         self._number = 0
         self._poller = zmq.Poller()
         for caller in callers:
@@ -136,6 +148,7 @@ class SummedMean:
         self._number += 1
         places = [_pieces(part, flat.element_size()) for part in shares(len(flat), self.workers, len(self.callers) - self.workers)]
         order = self._order(places)
+        self._signs.begin()
         sent = got = 0
         deadline = time.monotonic() + self.patience_s
         while got < len(order):
@@ -151,6 +164,7 @@ class SummedMean:
                     raise WorkerLost(
                         f"A server that sums, started by worker {self.worker}, ended with exit code {child.returncode}."
                     )
+            self._signs.want()
             if time.monotonic() > deadline:
                 raise WorkerLost(f"A summer has not answered for {self.patience_s:g} s; a worker or a server is lost.")
         if flat.data_ptr() != rows.data_ptr():
@@ -177,6 +191,7 @@ class SummedMean:
         came = 0
         for owner, caller in enumerate(self.callers):
             while caller.socket in ready and (answer := caller.receive(0)) is not None:
+                self._signs.heard(caller)
                 if answer.kind is Kind.REPLY and answer.number == self._number and 0 <= answer.step < len(places[owner]):
                     place = places[owner][answer.step]
                     flat[place.start : place.stop] = answer.tensors[0]
@@ -197,6 +212,34 @@ class SummedMean:
 def _pieces(part: range, itemsize: int) -> list[range]:
     step = max(1, PIECE_BYTES // itemsize)
     return [range(a, min(a + step, part.stop)) for a in range(part.start, part.stop, step)]
+
+
+class _Signs:
+    """Signs of life of servers, asked for once a second while nothing else comes; time that we did not look does not count."""
+
+    def __init__(self, servers: list[Caller], silence_s: float) -> None:
+        self.servers, self.silence_s = servers, silence_s
+        self.begin()
+
+    def begin(self) -> None:
+        self._looked, self._asked = time.monotonic(), 0.0
+        self._quiet = {server.address: 0.0 for server in self.servers}
+
+    def heard(self, server: Caller) -> None:
+        if server.address in self._quiet:
+            self._quiet[server.address] = 0.0
+
+    def want(self) -> None:
+        now = time.monotonic()
+        gap, self._looked = min(now - self._looked, _BEAT_S), now
+        for address in self._quiet:
+            self._quiet[address] += gap
+            if self._quiet[address] > self.silence_s:
+                raise WorkerLost(f"The server at {address}, which sums, has given no sign of life for {self.silence_s:g} s.")
+        if now - self._asked >= _BEAT_S:
+            self._asked = now
+            for server in self.servers:
+                server.send(Envelope(Kind.BEAT), 0)
 
 
 class Summing:
@@ -235,7 +278,8 @@ class Summing:
         everyone = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in cluster.collect(told)]
         addresses = [a[0] for a in everyone] + list([a[1] for a in everyone if len(a) > 1] if spare is None else spare)
         callers = [Caller(address, job, found, high_water=_QUEUE) for address in addresses]
-        self.mean = SummedMean(worker, cluster.size, callers, patience_s, self._children)
+        silence_s = cluster.heartbeat.patience_s if isinstance(cluster, ProcessCluster) else SILENCE_S
+        self.mean = SummedMean(worker, cluster.size, callers, patience_s, self._children, silence_s)
         self._thread = threading.Thread(target=self._sum, name="hocket-summer", daemon=True)
         self._thread.start()
 
