@@ -38,7 +38,7 @@ from hocket.split import Axis, Mesh, settle
 from hocket.split.pipeline import Pipeline, cut_model
 from hocket.split.pipeline.draw import picture
 
-STAGES, LAYERS, WIDTH, SAMPLES = 2, 8, 768, 64
+STAGES, LAYERS, WIDTH, SAMPLES = 2, 8, 768, 256
 MICROS = (2, 4, 8, 16)
 BATCH = 16
 RATES = {"100mbit": 12.5e6, "1gbit": 125e6}
@@ -97,6 +97,7 @@ def bubbles(axis: Axis, options: argparse.Namespace) -> list[dict[str, Any]]:
             row[schedule] = {"bubble": shares.bubble_share, "communication": shares.communication_share}
             if options.picture and micro == 8 and axis.place == 0:
                 title = f"{schedule}, {STAGES} stages, {micro} micro-batches, measured: {shares.bubble_share:.1%} idle"
+                Path(options.picture).mkdir(parents=True, exist_ok=True)
                 (Path(options.picture) / f"timeline-{schedule}.png").write_bytes(picture(middle, title, "ms"))
         rows.append(row)
     return rows
