@@ -47,8 +47,10 @@ def offload(
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> with offload(model, torch.optim.SGD(model.parameters(), 0.1)) as offloaded:
     ...     model(torch.ones(3, 4)).sum().backward()
-    ...     offloaded.resident_bytes
-    0
+    ...     [name for name, _ in offloaded.named_values()]
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    >>> model[0].weight.untyped_storage().nbytes()  # back in memory
+    128
     """
     return Offload(model, optimizer, to, folder, keep, seed)
 
