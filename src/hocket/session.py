@@ -181,9 +181,11 @@ def parallelize(
         job = _on_mesh(model, optimizer, parsed, Mesh.parse(mesh), {**split, **options})
         _Session.jobs.append(job)
         return job
-    for name, value in (("micro", micro), ("virtual", virtual), ("plan", plan), ("cut", cut), ("measure", measure)):
-        if value is not None:
-            raise HocketError(f"{name}= says how a model is split, but there is no mesh; add mesh='pipeline=2', for example.")
+    said = {"micro": micro, "virtual": virtual, "plan": plan, "cut": cut, "measure": measure}
+    if schedule != "1f1b" or any(value is not None for value in said.values()):
+        from hocket.train.mesh_checks import refuse_split_options
+
+        refuse_split_options(None, {**said, "schedule": schedule})
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         bring_to_life(model, seed=_Session.seed, device=_Session.cluster.device)
     if _Session.servers is not None and (not parsed.free or isinstance(parsed.topology, Gossip)):

@@ -84,7 +84,7 @@ def refuse_on_mesh(
         raise HocketError("Stages talk through host memory, which NCCL does not reach; call hocket.init(backend='gloo').")
 
 
-def refuse_cut(cut: Cut, strategy: Strategy, shard: str | None, served: bool, asynchronous: bool) -> None:
+def refuse_cut(cut: Cut, strategy: Strategy, shard: str | None, served: bool) -> None:
     """Refuse stages that a strategy cannot serve; all processes know all stages, so all refuse together."""
     empty = [k for k, stage in enumerate(cut.stages) if not any(p.requires_grad for p in stage.parameters())]
     if empty and (served or shard is not None):

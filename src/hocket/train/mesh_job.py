@@ -116,7 +116,7 @@ class MeshJob:
             measure = measure or ("flops" if unborn or mesh.tensor > 1 else "seconds")
             part = sample if schedule == ASYNCHRONOUS else sample[: max(1, len(sample) // micro)]
             self.cut = cut_model(model, part, mesh.pipeline * virtual, measure, points=cut)
-            refuse_cut(self.cut, strategy, shard, connect is not None, schedule == ASYNCHRONOUS)
+            refuse_cut(self.cut, strategy, shard, connect is not None)
             self.pipe = Pipeline(self.cut, self.place.pipeline, loss, schedule, micro, draws=self.draws)
             self.module = self.pipe.module
             if schedule == ASYNCHRONOUS:
