@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import hocket
 from hocket.models import cnn, cross_entropy, gpt, mlp, vgg11
 
 STEPS = 5
+DEVICE = "cpu"
+"""Where models and samples lie; :func:`main` sets it."""
 
 
 def build(name: str) -> nn.Module:
@@ -23,7 +26,7 @@ def build(name: str) -> nn.Module:
         "gpt": lambda: gpt(16, context=8, layers=2, heads=4, width=32, dropout=0.0),
         "drop": lambda: gpt(16, context=8, layers=2, heads=4, width=32, dropout=0.2),
         "tied": Autoencoder,
-    }[name]()
+    }[name]().to(DEVICE)
 
 
 class Autoencoder(nn.Module):
@@ -46,9 +49,10 @@ def batch(name: str, step: int, samples: int = 8) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(100 + step)
     if name in ("gpt", "drop"):
         tokens = torch.randint(0, 16, (samples, 9), generator=draw)
-        return tokens[:, :-1], tokens[:, 1:]
+        return tokens[:, :-1].to(DEVICE), tokens[:, 1:].to(DEVICE)
     shape, classes = {"mlp": ((3, 4, 4), 6), "tied": ((3, 4, 4), 6), "cnn": ((1, 8, 8), 10), "vgg11": ((3, 32, 32), 10)}[name]
-    return torch.randn(samples, *shape, generator=draw), torch.randint(0, classes, (samples,), generator=draw)
+    x, y = torch.randn(samples, *shape, generator=draw), torch.randint(0, classes, (samples,), generator=draw)
+    return x.to(DEVICE), y.to(DEVICE)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -218,10 +222,13 @@ def refused(mesh: str, name: str = "mlp", **options: Any) -> dict[str, Any]:
 CASES = {f.__name__: f for f in (equal, checkpoints, resumed, clipped, untouched, sharded, born, refused)}
 
 
-def main(rank: int, folder: str, wanted: list[tuple[str, str, dict[str, Any]]]) -> None:
-    """Run cases ``(label, function, arguments)`` one after another and save what they return."""
-    hocket.init(device="cpu")
+def main(rank: int, folder: str, wanted: list[tuple[str, str, dict[str, Any]]], device: str = "cpu") -> None:
+    """Run cases ``(label, function, arguments)`` one after another and save what they return, on the CPU."""
+    global DEVICE
+    DEVICE = device
+    torch.backends.cudnn.allow_tf32 = False
+    hocket.init(backend="gloo", device=device)
     results = {}
     for label, function, arguments in wanted:
-        results[label] = CASES[function](**arguments)
+        results[label] = tree_map_only(Tensor, Tensor.cpu, CASES[function](**arguments))
     torch.save(results, f"{folder}/{rank}.pt")

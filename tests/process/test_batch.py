@@ -33,6 +33,7 @@ MISTAKES = {
     "a strategy": (["--strategy", "local(4)"], "server(shards=n)"),
     "slow real workers": (["--slowdown", "1,1,4"], "--virtual"),
     "resume": (["--resume", "--out", "x"], "--resume"),
+    "a device for real workers": (["--device", "cuda"], "--virtual"),
     "a model with dropout or batch statistics": (["--model", "resnet20", "--data", "digits"], ""),
 }
 
@@ -41,7 +42,6 @@ IGNORED = {
     "--momentum 0.9 --schedule cosine --warmup 1": "--momentum, --schedule, --warmup: ",
     "--batch 7 --no-augment --max-steps 3": "--batch, --max-steps, --no-augment: ",
     "--strategy server(shards=2,optimizer=adagrad,fetch=bf16)": "server(optimizer=…), server(fetch=…): ",
-    "--device cuda": "--device",
 }
 
 

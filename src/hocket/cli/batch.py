@@ -6,6 +6,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
@@ -28,8 +29,8 @@ _EVALUATIONS = 10
 """The most evaluations of the batch per iteration, on average; a line search needs one or two."""
 
 
-def train_on_batches(settings: Settings, data_dir: Path | None, out: Path | None) -> None:
-    """Train; ``--epochs`` are iterations, ``--strategy "server(shards=n)"`` says how many shards."""
+def train_on_batches(settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None) -> None:
+    """Train; ``--epochs`` are iterations, ``--strategy "server(shards=n)"`` says how many shards; ``device`` is for virtual workers."""
     strategy = Strategy.parse(settings.strategy)
     server = strategy.topology
     if strategy not in (Strategy(), Strategy(topology=server)) or not (strategy == Strategy() or isinstance(server, Server)):
@@ -45,7 +46,7 @@ def train_on_batches(settings: Settings, data_dir: Path | None, out: Path | None
     data = load(settings.data, data_dir)
     spec = settings.spec()
     job = Sandblaster(
-        lambda: build(settings.model, data),
+        lambda: build(settings.model, data).to(device),
         loss_for(data),
         data,
         workers=settings.workers,
@@ -61,7 +62,7 @@ def train_on_batches(settings: Settings, data_dir: Path | None, out: Path | None
     if record is not None:
         given = {name: value for name, value in asdict(settings).items() if name != "cluster"}
         kind = "virtual" if settings.virtual else "processes"
-        cluster = {"kind": kind, "workers": settings.workers, "device": "cpu", "shards": job.shards}
+        cluster = {"kind": kind, "workers": settings.workers, "device": str(device), "shards": job.shards}
         described = job.cluster.describe() if settings.virtual else None
         record.write_run({**given, "strategy": NAME, "cluster": cluster, "spec": described, "versions": versions()})
     metrics: list[dict[str, Any]] = []

@@ -79,11 +79,14 @@ class Axis:
     def send(self, values: Tensor, to: int, tag: int = 0) -> Any:
         """Start sending to the process at coordinate ``to``; keep ``values`` as they are until ``wait()`` of what is returned."""
         self._count(framed(values.numel() * values.element_size()))
-        return dist.isend(values, self.ranks[to], group=self.group, tag=tag)
+        return dist.isend(values.to(wire(values.device)), self.ranks[to], group=self.group, tag=tag)
 
     def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
         """Start receiving from the process at coordinate ``source``; the work to wait for."""
-        return dist.irecv(into, self.ranks[source], group=self.group, tag=tag)
+        there = wire(into.device)
+        buffer = into if there == into.device else torch.empty_like(into, device=there)
+        work = dist.irecv(buffer, self.ranks[source], group=self.group, tag=tag)
+        return work if buffer is into else _Landing(work, buffer, into)
 
     def wait(self, work: Any) -> None:
         """Wait for something that was started; the time counts."""
@@ -103,6 +106,24 @@ class Axis:
             raise self.explain(error) from error
         self.toll.seconds += time.perf_counter() - start
         return result
+
+
+@dataclass
+class _Landing:
+    """A message that arrives beside where it is wanted."""
+
+    work: Any
+    buffer: Tensor
+    into: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.into.copy_(self.buffer)
+
+
+def wire(device: torch.device) -> torch.device:
+    """Where a tensor of ``device`` must lie to be sent to one process: Gloo sends what is in the CPU's memory."""
+    return device if "nccl" in dist.get_backend() else torch.device("cpu")
 
 
 def _reduced(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

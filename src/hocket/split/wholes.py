@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hocket.errors import HocketError
+from hocket.split.axis import wire
 from hocket.split.mesh import Place
 from hocket.split.parts import Part, Parts
 
@@ -38,9 +39,9 @@ def gather_wholes(held: Mapping[str, Tensor], parts: Parts, place: Place) -> dic
             if part.whole and any(name in everyone[earlier] for earlier in members[: members.index(rank)]):
                 continue
             if me == rank and me != root:
-                dist.send(held[name].detach().contiguous(), root)
+                dist.send(held[name].detach().to(wire(device)).contiguous(), root)
             if me == root:
-                got = held[name].detach() if rank == root else torch.empty(shape, dtype=dtype, device=device)
+                got = held[name].detach() if rank == root else torch.empty(shape, dtype=dtype, device=wire(device))
                 if rank != root:
                     dist.recv(got, rank)
                 whole = wholes.setdefault(name, torch.zeros(part.shape, dtype=dtype, device=device))
