@@ -2,14 +2,14 @@
 
     python benchmarks/distbelief.py --data cifar10 --data-dir DIR --device cuda --jobs 7 --out distbelief
 
-Time is *measured* for one GPU (`hocket train --workers 1`, the median of its epochs' seconds times their number, so that what a first
-epoch needs to start does not count). It is *predicted* for everything with CPU workers: an epoch on one thread of this machine is
-timed (`hocket train --workers 1 --device cpu`), which gives a worker's operations per second; links have 1 Gbit/s and 0.1 ms, and steps
-vary by 5 %. The one CPU worker makes the steps of the one GPU, so its accuracies are those.
+Time is *measured* for one GPU (`hocket train --workers 1`, the median of its epochs' seconds times their number, so that what a
+first epoch needs to start does not count). It is *predicted* for everything with CPU workers: an epoch on one thread of this
+machine is timed (`hocket train --workers 1 --device cpu`), which gives a worker's operations per second; links have 1 Gbit/s and
+0.1 ms, and steps vary by 5 %. The one CPU worker makes the steps of the one GPU, so its accuracies are those.
 
 Every method has its own rate: all in `--…-rates` are tried, and the best at the end is shown. Virtual runs go side by side
-(`--jobs`) when everything that is timed is over. Writes curves as OUT.json and the picture as OUT.png (where matplotlib is installed);
-`--draw OUT.json` draws it from a file.
+(`--jobs`) when everything that is timed is over. Writes curves as OUT.json and the picture as OUT.png (where matplotlib is
+installed); `--draw OUT.json` draws it from a file.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -85,7 +86,8 @@ def best(name: str, kind: str, runs: dict[float, list[dict[str, Any]]], epoch_s:
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """All curves, and what they stand on."""
     folder: Path = args.out.with_suffix(".runs")
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     data = load(args.data, args.data_dir)
     x, y = (t[:2] for t in data.train)
     operations = step_flops(build(args.model, data), loss_for(data), data.prepare(x), y, len(data.train[0]))
@@ -143,7 +145,7 @@ def show(curves: list[Curve], mark: float, console: Console) -> None:
         "accuracy at the end",
         "seconds in all",
         f"seconds to {mark:.0%}",
-        "sooner than one CPU worker",
+        "sooner than one CPU",
     ):
         table.add_column(column, justify="left" if column in ("", "time is") else "right")
     first = curves[0].reach(mark)
@@ -169,16 +171,17 @@ def draw(curves: list[Curve], title: str, path: Path) -> None:
     axes = figure.subplots()
     for curve, colour in zip(curves, ("#4c566a", "#2e7d32", "#1565c0", "#c62828", "#8e24aa"), strict=True):
         line = "-" if curve.kind == "measured" else "--"
-        axes.plot(curve.seconds, [100 * a for a in curve.accuracy], line, color=colour, marker="o", markersize=3, linewidth=1.6)
-        axes.annotate(
-            f"{curve.name} ({curve.kind})",
-            (curve.seconds[-1], 100 * curve.accuracy[-1]),
-            xytext=(-4, 7),
-            textcoords="offset points",
+        axes.plot(
+            curve.seconds,
+            [100 * a for a in curve.accuracy],
+            line,
             color=colour,
-            fontsize=9,
-            ha="right",
+            marker="o",
+            markersize=3,
+            linewidth=1.6,
+            label=f"{curve.name} ({curve.kind})",
         )
+    axes.legend(loc="lower right", fontsize=9, frameon=False)
     axes.set_xscale("log")
     axes.set_xlabel("seconds (solid: measured; dashed: predicted from a measured epoch)")
     axes.set_ylabel("test accuracy, %")
