@@ -241,6 +241,23 @@ def test_overlap_hides_the_transfer() -> None:
     assert waiting.transfer_hidden_s == 0
 
 
+def test_every_epoch_has_its_loss_where_links_are_slow() -> None:
+    """All of the last epoch was computed before the one before it had arrived; all losses together are those of all mini-batches."""
+    slow = Spec(step_s=1e-3, bandwidth=1e4)
+    training = _training("downpour(1, 1)", workers=24, spec=slow, epochs=3)
+    found: list[float] = []
+    computed = training.scheme.computed
+
+    def watched(worker: int, now: float) -> None:
+        found.append(float(training.replicas.losses[worker]))
+        computed(worker, now)
+
+    training.scheme.computed = watched  # type: ignore[method-assign]
+    losses = [metrics["loss"] for metrics in training.run()]
+    assert len(losses) == 3
+    assert sum(losses) / 3 == pytest.approx(sum(found) / len(found))
+
+
 def test_downpour_pushes_and_fetches_as_rarely_as_told() -> None:
     often, rarely = _simulate("downpour(1, 1)").ledger, _simulate("downpour(6, 6)").ledger
     assert rarely.bytes_sent < often.bytes_sent / 4

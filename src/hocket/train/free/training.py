@@ -176,8 +176,10 @@ class FreeTraining:
         entry = self._close()
         self.epoch += 1
         check_weights(self.replicas.layout, self.scheme.truth(), self.epoch)
-        mean_loss = math.fsum(float(x) for x in torch.stack(self._losses).tolist()) / len(self._losses)
-        self._losses = []
+        # Of as many mini-batches as the epoch has, in the order they were computed; where links are slow, some were long before.
+        own = enough - (self.epoch - 1) * self.dealing.per_epoch
+        mean_loss = math.fsum(torch.stack(self._losses[:own]).tolist()) / own
+        self._losses = self._losses[own:]
         wall = time.perf_counter() - begun
         over = self.scheme.counted() >= len(self.dealing)
         accuracy = self._evaluate() if self.plan.evaluate or over else None
