@@ -242,7 +242,7 @@ def test_overlap_hides_the_transfer() -> None:
 
 
 def test_every_epoch_has_its_loss_where_links_are_slow() -> None:
-    """All of the last epoch was computed before the one before it had arrived; all losses together are those of all mini-batches."""
+    """All of the last epoch was computed before the one before it had arrived; together they are the losses of all mini-batches."""
     slow = Spec(step_s=1e-3, bandwidth=1e4)
     training = _training("downpour(1, 1)", workers=24, spec=slow, epochs=3)
     found: list[float] = []
