@@ -22,7 +22,7 @@ from hocket.strategy import Strategy
 from hocket.train.replicas import LiveReplica, StackedReplicas
 from hocket.train.simulate import seeded
 
-WORKERS, STEPS, BATCH = 4, 20, 5
+WORKERS, STEPS, BATCH = 4, 12, 5
 SAMPLES = (STEPS - 1) * WORKERS * BATCH + 17  # the last round is uneven: 5, 4, 4, 4
 MATRIX = "[[0.5, 0.25, 0, 0.25], [0.25, 0.5, 0.25, 0], [0, 0.25, 0.5, 0.25], [0.25, 0, 0.25, 0.5]]"
 FULL = "[[0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]]"
