@@ -30,7 +30,7 @@ _EVALUATIONS = 10
 
 
 def train_on_batches(settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None) -> None:
-    """Train; ``--epochs`` are iterations, ``--strategy "server(shards=n)"`` says how many shards; ``device`` is virtual workers'."""
+    """Train; ``--epochs`` are iterations, ``--strategy "server(shards=n)"`` gives the shards; ``device`` is virtual workers'."""
     strategy = Strategy.parse(settings.strategy)
     server = strategy.topology
     if strategy not in (Strategy(), Strategy(topology=server)) or not (strategy == Strategy() or isinstance(server, Server)):
