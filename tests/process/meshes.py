@@ -120,18 +120,19 @@ def equal(name: str, mesh: str, strategy: str = "bulk", **options: Any) -> dict[
         "held": held,
         "ended": ended,
         "tied": tied,
+        "stages": 1 if job.cut is None else len(job.cut.stages),
     }
 
 
-def checkpoints(name: str, first: str, then: str) -> dict[str, Any]:
+def checkpoints(name: str, first: str, then: str, **options: Any) -> dict[str, Any]:
     """Two steps on one mesh, the rest on another, from the whole that the first one left; all processes are given it."""
-    _, job = begin(name, first)
+    _, job = begin(name, first, **options)
     train(job, name, range(2))
     state = job.whole_state()
     everyone: list[Any] = [state]
     torch.distributed.broadcast_object_list(everyone, 0)
     job.finish()
-    _, other = begin(name, then)
+    _, other = begin(name, then, **options)
     other.load_whole(everyone[0])
     losses = train(other, name, range(2, STEPS))
     found = other.whole_state()
@@ -139,18 +140,33 @@ def checkpoints(name: str, first: str, then: str) -> dict[str, Any]:
     return {"whole": None if found is None else found["model"], "losses": losses, "saved": everyone[0]}
 
 
-def resumed(name: str, mesh: str) -> dict[str, Any]:
+def resumed(name: str, mesh: str, **options: Any) -> dict[str, Any]:
     """Own parts of a checkpoint: three steps and two more in another job equal five."""
-    _, job = begin(name, mesh)
+    _, job = begin(name, mesh, **options)
     train(job, name, range(3))
     state = job.state_dict()
     job.finish()
-    _, other = begin(name, mesh)
+    _, other = begin(name, mesh, **options)
     other.load_state_dict(state)
     train(other, name, range(3, STEPS))
     found = other.whole_state()
     other.finish()
     return {"whole": None if found is None else found["model"]}
+
+
+def elsewhere(mesh: str, cut: list[str]) -> dict[str, Any]:
+    """The sentence that own parts of a checkpoint meet where the model is cut elsewhere."""
+    _, job = begin("mlp", mesh)
+    state = job.state_dict()
+    job.finish()
+    _, other = begin("mlp", mesh, cut=cut)
+    try:
+        other.load_state_dict(state)
+    except hocket.HocketError as error:
+        return {"sentence": str(error)}
+    finally:
+        other.finish()
+    return {"sentence": ""}
 
 
 def clipped(name: str, mesh: str) -> dict[str, Any]:
@@ -219,7 +235,17 @@ def refused(mesh: str, name: str = "mlp", **options: Any) -> dict[str, Any]:
     return {"sentence": ""}
 
 
-CASES = {f.__name__: f for f in (equal, checkpoints, resumed, clipped, untouched, sharded, born, refused)}
+def refused_shard(shard: str) -> dict[str, Any]:
+    """The sentence that sharding meets here, where it is refused."""
+    model = build("mlp")
+    try:
+        hocket.parallelize(model, optimizer_of(model), shard=shard).finish()
+    except hocket.HocketError as error:
+        return {"sentence": str(error)}
+    return {"sentence": ""}
+
+
+CASES = {f.__name__: f for f in (equal, checkpoints, resumed, elsewhere, clipped, untouched, sharded, born, refused, refused_shard)}
 
 
 def main(rank: int, folder: str, wanted: list[tuple[str, str, dict[str, Any]]], device: str = "cpu") -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,16 +12,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hocket
+from hocket.data import load
 from hocket.models import cross_entropy, gpt, mlp
 from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
+from hocket.train.run import Settings, explanation, run
 from hocket.train.sharded_job import FSDPJob
 from process.cases import flat, refusal
 
 STEPS = 5
+FOLDER = Path()
+"""Where runs leave their records; :func:`main` sets it."""
 OPTIMIZERS = {
     "momentum": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
     "adamw": lambda params: torch.optim.AdamW(params, 0.01),
+    "fused": lambda params: torch.optim.AdamW(params, 0.01, fused=True),
 }
 
 
@@ -120,6 +127,10 @@ def full(rank: int, kind: str, name: str) -> dict[str, Any]:
     found["local"] = sum(p.to_local().numel() for p in model.parameters())
     found["all"] = sum(p.numel() for p in plain.parameters())
     torch.distributed.broadcast_object_list(held)
+    found["optimisers"] = [
+        refusal(lambda kind=kind: make(plain, kind(plain.parameters())))
+        for kind in (torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.Rprop)
+    ]
     found["late"] = refusal(lambda: make(plain, grouped_with_state(plain, name)))
     other = small(kind)
     other_optimizer = grouped(other, name)
@@ -166,9 +177,110 @@ def weighed(rank: int) -> dict[str, Any]:
     return found
 
 
+def scaled(rank: int, name: str) -> dict[str, Any]:
+    """A GradScaler, whose fourth step overflows on worker 1 alone: all skip it, sharded or not."""
+    found: dict[str, Any] = {"start": flat(small("mlp"))}
+    for shard in (None, "state"):
+        model = small("mlp")
+        optimizer = grouped(model, name)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        job = hocket.parallelize(model, optimizer, scaler=scaler, accumulate=2, shard=shard)
+        scales, weights = [], []
+        for t in range(6):
+            optimizer.zero_grad()
+            for half in range(2):
+                x, y = samples("mlp", 2 * t + half, rank)
+                loss = F.cross_entropy(model(x), y) / 2
+                scaler.scale(loss * float("inf") if t == 3 and rank == 1 else loss).backward()
+            if t % 2:  # clipped, or left to the optimiser
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            weights.append(flat(model))
+        found[str(shard)] = {"weights": weights, "scales": scales}
+        if job.sharded is not None:
+            found["owned"] = job.sharded.owned_bytes
+        job.detach()
+    return found
+
+
+def gathered(rank: int, nonfinite: str, bad: int) -> dict[str, Any]:
+    """Two backward passes make a step, one of them NaN on worker 1 at step ``bad``: under FSDP2 beside plain training.
+
+    Plain training knows what FSDP2 makes of it: a parameter whose mean gradient is not finite has none in that step.
+    """
+    model, plain = small("mlp"), small("mlp")
+    optimizer, plain_optimizer = grouped(model, "momentum"), grouped(plain, "momentum")
+    job = hocket.parallelize(model, optimizer, shard="full", accumulate=2, nonfinite=nonfinite)
+    sentence = ""
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        for half in range(2):
+            for worker in range(2):
+                x, y = samples("mlp", 2 * t + half, worker)
+                (F.cross_entropy(plain(x), y) / 4).backward()
+            x, y = samples("mlp", 2 * t + half, rank)
+            loss = F.cross_entropy(model(x), y) / 2
+            (loss * float("nan") if (t, half, rank) == (bad, 0, 1) else loss).backward()
+        if t == bad:
+            for p in plain.parameters():
+                p.grad = torch.zeros_like(p)
+        try:
+            optimizer.step()
+        except hocket.NonFiniteGradient as error:
+            sentence = str(error)
+            break
+        plain_optimizer.step()
+    early = refusal(lambda: half_a_step(model, optimizer, rank)) if bad < 0 else ""
+    summary = job.ledger.summary()
+    ended = {"full": flat(job.finish()), "plain": flat(plain), "start": flat(small("mlp"))}
+    return {**ended, "sentence": sentence, "early": early, "nonfinite": summary["nonfinite"]}
+
+
+def half_a_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    x, y = samples("mlp", 0, rank)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def runs(rank: int) -> dict[str, Any]:
+    """What ``hocket train`` does in every process: runs that stop after each epoch and go on, beside one that does not."""
+    cluster = hocket.session._Session.cluster
+    base = Settings(model="cnn", batch=120, lr=0.05, momentum=0.9, seed=3, workers=2)
+
+    def train(name: str, *ways: dict[str, Any]) -> Any:
+        for epochs, way in enumerate(ways, 1):
+            settings = replace(base, epochs=epochs if len(ways) > 1 else 3, **way)
+            training = run(settings, cluster, out=FOLDER / name, resume=epochs > 1)
+        return training
+
+    state, full = {"shard": "state"}, {"shard": "full"}
+    stages = {"mesh": "pipeline=2", "workers": 1, "pipe": "gpipe", "micro": 2}
+    ways = {
+        "plain": [{}],
+        "state": [state, state, {**state, "mesh": "data=2"}],
+        "full": [full, full],
+        "stages": [{**stages, "cut": "2"}, {**stages, "cut": "2"}, {**stages, "cut": "6"}],
+        "alone": [{**stages, "cut": "2"}],
+    }
+    found = {name: train(name, *several).metrics for name, several in ways.items()}
+    found["other"] = refusal(lambda: run(replace(base, epochs=3), cluster, out=FOLDER / "full", resume=True))
+    plan = FOLDER / f"plan-{rank}.toml"
+    plan.write_text('3 = "gather"\n7 = "gather"\n')
+    split = replace(base, workers=1, mesh="tensor=2", plan_file=str(plan))
+    found["planned"] = explanation(split, cluster, load("digits"))
+    saved = torch.load(FOLDER / "state" / f"checkpoint-{rank}.pt")["replicas"]["optimizer"]["state"]
+    return {**found, "momenta": sum(entries["momentum_buffer"].numel() for entries in saved.values())}
+
+
 def main(rank: int, folder: str, cases: list[list[Any]]) -> None:
+    global FOLDER
+    FOLDER = Path(folder)
     hocket.init(device="cpu")
     results = {}
     for function, *arguments in cases:
-        results[" ".join([function, *arguments])] = globals()[function](rank, *arguments)
+        results[" ".join(map(str, [function, *arguments]))] = globals()[function](rank, *arguments)
     torch.save(results, f"{folder}/{rank}.pt")

@@ -14,11 +14,17 @@ SMALL = ["--model", "cnn", "--batch", "120", "--lr", "0.05", "--momentum", "0.9"
 
 
 def test_a_run_goes_on_split_otherwise_and_ends_where_an_unsplit_one_does(tmp_path: Path) -> None:
-    whole, split = tmp_path / "whole", tmp_path / "split"
-    for number, mesh in enumerate(([], ["--mesh", "pipeline=2", "--pipe", "gpipe", "--micro", "2"], ["--mesh", "tensor=2"]), 1):
+    whole, split, plan = tmp_path / "whole", tmp_path / "split", tmp_path / "plan.toml"
+    plan.write_text('3 = "gather"\n7 = "columns"\n"9" = "rows"\n')
+    stages = ["--mesh", "pipeline=2", "--pipe", "gpipe", "--micro", "2", "--cut", "2"]
+    ways = ([], stages, ["--mesh", "tensor=2", "--plan", str(plan)])
+    for number, mesh in enumerate(ways, 1):
         resumed = ["--resume"] if number > 1 else []
         ended = hocket("train", *SMALL, "--epochs", str(number), "--out", str(split), *mesh, *resumed)
         assert ended.returncode == 0, ended.stderr
+        described = json.loads((split / "run.json").read_text())
+        assert described["cut"] == ("2" if number == 2 else None)
+    assert described["plan"] == {"3": "gather", "7": "columns", "9": "rows"}
     assert hocket("train", *SMALL, "--epochs", "3", "--out", str(whole)).returncode == 0
     one, other = metrics_of(whole), metrics_of(split)
     assert [m["loss"] for m in other] == pytest.approx([m["loss"] for m in one], abs=1e-4)
@@ -31,11 +37,21 @@ def test_a_run_goes_on_split_otherwise_and_ends_where_an_unsplit_one_does(tmp_pa
 
 
 def test_explain_shows_who_holds_what_and_trains_nothing(tmp_path: Path) -> None:
-    ended = hocket("train", *SMALL, "--mesh", "pipeline=2", "--explain", "--out", str(tmp_path / "none"))
+    stages = ["--mesh", "pipeline=2", "--pipe", "interleaved", "--virtual-stages", "2", "--cut", "0,3,7", "--measure", "flops"]
+    ended = hocket("train", *SMALL, *stages, "--explain", "--out", str(tmp_path / "none"))
     assert ended.returncode == 0, ended.stderr
-    for words in ("kB after it", "stage 1", "process 0 · stage 0", "activations"):
+    for words in ("kB after it", "stage 3", "process 0 · stage 0", "activations", "estimated from operations"):
         assert words in ended.stdout
+    rows = [line.split() for line in ended.stdout.splitlines()]
+    assert [row[-1] for row in rows if len(row) == 6 and row[0].isdigit()] == list("0111222233")
     assert not (tmp_path / "none").exists()
+
+
+def test_workers_may_keep_everything_in_parts(tmp_path: Path) -> None:
+    ended = hocket("train", *SMALL, "--workers", "2", "--shard", "full", "--epochs", "1", "--out", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert "2 workers, all in parts (MB by formula)" in " ".join(ended.stdout.split())
+    assert json.loads((tmp_path / "run.json").read_text())["shard"] == "full"
 
 
 @pytest.mark.parametrize(

@@ -38,19 +38,16 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-FULL: list[tuple[str, str, dict[str, Any]]] = [("sharded full", "sharded", {"shard": "full"})]
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [("full", "refused_shard", {"shard": "full"})]
 
 
 @pytest.fixture(scope="module")
 def found(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What both processes returned, per case, on either device."""
-    return on_both(nursery, tmp_path_factory, CASES)
-
-
-def on_both(nursery: Nursery, folders: pytest.TempPathFactory, wanted: list[Any]) -> dict[str, list[dict[str, Any]]]:
     results = {}
     for device in ("cpu", "cuda:0"):
-        group = nursery.start("process.meshes:main", 2, folders.mktemp("split"), wanted=wanted, device=device)
+        folder = tmp_path_factory.mktemp("split")
+        group = nursery.start("process.meshes:main", 2, folder, wanted=[*CASES, *REFUSED], device=device)
         assert group.wait(300, together=True) == [0] * 2, group.said()
         results[device] = group.results()
     return results
@@ -58,14 +55,6 @@ def on_both(nursery: Nursery, folders: pytest.TempPathFactory, wanted: list[Any]
 
 @pytest.mark.parametrize("label", [label for label, _, _ in CASES])
 def test_cuda_trains_what_the_cpu_trains(found: dict[str, list[dict[str, Any]]], label: str) -> None:
-    compare(found, label)
-
-
-def test_full_shards_train_on_cuda(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> None:
-    compare(on_both(nursery, tmp_path_factory, FULL), "sharded full")
-
-
-def compare(found: dict[str, list[dict[str, Any]]], label: str) -> None:
     for on_cpu, on_cuda in zip(found["cpu"], found["cuda:0"], strict=True):
         expected, got = on_cpu[label], on_cuda[label]
         assert got.keys() == expected.keys()
@@ -76,6 +65,13 @@ def compare(found: dict[str, list[dict[str, Any]]], label: str) -> None:
             assert got.get(figure) == pytest.approx(expected.get(figure), abs=1e-4)
         if "ledger" in expected:
             assert got["ledger"]["bytes_sent"] == expected["ledger"]["bytes_sent"]
+
+
+def test_full_shards_of_cuda_tensors_are_refused_over_gloo(found: dict[str, list[dict[str, Any]]]) -> None:
+    assert [worker["full"]["sentence"] for worker in found["cpu"]] == ["", ""]
+    for worker in found["cuda:0"]:
+        assert "needs NCCL" in worker["full"]["sentence"]
+        assert "use shard='state'" in worker["full"]["sentence"]
 
 
 def test_training_there_moves_the_weights(found: dict[str, list[dict[str, Any]]]) -> None:

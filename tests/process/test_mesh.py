@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 TWO = ("tensor=2", "pipeline=2", "data=2")
 FOUR = ("data=2,tensor=2", "data=2,pipeline=2", "pipeline=2,tensor=2", "tensor=4", "pipeline=4")
 MODELS = ("mlp", "cnn", "vgg11", "gpt")
+SCHEDULES = ("naive", "gpipe", "interleaved", "zero-bubble")  # 1f1b is everywhere else
 HYBRID = ("local(2) + gossip", "diloco(2)", "bulk + topk(0.2)", "local(2) + qsgd(4)")
 
 
@@ -40,10 +41,18 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
         wanted += [(f"hybrid {s}", "equal", {"name": "gpt", "mesh": "data=2,pipeline=2", "strategy": s}) for s in HYBRID]
         dream = {"mesh": "data=2,pipeline=2", "schedule": "pipedream"}
         wanted += [(f"dream {name}", "equal", {"name": name, **dream}) for name in ("mlp", "gpt")]
+        for schedule in SCHEDULES:
+            way = {"mesh": "data=2,pipeline=2", "schedule": schedule}
+            wanted += [(f"{schedule} {name}", "equal", {"name": name, **way}) for name in ("mlp", "gpt")]
         wanted.append(("drop", "equal", {"name": "drop", "mesh": "pipeline=2,tensor=2"}))
         wanted.append(("downpour", "equal", {"name": "mlp", "mesh": "data=2,pipeline=2", "strategy": "downpour(1, 1) + server"}))
         wanted.append(("other", "checkpoints", {"name": "gpt", "first": "pipeline=2,tensor=2", "then": "data=2,tensor=2"}))
         wanted.append(("resumed", "resumed", {"name": "gpt", "mesh": "data=2,pipeline=2"}))
+        kept = {"name": "gpt", "mesh": "data=2,pipeline=2", "shard": "state"}
+        wanted.append(("resumed state", "resumed", kept))
+        moved = {"name": "mlp", "first": "data=2,pipeline=2", "then": "data=2,tensor=2", "shard": "state"}
+        wanted.append(("other state", "checkpoints", moved))
+        wanted.append(("elsewhere", "elsewhere", {"mesh": "data=2,pipeline=2", "cut": ["4"]}))
         wanted.append(("clipped", "clipped", {"name": "gpt", "mesh": "pipeline=2,tensor=2"}))
         wanted += [(f"refused {k}", "refused", arguments) for k, arguments in enumerate(REFUSED)]
     return wanted
@@ -143,6 +152,21 @@ def test_replicas_of_an_asynchronous_pipe_train_as_one_on_all_samples(
     assert furthest(one["whole"], reference[name][0]) > 1e-4  # late gradients lead elsewhere
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_replicas_under_every_schedule_train_as_one_process_does(
+    worlds: dict[int, Any], reference: dict[str, tuple[dict[str, Tensor], list[float]]], name: str, schedule: str
+) -> None:
+    results = [worker[f"{schedule} {name}"] for worker in worlds[4]]
+    assert furthest(results[0]["whole"], reference[name][0]) < 1e-5
+    for step in range(STEPS):  # a replica's processes agree on the loss of its half
+        first, second = ({r["losses"][step] for r in results[k : k + 2]} for k in (0, 2))
+        assert len(first) == len(second) == 1
+        assert (first.pop() + second.pop()) / 2 == pytest.approx(reference[name][1][step], abs=1e-5)
+    per_process = 2 if schedule == "interleaved" else 1
+    assert {worker[f"{schedule} {name}"]["stages"] for worker in worlds[4]} == {2 * per_process}
+
+
 def test_a_parameter_of_two_names_is_one(worlds: dict[int, Any]) -> None:
     found = worlds[2][0]["two names"]
     assert furthest(found["whole"], alone("tied")[0]) < 1e-5  # its running statistics too: there is one micro-batch
@@ -211,8 +235,22 @@ def test_a_split_model_goes_on_split_otherwise_and_its_whole_fits_an_unsplit_one
     assert furthest(dict(model.state_dict()), reference["gpt"][0]) < 1e-5
 
 
-def test_resumed_equals_never_stopped(worlds: dict[int, Any], reference: dict[str, tuple[dict[str, Tensor], list[float]]]) -> None:
-    assert furthest(worlds[4][0]["resumed"]["whole"], worlds[4][0]["gpt data=2,pipeline=2"]["whole"]) == 0
+@pytest.mark.parametrize("case", ["resumed", "resumed state"])
+def test_resumed_equals_never_stopped(worlds: dict[int, Any], case: str) -> None:
+    assert furthest(worlds[4][0][case]["whole"], worlds[4][0]["gpt data=2,pipeline=2"]["whole"]) == 0
+
+
+def test_sharded_state_goes_on_where_the_model_is_split_otherwise(
+    worlds: dict[int, Any], reference: dict[str, tuple[dict[str, Tensor], list[float]]]
+) -> None:
+    found = worlds[4][0]["other state"]
+    assert furthest(found["whole"], reference["mlp"][0]) < 1e-5
+    momenta = [entries["momentum_buffer"] for entries in found["saved"]["optimizer"]["state"].values()]
+    assert sum(m.numel() for m in momenta) == sum(p.numel() for p in build("mlp").parameters())
+
+
+def test_own_parts_of_a_model_cut_elsewhere_are_refused(worlds: dict[int, Any]) -> None:
+    assert all("cut or split elsewhere" in worker["elsewhere"]["sentence"] for worker in worlds[4])
 
 
 def test_clipping_sees_the_whole_gradient_once(worlds: dict[int, Any]) -> None:

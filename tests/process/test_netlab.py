@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from hocket.messages import Keys
+from process.launch import ENVIRON
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "netlab.py"
 SPEC = importlib.util.spec_from_file_location("netlab", FILE)
@@ -188,6 +192,38 @@ def test_signal_leaves_nothing(lab_process: tuple[subprocess.Popen[str], str, li
     assert namespaces(name) == []
     assert eventually(lambda: not any(alive(pid) for pid in sleepers))
     assert not any(Path(netlab.tempfile.gettempdir()).glob(f"{name}-*"))
+
+
+@needs_lab
+@pytest.mark.root
+def test_workers_without_servers_train_between_hosts_and_want_keys(tmp_path: Path) -> None:
+    """They find each other through the store of torch.distributed, and meet on the hosts' own addresses."""
+    Keys.make().write(tmp_path / "keys")
+    environ = {"PYTHONPATH": ENVIRON["PYTHONPATH"], "TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+    def commands(keys: str) -> list[list[str]]:
+        return [[sys.executable, "-c", f"from process.paired import between_hosts; between_hosts({keys!r})"]] * 3
+
+    with netlab.Lab(hosts=3) as lab:
+        refused = lab.run(commands(""), environ, timeout_s=100)
+        assert all("make keys with `hocket keys FILE`" in result.stderr for result in refused)
+        before = lab.counters()
+        ended = lab.run(commands(str(tmp_path / "keys")), environ, timeout_s=100)
+        sent = sum(after[0] - first[0] for first, after in zip(before, lab.counters(), strict=True))
+        addresses = lab.addresses
+    assert [result.returncode for result in ended] == [0, 0, 0], [result.stderr[-2000:] for result in ended]
+    told = [json.loads(result.stdout.splitlines()[-1]) for result in ended]
+    for worker, found in enumerate(told):
+        assert found["worker"] == worker
+        assert [door.partition("://")[2].rpartition(":")[0] for door in found["doors"]] == addresses
+        assert found["losses"][-1] < found["losses"][0]
+        assert found["here"] == [0, 1, 2]
+        assert found["end"] == told[0]["end"], "all come to the same mean"
+        assert not found["refused"]
+    ledger = told[0]["ledger"]
+    assert sum(ledger["staleness"].values()) == sum(found["steps"] for found in told)
+    assert ledger["exchanges"] > 0
+    assert sent > ledger["bytes_sent"], "the ledger counts what went over the hosts' links, less headers"
 
 
 @pytest.mark.parametrize("rate", ["fast", "100", "0mbit", "100 mbit", "-1gbit"])

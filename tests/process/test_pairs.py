@@ -23,6 +23,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from hocket.cli.crew import Care
@@ -36,10 +37,13 @@ from hocket.server.clerk import Clerk, ClerkLink
 from hocket.server.doorkeeper import Doorkeeper
 from hocket.server.exchanges import Calls, Halves
 from hocket.server.holding import Holding, Mean
-from hocket.server.peers import Peers, agree
+from hocket.server.peers import Peers, agree, join
+from hocket.strategy import Strategy
 from hocket.topology.partners import answerer, target
 from hocket.train.free_worker import Post, dealing_of
+from hocket.train.pairs_job import PairsJob, Place
 from hocket.train.run import Settings
+from process.cases import batch, net, sgd
 from process.launch import ENVIRON, Group, Nursery, eventually
 from process.paired import PATIENCE_S
 
@@ -77,7 +81,7 @@ class Crowd:
         self.addresses = [listener.address for listener in listeners]
         halves = kind == "pushsum"
         self.doors = [Doorkeeper(listeners[w], self.holdings[w], w, workers, halves, patience_s) for w in range(workers)]
-        self.peers = [Peers(self.addresses, JOB, w, own[w], 1 << 22, patience_s) for w in range(workers)]
+        self.peers = [Peers(self.addresses, JOB, w, own[w], 1 << 22, patience_s, self.doors[w].newcomers) for w in range(workers)]
         self.exchanges = [(Halves if halves else Calls)(self.peers[w], self.holdings[w], kind, 3) for w in range(workers)]
         self.means: dict[int, Mean] = {}
 
@@ -248,6 +252,153 @@ def test_a_stranger_on_the_port_of_a_dead_worker_ends_nobody() -> None:
         stranger.close()
 
 
+@pytest.mark.parametrize("text", [KINDS[0], KINDS[3]])
+def test_gradients_of_one_who_is_alone_are_never_old(text: str) -> None:
+    model = net()
+    optimizer = sgd(model)
+    job = PairsJob(model, optimizer, Strategy.parse(text), Place(0, 2, JOB, meet=lambda address: [address, None]))
+    for t in range(5):
+        x, y = batch(t, 0)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    job.finish()
+    assert job.ledger.summary()["staleness"] == {"0": 5}
+
+
+def test_halves_that_come_back_make_no_gradient_old() -> None:
+    holding = Holding([torch.ones(4)])
+    part, mass = holding.halve()
+    holding.take_in(part, mass, own=True)
+    assert holding.look()[1:] == (2, 0)
+    holding.take_in(part, mass)
+    assert holding.look()[1:] == (3, 1)
+
+
+# --- another in the place of one that died -----------------------------------------------------------------------------------
+
+
+class Newcomer:
+    """Takes the place of ``worker`` in a crowd: a door, links and weights of its own; it has not joined yet."""
+
+    def __init__(self, crowd: Crowd, worker: int, kind: str, patience_s: float = 20.0) -> None:
+        workers = len(crowd.addresses)
+        self.crowd, self.worker, halves = crowd, worker, kind == "pushsum"
+        self.holding = Holding([torch.full((4,), 99.0), torch.full((2,), 99.0)])
+        self.holding.joined = False
+        listener = Listener("tcp://127.0.0.1:0", JOB)
+        self.address = listener.address
+        self.door = Doorkeeper(listener, self.holding, worker, workers, halves, patience_s)
+        known = [None if w == worker else a for w, a in enumerate(crowd.addresses)]
+        self.peers = Peers(known, JOB, worker, None, 1 << 22, patience_s, self.door.newcomers)
+        self.exchanges = (Halves if halves else Calls)(self.peers, self.holding, kind, 3)
+
+    def __enter__(self) -> Newcomer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.door.close()
+        self.peers.close()
+
+    def join(self) -> Mean:
+        """Join, and be that worker of the crowd."""
+        mean = join(self.peers, self.holding, self.address)
+        for whole, own in (
+            (self.crowd.holdings, self.holding),
+            (self.crowd.doors, self.door),
+            (self.crowd.peers, self.peers),
+            (self.crowd.exchanges, self.exchanges),
+        ):
+            whole[self.worker] = own  # type: ignore[index, assignment]
+        return mean
+
+
+def die(crowd: Crowd, worker: int) -> None:
+    """Without a goodbye."""
+    crowd.doors[worker]._over.set()
+    crowd.doors[worker]._thread.join()
+    crowd.doors[worker]._known.clear()
+    crowd.doors[worker].listener.close()
+    crowd.peers[worker].close()
+
+
+@pytest.mark.parametrize(("kind", "dead"), [("rotating", 1), ("rotating", 2), ("pushsum", 0)])
+def test_a_newcomer_begins_at_the_mean_and_takes_nothing_from_anybody(kind: str, dead: int) -> None:
+    """Σ x / Σ ω is what it was among those who live, Σ ω is one more, and nothing of it is lost after that."""
+    with Crowd(4, kind) as crowd:
+        doors = [door for w, door in enumerate(crowd.doors) if w != dead]
+        for _ in range(3):
+            for w in range(4):
+                crowd.exchanges[w].land()
+                crowd.exchanges[w].start()
+        for w in range(4):
+            crowd.exchanges[w].drain()
+        die(crowd, dead)
+        alive = [crowd.holdings[w] for w in range(4) if w != dead]
+        for w in range(4):
+            if w != dead:
+                crowd.peers[w]._give_up(dead)  # as when it has not answered for the patience
+        x, mass = [torch.cat(h.x) for h in alive], [h.mass for h in alive]
+        mean = sum(x).double() / sum(mass)  # type: ignore[union-attr]
+        with Newcomer(crowd, dead, kind) as newcomer:
+            newcomer.join()
+            assert all(torch.equal(torch.cat(h.x), before) for h, before in zip(alive, x, strict=True))
+            assert [h.mass for h in alive] == mass
+            assert torch.allclose(torch.cat(newcomer.holding.x).double(), mean, atol=1e-5)
+            assert newcomer.holding.mass == 1.0
+            heard = newcomer.holding.heard
+            crowd.train([[0.0] * 8] * 4)
+            assert newcomer.holding.heard > heard, "others exchange with it"
+            for found in crowd.means.values():
+                assert found.here == [0, 1, 2, 3]
+                assert found.mass == pytest.approx(sum(mass) + 1)
+                assert torch.allclose(torch.cat(found.rows).double(), mean, atol=1e-4)
+        assert all(not door.refused for door in doors)
+
+
+def test_who_joins_gives_and_takes_nothing_before_it_has_weights_and_needs_somebody_who_has() -> None:
+    with Crowd(2, "rotating", patience_s=1.0) as crowd:
+        die(crowd, 0)
+        die(crowd, 1)
+        with Newcomer(crowd, 0, "rotating", 1.0) as caller, Newcomer(crowd, 1, "rotating", 1.0) as answerer:
+            caller.peers.move(1, answerer.address)
+            with pytest.raises(HocketError, match="no other worker is alive"):
+                join(caller.peers, caller.holding, caller.address)
+            number = caller.peers.ask(1, Kind.PUSH, tensors=caller.holding.x)
+            caller.peers.wait([number])
+            assert caller.peers.take(number) is None
+            assert answerer.door.refused == {"early": 2}
+            assert float(answerer.holding.x[0][0]) == 99.0
+            caller.peers.move(1, None)
+            with pytest.raises(HocketError, match="no other worker is alive"):
+                join(caller.peers, caller.holding, caller.address)
+
+
+def test_who_joins_when_the_others_have_agreed_has_what_they_agreed_on() -> None:
+    with Crowd(2, "rotating", patience_s=1.0) as crowd:
+        die(crowd, 1)
+        agreed = threading.Thread(target=crowd._work, args=(0, []), daemon=True)
+        agreed.start()
+        agreed.join(LIMIT_S)
+        with Newcomer(crowd, 1, "rotating") as newcomer:
+            newcomer.join()
+            crowd.doors[0].close()  # who had it need not stay
+            late = agree(newcomer.peers, newcomer.holding, newcomer.door)
+        assert late.here == [0]
+        assert torch.equal(torch.cat(late.rows), crowd.begun[0])
+
+
+def test_nobody_is_led_to_an_address_that_is_none() -> None:
+    with Crowd(2, "rotating") as crowd, Caller(crowd.addresses[1], JOB) as caller:
+        for number, address in enumerate(("nowhere", "tcp://no.such.host:1", 7, "ipc:///tmp/x"), 1):
+            caller.send(Envelope(Kind.HELLO, 0, number=number, note={"address": address}), 1.0)
+            answer = caller.receive(10.0)
+            assert answer is not None
+            assert answer.note["reason"] == "shape"
+        crowd.peers[1].turn(0.0)
+        assert crowd.peers[1].addresses == crowd.addresses
+
+
 # --- processes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +439,12 @@ def test_they_learn(nursery: Nursery, tmp_path: Path) -> None:
         ledger = results[0]["ledger"]
         assert all(r["ledger"] == ledger for r in results)
         assert ledger["lost"] == 0
+        ages = {int(age): count for age, count in ledger["staleness"].items()}
+        assert sum(ages.values()) == sum(r["steps"] for r in results), "every gradient has an age"
+        heard = sum(age * count for age, count in ages.items())
+        took = ledger["exchanges"]
+        least, most = (took - 2, 2 * took) if text == strategies[0] else (1, took)
+        assert least <= heard <= most, "both callers hear of each but their last before a step, answerers of each at most once"
         whole = framed(4 * len(results[0]["end"])), framed(4 * len(results[0]["end"]) + 8) + framed(0)
         each = 2 * whole[0] if text == strategies[0] else whole[1]
         assert ledger["bytes_sent"] == ledger["exchanges"] * each
@@ -390,8 +547,85 @@ def test_the_command_trains_and_survives_the_loss_of_a_worker(tmp_path: Path) ->
     assert all(line["bytes_sent"] > 0 for line in lines[:2])
     assert sum(line["lost"] for line in lines) <= 2
     assert sum(line["lost_exchanges"] for line in lines) >= 1
+    assert all(line["staleness"] for line in lines)
     written = json.loads((tmp_path / "run.json").read_text())
     assert written["cluster"]["processes"] == written["cluster"]["workers"] == 3
+
+
+class Watched(PairsCrew):
+    """Kills ``victims`` after the first epoch, and deals the second half only when others are in their place."""
+
+    victims: tuple[int, ...] = ()
+    clerk: Clerk
+
+    def _serve(self, clerk: Clerk, *rest: Any) -> None:
+        self.clerk, deal = clerk, clerk.dealer.deal
+
+        def gated(worker: int, count: int) -> list[int]:
+            waits = self._replaced < len(self.victims) or clerk.gone
+            return [] if waits and clerk.dealer.following > clerk.dealer.total // 2 else deal(worker, count)
+
+        clerk.dealer.deal = gated  # type: ignore[method-assign]
+        super()._serve(clerk, *rest)
+
+    def _epoch_ends(self, *given: Any) -> dict[str, Any]:  # type: ignore[override]
+        metrics = super()._epoch_ends(*given)
+        if metrics["epoch"] == 1:
+            for victim in self.victims:
+                self._workers[victim].kill()
+        return metrics
+
+
+def replaced(text: str, workers: int) -> Settings:
+    return Settings(strategy=text, model="process.served:small", batch=32, workers=workers, epochs=6, lr=0.05)
+
+
+@pytest.mark.usefixtures("no_children")
+@pytest.mark.parametrize(("text", "victim"), [("async + gossip", 1), ("async + gossip(pushsum)", 0)])
+def test_another_takes_the_place_of_a_killed_worker(
+    text: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    crews = []
+
+    class Kept(Watched):
+        victims = (victim,)
+
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            crews.append(self)
+
+    monkeypatch.setattr("hocket.cli.train.PairsCrew", Kept)
+    monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
+    arguments = ["--strategy", text, "--model", "process.served:small", "--batch", "32", "--workers", "3", "--epochs", "6"]
+    arguments += ["--replace", "--patience", "2", "--lr", "0.05", "--out", str(tmp_path)]
+    ended = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
+    assert ended.exit_code == 0
+    assert f"worker {victim} was ended by SIGKILL; another takes its place" in capfd.readouterr().err + ended.output
+    (crew,) = crews
+    clerk = crew.clerk
+    assert clerk.dealer.counted == clerk.dealer.total, "every mini-batch was done"
+    assert not clerk.gone
+    assert all(mean.here == [0, 1, 2] for mean in clerk.means.values()), "the new one took part to the end"
+    assert clerk.figures[str(victim)]["losses"] > 0
+    assert all(torch.equal(a, b) for m in clerk.means.values() for a, b in zip(m.rows, clerk.means[2].rows, strict=True))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(1, 7))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["accuracy"] > lines[0]["accuracy"]
+    assert sum(line["lost_exchanges"] for line in lines) == clerk.lost_exchanges
+    assert min(line["lost_exchanges"] for line in lines) >= 0
+    done = sum(count for line in lines for count in line["staleness"].values())
+    assert done == sum(clerk.ages.values())
+    assert clerk.dealer.total <= done <= clerk.dealer.total + clerk.lost, "what the dead one held may have been done twice"
+
+
+@pytest.mark.usefixtures("no_children")
+def test_where_all_have_died_there_is_nothing_to_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
+    crew = Watched(replaced("async + gossip", 2), torch.device("cpu"), None, None, Care(patience_s=2.0, replace=True))
+    crew.victims = (0, 1)
+    with pytest.raises(HocketError, match="no other worker is alive to take weights from: start again"):
+        crew.run(lambda _: None, lambda _: None)
 
 
 def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp_path: Path) -> None:
@@ -415,6 +649,8 @@ def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp
     assert clerk.dealer.counted == total
     assert clerk.lost == 0
     assert sum(account["losses"] for account in clerk.figures.values()) == total
+    assert sum(clerk.ages.values()) == total
+    assert max(int(age) for age in clerk.ages) > 0
     first = clerk.means[0]
     assert first.mass == pytest.approx(3.0, rel=1e-9)
     for mean in clerk.means.values():
@@ -459,13 +695,44 @@ def test_a_clerk_tells_who_waits_and_deals_what_a_dead_worker_held_to_the_end() 
             link._caller.close(0)
 
 
+def test_a_clerk_goes_on_with_the_sums_of_a_worker_that_was_replaced_and_deals_nothing_to_the_dead() -> None:
+    with Listener("tcp://127.0.0.1:0", JOB) as listener:
+        clerk = Clerk(listener, 2, 9)
+
+        def ask(caller: Caller, kind: Kind, **note: Any) -> Envelope:
+            caller.send(Envelope(kind, 0, number=1, note=note), 1.0)
+            heard: list[Envelope] = []
+
+            def answered() -> bool:
+                clerk.turn(0.01)
+                heard.extend(filter(None, [caller.receive(0.0)]))
+                return bool(heard)
+
+            assert eventually(answered)
+            return heard[0]
+
+        clerk.tell(gone=1)
+        with Caller(listener.address, JOB) as dead, Caller(listener.address, JOB) as newcomer:
+            ask(dead, Kind.HELLO, address="there")
+            assert ask(dead, Kind.FETCH, done=[], ledger={"ages": {"0": 5, "2": 1}, "lost": 4}).note["hands"] == [0]
+            clerk.tell(gone=0)
+            assert ask(dead, Kind.FETCH, done=[0], ledger={"ages": {"0": 6, "2": 1}, "lost": 4}).note["hands"] == []
+            welcome = ask(newcomer, Kind.HELLO, address="here", replaces=True)
+            assert welcome.note["addresses"] == ["here", None]
+            assert clerk.gone == {1}
+            assert (clerk.ages, clerk.lost_exchanges) == ({"0": 6, "2": 1}, 4)
+            assert ask(newcomer, Kind.FETCH, done=[], ledger={"ages": {"0": 1}, "lost": 1}).note["hands"] == [0]
+            assert (clerk.ages, clerk.lost_exchanges) == ({"0": 7, "2": 1}, 5)
+
+
 def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_tell_the_mean_is_not_waited_for() -> None:
     settings = Settings(strategy="async + gossip", model="process.served:small", batch=32, workers=2, epochs=2)
     crew = PairsCrew(settings, torch.device("cpu"), None, None, Care(patience_s=0.2))
     try:
         with Listener("tcp://127.0.0.1:0", JOB) as silent:
-            assert crew._look([silent.address, None], set()) is None
-            metrics = crew._epoch_ends(lambda: None, {"workers": {}, "lost": 0}, 1)
+            assert crew._look([silent.address, None]) is None
+            metrics = crew._epoch_ends(lambda: None, {"workers": {}, "lost": 0, "lost_exchanges": 3, "ages": {"0": 4}}, 1)
+            assert (metrics["staleness"], metrics["lost_exchanges"]) == ({"0": 4}, 3)
             assert metrics["accuracy"] is None
             clerk = Clerk(silent, 2, 4)
             assert not crew._is_over(clerk)
@@ -480,7 +747,6 @@ def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_t
 
 REFUSED = {
     "--strategy 'async + gossip' --snapshot 1": "leave --snapshot out",
-    "--strategy 'async + gossip' --replace": "leave --replace out",
     "--strategy 'async + gossip + topk(0.1)'": "leave the compression out",
     "--strategy 'async + gossip' --resume --out somewhere": "cannot run with --resume",
     "--strategy 'async + gossip' --keys nowhere": "There are no keys at nowhere",

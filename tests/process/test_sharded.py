@@ -14,7 +14,10 @@ from process.sharded_cases import STEPS
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
 STATE = [["state", "mlp", "momentum"], ["state", "gpt", "adamw"], ["state", "mlp", "adamw", "bulk + topk(0.2)"]]
-FULL = [["full", "mlp", "momentum"], ["full", "gpt", "adamw"], ["weighed"]]
+SCALED = [["scaled", "momentum"], ["scaled", "fused"]]
+BAD = 2
+FULL: list[list[Any]] = [["full", "mlp", "momentum"], ["full", "gpt", "adamw"], ["weighed"]]
+FULL += [["runs"], ["gathered", "raise", -1], ["gathered", "skip", BAD], ["gathered", "raise", BAD]]
 MOMENTA = {"momentum": 1, "adamw": 2}
 
 Results = dict[str, list[dict[str, Any]]]
@@ -24,7 +27,7 @@ Results = dict[str, list[dict[str, Any]]]
 def world(request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Results]:
     """How many workers, and what each returned, per case."""
     size = request.param
-    cases = STATE + (FULL if size == 2 else [])
+    cases = STATE + SCALED + (FULL if size == 2 else [])
     group = nursery.start("process.sharded_cases:main", size, tmp_path_factory.mktemp("sharded"), cases=cases)
     assert group.wait(150, together=True) == [0] * size, group.said()
     workers = group.results()
@@ -72,6 +75,18 @@ def test_new_weights_are_counted(world: tuple[int, Results]) -> None:
     assert least < worker["sent"] < most
 
 
+@pytest.mark.parametrize("case", SCALED, ids=" ".join)
+def test_a_scaler_skips_on_all_and_changes_nothing_else(world: tuple[int, Results], case: list[str]) -> None:
+    workers = world[1][" ".join(case)]
+    for worker in workers:
+        plain, sharded = worker["None"], worker["state"]
+        assert sharded["scales"] == plain["scales"] == [1024, 1024, 1024, 512, 512, 512]
+        assert all(torch.equal(a, b) for a, b in zip(sharded["weights"], plain["weights"], strict=True))
+        assert torch.equal(sharded["weights"][3], sharded["weights"][2])
+        assert not torch.equal(sharded["weights"][5], sharded["weights"][3])
+    assert sum(worker["owned"] for worker in workers) == workers[0]["start"].numel() * 4
+
+
 @pytest.mark.parametrize("world", [2], indirect=True)
 @pytest.mark.parametrize("case", FULL[:2], ids=" ".join)
 def test_full_sharding_equals_bulk(world: tuple[int, Results], case: list[str]) -> None:
@@ -82,6 +97,7 @@ def test_full_sharding_equals_bulk(world: tuple[int, Results], case: list[str]) 
         assert torch.equal(worker["on"], worker["on again"])
         assert worker["local"] <= 0.6 * worker["all"]
         assert "before the first step" in worker["late"]
+        assert all("use AdamW or SGD, or shard='state'" in sentence for sentence in worker["optimisers"])
         summary = worker["summary"]
         assert summary["computed"] == ["bytes_sent"]
         assert summary["seconds"] > 0
@@ -96,3 +112,42 @@ def test_full_sharding_equals_bulk(world: tuple[int, Results], case: list[str]) 
 def test_full_sharding_weighs_by_samples(world: tuple[int, Results]) -> None:
     for worker in world[1]["weighed"]:
         torch.testing.assert_close(worker["full"], worker["none"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_full_sharding_sums_several_backward_passes(world: tuple[int, Results]) -> None:
+    for worker in world[1]["gathered raise -1"]:
+        assert (worker["full"] - worker["start"]).norm() > 0.05
+        torch.testing.assert_close(worker["full"], worker["plain"], rtol=0, atol=1e-5)
+        assert "after 1 backward passes, but accumulate=2" in worker["early"]
+        assert worker["nonfinite"] == 0
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_full_sharding_leaves_gradients_out_that_are_not_finite(world: tuple[int, Results]) -> None:
+    for worker in world[1][f"gathered skip {BAD}"]:
+        assert torch.isfinite(worker["full"]).all()
+        torch.testing.assert_close(worker["full"], worker["plain"], rtol=0, atol=1e-5)
+        assert worker["nonfinite"] == 1
+    for worker in world[1][f"gathered raise {BAD}"]:  # all end together, in the same step
+        assert "1.weight" in worker["sentence"]
+        assert f"at step {BAD + 1};" in worker["sentence"]
+        torch.testing.assert_close(worker["full"], worker["plain"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_runs_that_keep_parts_go_on_from_their_checkpoints(world: tuple[int, Results]) -> None:
+    first = world[1]["runs"][0]
+    figures = {name: [(m["loss"], m["accuracy"]) for m in first[name]] for name in ("plain", "state", "full", "stages", "alone")}
+    assert [len(lines) for lines in figures.values()] == [3, 3, 2, 3, 3]
+    assert figures["state"] == figures["plain"]
+    for name, like in (("full", "plain"), ("stages", "alone")):
+        for (loss, accuracy), (wanted, right) in zip(figures[name], figures[like], strict=False):
+            assert loss == pytest.approx(wanted, abs=1e-5)
+            assert accuracy == pytest.approx(right, abs=0.01)
+    sent = [m["axes"]["pipeline"]["bytes_sent"] for m in first["stages"]]
+    assert sent[0] == sent[1] > 1.9 * sent[2]  # after module 2 there cross 32 × 4 × 4 values per sample, after module 6 64 × 2 × 2
+    assert "has shard 'full', not None" in first["other"]
+    assert first["planned"].startswith("Operations over 2 processes\n3: gather\n7: gather\n\n")
+    whole, part = (worker["momenta"] for worker in world[1]["runs"])
+    assert 0 < part < whole

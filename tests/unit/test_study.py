@@ -771,20 +771,27 @@ OTHER: dict[str, Any] = {
     **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
     **{"cluster": "1gbit", "slowdown": "1,4", "share": "speed"},
     **{"bucket_bytes": 1000, "first_bucket_bytes": 100},
-    **{"mesh": "pipeline=2", "pipe": "gpipe", "micro": 3},
+    **{"mesh": "pipeline=2,tensor=2", "pipe": "interleaved", "micro": 4, "cut": "1, 2", "virtual_stages": 3, "measure": "flops"},
+    **{"plan_file": "plan.toml", "shard": "state"},
 }
-BESIDE = {"cluster": ("virtual",), "pipe": ("mesh",), "micro": ("mesh",)}  # what a setting needs to make sense
+SPLIT = ("pipe", "micro", "cut", "measure", "plan_file")
+BESIDE = {  # what a setting needs to make sense
+    **{"cluster": ("virtual",), "virtual_stages": ("mesh", "pipe")},
+    **dict.fromkeys(SPLIT, ("mesh",)),
+}
 
 
 @pytest.mark.parametrize("changed", [*(f.name for f in fields(Settings)), "all", "none"])
-def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert set(OTHER) == set(asdict(Settings())), "a new setting needs a value here"
     assert not any(OTHER[name] == value for name, value in asdict(Settings()).items())
-    split = ("mesh", "pipe", "micro")  # real workers only
+    split = (*SPLIT, "mesh", "virtual_stages", "shard")  # real workers only
     chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - set(split) if changed == "all" else ())}
     settings = Settings(**{name: value for name, value in OTHER.items() if name in chosen})
     got: list[Settings] = []
     monkeypatch.setattr(cli_train, "_start", lambda settings, *_: got.append(settings))
+    monkeypatch.chdir(tmp_path)
+    Path("plan.toml").write_text('1 = "columns"\n')
     ended = CliRunner().invoke(cli.app, ["train", *cli_train.arguments(settings)])
     assert ended.exit_code == 0, ended.output
     assert got == [settings]

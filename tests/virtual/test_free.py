@@ -226,6 +226,28 @@ def test_staleness_is_counted() -> None:
     assert _simulate("stale(2)").metrics[-1].get("staleness") is None
 
 
+GOSSIP = ("async + gossip", "async + gossip(ring)", "async + gossip(random)", "async + gossip(pushsum)")
+
+
+@pytest.mark.parametrize("strategy", GOSSIP)
+def test_without_servers_the_age_of_a_gradient_is_what_came_from_others_meanwhile(strategy: str) -> None:
+    """Every gradient has one, and one who is alone hears of nobody."""
+    alone, many = (_training(strategy, workers) for workers in (1, 4))
+    assert [m["staleness"] for m in alone.run()] == [{"0": alone.dealing.per_epoch}] * 2
+    found = list(many.run())
+    assert sum(count for m in found for count in m["staleness"].values()) == len(many.dealing)
+    heard = sum(int(age) * count for m in found for age, count in m["staleness"].items())
+    assert 0 < heard <= len(many.dealing) * (2 if strategy in GOSSIP[:3] else 1), "one call or one half for each gradient"
+
+
+@pytest.mark.parametrize(("strategy", "first"), [("async + gossip", "1"), ("async + gossip(pushsum)", "0")])
+def test_equal_workers_hear_of_one_other_between_two_gradients(strategy: str, first: str) -> None:
+    """In pairs calls come while everybody computes; halves leave after a gradient, so that nobody has one at the first."""
+    found = [m["staleness"] for m in _simulate(strategy, spec=EVEN).metrics]
+    assert found[1] == {"1": 24}
+    assert found[0] == ({"1": 24} if first == "1" else {"0": 4, "1": 20})
+
+
 def test_a_shared_server_is_the_bottleneck_and_shards_widen_it() -> None:
     spec = Spec(step_s=1e-3, bandwidth=1e6)
     one, two, four = (_seconds(f"async + server({n})", spec, model=lambda: nn.Linear(4, 4000)) for n in (1, 2, 4))

@@ -29,7 +29,7 @@ from hocket.data import load
 from hocket.errors import HocketError, NonFiniteGradient
 from hocket.messages import Envelope, Keys
 from hocket.models import build
-from hocket.server.account import entry_of
+from hocket.server.account import ages_since, entry_of
 from hocket.server.observer import Observer
 from hocket.server.slices import Slices
 from hocket.server.start import Child, address_of, end_child, start_shard
@@ -278,9 +278,8 @@ class Crew:
         check_weights(self.layout, found[0], epoch)
         accuracy = self._evaluate(*found)
         took = max((w["seconds"] for w in figures["workers"].values()), default=0.0)
-        ages = {age: count - before["ages"].get(age, 0) for age, count in figures["ages"].items()}
         metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": took - self._took}
-        metrics["staleness"] = {age: count for age, count in ages.items() if count > 0}
+        metrics["staleness"] = ages_since(figures["ages"], before["ages"])
         metrics["lost"] = max(observer.lost - before["lost"], 0)
         self._before, self._took = {**figures, "lost": max(observer.lost, before["lost"])}, took
         self.metrics.append(metrics)

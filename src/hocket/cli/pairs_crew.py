@@ -2,10 +2,12 @@
 
 After every epoch it asks all workers for what they hold and evaluates the mean; after the last one, the mean that they agreed on.
 Looking and evaluating go on beside dealing, so nobody waits for them; where nobody tells what it holds, that epoch has no accuracy.
+A worker that died is replaced where asked: the new one takes weights from those who live (``join`` in ``server/peers.py``).
 """
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,10 +15,10 @@ from typing import Any
 
 import torch
 
-from hocket.cli.crew import Crew
+from hocket.cli.crew import Crew, Told
 from hocket.errors import HocketError
 from hocket.messages import Listener
-from hocket.server.account import entry_of
+from hocket.server.account import ages_since, entry_of
 from hocket.server.clerk import Clerk
 from hocket.server.holding import Holding, Mean, mean_of
 from hocket.server.peers import Peers, gather
@@ -35,8 +37,6 @@ class PairsCrew(Crew):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        if self.care.replace:
-            raise HocketError(f"{self.strategy} has no truth from which another worker could go on; leave --replace out.")
         if self.care.snapshot_s != SNAPSHOT_S:
             raise HocketError(f"{self.strategy} has no shards to take snapshots of; leave --snapshot out.")
         rows = [b.empty(1) for b in self.layout.buckets]
@@ -46,7 +46,7 @@ class PairsCrew(Crew):
         self._peers: Peers | None = None
         self._epoch = 1
         self._delivered, self._heard = 0, 0.0
-        self._before = {"workers": {}, "lost": 0}
+        self._before["lost_exchanges"] = 0
 
     def run(self, watch: Callable[[Progress], None], on_epoch: OnEpoch) -> list[dict[str, Any]]:
         """Train to the end; no process is left behind, whatever happens."""
@@ -82,7 +82,7 @@ class PairsCrew(Crew):
                 done = clerk.dealer.counted // self.settings.workers
                 watch(Progress(self._epoch - 1, self.epochs, done, self.dealing.steps))
             while self._epoch < self.epochs and clerk.dealer.counted >= self._epoch * self.dealing.per_epoch:
-                look = self._looks.submit(self._look, clerk.addresses, clerk.gone.copy())
+                look = self._looks.submit(self._look, clerk.addresses)
                 evaluated.append(pool.submit(self._epoch_ends, look.result, self._figures(clerk), self._epoch))
                 self._epoch += 1
             while evaluated and evaluated[0].done():
@@ -93,6 +93,14 @@ class PairsCrew(Crew):
         evaluated.append(pool.submit(self._epoch_ends, lambda: mean, self._figures(clerk), self.epochs))
         for each in evaluated:
             on_epoch(each.result())
+
+    def _lose(self, worker: int, process: subprocess.Popen[str], code: int, observer: Told) -> None:
+        assert isinstance(observer, Clerk)
+        if not observer.means:
+            super()._lose(worker, process, code, observer)
+            return
+        self._dead.add(worker)  # the training is over: nobody need take its place
+        observer.tell(gone=worker)
 
     def _is_over(self, clerk: Clerk) -> bool:
         """Whether all who have agreed on the mean, and live, have told it, or nobody has for twice the patience.
@@ -107,12 +115,14 @@ class PairsCrew(Crew):
         most_s = 2 * self.care.patience_s + self.settings.workers * self._like.bytes / _SLOWEST_BYTES_PER_S
         return here <= clerk.means.keys() | clerk.gone or time.monotonic() - self._heard > most_s
 
-    def _look(self, addresses: list[str | None] | None, gone: set[int]) -> Mean | None:
+    def _look(self, addresses: list[str | None] | None) -> Mean | None:
         """The mean of what all who answer hold now; None where nobody does."""
         assert addresses is not None
         if self._peers is None:
             self._peers = Peers(addresses, self._job, OBSERVER, self._keys, self._most_bytes, self.care.patience_s)
-        self._peers.left |= gone
+        for worker, address in enumerate(addresses):
+            if address != self._peers.addresses[worker]:
+                self._peers.move(worker, address)
         try:
             parts = gather(self._peers, self._like)
         except (HocketError, ValueError):  # a stranger at the door of one that has died
@@ -120,7 +130,8 @@ class PairsCrew(Crew):
         return mean_of(parts) if parts else None
 
     def _figures(self, clerk: Clerk) -> dict[str, Any]:
-        return {"workers": dict(clerk.figures), "lost": clerk.lost}
+        sums = {"lost": clerk.lost, "lost_exchanges": clerk.lost_exchanges, "ages": clerk.ages}
+        return {"workers": dict(clerk.figures), **sums}
 
     def _epoch_ends(  # type: ignore[override]
         self, look: Callable[[], Mean | None], figures: dict[str, Any], epoch: int
@@ -134,14 +145,11 @@ class PairsCrew(Crew):
         entry, loss = entry_of(figures["workers"], self._before["workers"])
         took = max((w["seconds"] for w in figures["workers"].values()), default=0.0)
         metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": took - self._took}
-        metrics["lost"] = figures["lost"] - self._before["lost"]
-        metrics["lost_exchanges"] = _lost(figures) - _lost(self._before)
+        metrics["staleness"] = ages_since(figures["ages"], self._before["ages"])
+        for name in ("lost", "lost_exchanges"):
+            metrics[name] = figures[name] - self._before[name]
         self._before, self._took = figures, took
         self.metrics.append(metrics)
         if self.record is not None:
             self.record.write_metrics(self.metrics)
         return metrics
-
-
-def _lost(figures: dict[str, Any]) -> int:
-    return sum(int(account["lost"]) for account in figures["workers"].values())

@@ -35,6 +35,9 @@ from hocket.train.run import Settings, bulk_bytes, bulk_bytes_of, explanation, r
 
 CLUSTER = f"Predict seconds of virtual workers for a cluster: {', '.join(PRESETS)} or a TOML file."
 MESH = "Split each worker's model over processes: data=2,pipeline=2,tensor=2 (data: the workers)."
+MEASURE = "What layers cost: seconds (measured) or flops (counted: the same cut every time)."
+PLAN = "How operations are split: a TOML file of modules' names or patterns and their kinds (default: found)."
+SHARD = "Each worker keeps a part: of the optimiser's state (state), or of everything (full: PyTorch's FSDP2)."
 SLOWDOWN = "How many times as long each worker takes to compute, such as 1,1,1,4 (repeated over all)."
 
 
@@ -76,6 +79,11 @@ def command(
     mesh: Annotated[str | None, typer.Option(help=MESH)] = None,
     pipe: Annotated[str | None, typer.Option(help=f"Schedule of the stages: {', '.join(SCHEDULES)} (default: 1f1b).")] = None,
     micro: Annotated[int | None, typer.Option(help="Micro-batches per mini-batch (default: twice as many as stages).")] = None,
+    cut: Annotated[str | None, typer.Option(help="Modules after which to cut, with commas between them (default: found).")] = None,
+    virtual_stages: Annotated[int | None, typer.Option(help="Stages of each process (default: by schedule).")] = None,
+    measure: Annotated[str | None, typer.Option(help=MEASURE)] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", "--plan-file", help=PLAN)] = None,
+    shard: Annotated[str | None, typer.Option(help=SHARD)] = None,
     explain: Annotated[bool, typer.Option("--explain", help="With --mesh: show how the model is split and why, and end.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for run.json, metrics.jsonl and checkpoints.")] = None,
     checkpoints: Annotated[bool, typer.Option(help="A checkpoint after every epoch, for --resume.")] = True,
@@ -83,7 +91,7 @@ def command(
     keys: Annotated[Path | None, typer.Option(help="Servers: keys made by `hocket keys`.")] = None,
     snapshot: Annotated[float, typer.Option(help="Servers: seconds between snapshots, 0 for none.")] = SNAPSHOT_S,
     patience: Annotated[float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")] = PATIENCE_S,
-    replace: Annotated[bool, typer.Option("--replace", help="Servers: start another worker for one that died.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Servers, gossip: start another worker for one that died.")] = False,
 ) -> None:
     """Train a model with one strategy, on real processes or on virtual workers."""
     plain_notes()
@@ -125,6 +133,11 @@ def command(
         mesh=mesh,
         pipe=pipe,
         micro=micro,
+        cut=cut,
+        virtual_stages=virtual_stages,
+        measure=measure,
+        plan_file=None if plan is None else str(plan),
+        shard=shard,
     )
     if explain and mesh is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
@@ -234,6 +247,8 @@ def _train(
         name = predicted_for(settings)
         predicted = f", seconds predicted for {name}" if name else ""
         who = f"{cluster.size} {kind}" if settings.mesh is None else f"{cluster.size} processes as {settings.mesh}"
+        if settings.shard is not None and settings.workers > 1:
+            who += ", the optimiser's state in parts" if settings.shard == "state" else ", all in parts (MB by formula)"
         title = f"{settings.model} on {settings.data}, {who}, {training.step} steps{predicted}"
         _show(title, str(strategy), training.metrics, bulk_bytes(training), out)
 

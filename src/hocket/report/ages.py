@@ -1,7 +1,8 @@
 """How old gradients were when they were applied: ``staleness`` of asynchronous runs, summed over epochs and seeds.
 
-The age of a gradient is the number of updates between the weights that it was computed at and those that it changed. Its histogram
-is drawn in columns of one age each, or where ages are long-tailed in columns that hold more of them the older they are.
+The age of a gradient is the number of updates between the weights that it was computed at and those that it changed; without
+servers, the number of others' contributions that came to what the worker holds meanwhile. Its histogram is drawn in columns of one
+age each, or where ages are long-tailed in columns that hold more of them the older they are.
 """
 
 from __future__ import annotations

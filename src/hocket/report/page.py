@@ -85,7 +85,10 @@ def _table_note(rows: Sequence[Row]) -> str:
     """What columns say that are not always there."""
     note = ""
     if any(r.ages for r in rows):
-        note += " Gradient age: how many updates came between the weights that a gradient was computed at and its own."
+        note += (
+            " Gradient age: how many updates (without servers: contributions of others) came between the weights that a gradient"
+            " was computed at and its own."
+        )
     if any(r.lost and r.lost.mean > 0 for r in rows):
         note += " “Lost batches” are mini-batches whose gradients were lost through faults; they count as done."
     if any(r.tolls for r in rows):

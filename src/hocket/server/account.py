@@ -2,16 +2,21 @@
 
 *Wait* is how long shards held it back, as far as it stood still for it; the rest of standing still is *transfer*; what moved while
 it computed is *hidden*. Bytes of both ways count here, so that those of all workers add up to what the job moved; setting up,
-beats and orders do not count.
+beats and orders do not count. Where there are no servers a worker also counts how old its own gradients were (``ages``).
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hocket.cluster.ledger import Entry
+
+_OLDEST = 4095
+"""Older gradients count as this old, so that all ages fit into a note."""
 
 
 @dataclass
@@ -29,6 +34,9 @@ class Account:
     loss: float = 0.0
     """The sum of the losses of ``losses`` mini-batches."""
     losses: int = 0
+    ages: dict[int, int] = field(default_factory=dict)
+    """How many gradients had which age, where there are no servers: that many contributions of others came to what this worker
+    holds between the moment when the gradient's weights were read and the moment when it was applied."""
     begun: float | None = None
     paused: float | None = None
 
@@ -62,6 +70,11 @@ class Account:
         self.loss += loss
         self.losses += 1
 
+    def add_age(self, age: int) -> None:
+        """A gradient of this age was applied."""
+        age = min(age, _OLDEST)
+        self.ages[age] = self.ages.get(age, 0) + 1
+
     def describe(self) -> dict[str, Any]:
         """Plain data for a message."""
         now = time.monotonic() if self.paused is None else self.paused
@@ -77,6 +90,7 @@ class Account:
             "lost": self.lost,
             "loss": self.loss,
             "losses": self.losses,
+            "ages": {str(age): count for age, count in sorted(self.ages.copy().items())},  # a copy: another thread may ask
         }
 
 
@@ -115,3 +129,24 @@ def entry_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, An
     )
     losses = total("losses")
     return entry, total("loss") / losses if losses else None
+
+
+def ages_of(accounts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Everybody's ages in one histogram, the youngest first.
+
+    >>> ages_of([{"ages": {"0": 2, "10": 1}}, {"ages": {"2": 3, "0": 1}}, {}])
+    {'0': 3, '2': 3, '10': 1}
+    """
+    sums: Counter[int] = Counter()
+    for account in accounts:
+        sums.update({int(age): int(count) for age, count in account.get("ages", {}).items()})
+    return {str(age): sums[age] for age in sorted(sums)}
+
+
+def ages_since(ages: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """What has come to a histogram.
+
+    >>> ages_since({"0": 3, "1": 5}, {"0": 3, "1": 4})
+    {'1': 1}
+    """
+    return {age: count - before.get(age, 0) for age, count in ages.items() if count > before.get(age, 0)}

@@ -3,8 +3,8 @@
 It holds no weights and takes no part in exchanges. Every request of a worker gets one answer with its number:
 
 =========  =======================================================  ==========================================================
-HELLO      the address of its door                                  WELCOME: everybody's (None: gone), once all are known;
-                                                                    until then WAIT, once a second
+HELLO      the address of its door, and whether it takes a dead     WELCOME: everybody's (None: gone), once all are known;
+           worker's place                                           until then WAIT, once a second
 FETCH      mini-batches done since the last one, its ledger         REPLY: the next mini-batches, and whether there are more
 PUSH       the mean that all have agreed on, its ledger             REPLY
 =========  =======================================================  ==========================================================
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener
-from hocket.server.account import Account
+from hocket.server.account import Account, ages_of
 from hocket.server.holding import Mean
 from hocket.server.members import Dealer
 
@@ -42,6 +42,8 @@ class Clerk:
         self.lost = 0
         """Mini-batches that were held by workers that are gone."""
         self.refused: Counter[str] = Counter()
+        self._before: list[dict[str, Any]] = []
+        """The last accounts of workers that others have replaced."""
         self._doors: dict[int, str] = {}
         self._waiting: dict[int, tuple[bytes, int]] = {}
         self._told = time.monotonic()
@@ -52,6 +54,16 @@ class Clerk:
         if len(self._doors.keys() | self.gone) < self.workers:
             return None
         return [None if w in self.gone else self._doors[w] for w in range(self.workers)]
+
+    @property
+    def ages(self) -> dict[str, int]:
+        """How old everybody's gradients were, also those of workers that are gone."""
+        return ages_of([*self._before, *self.figures.values()])
+
+    @property
+    def lost_exchanges(self) -> int:
+        """Exchanges between workers that came to nothing, also those of workers that are gone."""
+        return sum(int(account.get("lost", 0)) for account in (*self._before, *self.figures.values()))
 
     def turn(self, timeout_s: float) -> None:
         """Serve one request, if one comes in time."""
@@ -78,8 +90,14 @@ class Clerk:
         self._welcome()
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
-        self._doors[message.sender] = str(message.note["address"])
-        self._waiting[message.sender] = peer, message.number
+        worker = message.sender
+        self._doors[worker] = str(message.note["address"])
+        self._waiting[worker] = peer, message.number
+        if message.note.get("replaces") and not self.means:
+            self.gone.discard(worker)
+            if (account := self.figures.get(str(worker))) is not None:
+                self._before.append(account)
+                self.figures[str(worker)] = {**account, "ages": {}, "lost": 0}  # these sums go on; the rest counts anew
         self._welcome()
 
     def _welcome(self) -> None:
@@ -98,7 +116,8 @@ class Clerk:
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
         self._heed(message)
-        note = {"hands": self.dealer.deal(message.sender, 1), "over": self.dealer.empty}
+        hands = [] if message.sender in self.gone else self.dealer.deal(message.sender, 1)  # it had asked before it died
+        note = {"hands": hands, "over": self.dealer.empty}
         self.listener.send(peer, Envelope(Kind.REPLY, number=message.number, note=note))
 
     def _push(self, peer: bytes, message: Envelope) -> None:
@@ -114,10 +133,12 @@ class Clerk:
 
 
 class ClerkLink:
-    """A worker's side of the clerk; the next mini-batch is asked for while it computes."""
+    """A worker's side of the clerk; the next mini-batch is asked for while it computes. ``replaces``: one that died."""
 
-    def __init__(self, address: str, job: bytes, worker: int, keys: Keys | None, most_bytes: int) -> None:
-        self.worker, self.account = worker, Account()
+    def __init__(self, address: str, job: bytes, worker: int, keys: Keys | None, most_bytes: int, replaces: bool = False) -> None:
+        self.worker, self.replaces, self.account = worker, replaces, Account()
+        self.over = False
+        """Whether it takes no more mini-batches: the others have ended."""
         self._caller = Caller(address, job, keys, most_bytes=most_bytes)
         self._hands: deque[int] = deque()
         self._done: list[int] = []
@@ -127,7 +148,7 @@ class ClerkLink:
 
     def meet(self, address: str) -> list[str | None]:
         """Tell the address of our door; those of all others, None where one has died already."""
-        self._ask(Kind.HELLO, {"address": address})
+        self._ask(Kind.HELLO, {"address": address, "replaces": self.replaces})
         return list(self._answer().note["addresses"])
 
     def take(self) -> int | None:
@@ -137,7 +158,7 @@ class ClerkLink:
         """
         if self._current is not None:
             self._done.append(self._current)
-        last = False
+        last = self.over
         while not self._hands and not last:
             if not self._open:
                 last = self._over

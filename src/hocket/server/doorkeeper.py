@@ -5,26 +5,31 @@ message    from another worker (or an observer)                                i
 =========  ==================================================================  =============================================
 PUSH       pairs: a caller's weights                                           REPLY: this worker's, from before the mean
            push-sum: half of what another has, and its mass                    REPLY: it was added
-BEAT       at any time                                                         ANSWER: training, ended or over; its ledger
+BEAT       at any time                                                         ANSWER: where it stands; its ledger
+HELLO      the address of one that takes a dead worker's place                 the same; calls go there from now on
 FETCH      *mean*: what all have agreed on; else all that this worker holds    REPLY with it
 =========  ==================================================================  =============================================
 
 Whoever got no answer in time takes back what it sent. So a door that was itself away (stopped) for as much as half that time
 refuses what lies before it, as ``late``: it may have been taken back, and would count twice. A link that was cut for longer may
-still bring what was taken back: a door cannot tell. Wrong senders, kinds and shapes are
-refused, counted in ``refused``, and touch nothing. One that leaves says goodbye to all who have come, so that they need not wait.
+still bring what was taken back: a door cannot tell. Wrong senders, kinds and shapes are refused, counted in ``refused``, and touch
+nothing; one that joins takes and gives nothing before it has weights. One that leaves says goodbye to all who have come, so that
+they need not wait.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import threading
 import time
 from collections import Counter
+from queue import SimpleQueue
 
 import zmq
 
 from hocket.cluster.message import framed
 from hocket.messages import Envelope, Kind, Listener
+from hocket.messages.address import parts_of
 from hocket.server.desk import Turned
 from hocket.server.holding import Holding, mass_of
 from hocket.server.wire import OBSERVER
@@ -41,6 +46,8 @@ class Doorkeeper:
         self.listener, self.holding, self.worker, self.world, self.halves = listener, holding, worker, world, halves
         self.given: set[int] = set()
         """Who has been given the mean."""
+        self.newcomers: SimpleQueue[tuple[int, str]] = SimpleQueue()
+        """Who has taken a dead worker's place, and where; for :class:`~hocket.server.peers.Peers`."""
         self._refused: Counter[str] = Counter()
         self._away_s = patience_s / 2
         self._late_until = 0.0
@@ -79,7 +86,7 @@ class Doorkeeper:
                 self._handle(*got)
 
     def _handle(self, peer: bytes, message: Envelope) -> None:
-        takes = {Kind.PUSH: self._push, Kind.BEAT: self._beat, Kind.FETCH: self._fetch}
+        takes = {Kind.PUSH: self._push, Kind.BEAT: self._beat, Kind.HELLO: self._hello, Kind.FETCH: self._fetch}
         try:
             if message.kind not in takes:
                 raise Turned("kind", f"A worker does not take {message.kind.name}.")
@@ -104,6 +111,7 @@ class Doorkeeper:
             raise Turned("worker", "Workers with an even number call, those with an odd number answer.")
         if time.monotonic() < self._late_until:
             raise Turned("late", "This worker was away, and what was sent to it meanwhile may have been taken back.")
+        self._want_weights()
         if self.holding.mean is not None:
             raise Turned("over", "The training is over here.")
         if self.halves:
@@ -122,7 +130,20 @@ class Doorkeeper:
         note = {"state": self.holding.state, "ledger": self.holding.account.describe()}
         return Envelope(Kind.ANSWER, self.worker, number=message.number, note=note)
 
+    def _hello(self, message: Envelope) -> Envelope:
+        if message.sender == OBSERVER:
+            raise Turned("worker", "An observer takes nobody's place.")
+        address = str(message.note["address"])
+        ipaddress.ip_address(parts_of(address)[0].partition("%")[0])  # a door looks up no names
+        self.newcomers.put((message.sender, address))
+        return self._beat(message)
+
+    def _want_weights(self) -> None:
+        if not self.holding.joined:
+            raise Turned("early", "This worker has no weights yet.")
+
     def _fetch(self, message: Envelope) -> Envelope:
+        self._want_weights()
         if not message.note.get("mean"):
             return Envelope(Kind.REPLY, self.worker, number=message.number, tensors=self.holding.packed())
         mean = self.holding.mean

@@ -130,7 +130,7 @@ class Halves(Exchanges):
         for number in [n for n in self._open if self.peers.answered(n)]:
             half = self._open.pop(number)
             if self.peers.take(number) is None:
-                self.holding.take_in(half.part, half.mass)
+                self.holding.take_in(half.part, half.mass, own=True)
                 self.holding.account.lost += 1
             self.holding.account.stood(0.0, 0.0, 0.0)
 

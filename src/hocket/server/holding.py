@@ -20,7 +20,7 @@ from hocket.server.account import Account
 Rows = list[Tensor]
 Part = tuple[Rows, float, Tensor | None]
 """What one worker holds: rows, mass, buffers."""
-TRAINING, ENDED, OVER = "training", "ended", "over"
+JOINING, TRAINING, ENDED, OVER = "joining", "training", "ended", "over"
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Holding:
         self.mass = 1.0
         self.changes = 0
         """How often others have changed it."""
+        self.heard = 0
+        """How many contributions of others have come in: means taken with a partner, or halves."""
+        self.joined = True
+        """Whether its weights take part; those of a dead worker's replacement do not until it has got them from the others."""
         self.buffers: Tensor | None = None
         self.ended = False
         """Whether it calls nobody any more, and nothing of it is under way."""
@@ -51,7 +55,9 @@ class Holding:
 
     @property
     def state(self) -> str:
-        """Where this worker stands: it trains, has ended, or knows the mean of all."""
+        """Where this worker stands: it has no weights yet, trains, has ended, or knows the mean of all."""
+        if not self.joined:
+            return JOINING
         return OVER if self.mean is not None else ENDED if self.ended else TRAINING
 
     @property
@@ -59,10 +65,16 @@ class Holding:
         """What all of it weighs in a message."""
         return sum(row.nbytes for row in self.x) + (0 if self.buffers is None else self.buffers.nbytes)
 
-    def look(self) -> tuple[Rows, int]:
-        """The weights to compute at, and how often others have changed them."""
+    def look(self) -> tuple[Rows, int, int]:
+        """The weights to compute at, how often others have changed them, and how many contributions of others have come in."""
         with self.lock:
-            return (list(self.x) if self.mass == 1.0 else [x / self.mass for x in self.x]), self.changes
+            return (list(self.x) if self.mass == 1.0 else [x / self.mass for x in self.x]), self.changes, self.heard
+
+    def begin_at(self, rows: Rows) -> None:
+        """Take part from now on, with these weights and a mass of 1."""
+        with self.lock:
+            self.x, self.mass, self.joined = rows, 1.0, True
+            self.changes += 1
 
     def add(self, before: Rows, after: Rows, changes: int) -> None:
         """The model was shown ``before`` when others had changed this ``changes`` times, and has ``after`` now."""
@@ -77,6 +89,7 @@ class Holding:
         with self.lock:
             before, self.x = self.x, [(x + y) / 2 for x, y in zip(self.x, theirs, strict=True)]
             self.changes += 1
+            self.heard += 1
             return before
 
     def halve(self) -> tuple[Rows, float]:
@@ -86,11 +99,12 @@ class Holding:
             self.changes += 1
             return self.x, self.mass
 
-    def take_in(self, part: Rows, mass: float) -> None:
-        """Add a half."""
+    def take_in(self, part: Rows, mass: float, own: bool = False) -> None:
+        """Add a half; ``own``: one that comes back."""
         with self.lock:
             self.x, self.mass = [x + y for x, y in zip(self.x, part, strict=True)], self.mass + mass
             self.changes += 1
+            self.heard += not own
 
     def sent(self, size: int) -> None:
         """Count bytes; both threads of a worker send."""

@@ -1,15 +1,18 @@
 """A worker's links to all other workers' doors: questions with a number, and answers that are awaited for a patience at most.
 
 A worker that does not answer in time is *silent*: its link is replaced (so that nothing that waits in this process arrives later;
-what has left it may), it is asked nothing but signs of life, and is back with the first. One that has said goodbye has *left*. Time
-in which this process itself did not look (it computed, or was stopped) does not count against others, and what is large has longer.
+what has left it may), it is asked nothing but signs of life, and is back with the first. One that has said goodbye has *left*. A
+*newcomer* takes the place of one that has died, at another address: what the dead one was asked is lost. Time in which this process
+itself did not look (it computed, or was stopped) does not count against others, and what is large has longer.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any
 
 import zmq
@@ -28,8 +31,8 @@ _SLOWEST_BYTES_PER_S = 10_000_000
 """What a link of 100 Mbit/s carries: besides the patience, tensors there and back have the time that they take at this rate."""
 _AT_ONCE = 4
 """Of so many is all that they hold asked for at a time; they share our link."""
-_MOST_LEDGERS = 128
-"""No more fit into a note."""
+_MOST_LEDGERS_BYTES = 48 * 1024
+"""More might not fit into a note."""
 
 
 @dataclass
@@ -57,7 +60,10 @@ class Peers:
         keys: Keys | None,
         most_bytes: int,
         patience_s: float,
+        newcomers: SimpleQueue[tuple[int, str]] | None = None,
     ) -> None:
+        """``newcomers``: where a door tells of those who have taken a dead worker's place."""
+        self._newcomers = SimpleQueue() if newcomers is None else newcomers
         self.addresses, self.worker, self.patience_s = list(addresses), worker, patience_s
         self.silent: set[int] = set()
         self.left: set[int] = {peer for peer, address in enumerate(addresses) if address is None}
@@ -110,14 +116,14 @@ class Peers:
         while not all(self.answered(number) for number in numbers):
             self.turn(_PAUSE_S)
 
-    def ask_all(self, kind: Kind, expects: int = 0) -> dict[int, Envelope]:
+    def ask_all(self, kind: Kind, expects: int = 0, note: dict[str, Any] | None = None) -> dict[int, Envelope]:
         """Ask all who are here, a few at a time where large answers are expected; what they answered."""
         self.turn(0.0)
         here = self.here
         some = _AT_ONCE if expects else max(len(here), 1)
         found: dict[int, Envelope | None] = {}
         for first in range(0, len(here), some):
-            numbers = {peer: self.ask(peer, kind, expects=some * expects) for peer in here[first : first + some]}
+            numbers = {peer: self.ask(peer, kind, note, expects=some * expects) for peer in here[first : first + some]}
             self.wait(numbers.values())
             found |= {peer: self.take(number) for peer, number in numbers.items()}
         return {peer: answer for peer, answer in found.items() if answer is not None}
@@ -131,6 +137,8 @@ class Peers:
 
     def turn(self, timeout_s: float) -> None:
         """Look at all links once."""
+        while not self._newcomers.empty():
+            self.move(*self._newcomers.get())
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > _MOST_GAP_S:
@@ -148,6 +156,13 @@ class Peers:
     def greet(self) -> None:
         """Ask everybody for a sign of life: who holds other keys, or is of another job, is told so before anything begins."""
         self.ask_all(Kind.BEAT)
+
+    def move(self, peer: int, address: str | None) -> None:
+        """Another process is worker ``peer`` from now on, with a door at ``address``; None: nobody is."""
+        self._give_up(peer)
+        self.addresses[peer] = address
+        self.silent.discard(peer)
+        (self.left.add if address is None else self.left.discard)(peer)
 
     def close(self) -> None:
         """Let go of all links."""
@@ -220,17 +235,41 @@ def look_around(peers: Peers, holding: Holding) -> Mean:
     return mean_of({**gather(peers, holding), peers.worker: holding.unpacked(holding.packed())})
 
 
+def join(peers: Peers, holding: Holding, address: str) -> Mean:
+    """Take the place of a worker that has died, with a door at ``address``; what it begins with.
+
+    It tells everybody where it is, asks all for what they hold, and begins at the mean of it, ``Σ x / Σ ω``, with a mass of 1 as
+    everybody had at first. So it moves the mean no further than what is under way just then, and takes nothing from anybody. What
+    the dead one held is lost, with its mass, which is 1 on average over the workers: so ``Σ ω`` stays about their number. (Were it
+    to take a half from somebody instead, each death would take mass away for good, and updates, which weigh ``1/ω``, would weigh
+    ever more.) Where the training is over, it takes what all have agreed on.
+    """
+    notes = {peer: answer.note for peer, answer in peers.ask_all(Kind.HELLO, note={"address": address}).items()}
+    knows = _who_knows(notes)
+    if knows is not None:
+        holding.mean = _fetch_mean(peers, holding, knows)
+    parts = {} if holding.mean is not None else gather(peers, holding)
+    if holding.mean is None and not parts:
+        raise HocketError(
+            f"Worker {peers.worker} was to go on for one that died, but no other worker is alive to take weights from: start again."
+        )
+    mean = holding.mean or mean_of(parts)
+    holding.begin_at(mean.rows)
+    return mean
+
+
 def agree(peers: Peers, holding: Holding, door: Doorkeeper) -> Mean:
     """The mean over all who live, the same on all of them; each calls this when it has ended, with nothing of it under way.
 
     Who was silent is called back first. The first of those who live waits until all others have ended too (from then on nobody
     changes anything), asks everybody for what it holds and takes the mean, unless somebody has one by then; the others ask around
     until somebody knows it. It stays until all who took part have it, have left, or are silent. Should it die before, the next one
-    does the same. Where links are cut so that two groups cannot reach each other, each comes to a mean of its own.
+    does the same. Where links are cut so that two groups cannot reach each other, each comes to a mean of its own. Who joined when
+    the others had agreed already has what they agreed on.
     """
     holding.ended = True
     peers.call_back()
-    mean, knows = None, None
+    mean, knows = holding.mean, None
     while mean is None:
         notes = _notes(peers)
         knows = _who_knows(notes)
@@ -266,10 +305,8 @@ def _take_mean(peers: Peers, holding: Holding, notes: dict[int, Mapping[str, Any
     if _who_knows(_notes(peers)) is not None:
         return None  # and take that one's
     mean = mean_of({**parts, peers.worker: holding.unpacked(holding.packed())})
-    if len(mean.here) > _MOST_LEDGERS:
-        return mean
-    ledgers = {str(peer): dict(note["ledger"]) for peer, note in notes.items()}
-    return replace(mean, ledgers={**ledgers, str(peers.worker): holding.account.describe()})
+    ledgers = {str(peer): dict(note["ledger"]) for peer, note in notes.items()} | {str(peers.worker): holding.account.describe()}
+    return mean if len(json.dumps(ledgers)) > _MOST_LEDGERS_BYTES else replace(mean, ledgers=ledgers)
 
 
 def _fetch_mean(peers: Peers, holding: Holding, peer: int) -> Mean | None:

@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,13 @@ from hocket.topology import AllReduce
 from hocket.topology.base import plain
 
 SHARDS = ("state", "full")
+SEES_WHOLE = ("Adafactor", "Muon")
+"""Optimisers that look at a whole matrix to update a part of it."""
+_NOT_IN_PARTS = {
+    **dict.fromkeys(SEES_WHOLE, "looks at whole matrices, of which shard='full' leaves each worker a part"),
+    "Adagrad": "has state before its first step, which shard='full' does not cut",
+    "Rprop": "writes into places of a gradient, which PyTorch does not do in parts",
+}
 
 
 def refuse_shard(shard: str, strategy: Strategy, scaler: Any = None) -> None:
@@ -60,6 +67,25 @@ def refuse_shard(shard: str, strategy: Strategy, scaler: Any = None) -> None:
         )
     if scaler is not None:
         raise HocketError("shard='full' has gradients in parts, which a GradScaler judges apart; use bfloat16, or shard='state'.")
+
+
+class Where(Protocol):
+    """What of a cluster decides who carries its messages."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def backend(self) -> str: ...
+
+
+def refuse_full_on(cluster: Where) -> None:
+    """Refuse a place where FSDP2 would not live: over Gloo its exchanges of CUDA tensors end the process without a word."""
+    if cluster.device.type == "cuda" and "nccl" not in cluster.backend:
+        raise HocketError(
+            f"shard='full' on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
+            "shard='state', or hocket.init(backend='nccl')."
+        )
 
 
 def _differs(strategy: Strategy) -> str | None:
@@ -127,6 +153,11 @@ class ShardedState:
         ]
 
     @property
+    def owned_bytes(self) -> int:
+        """Bytes of the parameters that this worker steps."""
+        return sum(rows.numel() * rows.element_size() for owner, rows in self._pieces if owner in self.cluster.workers)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of optimiser state that this worker holds."""
         held = (t for state in self.optimizer.state.values() for t in state.values())
@@ -137,11 +168,7 @@ class ShardedState:
 
         To go on from it, sharded or not, every worker gives it to ``optimizer.load_state_dict``.
         """
-        self._gathering = True
-        try:
-            packed = self.optimizer.state_dict()
-        finally:
-            self._gathering = False
+        packed = self._packed()
         with self.cluster.uncounted():
             own = _blob(packed["state"])
             sizes = self.cluster.collect(torch.tensor([[own.numel()]])).flatten().tolist()
@@ -153,6 +180,13 @@ class ShardedState:
             return None
         packed["state"] = dict(sorted(packed["state"].items()))
         return packed
+
+    def saved(self) -> dict[str, Any]:
+        """What this worker's checkpoint holds: worker 0's all state, the others' their part. All must call it.
+
+        ``optimizer.load_state_dict`` of the own one goes on among as many workers; that of worker 0's anywhere.
+        """
+        return self.consolidate() or self._packed()
 
     def detach(self) -> None:
         """Remove all hooks. The optimiser keeps the state of its own part alone: consolidate first to go on with all of it."""
@@ -189,6 +223,14 @@ class ShardedState:
             self._whole = None
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------------
+
+    def _packed(self) -> dict[str, Any]:
+        """The optimiser's ``state_dict()``, of which the state is this worker's part."""
+        self._gathering = True
+        try:
+            return self.optimizer.state_dict()
+        finally:
+            self._gathering = False
 
     def _refuse_part(self) -> None:
         if not self._gathering and self.cluster.size > 1:
@@ -261,6 +303,8 @@ class FullShards:
         from torch.distributed.device_mesh import DeviceMesh  # these take a second to load
         from torch.distributed.fsdp import fully_shard
 
+        if reason := _NOT_IN_PARTS.get(type(optimizer).__name__):
+            raise HocketError(f"{type(optimizer).__name__} {reason}; use AdamW or SGD, or shard='state'.")
         if any(optimizer.state.values()):
             raise HocketError("shard='full' cuts the optimiser's state, too, and this one has some; shard before the first step.")
         self.model, self.optimizer, self.cluster = model, optimizer, cluster

@@ -84,9 +84,12 @@ class WholeOptimizer:
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"] = [held[name] for name in names if name in held]
 
-    def gather(self, parts: Parts, place: Place) -> dict[str, Any] | None:
-        """``state_dict()`` as the optimiser of the whole model would have it, on the first process of each replica."""
-        tensors, plain = self._split_state()
+    def gather(self, parts: Parts, place: Place, known: Mapping[int, Mapping[str, Any]] | None = None) -> dict[str, Any] | None:
+        """``state_dict()`` as the optimiser of the whole model would have it, on the first process of each replica.
+
+        ``known``: the state of the parameters held here, by number, where the optimiser itself has a part of it.
+        """
+        tensors, plain = self._split_state(known)
         gathered = gather_wholes(tensors, {key: self._part(key, t, parts) for key, t in tensors.items()}, place)
         everyone: list[Any] = [plain]
         if place.mesh.splits:
@@ -100,7 +103,7 @@ class WholeOptimizer:
             name, field = key.rsplit("/", 1)
             state.setdefault(order.index(name), {})[field] = value
         described, start = [], 0
-        for group, names in zip(self.optimizer.state_dict()["param_groups"], self.groups, strict=True):
+        for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             described.append({**group, "params": list(range(start, start + len(names)))})
             start += len(names)
         return {"state": dict(sorted(state.items())), "param_groups": described}
@@ -124,12 +127,14 @@ class WholeOptimizer:
             start += len(own["params"])
         self.optimizer.load_state_dict({"state": filled, "param_groups": groups})
 
-    def _split_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _split_state(self, known: Mapping[int, Mapping[str, Any]] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """State by ``name/field``: tensors that lie like their parameters, and everything else."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
+        numbers = {id(p): k for k, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
         for name, p in self.held.items():
-            for field, value in self.optimizer.state.get(p, {}).items():
+            own = self.optimizer.state.get(p, {}) if known is None else known.get(numbers.get(id(p), -1), {})
+            for field, value in own.items():
                 alike = isinstance(value, Tensor) and value.shape == p.shape and p.dim() > 0
                 (tensors if alike else plain)[f"{name}/{field}"] = value
         return tensors, plain

@@ -1,13 +1,14 @@
 """Shards for ``parallelize``: the processes of a job start them as children and tell each other where they listen.
 
 Rank ``r`` of ``P`` starts shards ``r``, ``r + P``, …; the id of the job and the addresses travel through torch.distributed's store.
-All on one machine listen on loopback; across machines they listen on the address that reaches the first one, and want keys. A shard
-ends when all workers have left it, or with the process that started it.
+All on one machine listen on loopback; across machines (or containers with networks of their own) they listen on the address that
+reaches the first one, and want keys. A shard ends when all workers have left it, or with the process that started it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,9 +55,18 @@ def common_ground(cluster: Cluster) -> tuple[Any, bytes, str]:
     store: Any = dist.PrefixStore(f"hocket/servers/{_started}/{cluster.scope}", dist.distributed_c10d._get_default_store())
     if cluster.rank == 0:
         store.set("job", secrets.token_hex(16))
-    store.set(f"host/{cluster.rank}", boot_id())
-    here = all(store.get(f"host/{r}").decode() == boot_id() for r in range(cluster.processes))
+    own = _network()
+    store.set(f"host/{cluster.rank}", own)
+    here = all(store.get(f"host/{r}").decode() == own for r in range(cluster.processes))
     return store, bytes.fromhex(store.get("job").decode()), "tcp://127.0.0.1:0" if here else f"tcp://{own_address()}:0"
+
+
+def _network() -> str:
+    """Equal on two processes that reach each other on loopback: they share a kernel, and on it a network."""
+    network = ""
+    with contextlib.suppress(OSError):  # not Linux
+        network = os.readlink("/proc/self/ns/net")
+    return f"{boot_id()} {network}"
 
 
 def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, patience_s: float) -> Servers:

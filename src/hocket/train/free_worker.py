@@ -107,7 +107,7 @@ def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.op
         "first_cap_bytes": settings.first_bucket_bytes,
     }
     if isinstance(strategy.topology, Gossip):
-        place = Place(post.worker, settings.workers, job, keys=keys, patience_s=post.patience_s)
+        place = Place(post.worker, settings.workers, job, keys=keys, patience_s=post.patience_s, joins=post.replaces)
         return DealtPairsJob(model, optimizer, strategy, place, post.addresses[0], **options)
     return FreeJob(
         model,

@@ -12,13 +12,11 @@ from hocket.errors import HocketError
 from hocket.split import Mesh
 from hocket.split.pipeline import Cut
 from hocket.split.pipeline.schedules import find
-from hocket.split.sharded import refuse_shard
+from hocket.split.sharded import SEES_WHOLE, refuse_shard
 from hocket.strategy import Strategy
 
 ASYNCHRONOUS = "pipedream"
 DEFAULT_SCHEDULE = "1f1b"
-_SEES_WHOLE = ("Adafactor", "Muon")
-"""Optimisers that look at a whole matrix to update a part of it."""
 
 
 def refuse_split_options(mesh: Mesh | None, given: dict[str, Any]) -> None:
@@ -75,7 +73,7 @@ def refuse_on_mesh(
             f"{strategy}: every part of an operation would hear shards of its own, and what all parts hold alike would drift "
             "apart; split by pipeline= alone, or use a strategy without servers."
         )
-    if mesh.tensor > 1 and type(optimizer).__name__ in _SEES_WHOLE:
+    if mesh.tensor > 1 and type(optimizer).__name__ in SEES_WHOLE:
         raise HocketError(
             f"{type(optimizer).__name__} looks at whole matrices, of which the mesh {mesh} leaves each process a part; use AdamW "
             "or SGD."

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
@@ -29,10 +30,11 @@ from hocket.server.client import Client
 from hocket.split import Mesh, Part, Place, settle
 from hocket.split.born import bring_to_life
 from hocket.split.dropout import Draws, prepare_dropout
-from hocket.split.picture import draw, holding_of, in_flight, saved_bytes
+from hocket.split.picture import draw, holding_of, in_flight, saved_bytes, state_copies
 from hocket.split.pipeline import Cut, Pipeline, cut_model
 from hocket.split.pipeline.schedules import find
 from hocket.split.pipeline.timeline import Span, Timeline, gather
+from hocket.split.sharded import ShardedState
 from hocket.split.tensor import explain_plan, split_tensor
 from hocket.split.tied import Tied
 from hocket.split.wholes import WholeOptimizer, gather_wholes, take_parts
@@ -185,8 +187,7 @@ class MeshJob:
         loss = self.pipe.run(x, y)
         self._spans = self.pipe.spans
         self.tied.sum_gradients()
-        if isinstance(self.job, Job):
-            self.job.exchange()
+        self._exchange()
         return loss
 
     def train(self, x: Tensor, y: Tensor) -> Tensor | None:
@@ -274,6 +275,8 @@ class MeshJob:
     def picture(self) -> str:
         """The mesh as text: who holds what, and how many bytes of it."""
         own = holding_of(self.module, self.optimizer, self._activation_bytes())
+        if self._sharded is not None:
+            own = replace(own, state=self._sharded.owned_bytes * state_copies(self.optimizer))
         everyone = [own] * self.mesh.size
         if self.mesh.size > 1:
             dist.all_gather_object(everyone, own)
@@ -295,12 +298,18 @@ class MeshJob:
     def whole_state(self) -> dict[str, Any] | None:
         """Model and optimiser as if they had never been split, on the first process of each replica; ``None`` elsewhere.
 
-        It loads into the unsplit model and optimiser: ``{"model": …, "optimizer": …}``; with ``shard="state"`` the optimiser's is
-        left out. All processes must call it.
+        It loads into the unsplit model and optimiser: ``{"model": …, "optimizer": …}``; with ``shard="state"`` only the first
+        replica has the optimiser's. All processes must call it.
         """
         self.drain()
         model = gather_wholes(self._held(), self.parts, self.place)
-        optimizer = None if self._sharded else self.whole_optimizer.gather(self.parts, self.place)
+        state, sharded = None, self._sharded
+        if sharded is not None:  # the whole of this part lies with the first replica
+            packed = sharded.consolidate()
+            state = {} if packed is None else tree_map_only(Tensor, Tensor.cpu, packed["state"])
+        optimizer = self.whole_optimizer.gather(self.parts, self.place, state)
+        if sharded is not None and self.place.data.place:
+            optimizer = None
         if model is None:
             return None
         model.update({name: model[first] for name, first in self._first.items() if name in self._saved and first in model})
@@ -319,8 +328,9 @@ class MeshJob:
         self.drain()
         return {
             "mesh": str(self.mesh),
+            "parts": self._described(),
             "model": {name: t.detach().clone() for name, t in self._held().items()},
-            "optimizer": None if self._sharded else self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict() if self._sharded is None else self._sharded.saved(),
             "job": self.job.state_dict(),
             "step": self.draws.step,
         }
@@ -329,13 +339,26 @@ class MeshJob:
         """Go on from :meth:`state_dict`."""
         if state["mesh"] != str(self.mesh):
             raise HocketError(f"The checkpoint is of the mesh {state['mesh']}, not {self.mesh}; use whole_state and load_whole.")
+        if not self.fits(state):
+            raise HocketError(
+                "The checkpoint is of a model that was cut or split elsewhere; use whole_state and load_whole, or say where (cut=, "
+                "plan=, or measure='flops': the same cut every time)."
+            )
         self.drain()
         for name, tensor in self._held().items():
             tensor.data.copy_(state["model"][name])
-        if state["optimizer"] is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.job.load_state_dict(state["job"])
         self.draws.step = int(state["step"])
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether this process holds the parts of which :meth:`state_dict` was taken; cuts that are measured may differ."""
+        return state["mesh"] == str(self.mesh) and state.get("parts") == self._described()
+
+    def _described(self) -> dict[str, list[Any]]:
+        """Which part of what this process holds, in words that can be saved."""
+        parts = {name: self.parts.get(name, Part(tuple(t.shape))) for name, t in self._held().items()}
+        return {name: [list(p.shape), p.dim, [list(r) for r in p.ranges]] for name, p in parts.items()}
 
     def _held(self) -> dict[str, Tensor]:
         """What checkpoints hold of this process: parameters by their first names, and buffers that are saved."""
@@ -345,8 +368,8 @@ class MeshJob:
         return {self._first.get(name, name): p for name, p in self.module.named_parameters()}
 
     @property
-    def _sharded(self) -> bool:
-        return isinstance(self.job, Job) and self.job.sharded is not None
+    def _sharded(self) -> ShardedState | None:
+        return self.job.sharded if isinstance(self.job, Job) else None
 
     @contextmanager
     def _untold(self) -> Iterator[None]:
@@ -363,11 +386,15 @@ class MeshJob:
     def _update(self) -> None:
         """The update of one mini-batch inside an asynchronous pipe; they leave it in the order in which they came."""
         coming, self.job.weight = self.job.weight, self._weights.popleft()
-        if isinstance(self.job, Job):
-            self.job.exchange()
+        self._exchange()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.job.weight = coming
+
+    def _exchange(self) -> None:
+        """Gradients of this part with those of other replicas; a process whose stages have nothing to train has none."""
+        if isinstance(self.job, Job) and self.layout.buckets:
+            self.job.exchange()
 
     def _after_step(self) -> None:
         """Codes round a tied parameter differently in each stage that has it: make its copies equal again."""

@@ -78,6 +78,10 @@ class MeshReplica:
     def state_dict(self) -> dict[str, Any]:
         return self.job.state_dict()
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint is of the parts that are held here."""
+        return self.job.fits(state)
+
     def load_whole(self, state: Mapping[str, Any]) -> None:
         self.job.load_whole(state)
 

@@ -4,7 +4,9 @@
   gradient, computed at older ones, is applied to these by the loop's own optimiser.
 - After it the update is added to what the worker holds, and the next exchange begins; it travels while the worker computes.
 
-While the worker computes, others may change what it holds (``server/holding.py``), but never its model.
+While the worker computes, others may change what it holds (``server/holding.py``), but never its model. How many contributions of
+others have come in between two steps is the age of the second one's gradient: its weights were read at the first, and it is
+applied at the second.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from hocket.cluster.layout import Layout
 from hocket.cluster.virtual import VirtualCluster
 from hocket.errors import HocketError
 from hocket.messages import Keys, Kind, Listener
-from hocket.server.account import entry_of
+from hocket.server.account import ages_of, entry_of
 from hocket.server.doorkeeper import Doorkeeper
 from hocket.server.exchanges import Calls, Exchanges, Halves
 from hocket.server.holding import Holding, Mean, Rows
-from hocket.server.peers import Peers, agree, look_around
+from hocket.server.peers import Peers, agree, join, look_around
 from hocket.server.wire import PATIENCE_S, link_bytes
 from hocket.strategy import Strategy
 from hocket.topology import Gossip
@@ -45,6 +47,8 @@ class Place:
     bind: str = "tcp://127.0.0.1:0"
     keys: Keys | None = None
     patience_s: float = PATIENCE_S
+    joins: bool = False
+    """Whether it takes the place of a worker that has died, and weights from those who live."""
 
 
 class PairsLedger:
@@ -55,9 +59,12 @@ class PairsLedger:
         self._known: dict[str, dict[str, Any]] = {}
 
     def summary(self) -> dict[str, Any]:
-        """Everything so far: seconds are means over workers, ``bytes_sent``, ``exchanges`` and ``lost`` ones sums over workers."""
+        """Everything so far: seconds are means over workers, ``bytes_sent``, ``exchanges`` and ``lost`` ones sums over workers, and
+        ``staleness`` counts all gradients by their age."""
         self.refresh()
-        return {**vars(entry_of(self._known)[0]), "lost": sum(account["lost"] for account in self._known.values())}
+        known = list(self._known.values())
+        lost = sum(account["lost"] for account in known)
+        return {**vars(entry_of(self._known)[0]), "lost": lost, "staleness": ages_of(known)}
 
     def refresh(self) -> None:
         """Ask all who are there, as long as the job is on the model."""
@@ -118,15 +125,20 @@ class PairsJob:
         self.mean: Mean | None = None
         """What all have agreed on at the end: who took part (``here``), and their ``mass``."""
         self.holding = Holding(self.weights)
+        self.holding.joined = not place.joins
         self._note_buffers()
-        self._shown, self._changes = self.holding.look()
+        self._shown, self._changes, self._heard = self.holding.look()
         self.holding.account.begin()  # others may call as soon as the door is open, but time counts only from the end of this
         self.holding.account.pause()
         halves, most = strategy.topology.kind == "pushsum", link_bytes(strategy, self.layout)
         listener = Listener(place.bind, place.job, place.keys, most)
         self.door = Doorkeeper(listener, self.holding, place.worker, place.world, halves, place.patience_s)
-        self.peers = Peers(place.meet(listener.address), place.job, place.worker, place.keys, most, place.patience_s)
-        self.peers.greet()
+        addresses = place.meet(listener.address)
+        self.peers = Peers(addresses, place.job, place.worker, place.keys, most, place.patience_s, self.door.newcomers)
+        if place.joins:
+            self._join(listener.address)
+        else:
+            self.peers.greet()
         self.exchanges: Exchanges = (Halves if halves else Calls)(self.peers, self.holding, strategy.topology.kind, seed)
         where = _Where(self.holding.account, range(place.worker, place.worker + 1))
         self._nonfinite = NonFinite(nonfinite, self.layout, where)
@@ -206,7 +218,9 @@ class PairsJob:
             self._nonfinite.check_local(self._params, self.step + 1)
         self.exchanges.land()
         self._take_over()
+        read = self._heard
         self._show()
+        self.holding.account.add_age(self._heard - read)
 
     def _after_step(self) -> None:
         self.step += 1
@@ -221,8 +235,14 @@ class PairsJob:
             self.holding.add(self._shown, rows, self._changes)
         self._shown = rows
 
+    def _join(self, address: str) -> None:
+        mean = join(self.peers, self.holding, address)
+        self._set(mean.rows, mean.buffers)
+        self._note_buffers()
+        self._show()
+
     def _show(self) -> None:
-        self._shown, self._changes = self.holding.look()
+        self._shown, self._changes, self._heard = self.holding.look()
         for row, shown in zip(self.weights, self._shown, strict=True):
             row.copy_(shown.view(1, -1))
 

@@ -16,15 +16,16 @@ from hocket.train.pairs_job import PairsJob, Place
 
 
 class DealtPairsJob(PairsJob):
-    """Its clerk listens at ``clerk`` and tells where the other workers are."""
+    """Its clerk listens at ``clerk`` and tells where the others are; one that joins when these have ended has nothing to do."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, place: Place, clerk: str, **options: Any
     ) -> None:
         layout = layout_for(model, optimizer, strategy, options["cap_bytes"], options["first_cap_bytes"])
-        self.client = ClerkLink(clerk, place.job, place.worker, place.keys, link_bytes(strategy, layout))
+        self.client = ClerkLink(clerk, place.job, place.worker, place.keys, link_bytes(strategy, layout), place.joins)
         super().__init__(model, optimizer, strategy, replace(place, meet=self.client.meet), **options)
         self.client.account = self.holding.account
+        self.client.over = self.holding.mean is not None
 
     def flush(self) -> None:
         """All agree on the mean, and the clerk hears of it."""

@@ -16,6 +16,9 @@ import torch
 from hocket.errors import HocketError
 from hocket.version import __version__
 
+_MAY_CHANGE = ("epochs", "max_steps", "mesh", "pipe", "micro", "cut", "virtual_stages", "measure", "plan")
+"""How long a run is, and how its model is split."""
+
 
 class CannotWrite(HocketError):
     """No space left, or no leave to write: what was written before is whole."""
@@ -89,14 +92,14 @@ class Record:
             raise HocketError(f"There is no run in {self.folder} to go on with; start without --resume.")
         before = json.loads(path.read_text())
         for name, value in settings.items():
-            if name not in ("epochs", "max_steps", "mesh", "pipe", "micro") and before.get(name) != value:
+            if name not in _MAY_CHANGE and before.get(name) != value:
                 raise HocketError(
                     f"The run in {self.folder} has {_apart(name, before.get(name), value)}; resume with the settings it had."
                 )
 
-    def load(self) -> dict[str, Any]:
-        """This process's checkpoint."""
-        return self._read(self._checkpoint)
+    def load(self, first: bool = False) -> dict[str, Any]:
+        """This process's checkpoint, or the first one's, where that holds everything."""
+        return self._read(self.folder / "checkpoint-0.pt" if first else self._checkpoint)
 
     def _read(self, path: Path) -> dict[str, Any]:
         if not path.exists():

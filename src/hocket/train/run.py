@@ -15,13 +15,16 @@ from torch import nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
+from hocket.cluster.processes import ProcessCluster
 from hocket.cluster.spec import Spec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, nearest
 from hocket.models import build, loss_for
 from hocket.split import Mesh
-from hocket.split.pipeline.schedules import SCHEDULES
+from hocket.split.pipeline.probe import MEASURES
+from hocket.split.pipeline.schedules import SCHEDULES, make
+from hocket.split.sharded import refuse_shard
 from hocket.strategy import Strategy
 from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.free import FreeTraining
@@ -30,6 +33,8 @@ from hocket.train.free.training import DEFAULT_CLUSTER
 from hocket.train.free_job import serves_itself
 from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
+from hocket.train.mesh_checks import DEFAULT_SCHEDULE
+from hocket.train.plan_file import read_plan
 from hocket.train.record import Record, versions
 from hocket.train.replicas import LiveReplica, Loss, Replicas, StackedReplicas
 from hocket.train.share import check_share
@@ -80,6 +85,13 @@ class Settings:
     """How each worker's model is split: ``pipeline=2,tensor=2``; workers are replicas."""
     pipe: str | None = None
     micro: int | None = None
+    cut: str | None = None
+    """Modules after which to cut, with commas between them."""
+    virtual_stages: int | None = None
+    measure: str | None = None
+    plan_file: str | None = None
+    shard: str | None = None
+    """What of the replicas lies in parts: the optimiser's ``state``, or everything (``full``)."""
 
     def check(self) -> Strategy:
         """Refuse what cannot work before anything is started; returns the parsed strategy."""
@@ -94,6 +106,7 @@ class Settings:
         if not self.lr > 0:
             raise HocketError(f"--lr {self.lr}: the rate must be above 0.")
         self.plan()
+        self._check_shard(strategy)
         self._check_mesh(strategy)
         check_share(self.share, strategy)
         if self.spec() is None and self.virtual and self.share == "speed":
@@ -106,9 +119,14 @@ class Settings:
         return 1 if self.mesh is None else Mesh.parse(self.mesh).size // self.workers
 
     def _check_mesh(self, strategy: Strategy) -> None:
+        given = {"pipe": self.pipe, "micro": self.micro, "cut": self.cut, "virtual-stages": self.virtual_stages}
+        said = [f"--{name}" for name, value in {**given, "measure": self.measure}.items() if value is not None]
+        staged = f"{', '.join(said)} {'are' if len(said) > 1 else 'is'} about a model cut into stages"
         if self.mesh is None:
-            if self.pipe is not None or self.micro is not None:
-                raise HocketError("--pipe and --micro are about a model cut into stages; add --mesh pipeline=2, for example.")
+            if said:
+                raise HocketError(f"{staged}; add --mesh pipeline=2, for example.")
+            if self.plan_file is not None:
+                raise HocketError("--plan is about operations that are split; add --mesh tensor=2, for example.")
             return
         mesh = Mesh.parse(self.mesh)
         if mesh.data != self.workers:
@@ -126,11 +144,53 @@ class Settings:
                 f"{strategy} between split replicas runs in a script of yours (hocket.parallelize(…, mesh=…) under torchrun), "
                 "not under `hocket train`."
             )
-        if (self.pipe is not None or self.micro is not None) and mesh.pipeline == 1:
-            raise HocketError(f"--pipe and --micro are about stages, but the mesh {mesh} has one; add pipeline=2, for example.")
+        if said and mesh.pipeline == 1:
+            raise HocketError(f"{staged}, but the mesh {mesh} has one; add pipeline=2, for example.")
+        if self.plan_file is not None and mesh.tensor == 1:
+            raise HocketError(f"--plan is about operations, which the mesh {mesh} does not split; add tensor=2, for example.")
+        self.kinds()
         if self.pipe is not None and self.pipe not in SCHEDULES:
             hint = nearest(self.pipe, SCHEDULES)
             raise HocketError(f"--pipe {self.pipe}: there is no such schedule{hint or '.'} Use one of {', '.join(SCHEDULES)}.")
+        if self.measure not in (None, *MEASURES):
+            raise HocketError(f"--measure {self.measure}: what layers cost is measured in seconds or counted in flops.")
+        if not all(self.points() or ["none"]):
+            raise HocketError(f"--cut '{self.cut}': give names of modules with commas between them, such as blocks.0,blocks.1.")
+        if mesh.pipeline > 1:
+            micro = 2 * mesh.pipeline if self.micro is None else self.micro
+            make(self.pipe or DEFAULT_SCHEDULE, mesh.pipeline, micro, self.virtual_stages)  # refuses what cannot be scheduled
+
+    def _check_shard(self, strategy: Strategy) -> None:
+        if self.shard is None:
+            return
+        refuse_shard(self.shard, strategy)
+        if self.virtual:
+            raise HocketError(
+                f"--shard {self.shard}: virtual workers share one memory, so none is saved; leave it or --virtual out."
+            )
+        if self.shard == "full" and self.mesh is not None:
+            raise HocketError(
+                f"--shard full cuts every parameter, and so does --mesh {self.mesh}; use --shard state, or leave --mesh out and "
+                "say how many --workers."
+            )
+        own = (self.share != "even", self.slowdown is not None, self.exact, self.bucket_bytes, self.first_bucket_bytes)
+        if self.shard == "full" and any(own):
+            raise HocketError(
+                "--shard full leaves all exchanges to PyTorch's FSDP2; leave --share, --slowdown, --exact, --bucket-bytes and "
+                "--first-bucket-bytes out, or use --shard state."
+            )
+
+    def points(self) -> list[str] | None:
+        """The modules after which to cut, if they are given.
+
+        >>> Settings(cut="blocks.0, blocks.1").points()
+        ['blocks.0', 'blocks.1']
+        """
+        return None if self.cut is None else [name.strip() for name in self.cut.split(",")]
+
+    def kinds(self) -> dict[str, str] | None:
+        """How operations are split, by modules' names or patterns, if that is given."""
+        return None if self.plan_file is None else read_plan(self.plan_file)
 
     def spec(self) -> Spec | None:
         """The cluster whose seconds virtual workers predict, if one is described."""
@@ -225,7 +285,9 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: 
         return _on_mesh(settings, strategy, cluster, data, model, loss, options)
     live = cluster.rows == 1 and not settings.virtual
     replicas: Replicas
-    if live:
+    if settings.shard is not None and cluster.size > 1:
+        replicas = _sharded(settings, strategy, cluster, model, loss, options)
+    elif live:
         slowdown = settings.slowdown_of(cluster.workers.start)
         replicas = LiveReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, **options)
     else:
@@ -245,9 +307,32 @@ def _on_mesh(
     assert settings.mesh is not None
     mesh = Mesh.parse(settings.mesh)
     sample = data.prepare(data.train[0][: settings.batch].to(world.device))
-    split: dict[str, Any] = {"schedule": settings.pipe or "1f1b", "micro": settings.micro}
+    split: dict[str, Any] = {
+        "schedule": settings.pipe or DEFAULT_SCHEDULE,
+        "micro": settings.micro,
+        "cut": settings.points(),
+        "virtual": settings.virtual_stages,
+        "measure": settings.measure,
+        "plan": settings.kinds(),
+        "shard": settings.shard,
+    }
     replica = MeshReplica(model, loss, settings.make_optimizer, strategy, world, mesh, sample, **split, **options)
     return Training(replica, replica.cluster, data, loss, settings.plan())
+
+
+def _sharded(
+    settings: Settings, strategy: Strategy, cluster: Cluster, model: nn.Module, loss: Loss, options: dict[str, Any]
+) -> Replicas:
+    """Workers that keep a part each of what would be the same on all."""
+    from hocket.train.sharded_replica import FullReplica, StateReplica  # loaded only where something is sharded
+
+    if cluster.rows != 1 or not isinstance(cluster, ProcessCluster):
+        raise HocketError(f"--shard {settings.shard}: a worker that keeps a part has a process of its own; leave --processes out.")
+    if settings.shard == "full":
+        full = {name: value for name, value in options.items() if not name.endswith("cap_bytes")}
+        return FullReplica(model, loss, settings.make_optimizer, strategy, cluster, **full)
+    slowdown = settings.slowdown_of(cluster.workers.start)
+    return StateReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, **options)
 
 
 def explanation(settings: Settings, world: Cluster, data: DataSet) -> str:
@@ -307,17 +392,14 @@ def run(
             on_split(picture)
     if briefly:
         training.plan = replace(training.plan, evaluate=False, worst=False)
+    late = False
     if record is not None and resume:
         record.check_resumed(_repeated(settings))
-        if isinstance(training, Training) and record.mesh() != settings.mesh:
-            training.load_whole(record.load_whole())
-        else:
-            training.load_state_dict(record.load())
+        late = _go_on(settings, cluster, training, record)
         reached = cluster.collect(torch.full((cluster.rows, 1), training.step)).flatten().tolist()
         if len(set(reached)) > 1:
             raise HocketError(f"The checkpoints in {out} are of different steps ({min(reached)} to {max(reached)}); start anew.")
     # A run that goes on split otherwise is described so only when there is a checkpoint of that kind.
-    late = record is not None and resume and record.mesh() != settings.mesh
     if record is not None and not late:
         record.write_run(describe(settings, cluster, training))
     for metrics in training.run(watch):
@@ -336,6 +418,23 @@ def run(
         timeline = training.replicas.job.timeline()  # type: ignore[attr-defined]
         record.write_timeline(None if timeline is None else timeline.to_dict())
     return training
+
+
+def _go_on(settings: Settings, cluster: Cluster, training: Training | FreeTraining, record: Record) -> bool:
+    """Load the checkpoint; whether the model is split otherwise than it was, so that its whole was loaded."""
+    if isinstance(training, FreeTraining):
+        training.load_state_dict(record.load())
+        return False
+    other = record.mesh() != settings.mesh
+    state = {} if other else record.load(first=settings.shard == "full")
+    if settings.mesh is not None and not other:  # a cut that is measured may be elsewhere this time
+        fits = training.replicas.fits(state["replicas"])  # type: ignore[attr-defined]
+        other = bool(cluster.any(torch.tensor([[not fits]], device=cluster.device)))
+    if other:
+        training.load_whole(record.load_whole())
+    else:
+        training.load_state_dict(state)
+    return other
 
 
 def describe(settings: Settings, cluster: Cluster, training: Training | FreeTraining) -> dict[str, Any]:
@@ -368,10 +467,12 @@ def describe_run(settings: Settings, where: dict[str, Any], steps: int, layout: 
 
 
 def _repeated(settings: Settings) -> dict[str, Any]:
-    """What a run must have in common with the one it goes on with. The cluster is ``spec``, whatever its file says by then."""
+    """What a run must have in common with the one it goes on with. Of files there is what they said: ``spec`` (the
+    cluster) and ``plan``."""
     spec = settings.spec()
-    given = {name: value for name, value in asdict(settings).items() if name != "cluster"}
-    return {**given, "strategy": str(settings.check()), "spec": None if spec is None else spec.describe()}
+    given = {name: value for name, value in asdict(settings).items() if name not in ("cluster", "plan_file")}
+    described = {"plan": settings.kinds(), "spec": None if spec is None else spec.describe()}
+    return {**given, "strategy": str(settings.check()), **described}
 
 
 def bulk_bytes(training: Training | FreeTraining) -> int:

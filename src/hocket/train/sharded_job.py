@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from hocket.cluster.ledger import Entry
 from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError, NonFiniteGradient
-from hocket.split.sharded import FullShards, gathered, part_like, refuse_shard
+from hocket.split.sharded import FullShards, gathered, part_like, refuse_full_on, refuse_shard
 from hocket.strategy import Strategy
 from hocket.train.job import check_device, check_equal, check_job, check_optimizer, layout_for
 from hocket.train.report import LedgerView
@@ -42,6 +42,7 @@ class FSDPJob:
         scaler: Any = None,
     ) -> None:
         refuse_shard("full", strategy, scaler)
+        refuse_full_on(cluster)
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         check_device(model, cluster)
         check_optimizer(model, optimizer)
@@ -53,6 +54,7 @@ class FSDPJob:
         """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.shard`)."""
         self.step = 0
         self._backwards = 0
+        self.layout = layout
         self._skeleton = _without_values(model)
         self.shards = FullShards(model, optimizer, cluster)
         self.ledger = ComputedLedger(cluster)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hocket.cluster.message import framed
 from hocket.topology.partners import answerer
-from hocket.train.free.scheme import Payload, Scheme
+from hocket.train.free.scheme import Heard, Payload, Scheme
 
 if TYPE_CHECKING:
     from hocket.train.free.training import FreeTraining
@@ -44,6 +44,7 @@ class Pairs(Scheme):
         self.workers = [_Caller() for _ in range(self.crowd.rows)]
         self.answers: dict[int, list[Tensor]] = {}
         self.done = 0
+        self.heard = Heard(self.crowd.rows)
         self.size = framed(self.crowd.layout.bytes)
         self.kind = getattr(training.strategy.topology, "kind", "rotating")
 
@@ -64,6 +65,7 @@ class Pairs(Scheme):
             self.training.send("call", worker, other, other, self.size, [w[worker].clone() for w in self.crowd.weights], now)
 
     def again(self, worker: int, now: float) -> None:
+        self.heard.read(worker)
         self._begin(worker, now)
 
     def computed(self, worker: int, now: float) -> None:
@@ -81,8 +83,10 @@ class Pairs(Scheme):
         if answer is not None:
             for rows, theirs in zip(self.crowd.weights, answer, strict=True):
                 rows[worker].add_(theirs).div_(2)
+            self.heard.contribution(worker)
         own.out = own.computed = False
         self.crowd.step_alone(worker, self.training.rates(worker))
+        self.heard.applied(worker)
         self.done += 1
         self._begin(worker, now)
 
@@ -92,11 +96,15 @@ class Pairs(Scheme):
             own = [w[end].clone() for w in self.crowd.weights]
             for rows, theirs in zip(self.crowd.weights, payload, strict=True):
                 rows[end].add_(theirs).div_(2)
+            self.heard.contribution(end)
             self.training.send("answer", worker, end, worker, self.size, own, now, end)
             return
         self.answers[worker] = payload
         if self.workers[worker].computed:
             self._update(worker, now)
+
+    def ages(self) -> dict[int, int]:
+        return self.heard.ages()
 
     def counted(self) -> int:
         return self.done
@@ -109,8 +117,10 @@ class Pairs(Scheme):
             "workers": [asdict(w) for w in self.workers],
             "answers": {w: [t.clone() for t in a] for w, a in self.answers.items()},
             "done": self.done,
+            "heard": self.heard.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.workers = [_Caller(**w) for w in state["workers"]]
         self.answers, self.done = dict(state["answers"]), state["done"]
+        self.heard.load_state_dict(state["heard"])

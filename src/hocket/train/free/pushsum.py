@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hocket.cluster.message import framed
 from hocket.topology.partners import target
-from hocket.train.free.scheme import Payload, Scheme
+from hocket.train.free.scheme import Heard, Payload, Scheme
 
 if TYPE_CHECKING:
     from hocket.train.free.training import FreeTraining
@@ -30,6 +30,7 @@ class PushSum(Scheme):
         self.mass = torch.ones(self.crowd.rows, dtype=torch.float64)
         self.sendings = [0] * self.crowd.rows
         self.done = 0
+        self.heard = Heard(self.crowd.rows)
         self.size = framed(self.crowd.layout.bytes + 8)
 
     def target(self, worker: int) -> int:
@@ -39,6 +40,7 @@ class PushSum(Scheme):
     def computed(self, worker: int, now: float) -> None:
         before = [w[worker].clone() for w in self.crowd.weights]
         self.crowd.step_alone(worker, self.training.rates(worker))
+        self.heard.applied(worker)
         for x, rows, old in zip(self.x, self.crowd.weights, before, strict=True):
             x[worker] = rows[worker] if self.crowd.rows == 1 else x[worker] + (rows[worker] - old)
         if self.crowd.rows > 1:
@@ -59,11 +61,19 @@ class PushSum(Scheme):
         for x, part in zip(self.x, values, strict=True):
             x[end] += part
         self.mass[end] += mass
+        self.heard.contribution(end)
         self._look(end)
 
     def _look(self, worker: int) -> None:
         for rows, x in zip(self.crowd.weights, self.x, strict=True):
             rows[worker] = x[worker] / float(self.mass[worker])
+
+    def again(self, worker: int, now: float) -> None:
+        self.heard.read(worker)
+        super().again(worker, now)
+
+    def ages(self) -> dict[int, int]:
+        return self.heard.ages()
 
     def counted(self) -> int:
         return self.done
@@ -72,10 +82,17 @@ class PushSum(Scheme):
         return [x.sum(0, keepdim=True) / float(self.mass.sum()) for x in self.x]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"x": [x.clone() for x in self.x], "mass": self.mass.clone(), "sendings": list(self.sendings), "done": self.done}
+        return {
+            "x": [x.clone() for x in self.x],
+            "mass": self.mass.clone(),
+            "sendings": list(self.sendings),
+            "done": self.done,
+            "heard": self.heard.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for own, saved in zip(self.x, state["x"], strict=True):
             own.copy_(saved)
         self.mass.copy_(state["mass"])
         self.sendings, self.done = list(state["sendings"]), state["done"]
+        self.heard.load_state_dict(state["heard"])

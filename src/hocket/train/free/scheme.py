@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -50,7 +51,7 @@ class Scheme(ABC):
         """The weights to evaluate, ``[1, values]`` per bucket."""
 
     def ages(self) -> dict[int, int] | None:
-        """How old gradients were when they were applied, in updates, since the last call; None where that has no meaning."""
+        """How old gradients were when they were applied, since the last call; None where that has no meaning."""
         return None
 
     @abstractmethod
@@ -60,3 +61,43 @@ class Scheme(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
+
+
+class Heard:
+    """How old gradients are where there are no servers: as many contributions of others came to what the worker holds between the
+    moment when the gradient's weights were read and the moment when it was applied.
+
+    >>> heard = Heard(2)
+    >>> for _ in range(3):
+    ...     heard.contribution(1)
+    >>> heard.applied(0), heard.applied(1), heard.applied(1), heard.ages(), heard.ages()
+    (None, None, None, {0: 2, 3: 1}, {})
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._since = [0] * workers
+        self._ages: Counter[int] = Counter()
+
+    def contribution(self, worker: int) -> None:
+        """Another's has come to a worker."""
+        self._since[worker] += 1
+
+    def read(self, worker: int) -> None:
+        """A worker computes at the weights that it has now."""
+        self._since[worker] = 0
+
+    def applied(self, worker: int) -> None:
+        """A worker's gradient was applied, and it reads its weights anew."""
+        self._ages[self._since[worker]] += 1
+        self.read(worker)
+
+    def ages(self) -> dict[int, int]:
+        """How many gradients had which age, since the last call."""
+        found, self._ages = dict(sorted(self._ages.items())), Counter()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"since": list(self._since), "ages": dict(self._ages)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._since, self._ages = list(state["since"]), Counter(state["ages"])

@@ -1,0 +1,98 @@
+"""Workers that keep a part of the optimiser's state, or of everything, as the training loop sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.processes import ProcessCluster
+from hocket.split.sharded import ShardedState
+from hocket.strategy import Strategy
+from hocket.train.engines.loop import forked, random_modules
+from hocket.train.replicas import Factory, LiveReplica, Loss
+from hocket.train.sharded_job import FSDPJob
+
+
+class StateReplica(LiveReplica):
+    """A worker that keeps its part of the optimiser's state. Worker 0's checkpoint has all of it, the others' have their part."""
+
+    def __init__(self, model: nn.Module, loss: Loss, optimizer: Factory, strategy: Strategy, *args: Any, **options: Any) -> None:
+        super().__init__(model, loss, optimizer, strategy, *args, **options)
+        job = self.job
+        job.sharded = ShardedState(model, self._optimizer, job.cluster, job.layout, job.weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.job.sharded is not None
+        return {"model": self.model.state_dict(), "optimizer": self.job.sharded.saved(), "job": self.job.state_dict()}
+
+
+class FullReplica:
+    """A worker that keeps its part of weights, gradients and state (FSDP2). Worker 0's checkpoint has all of it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Factory,
+        strategy: Strategy,
+        cluster: ProcessCluster,
+        *,
+        seed: int = 0,
+        clip: float | None = None,
+        autocast: torch.dtype | None = None,
+        nonfinite: str = "raise",
+    ) -> None:
+        self.model, self.loss, self.clip, self.autocast = model, loss, clip, autocast
+        self._optimizer = optimizer(list(model.parameters()))
+        self._random = random_modules(model)
+        self.job = FSDPJob(model, self._optimizer, strategy, cluster, nonfinite=nonfinite, seed=seed)
+        self.layout, self.ledger = self.job.layout, self.job.ledger
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def step(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
+    ) -> Tensor:
+        self.job.weight = weights[0]
+        self._optimizer.zero_grad()
+        x, y = inputs[0], targets[0]
+        with forked(bool(self._random), x.device), torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+            if self._random:
+                torch.manual_seed(int(keys[0]))
+            loss = self.loss(self.model(x), y)
+        loss.backward()
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self._optimizer.step()
+        return loss.detach().view(1)
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        with self.job.averaged() as model:
+            yield model
+
+    def audit(self) -> None:
+        """Every step has been looked at."""
+
+    def each(self) -> Iterator[nn.Module]:
+        """In one piece, with this worker's own buffers."""
+        model, own = self.job.whole(), dict(self.model.named_buffers())
+        for name, buffer in model.named_buffers():
+            buffer.data.copy_(own[name])
+        yield model
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.job.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from worker 0's; every worker is given it."""
+        self.job.load_state_dict(state)
+
+    def load_whole(self, state: dict[str, Any]) -> None:
+        self.job.load_state_dict(state)
