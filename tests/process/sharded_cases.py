@@ -13,11 +13,13 @@ from torch.nn import functional as F
 
 import hocket
 from hocket.data import load
+from hocket.errors import NonFiniteGradient
 from hocket.models import cross_entropy, gpt, mlp
 from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
 from hocket.train.run import Settings, explanation, run
 from hocket.train.sharded_job import FSDPJob
+from hocket.train.sharded_replica import FullReplica
 from process.cases import flat, refusal
 
 STEPS = 5
@@ -274,6 +276,47 @@ def runs(rank: int) -> dict[str, Any]:
     found["planned"] = explanation(split, cluster, load("digits"))
     saved = torch.load(FOLDER / "state" / f"checkpoint-{rank}.pt")["replicas"]["optimizer"]["state"]
     return {**found, "momenta": sum(entries["momentum_buffer"].numel() for entries in saved.values())}
+
+
+class Normed(nn.Module):
+    """Statistics of its own on every worker, and a gradient that may be NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)
+        self.bad, self.poisoned = nn.Parameter(torch.ones(4)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.bad - self.bad.detach()  # zero, where the root's slope is infinite
+        return self.last(self.norm(self.first(x))) + (own.sqrt() if self.poisoned else own).sum()
+
+
+def normed(rank: int) -> dict[str, Any]:
+    """The training loop's worker that keeps a part of everything: its checkpoint, and a NaN under clipping."""
+
+    def make() -> FullReplica:
+        torch.manual_seed(7)
+        cluster = hocket.session._Session.cluster
+        return FullReplica(Normed(), cross_entropy, lambda p: torch.optim.SGD(p, 0.1), Strategy(), cluster, clip=1.0)  # type: ignore[arg-type]
+
+    replica, keys = make(), torch.zeros(1)
+    for t in range(2):
+        x, y = samples("mlp", t, rank)
+        replica.step([x], [y], keys, [1.0])
+    state = replica.state_dict()
+    held = [state["whole"]]
+    torch.distributed.broadcast_object_list(held)
+    other = make()
+    other.load_state_dict({**state, "whole": held[0]})
+    own, again = ({n: b.clone() for n, b in r.model.named_buffers()} for r in (replica, other))
+    found: dict[str, Any] = {"buffers": own, "again": again}
+    other.model.poisoned = True
+    x, y = samples("mlp", 2, rank)
+    try:
+        other.step([x], [y], keys, [1.0])
+    except NonFiniteGradient as error:
+        found["sentence"] = str(error)
+    return found
 
 
 def main(rank: int, folder: str, cases: list[list[Any]]) -> None:

@@ -45,7 +45,10 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
             way = {"mesh": "data=2,pipeline=2", "schedule": schedule}
             wanted += [(f"{schedule} {name}", "equal", {"name": name, **way}) for name in ("mlp", "gpt")]
         wanted.append(("drop", "equal", {"name": "drop", "mesh": "pipeline=2,tensor=2"}))
-        wanted.append(("downpour", "equal", {"name": "mlp", "mesh": "data=2,pipeline=2", "strategy": "downpour(1, 1) + server"}))
+        wanted += [
+            (f"served {name} {mesh} {strategy}", "equal", {"name": name, "mesh": mesh, "strategy": strategy})
+            for name, mesh, strategy in SERVED
+        ]
         wanted.append(("other", "checkpoints", {"name": "gpt", "first": "pipeline=2,tensor=2", "then": "data=2,tensor=2"}))
         wanted.append(("resumed", "resumed", {"name": "gpt", "mesh": "data=2,pipeline=2"}))
         kept = {"name": "gpt", "mesh": "data=2,pipeline=2", "shard": "state"}
@@ -58,6 +61,13 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
     return wanted
 
 
+SERVED = (
+    ("mlp", "data=2,pipeline=2", "downpour(1, 1) + server"),
+    ("gpt", "data=2,pipeline=2", "downpour(1, 1) + server"),  # its embedding is held by both stages
+    ("gpt", "data=2,tensor=2", "downpour(1, 1) + server"),  # its norms are held by both parts
+    ("gpt", "data=2,pipeline=2", "bulk + server"),
+    ("gpt", "data=2,tensor=2", "bulk + server(shards=2)"),
+)
 REFUSED: list[dict[str, Any]] = [
     {"mesh": "data=3"},
     {"mesh": "pipeline=4", "name": "mlp", "schedule": "1f1b", "micro": 2},
@@ -67,8 +77,7 @@ REFUSED: list[dict[str, Any]] = [
     {"mesh": "data=2,tensor=2", "shard": "full"},
     {"mesh": "data=2,tensor=2", "shard": "state", "strategy": "local(2)"},
     {"mesh": "data=2,tensor=2", "strategy": "async + gossip"},
-    {"mesh": "data=2,tensor=2", "strategy": "downpour(1, 1) + server"},
-    {"mesh": "data=2,pipeline=2", "name": "gpt", "strategy": "downpour(1, 1) + server"},
+    {"mesh": "data=2,pipeline=2", "name": "gpt", "strategy": "downpour(1, 1) + server", "schedule": "pipedream"},
     {"mesh": "data=2,tensor=2", "micro": 3},
     {"mesh": "data=2,pipeline=2", "plan": {"1": "columns"}},
     {"mesh": "data=2,pipeline=2", "schedule": "pipedream", "micro": 3},
@@ -77,8 +86,7 @@ SENTENCES = ("3 places, but the job has 4", "cannot fill 4 stages with 2", "no s
     "use shard='state'",
     "needs equal replicas",
     "use downpour + server",
-    "drift apart",
-    "drift apart",
+    "stand still together",
     "micro= is about stages",
     "plan= is about splitting operations",
     "leave micro= out",
@@ -207,12 +215,24 @@ def test_a_model_born_in_parts_has_the_weights_of_one_born_whole(worlds: dict[in
     assert 0.05 < float(whole["1.weight"].std()) < 0.2
 
 
-def test_downpour_between_split_replicas_trains_and_ends_equal(worlds: dict[int, Any]) -> None:
-    results = [worker["downpour"] for worker in worlds[4]]
-    for one, other in ((0, 2), (1, 3)):  # the same stage of both replicas
+@pytest.mark.parametrize(("name", "mesh", "strategy"), SERVED)
+def test_servers_between_split_replicas_leave_all_copies_equal(worlds: dict[int, Any], name: str, mesh: str, strategy: str) -> None:
+    results = [worker[f"served {name} {mesh} {strategy}"] for worker in worlds[4]]
+    for one, other in ((0, 2), (1, 3)):  # the same part of both replicas
         assert furthest(results[one]["ended"], results[other]["ended"]) == 0
+    whole = {n: t.shape for n, t in build(name).state_dict().items()}
+    common = [n for n, t in results[0]["ended"].items() if n in results[1]["ended"] and t.shape == whole[n]]
+    assert common or name == "mlp"
+    assert all(torch.equal(results[0]["ended"][n], results[1]["ended"][n]) for n in common)
     assert all(torch.isfinite(t).all() for t in results[0]["whole"].values())
-    assert furthest(results[0]["whole"], dict(build("mlp").state_dict())) > 1e-3
+    assert furthest(results[0]["whole"], dict(build(name).state_dict())) > 1e-3
+
+
+@pytest.mark.parametrize(("name", "mesh", "strategy"), [case for case in SERVED if case[2].startswith("bulk")])
+def test_a_server_of_means_trains_split_replicas_as_one_process_does(
+    worlds: dict[int, Any], reference: dict[str, tuple[dict[str, Tensor], list[float]]], name: str, mesh: str, strategy: str
+) -> None:
+    assert furthest(worlds[4][0][f"served {name} {mesh} {strategy}"]["whole"], reference[name][0]) < 1e-5
 
 
 def test_a_split_model_goes_on_split_otherwise_and_its_whole_fits_an_unsplit_one(

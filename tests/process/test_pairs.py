@@ -33,6 +33,7 @@ from hocket.cluster.message import framed
 from hocket.data import load
 from hocket.errors import HocketError
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener, pack
+from hocket.server.account import entry_of
 from hocket.server.clerk import Clerk, ClerkLink
 from hocket.server.doorkeeper import Doorkeeper
 from hocket.server.exchanges import Calls, Halves
@@ -388,13 +389,33 @@ def test_who_joins_when_the_others_have_agreed_has_what_they_agreed_on() -> None
         assert torch.equal(torch.cat(late.rows), crowd.begun[0])
 
 
+def test_who_was_away_when_another_joined_is_told_where_it_is() -> None:
+    with Crowd(3, "pushsum", patience_s=1.0) as crowd:
+        die(crowd, 2)
+        with Newcomer(crowd, 2, "pushsum", 1.0) as newcomer:
+            newcomer.peers._give_up(0)  # as when it does not answer
+            newcomer.join()
+            assert newcomer.peers.here == [1]
+
+            def told() -> bool:
+                newcomer.peers.turn(0.01)
+                crowd.peers[0].turn(0.01)
+                return crowd.peers[0].addresses[2] == newcomer.address and newcomer.peers.here == [0, 1]
+
+            assert eventually(told)
+            newcomer.holding.x = [x + 3 for x in newcomer.holding.x]
+            crowd.train([[0.0]] * 3)
+        assert all(mean.here == [0, 1, 2] for mean in crowd.means.values())
+
+
 def test_nobody_is_led_to_an_address_that_is_none() -> None:
     with Crowd(2, "rotating") as crowd, Caller(crowd.addresses[1], JOB) as caller:
-        for number, address in enumerate(("nowhere", "tcp://no.such.host:1", 7, "ipc:///tmp/x"), 1):
+        none = ("nowhere", "tcp://no.such.host:1", 7, "ipc:///tmp/x", "tcp://127.0.0.1:0", "tcp://127.0.0.1%lo:5", "tcp://::1%lo:5")
+        for number, address in enumerate((*none, "tcp://192.0.2.1:5"), 1):
             caller.send(Envelope(Kind.HELLO, 0, number=number, note={"address": address}), 1.0)
             answer = caller.receive(10.0)
             assert answer is not None
-            assert answer.note["reason"] == "shape"
+            assert answer.note["reason"] == ("shape" if address in none else "worker"), answer.note
         crowd.peers[1].turn(0.0)
         assert crowd.peers[1].addresses == crowd.addresses
 
@@ -714,15 +735,19 @@ def test_a_clerk_goes_on_with_the_sums_of_a_worker_that_was_replaced_and_deals_n
         clerk.tell(gone=1)
         with Caller(listener.address, JOB) as dead, Caller(listener.address, JOB) as newcomer:
             ask(dead, Kind.HELLO, address="there")
-            assert ask(dead, Kind.FETCH, done=[], ledger={"ages": {"0": 5, "2": 1}, "lost": 4}).note["hands"] == [0]
+            first = {"ages": {"0": 5, "2": 1}, "lost": 4, "bytes_sent": 100, "loss": 3.0, "losses": 2}
+            assert ask(dead, Kind.FETCH, done=[], ledger=first).note["hands"] == [0]
             clerk.tell(gone=0)
-            assert ask(dead, Kind.FETCH, done=[0], ledger={"ages": {"0": 6, "2": 1}, "lost": 4}).note["hands"] == []
+            assert ask(dead, Kind.FETCH, done=[0], ledger={**first, "ages": {"0": 6, "2": 1}}).note["hands"] == []
             welcome = ask(newcomer, Kind.HELLO, address="here", replaces=True)
             assert welcome.note["addresses"] == ["here", None]
             assert clerk.gone == {1}
             assert (clerk.ages, clerk.lost_exchanges) == ({"0": 6, "2": 1}, 4)
-            assert ask(newcomer, Kind.FETCH, done=[], ledger={"ages": {"0": 1}, "lost": 1}).note["hands"] == [0]
+            again = {"ages": {"0": 1}, "lost": 1, "bytes_sent": 100, "loss": 1.0, "losses": 2}
+            assert ask(newcomer, Kind.FETCH, done=[], ledger=again).note["hands"] == [0]
             assert (clerk.ages, clerk.lost_exchanges) == ({"0": 7, "2": 1}, 5)
+            entry, loss = entry_of(clerk.figures, {"0": first})
+            assert (entry.bytes_sent, loss) == (100, 0.5)
 
 
 def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_tell_the_mean_is_not_waited_for() -> None:

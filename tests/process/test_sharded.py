@@ -17,7 +17,7 @@ STATE = [["state", "mlp", "momentum"], ["state", "gpt", "adamw"], ["state", "mlp
 SCALED = [["scaled", "momentum"], ["scaled", "fused"]]
 BAD = 2
 FULL: list[list[Any]] = [["full", "mlp", "momentum"], ["full", "gpt", "adamw"], ["weighed"]]
-FULL += [["runs"], ["gathered", "raise", -1], ["gathered", "skip", BAD], ["gathered", "raise", BAD]]
+FULL += [["normed"], ["runs"], ["gathered", "raise", -1], ["gathered", "skip", BAD], ["gathered", "raise", BAD]]
 MOMENTA = {"momentum": 1, "adamw": 2}
 
 Results = dict[str, list[dict[str, Any]]]
@@ -133,6 +133,17 @@ def test_full_sharding_leaves_gradients_out_that_are_not_finite(world: tuple[int
         assert "1.weight" in worker["sentence"]
         assert f"at step {BAD + 1};" in worker["sentence"]
         torch.testing.assert_close(worker["full"], worker["plain"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_full_sharding_keeps_each_workers_statistics_and_names_what_is_not_finite_before_clipping(
+    world: tuple[int, Results],
+) -> None:
+    one, other = world[1]["normed"]
+    assert not torch.equal(one["buffers"]["norm.running_mean"], other["buffers"]["norm.running_mean"])
+    for worker in (one, other):
+        assert all(torch.equal(worker["buffers"][name], worker["again"][name]) for name in worker["buffers"])
+        assert "The gradient of bad holds NaN" in worker["sentence"]
 
 
 @pytest.mark.parametrize("world", [2], indirect=True)

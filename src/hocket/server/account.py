@@ -131,6 +131,17 @@ def entry_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, An
     return entry, total("loss") / losses if losses else None
 
 
+def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Two accounts as one: that of a worker and of the one whose place it took.
+
+    >>> added({"bytes_sent": 5, "ages": {"0": 1}}, {"bytes_sent": 2, "ages": {"0": 2, "1": 1}})
+    {'bytes_sent': 7, 'ages': {'0': 3, '1': 1}}
+    """
+    names = dict.fromkeys((*one, *other))
+    sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name != "ages"}
+    return {**sums, "ages": ages_of([one, other])}
+
+
 def ages_of(accounts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Everybody's ages in one histogram, the youngest first.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener
-from hocket.server.account import Account, ages_of
+from hocket.server.account import Account, added, ages_of
 from hocket.server.holding import Mean
 from hocket.server.members import Dealer
 
@@ -42,8 +42,8 @@ class Clerk:
         self.lost = 0
         """Mini-batches that were held by workers that are gone."""
         self.refused: Counter[str] = Counter()
-        self._before: list[dict[str, Any]] = []
-        """The last accounts of workers that others have replaced."""
+        self._before: dict[str, dict[str, Any]] = {}
+        """What those had done whose place a worker took."""
         self._doors: dict[int, str] = {}
         self._waiting: dict[int, tuple[bytes, int]] = {}
         self._told = time.monotonic()
@@ -58,12 +58,12 @@ class Clerk:
     @property
     def ages(self) -> dict[str, int]:
         """How old everybody's gradients were, also those of workers that are gone."""
-        return ages_of([*self._before, *self.figures.values()])
+        return ages_of(self.figures.values())
 
     @property
     def lost_exchanges(self) -> int:
         """Exchanges between workers that came to nothing, also those of workers that are gone."""
-        return sum(int(account.get("lost", 0)) for account in (*self._before, *self.figures.values()))
+        return sum(int(account.get("lost", 0)) for account in self.figures.values())
 
     def turn(self, timeout_s: float) -> None:
         """Serve one request, if one comes in time."""
@@ -93,11 +93,11 @@ class Clerk:
         worker = message.sender
         self._doors[worker] = str(message.note["address"])
         self._waiting[worker] = peer, message.number
-        if message.note.get("replaces") and not self.means:
-            self.gone.discard(worker)
-            if (account := self.figures.get(str(worker))) is not None:
-                self._before.append(account)
-                self.figures[str(worker)] = {**account, "ages": {}, "lost": 0}  # these sums go on; the rest counts anew
+        if message.note.get("replaces"):
+            if str(worker) in self.figures:
+                self._before[str(worker)] = self.figures[str(worker)]
+            if not self.means:
+                self.gone.discard(worker)
         self._welcome()
 
     def _welcome(self) -> None:
@@ -129,7 +129,8 @@ class Clerk:
 
     def _heed(self, message: Envelope) -> None:
         self.dealer.done(message.sender, [int(hand) for hand in message.note["done"]])
-        self.figures[str(message.sender)] = dict(message.note["ledger"])
+        worker = str(message.sender)
+        self.figures[worker] = added(self._before.get(worker, {}), message.note["ledger"])
 
 
 class ClerkLink:

@@ -29,7 +29,7 @@ import zmq
 
 from hocket.cluster.message import framed
 from hocket.messages import Envelope, Kind, Listener
-from hocket.messages.address import parts_of
+from hocket.messages.address import parts_of, stays_here
 from hocket.server.desk import Turned
 from hocket.server.holding import Holding, mass_of
 from hocket.server.wire import OBSERVER
@@ -134,7 +134,12 @@ class Doorkeeper:
         if message.sender == OBSERVER:
             raise Turned("worker", "An observer takes nobody's place.")
         address = str(message.note["address"])
-        ipaddress.ip_address(parts_of(address)[0].partition("%")[0])  # a door looks up no names
+        host, port = parts_of(address)
+        ipaddress.ip_address(host)  # a door looks up no names
+        if port == 0 or "%" in host:
+            raise ValueError(f"{address} cannot be called")
+        if stays_here(parts_of(self.listener.address)[0]) and not stays_here(host):
+            raise Turned("worker", f"This job does not leave this machine, and {address} does.")
         self.newcomers.put((message.sender, address))
         return self._beat(message)
 

@@ -64,6 +64,8 @@ class Peers:
     ) -> None:
         """``newcomers``: where a door tells of those who have taken a dead worker's place."""
         self._newcomers = SimpleQueue() if newcomers is None else newcomers
+        self.door: str | None = None
+        """Where this worker is to be found, if it has taken a dead one's place: some may not know it yet."""
         self.addresses, self.worker, self.patience_s = list(addresses), worker, patience_s
         self.silent: set[int] = set()
         self.left: set[int] = {peer for peer, address in enumerate(addresses) if address is None}
@@ -130,7 +132,8 @@ class Peers:
 
     def call_back(self) -> None:
         """Ask all who are silent for a sign of life, and wait for it: whoever lives is here after this."""
-        numbers = [self.ask(peer, Kind.BEAT) for peer in sorted(self.silent - self.left)]
+        kind, note = self._sign()
+        numbers = [self.ask(peer, kind, note) for peer in sorted(self.silent - self.left)]
         self.wait(numbers)
         for number in numbers:
             self.take(number)
@@ -138,7 +141,10 @@ class Peers:
     def turn(self, timeout_s: float) -> None:
         """Look at all links once."""
         while not self._newcomers.empty():
-            self.move(*self._newcomers.get())
+            peer, address = self._newcomers.get()
+            if address != self.addresses[peer]:  # it may say so more than once
+                self.move(peer, address)
+            self.left.discard(peer)
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         if gap > _MOST_GAP_S:
@@ -191,8 +197,13 @@ class Peers:
                 self._hear(peer, message)
             elif link.refused["key"]:
                 self._shut_out(peer, f"Worker {peer} at {link.address} does not let us in: use the keys of its job.")
+        kind, note = self._sign()
         for peer in self.silent - self.left:
-            self._link(peer).send(Envelope(Kind.BEAT, self.worker, peer), 0.0)
+            self._link(peer).send(Envelope(kind, self.worker, peer, note=note), 0.0)
+
+    def _sign(self) -> tuple[Kind, dict[str, Any]]:
+        """A sign of life; a newcomer's says where it is."""
+        return (Kind.BEAT, {}) if self.door is None else (Kind.HELLO, {"address": self.door})
 
     def _shut_out(self, peer: int, why: str) -> None:
         """Who has never answered is told what is wrong; where one who has is gone, a stranger may have taken its port."""
@@ -244,6 +255,7 @@ def join(peers: Peers, holding: Holding, address: str) -> Mean:
     to take a half from somebody instead, each death would take mass away for good, and updates, which weigh ``1/ω``, would weigh
     ever more.) Where the training is over, it takes what all have agreed on.
     """
+    peers.door = address  # who does not hear it now is told with every sign of life
     notes = {peer: answer.note for peer, answer in peers.ask_all(Kind.HELLO, note={"address": address}).items()}
     knows = _who_knows(notes)
     if knows is not None:
@@ -302,8 +314,9 @@ def _take_mean(peers: Peers, holding: Holding, notes: dict[int, Mapping[str, Any
     parts = gather(peers, holding)
     if not sorted(notes) == sorted(parts) == peers.here:
         return None  # somebody has died or come back meanwhile: look again who lives
-    if _who_knows(_notes(peers)) is not None:
-        return None  # and take that one's
+    last = _notes(peers)
+    if _who_knows(last) is not None or sorted(last) != sorted(parts):
+        return None  # take that one's, or look again
     mean = mean_of({**parts, peers.worker: holding.unpacked(holding.packed())})
     ledgers = {str(peer): dict(note["ledger"]) for peer, note in notes.items()} | {str(peers.worker): holding.account.describe()}
     return mean if len(json.dumps(ledgers)) > _MOST_LEDGERS_BYTES else replace(mean, ledgers=ledgers)

@@ -7,7 +7,7 @@ of the wire, as in the ledger of the data axis: payload, packet headers and fram
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,16 +74,27 @@ class Axis:
         self._blocked(lambda: dist.all_gather(everyone, values, group=self.group))
         return torch.cat(everyone, dim)
 
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """The first process's values, on all."""
+        if self.size == 1 or not tensors:
+            return
+        for kind in dict.fromkeys(t.dtype for t in tensors):
+            some = [t for t in tensors if t.dtype == kind]
+            flat = torch.cat([t.flatten() for t in some])
+            values = self.all_reduce(flat if self.place == 0 else flat.zero_()).split([t.numel() for t in some])
+            for tensor, value in zip(some, values, strict=True):
+                tensor.copy_(value.view_as(tensor))
+
     # --- one to one --------------------------------------------------------------------------------------------------------
 
     def send(self, values: Tensor, to: int, tag: int = 0) -> Any:
         """Start sending to the process at coordinate ``to``; keep ``values`` as they are until ``wait()`` of what is returned."""
         self._count(framed(values.numel() * values.element_size()))
-        return dist.isend(values.to(wire(values.device)), self.ranks[to], group=self.group, tag=tag)
+        return dist.isend(values.to(wire()), self.ranks[to], group=self.group, tag=tag)
 
     def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
         """Start receiving from the process at coordinate ``source``; the work to wait for."""
-        there = wire(into.device)
+        there = wire()
         buffer = into if there == into.device else torch.empty_like(into, device=there)
         work = dist.irecv(buffer, self.ranks[source], group=self.group, tag=tag)
         return work if buffer is into else _Landing(work, buffer, into)
@@ -121,9 +132,9 @@ class _Landing:
         self.into.copy_(self.buffer)
 
 
-def wire(device: torch.device) -> torch.device:
-    """Where a tensor of ``device`` must lie to be sent to one process: Gloo sends what is in the CPU's memory."""
-    return device if "nccl" in dist.get_backend() else torch.device("cpu")
+def wire() -> torch.device:
+    """Where a tensor must lie to be sent to one process: Gloo sends what is in the CPU's memory, NCCL what is in the GPU's."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
 
 
 def _reduced(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -39,9 +39,9 @@ def gather_wholes(held: Mapping[str, Tensor], parts: Parts, place: Place) -> dic
             if part.whole and any(name in everyone[earlier] for earlier in members[: members.index(rank)]):
                 continue
             if me == rank and me != root:
-                dist.send(held[name].detach().to(wire(device)).contiguous(), root)
+                dist.send(held[name].detach().to(wire()).contiguous(), root)
             if me == root:
-                got = held[name].detach() if rank == root else torch.empty(shape, dtype=dtype, device=wire(device))
+                got = held[name].detach() if rank == root else torch.empty(shape, dtype=dtype, device=wire())
                 if rank != root:
                     dist.recv(got, rank)
                 whole = wholes.setdefault(name, torch.zeros(part.shape, dtype=dtype, device=device))

@@ -68,11 +68,6 @@ def refuse_on_mesh(
         refuse_shard(shard, strategy, None)
     if shard == "full" and mesh.splits:
         raise HocketError(f"shard='full' cuts every parameter, and so does the mesh {mesh}; use shard='state', or data= alone.")
-    if served and mesh.tensor > 1:
-        raise HocketError(
-            f"{strategy}: every part of an operation would hear shards of its own, and what all parts hold alike would drift "
-            "apart; split by pipeline= alone, or use a strategy without servers."
-        )
     if mesh.tensor > 1 and type(optimizer).__name__ in SEES_WHOLE:
         raise HocketError(
             f"{type(optimizer).__name__} looks at whole matrices, of which the mesh {mesh} leaves each process a part; use AdamW "
@@ -82,7 +77,7 @@ def refuse_on_mesh(
         raise HocketError("Stages talk through host memory, which NCCL does not reach; call hocket.init(backend='gloo').")
 
 
-def refuse_cut(cut: Cut, strategy: Strategy, shard: str | None, served: bool) -> None:
+def refuse_cut(cut: Cut, strategy: Strategy, schedule: str, shard: str | None, served: bool) -> None:
     """Refuse stages that a strategy cannot serve; all processes know all stages, so all refuse together."""
     empty = [k for k, stage in enumerate(cut.stages) if not any(p.requires_grad for p in stage.parameters())]
     if empty and (served or shard is not None):
@@ -90,10 +85,10 @@ def refuse_cut(cut: Cut, strategy: Strategy, shard: str | None, served: bool) ->
         raise HocketError(
             f"{what} needs something to train in every stage, but stage {empty[0]} has nothing; cut elsewhere (cut=)."
         )
-    if cut.tied and served:
+    if cut.tied and served and schedule == ASYNCHRONOUS:
         raise HocketError(
-            f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which would hear shards of their own and drift "
-            "apart; use a strategy without servers, or a model without shared parameters."
+            f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which hear shards of their own, and under "
+            f"{ASYNCHRONOUS} never stand still together to be made equal; use another schedule, or a strategy without servers."
         )
 
 

@@ -118,7 +118,7 @@ class MeshJob:
             measure = measure or ("flops" if unborn or mesh.tensor > 1 else "seconds")
             part = sample if schedule == ASYNCHRONOUS else sample[: max(1, len(sample) // micro)]
             self.cut = cut_model(model, part, mesh.pipeline * virtual, measure, points=cut)
-            refuse_cut(self.cut, strategy, shard, connect is not None)
+            refuse_cut(self.cut, strategy, schedule, shard, connect is not None)
             self.pipe = Pipeline(self.cut, self.place.pipeline, loss, schedule, micro, draws=self.draws)
             self.module = self.pipe.module
             if schedule == ASYNCHRONOUS:
@@ -129,7 +129,10 @@ class MeshJob:
         self.whole_optimizer.point_at(held)
         gc.collect()  # traces hold whole weights in cycles
         self.tied = Tied(held, {} if self.cut is None else self.cut.tied, self.place.pipeline)
-        self._rounds_tied = bool(self.tied) and mesh.data > 1 and not isinstance(strategy.compression, NoCompression)
+        # Codes round a tied parameter differently in each stage that has it, and shards hear pushes in an order of their own.
+        self._parts_drift = mesh.data > 1 and (connect is not None or not isinstance(strategy.compression, NoCompression))
+        self._alike = [p for name, p in held.items() if connect is not None and self.parts[name].whole] if mesh.tensor > 1 else []
+        """Held by all parts of operations, which hear shards of their own."""
         apart = {}
         for own, _ in self.module.named_parameters():
             name = self._first.get(own, own)
@@ -245,12 +248,16 @@ class MeshJob:
         """The mean model over replicas, to be called on inputs; all processes must enter together."""
         self.drain()
         with self.job.averaged():
+            with self._untold():
+                self._make_equal()
             yield Facade(self)
 
     def finish(self) -> nn.Module:
         """End the training: every replica becomes the mean model; returns what is held here. All processes must call it."""
         self.drain()
         self.job.finish()
+        with self._untold():
+            self._make_equal()
         self.detach()
         return self.module
 
@@ -388,6 +395,7 @@ class MeshJob:
         coming, self.job.weight = self.job.weight, self._weights.popleft()
         self._exchange()
         self.optimizer.step()
+        self.place.tensor.spread([p.data for p in self._alike])
         self.optimizer.zero_grad()
         self.job.weight = coming
 
@@ -397,10 +405,14 @@ class MeshJob:
             self.job.exchange()
 
     def _after_step(self) -> None:
-        """Codes round a tied parameter differently in each stage that has it: make its copies equal again."""
-        if self._rounds_tied:
-            self.tied.copy_weights()
+        self._make_equal()
         self.draws.step += 1
+
+    def _make_equal(self) -> None:
+        """What several processes of a replica hold is the first one's."""
+        if self._parts_drift:
+            self.tied.copy_weights()
+        self.place.tensor.spread([p.data for p in self._alike])
 
 
 class Facade(nn.Module):

@@ -170,8 +170,8 @@ class Settings:
             )
         if self.shard == "full" and self.mesh is not None:
             raise HocketError(
-                f"--shard full cuts every parameter, and so does --mesh {self.mesh}; use --shard state, or leave --mesh out and "
-                "say how many --workers."
+                f"--shard full cuts every parameter between --workers by itself; leave --mesh out, or use --shard state with "
+                f"{self.mesh}."
             )
         own = (self.share != "even", self.slowdown is not None, self.exact, self.bucket_bytes, self.first_bucket_bytes)
         if self.shard == "full" and any(own):
@@ -426,7 +426,9 @@ def _go_on(settings: Settings, cluster: Cluster, training: Training | FreeTraini
         training.load_state_dict(record.load())
         return False
     other = record.mesh() != settings.mesh
-    state = {} if other else record.load(first=settings.shard == "full")
+    state = {} if other else record.load()
+    if settings.shard == "full" and not other:
+        state["replicas"]["whole"] = record.load(first=True)["replicas"]["whole"]
     if settings.mesh is not None and not other:  # a cut that is measured may be elsewhere this time
         fits = training.replicas.fits(state["replicas"])  # type: ignore[attr-defined]
         other = bool(cluster.any(torch.tensor([[not fits]], device=cluster.device)))

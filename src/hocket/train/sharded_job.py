@@ -162,13 +162,13 @@ class FSDPJob:
                 f"optimizer.step() after {self._backwards} backward passes, but accumulate={self.accumulate}; make them agree."
             )
         if self.check:
-            self._look()
+            self.look()
 
     def _after_step(self) -> None:
         self._backwards = 0
         self.step += 1
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """NaN and Inf in parts of gradients: all workers raise, or leave that parameter's gradient out."""
         named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         flags = [not bool(torch.isfinite(_local(grad)).all()) for _, grad in named]

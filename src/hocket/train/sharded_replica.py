@@ -31,7 +31,8 @@ class StateReplica(LiveReplica):
 
 
 class FullReplica:
-    """A worker that keeps its part of weights, gradients and state (FSDP2). Worker 0's checkpoint has all of it."""
+    """A worker that keeps its part of weights, gradients and state (FSDP2). Worker 0's checkpoint has all of it, every worker's has
+    its own buffers."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class FullReplica:
             loss = self.loss(self.model(x), y)
         loss.backward()
         if self.clip is not None:
+            self.job.look()  # clipping would spread one NaN over all gradients
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self._optimizer.step()
         return loss.detach().view(1)
@@ -88,11 +90,13 @@ class FullReplica:
         yield model
 
     def state_dict(self) -> dict[str, Any]:
-        return self.job.state_dict()
+        return {"whole": self.job.state_dict(), "buffers": dict(self.model.named_buffers())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from worker 0's; every worker is given it."""
-        self.job.load_state_dict(state)
+        """Go on from worker 0's ``whole``, which every worker is given, and from its own ``buffers``."""
+        self.job.load_state_dict(state["whole"])
+        for name, buffer in self.model.named_buffers():
+            buffer.data.copy_(state["buffers"][name])
 
     def load_whole(self, state: dict[str, Any]) -> None:
         self.job.load_state_dict(state)

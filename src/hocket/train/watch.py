@@ -30,7 +30,7 @@ def check_weights(layout: Layout, rows: Sequence[Tensor], epoch: int) -> None:
 
 def _seem_finite(grads: list[Tensor]) -> bool:
     """Whether a few cheap operations clear all gradients; True is sure."""
-    if grads[0].is_cuda and not any(g.is_sparse for g in grads):  # a handful of kernels for all, instead of some for each
+    if grads[0].is_cuda and not any(g.is_sparse or not g.numel() for g in grads):  # a handful of kernels, instead of some for each
         return bool(torch.isfinite(nn.utils.get_total_norm(grads, math.inf)))
     return bool(torch.isfinite(torch.stack([g.sum().float() for g in grads]).sum()))
 
