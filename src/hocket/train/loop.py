@@ -234,19 +234,22 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to resume from, after an epoch."""
+        return {**self._progress(), "replicas": self.replicas.state_dict()}
+
+    def whole_state(self) -> dict[str, Any] | None:
+        """The same with a split model put together; on its first process only."""
+        whole = self.replicas.job.whole_state()  # type: ignore[attr-defined]
+        return None if whole is None else {**self._progress(), "replicas": None, **whole}
+
+    def _progress(self) -> dict[str, Any]:
+        """Where the loop stands."""
         return {
             "epoch": self.epoch,
             "step": self.step,
             "metrics": self.metrics,
             "shares": self.shares,
             "scheduler": self.scheduler.state_dict(),
-            "replicas": self.replicas.state_dict(),
         }
-
-    def whole_state(self) -> dict[str, Any] | None:
-        """The same with a split model put together; on its first process only."""
-        whole = self.replicas.job.whole_state()  # type: ignore[attr-defined]
-        return None if whole is None else {**self.state_dict(), "replicas": None, **whole}
 
     def load_whole(self, state: dict[str, Any]) -> None:
         """Resume from a model that was split otherwise, or not at all; what strategies remember starts anew."""
