@@ -45,7 +45,7 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && echo '$(BIN)/mkdocs build --strict' && $(BIN)/mkdocs build --strict --quiet --site-dir "$$site"
+	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && echo '$(BIN)/mkdocs build --strict' && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir "$$site"
 
 docs: setup
 	$(BIN)/mkdocs build --strict --site-dir site

@@ -613,6 +613,18 @@ def test_the_search_finds_the_best_rate_it_can_reach_and_never_one_that_diverges
         assert inside or len(losses) == MOST or chosen in (1e-6, 300.0)
 
 
+@given(st.dictionaries(st.floats(-6, 2), st.none() | st.floats(0, 3), max_size=9))
+def test_no_rate_above_one_that_diverged_is_taken(drawn: dict[float, float | None]) -> None:
+    """By luck, or where nothing is learned, a rate comes through though a lower one did not."""
+    losses = {10**power: math.inf if loss is None else loss for power, loss in drawn.items()}
+    limit = min((rate for rate, loss in losses.items() if math.isinf(loss)), default=math.inf)
+    sound = {loss for rate, loss in losses.items() if rate < limit}
+    chosen = best_rate(losses)
+    assert chosen is None if not sound else (chosen is not None and chosen < limit and losses[chosen] == min(sound))
+    holes = searched(lambda rate: math.inf if (rate >= 0.03 and rate != 0.1) else abs(math.log10(rate) + 3))
+    assert best_rate(holes) == 0.001, "the search goes on below a rate that diverged"
+
+
 @given(st.integers(1, 500), st.integers(1, 300), st.booleans())
 def test_a_try_is_a_short_training_with_the_same_shape(rounds: int, epochs: int, capped: bool) -> None:
     steps = rounds * epochs // 2 + 1 if capped else rounds * epochs

@@ -3,7 +3,7 @@
 Rates stand on a ladder of factors of about √10 (… 0.01, 0.03, 0.1, 0.3, 1 …). Three are tried around the optimiser's usual one;
 while the best is at an edge, the next beyond it is tried, seven in all at most. A try is a short training with the same schedule.
 The rate with the lowest mean *training* loss in the last epoch of its try is taken, so that test accuracy plays no part. A try that
-diverges (NaN or Inf) is never taken.
+diverges (NaN or Inf) is never taken, nor is any above it: one that came through there was lucky, or learned nothing.
 
 Short trainings bear higher rates than long ones: very short tries choose rates at which whole trainings fall apart. So a try has a
 hundred steps at least (but half of the training at most), and a rate has to prove itself: if the whole training diverges, or ends
@@ -27,6 +27,8 @@ def next_rate(losses: Mapping[float, float], start: float) -> float | None:
 
     >>> next_rate({}, 0.1), next_rate({0.1: 1.0, 0.03: 2.0, 0.3: 0.5}, 0.1), next_rate({0.1: 1.0, 0.03: 2.0, 0.3: 1.5}, 0.1)
     (0.1, 1.0, None)
+    >>> next_rate({0.1: 2.3, 0.03: math.inf, 0.3: math.inf}, 0.1)
+    0.01
     """
     ladder = sorted({*_STEPS, start})
     middle = ladder.index(start)
@@ -43,9 +45,10 @@ def next_rate(losses: Mapping[float, float], start: float) -> float | None:
 
 
 def best_rate(losses: Mapping[float, float], below: float = math.inf) -> float | None:
-    """The rate below ``below`` with the lowest loss, the lower of two equal ones; None if there is none that did not diverge."""
-    finite = [(loss, rate) for rate, loss in losses.items() if math.isfinite(loss) and rate < below]
-    return min(finite)[1] if finite else None
+    """The rate below ``below`` and all that diverged with the lowest loss, the lower of two equal ones; None: no such rate."""
+    limit = min([below, *(rate for rate, loss in losses.items() if not math.isfinite(loss))])
+    sound = [(loss, rate) for rate, loss in losses.items() if rate < limit]
+    return min(sound)[1] if sound else None
 
 
 def search_steps(rounds: int, steps: int) -> int:
