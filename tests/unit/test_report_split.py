@@ -29,9 +29,9 @@ def page_of(folder: Path) -> str:
     return html.unescape((folder / "out" / "report.html").read_text())
 
 
-def epoch(number: int, pipeline: Any) -> dict[str, Any]:
+def epoch(number: int, pipeline: Any, sent: int = 10) -> dict[str, Any]:
     """A line of metrics with what went along the pipeline."""
-    return {"epoch": number, "accuracy": 0.5, "seconds": 1.0, "bytes_sent": 10, "axes": {"pipeline": pipeline}}
+    return {"epoch": number, "accuracy": 0.5, "seconds": 1.0, "bytes_sent": sent, "axes": {"pipeline": pipeline}}
 
 
 def test_axes_are_summed_over_epochs_and_are_means_over_seeds(tmp_path: Path) -> None:
@@ -89,6 +89,16 @@ def test_split_models_are_compared_with_those_that_are_not(tmp_path: Path) -> No
     sent = {label: row.bytes_sent.mean for label, row in rows.items() if row.bytes_sent}
     for label, row in rows.items():
         assert row.times_fewer == pytest.approx(sent[BASELINE] / sent[label])
+
+
+def test_what_is_kept_in_parts_is_no_baseline_for_what_is_whole(tmp_path: Path) -> None:
+    """Sharded workers send more."""
+    write_run(tmp_path / "sharded", BASELINE, [epoch(1, None, 1500)], epochs=1, shard="full")
+    write_run(tmp_path / "local", "local(4) + allreduce", [epoch(1, None, 100)], epochs=1)
+    assert {label: row.times_fewer for label, row in rows_of(tmp_path).items()} == {BASELINE: 1, "local(4) + allreduce": None}
+    write_run(tmp_path / "whole", BASELINE, [epoch(1, None, 1000)], epochs=1)
+    found = {(row.strategy, row.parts[1]): row.times_fewer for row in rows_of(tmp_path).values()}
+    assert found == {(BASELINE, "full"): pytest.approx(1000 / 1500), (BASELINE, ""): 1, ("local(4) + allreduce", ""): 10}
 
 
 def test_the_table_has_columns_for_what_there_is(tmp_path: Path) -> None:

@@ -152,8 +152,13 @@ class Row:
 
     @property
     def plain(self) -> bool:
-        """Whether it is ``bulk + allreduce`` of models that are not split."""
-        return self.strategy == BASELINE and not self.mesh
+        """Whether it is ``bulk + allreduce`` of models that are not split, whole in every worker."""
+        return self.strategy == BASELINE and not any(self.parts)
+
+    @property
+    def parts(self) -> tuple[str, str]:
+        """How the model is split, and what workers keep only a part of (``--shard``)."""
+        return self.mesh, str(self.settings.get("shard") or "")
 
     @property
     def sync(self) -> str:
@@ -192,10 +197,10 @@ def cluster_name(settings: Mapping[str, Any]) -> str:
 def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
     """The ``bulk + allreduce`` that a row is compared with: of its facet, if possible of its study, length and batch.
 
-    Models that are split are compared with those that are not; where there are none, with those that are split alike.
+    Models that are split or sharded are compared with those that are not; where there are none, with those that are so alike.
     """
     candidates = [r for r in rows if r.facet == row.facet and r.ranked and r.strategy == BASELINE]
-    candidates = [r for r in candidates if r.plain] or [r for r in candidates if r.mesh == row.mesh]
+    candidates = [r for r in candidates if r.plain] or [r for r in candidates if r.parts == row.parts]
 
     def likeness(other: Row) -> tuple[float, ...]:
         same = [other is row, other.study == row.study, other.epochs == row.epochs]
