@@ -19,12 +19,14 @@ import json
 import os
 import platform
 import re
+import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,59 @@ def postlocal(task: Task) -> Method:
     return method
 
 
+def torchft(task: Task, kind: str) -> Method:
+    """torchft's ways on Gloo, if torchft-nightly is installed. Its lighthouse is on the first host, and every worker is a replica
+    with a manager and a store of its own."""
+    os.environ.setdefault("RUST_LOG", "error")
+    socket.gethostname = _own_address  # by which its stores are called: the hosts of a lab share one name
+    from torchft import DistributedDataParallel as TolerantDDP
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo, LocalSGD
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    here = _own_address()
+    lighthouse = LighthouseServer(bind=f"{here}:0", min_replicas=world, join_timeout_ms=1000) if rank == 0 else None
+    port = None if lighthouse is None else lighthouse.address().rsplit(":", 1)[1]
+    address = next(f"http://{host}:{found}" for host, found in _gather((here, port)) if found)
+    store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
+    group = ProcessGroupGloo(timeout=timedelta(seconds=60))
+    manager = Manager(
+        pg=group,
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=world,
+        use_async_quorum=kind == "ddp",
+        rank=0,
+        world_size=1,
+        store_addr=here,
+        store_port=store.port,
+        lighthouse_addr=address,
+        replica_id=f"worker{rank}",
+        hostname=here,
+        init_sync=False,
+    )
+
+    def finish() -> None:
+        manager.shutdown(wait=False)
+        group.shutdown()
+        dist.barrier()  # the lighthouse goes last
+        if lighthouse is not None:
+            lighthouse.shutdown()
+
+    if kind == "ddp":
+        task.model = TolerantDDP(manager, task.model)
+        task.optimizer = Optimizer(manager, task.optimizer)
+        return Method(task.step, finish)
+    if kind == "local":
+        together: Any = LocalSGD(manager, task.model, task.optimizer, PERIOD)
+    else:
+        outer = torch.optim.SGD(task.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        together = DiLoCo(manager, [task.model], task.optimizer, outer, PERIOD, pin_memory=False, use_bucketization=True)
+    together.__enter__()
+    return Method(task.step, lambda: (together.__exit__(None, None, None), finish())[1])
+
+
 def hocket_strategy(task: Task, strategy: str) -> Method:
     """Hocket with a strategy in its notation."""
     job = _hocket().parallelize(task.model, task.optimizer, strategy)
@@ -192,6 +247,9 @@ METHODS: dict[str, Callable[[Task], Method]] = {
     "ddp+fp16": ddp_fp16,
     "ddp+powersgd": ddp_powersgd,
     "postlocal": postlocal,
+    "torchft:ddp": functools.partial(torchft, kind="ddp"),
+    "torchft:local": functools.partial(torchft, kind="local"),
+    "torchft:diloco": functools.partial(torchft, kind="diloco"),
 }
 
 
@@ -209,7 +267,7 @@ def period_of(name: str) -> int:
     >>> period_of("hocket:local(4) + gossip"), period_of("postlocal"), period_of("ddp")
     (4, 16, 1)
     """
-    if name == "postlocal":
+    if name in ("postlocal", "torchft:local", "torchft:diloco"):
         return PERIOD
     match = re.search(r"(?:local|diloco|stale)\(\s*(?:p\s*=\s*)?(\d+)", name)
     return int(match[1]) if match else 1
@@ -308,6 +366,12 @@ def _timed(name: str, method: Method, steps: int) -> Block:
         sent_bytes=statistics.fmean(sent for _, sent, _ in measured) / steps,
         ledger_bytes=None if ledger is None else statistics.fmean(ledger for _, _, ledger in measured) / steps,
     )
+
+
+def _own_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing
+        return str(s.getsockname()[0])
 
 
 def _interface_bytes() -> int:
