@@ -17,6 +17,8 @@ import torch
 
 TESTS = Path(__file__).parents[1]
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
+Hocket = Callable[..., subprocess.CompletedProcess[str]]
+"""What the fixture ``hocket`` is: runs the command with arguments to its end."""
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
     ENVIRON.pop(name, None)
 
@@ -94,6 +96,32 @@ class Group:
         return [torch.load(self.folder / f"{rank}.pt") for rank in range(len(self.pids))]
 
 
+class Command:
+    """``hocket`` in a session of its own, with the face of a ``Popen``."""
+
+    def __init__(self, group: Group, arguments: list[str]) -> None:
+        self.group, self.arguments, self.pid = group, arguments, group.pids[0]
+
+    def poll(self) -> int | None:
+        return self.group.poll()[0]
+
+    def said(self) -> str:
+        """What it has written to stderr so far."""
+        path = self.group.folder / "0.err"
+        return path.read_text() if path.exists() else ""
+
+    def ended(self, timeout_s: float = 200.0) -> subprocess.CompletedProcess[str]:
+        """Block until it has ended; nobody of its session is left behind."""
+        if not eventually(lambda: self.poll() is not None, timeout_s):
+            os.killpg(self.pid, signal.SIGKILL)
+            assert eventually(lambda: self.poll() is not None)
+            raise AssertionError(f"after {timeout_s} s {self.arguments} still ran:\n{self.group.said()}")
+        assert eventually(lambda: not left_behind([self.pid]), 20), self.said()
+        code, output = self.poll(), (self.group.folder / "0.out").read_text()
+        assert code is not None
+        return subprocess.CompletedProcess(self.arguments, code, output, self.said())
+
+
 class Nursery:
     """The process that workers are forked from."""
 
@@ -110,10 +138,21 @@ class Nursery:
 
     def start(self, function: str, processes: int, folder: Path, environ: dict[str, str] | None = None, **arguments: Any) -> Group:
         """Start ``function`` (``module:name``) on that many processes, with torchrun's variables in their environment."""
-        folder.mkdir(parents=True, exist_ok=True)
         port = str(free_port())
         common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **(environ or {})}
         environs = [{**common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(processes)]
+        return self._start(function, folder, environs, arguments)
+
+    def command(
+        self, arguments: list[str], folder: Path, cwd: Path, environ: dict[str, str] | None = None, program: str = "main"
+    ) -> Command:
+        """Start ``hocket`` as from a shell, but for the seconds that an interpreter takes to import PyTorch."""
+        environs = [{"COLUMNS": "120", **(environ or {})}]
+        group = self._start(f"process.command:{program}", folder, environs, {"arguments": arguments, "cwd": str(cwd)})
+        return Command(group, arguments)
+
+    def _start(self, function: str, folder: Path, environs: list[dict[str, str]], arguments: dict[str, Any]) -> Group:
+        folder.mkdir(parents=True, exist_ok=True)
         request = {"do": "start", "function": function, "folder": str(folder), "arguments": arguments, "environ": environs}
         return Group(self, folder, self.ask(request))
 

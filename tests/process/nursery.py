@@ -7,6 +7,7 @@ touches autograd before the fork.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -18,7 +19,23 @@ from typing import Any
 import torch
 import torch._dynamo  # optimisers import it at their first step
 
-MODULES = ("hocket", "process.cases", "process.equality", "process.faults", "process.meshes")
+MODULES = (
+    "hocket.cli.crew_worker",
+    "hocket.cli.launch",
+    "hocket.split.pipeline.simulate",
+    "hocket.train.mesh_job",
+    "hocket.train.sharded_job",
+    "process.command",
+    "process.equality",
+    "process.faults",
+    "process.meshes",
+    "process.paired",
+    "process.pipelines",
+    "process.served",
+    "process.sharded_cases",
+    "process.tensor",
+)
+"""What workers import after the fork, if it is not here."""
 
 
 def serve() -> Callable[[], Any]:
@@ -68,5 +85,7 @@ if __name__ == "__main__":
     for module in MODULES:  # once for all
         importlib.import_module(module)
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # collections in workers pass over what all of them share, and copy none of its pages
     run = serve()
     run()

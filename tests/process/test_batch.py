@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from hocket.cli.main import app
 from hocket.errors import HocketError
-from process.test_cli import hocket, metrics_of
+from process.launch import Hocket
+from process.test_cli import metrics_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
@@ -18,7 +19,7 @@ SMALL = ["train", "--optimizer", "sandblaster", "--workers", "3", "--epochs", "3
 SMALL += ["--model", "cnn"]  # exact sums are slow
 
 
-def test_real_and_virtual_workers_come_to_the_same(tmp_path: Path) -> None:
+def test_real_and_virtual_workers_come_to_the_same(hocket: Hocket, tmp_path: Path) -> None:
     for name, where in (("real", []), ("virtual", ["--virtual", "--slowdown", "1,1,4"])):
         done = hocket(*SMALL, *where, "--out", str(tmp_path / name))
         assert done.returncode == 0, done.stderr
@@ -55,7 +56,7 @@ def test_what_it_would_ignore_is_refused(arguments: str) -> None:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_meet_one_sentence(name: str, tmp_path: Path) -> None:
+def test_mistakes_meet_one_sentence(hocket: Hocket, name: str, tmp_path: Path) -> None:
     arguments, word = MISTAKES[name]
     done = hocket(*SMALL, *arguments, cwd=tmp_path)
     assert done.returncode != 0

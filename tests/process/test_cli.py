@@ -17,15 +17,12 @@ import psutil
 import pytest
 
 from hocket.cli.main import _Interruption
+from process.launch import Hocket
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 COMMAND = [sys.executable, "-m", "hocket.cli.main"]
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-
-
-def hocket(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], env=ENVIRON, capture_output=True, text=True, timeout=200, **options)
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -55,7 +52,7 @@ SMALL = [
 ]
 
 
-def test_the_same_seed_gives_the_same_figures_on_real_and_on_virtual_workers(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_figures_on_real_and_on_virtual_workers(hocket: Hocket, tmp_path: Path) -> None:
     strategy = ["--strategy", "local(3) + gossip + topk(0.1)"]
     for name, where in (
         ("real", ["--workers", "4", "--exact"]),
@@ -76,7 +73,7 @@ def test_the_same_seed_gives_the_same_figures_on_real_and_on_virtual_workers(tmp
     assert [list(b["parameters"]) for b in run["buckets"]]
 
 
-def test_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
+def test_resuming_equals_never_having_stopped(hocket: Hocket, tmp_path: Path) -> None:
     base = [
         "train",
         "--model",
@@ -102,7 +99,7 @@ def test_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
     assert parts[1]["accuracy"] == unbroken[1]["accuracy"]
 
 
-def test_a_described_cluster_gives_virtual_workers_seconds_that_survive_a_stop(tmp_path: Path) -> None:
+def test_a_described_cluster_gives_virtual_workers_seconds_that_survive_a_stop(hocket: Hocket, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[compute]\nstep = "20ms"\njitter = 0.1\n[link]\nbandwidth = "100Mbit"\nlatency = "1ms"\n')
     slow = ["--cluster", str(tmp_path / "mine.toml"), "--slowdown", "1,1,4"]
     base = ["train", "--model", "cnn", "--batch", "100", "--workers", "3", "--virtual", "--strategy", "local(4)", *slow]
@@ -157,20 +154,11 @@ def test_a_described_cluster_gives_virtual_workers_seconds_that_survive_a_stop(t
         (["--slowdown", "1,-4", "--virtual", "--cluster", "1gbit"], ["--slowdown 1,-4", "above 0"]),
     ],
 )
-def test_every_mistake_meets_one_sentence(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+def test_every_mistake_meets_one_sentence(hocket: Hocket, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     filled = [a.format(tmp=tmp_path) for a in arguments]
-    environment = {**ENVIRON, "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
-    ended = (
-        subprocess.run(
-            [*COMMAND, "train", "--max-steps", "1", *filled, "--out", str(tmp_path / "out")],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        if "--resume" not in filled
-        else hocket("train", *filled)
-    )
+    environ = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    out = [] if "--resume" in filled else ["--out", str(tmp_path / "out")]
+    ended = hocket("train", "--max-steps", "1", *filled, *out, environ=environ)
     assert ended.returncode != 0
     assert "Traceback" not in ended.stderr, ended.stderr
     said = [line for line in ended.stderr.splitlines() if line.startswith("hocket: ")]
@@ -180,7 +168,7 @@ def test_every_mistake_meets_one_sentence(tmp_path: Path, arguments: list[str], 
     assert not (tmp_path / "out" / "run.json").exists(), "nothing half-written"
 
 
-def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_in_it_is_not_overwritten(hocket: Hocket, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     ended = hocket("train", "--workers", "2", "--max-steps", "1", "--out", str(tmp_path))
     assert ended.returncode != 0
@@ -189,13 +177,13 @@ def test_a_folder_with_a_run_in_it_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def start_training(tmp_path: Path, *more: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """A long training of four workers, once its first epoch is recorded."""
+    """A long training of three workers, once its first epoch is recorded."""
     arguments = [
         "train",
         "--model",
         "cnn",
         "--workers",
-        "4",
+        "3",
         "--epochs",
         "1000000",
         "--batch",
@@ -230,13 +218,13 @@ def test_a_killed_worker_ends_the_others_and_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in said, said
     gone, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
-    assert len(gone) == 4
+    assert len(gone) == 3
 
 
 def test_an_interrupted_training_leaves_no_process_and_whole_records(tmp_path: Path) -> None:
     started = start_training(tmp_path)
     workers = workers_of(started)
-    assert len(workers) == 4
+    assert len(workers) == 3
     for p in (psutil.Process(started.pid), *workers):  # what a terminal does on Ctrl-C; the launcher repeats it to its workers
         p.send_signal(signal.SIGINT)
     _, said = started.communicate(timeout=60)
@@ -269,6 +257,6 @@ def test_an_interruption_that_was_lost_may_be_repeated(monkeypatch: pytest.Monke
             heard(signal.SIGINT, None)
 
 
-def test_version_and_help() -> None:
-    assert hocket("--version").stdout.strip()
+def test_version_and_help(hocket: Hocket) -> None:
+    assert subprocess.run([*COMMAND, "--version"], env=ENVIRON, capture_output=True, text=True, timeout=100).stdout.strip()
     assert "--strategy" in hocket("train", "--help").stdout

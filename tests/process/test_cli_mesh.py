@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from process.test_cli import hocket, metrics_of
+from process.launch import Hocket
+from process.test_cli import metrics_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 SMALL = ["--model", "cnn", "--batch", "120", "--lr", "0.05", "--momentum", "0.9", "--seed", "3"]
 
 
-def test_a_run_goes_on_split_otherwise_and_ends_where_an_unsplit_one_does(tmp_path: Path) -> None:
+def test_a_run_goes_on_split_otherwise_and_ends_where_an_unsplit_one_does(hocket: Hocket, tmp_path: Path) -> None:
     whole, split, plan = tmp_path / "whole", tmp_path / "split", tmp_path / "plan.toml"
     plan.write_text('3 = "gather"\n7 = "columns"\n"9" = "rows"\n')
     stages = ["--mesh", "pipeline=2", "--pipe", "gpipe", "--micro", "2", "--cut", "2"]
@@ -36,7 +37,7 @@ def test_a_run_goes_on_split_otherwise_and_ends_where_an_unsplit_one_does(tmp_pa
     assert {action[0] for row in timeline["rows"] for action in row} == {"F", "B"}
 
 
-def test_explain_shows_who_holds_what_and_trains_nothing(tmp_path: Path) -> None:
+def test_explain_shows_who_holds_what_and_trains_nothing(hocket: Hocket, tmp_path: Path) -> None:
     stages = ["--mesh", "pipeline=2", "--pipe", "interleaved", "--virtual-stages", "2", "--cut", "0,3,7", "--measure", "flops"]
     ended = hocket("train", *SMALL, *stages, "--explain", "--out", str(tmp_path / "none"))
     assert ended.returncode == 0, ended.stderr
@@ -47,7 +48,7 @@ def test_explain_shows_who_holds_what_and_trains_nothing(tmp_path: Path) -> None
     assert not (tmp_path / "none").exists()
 
 
-def test_workers_may_keep_everything_in_parts(tmp_path: Path) -> None:
+def test_workers_may_keep_everything_in_parts(hocket: Hocket, tmp_path: Path) -> None:
     ended = hocket("train", *SMALL, "--workers", "2", "--shard", "full", "--epochs", "1", "--out", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert "2 workers, all in parts (MB by formula)" in " ".join(ended.stdout.split())
@@ -68,14 +69,14 @@ def test_workers_may_keep_everything_in_parts(tmp_path: Path) -> None:
         (["--explain"], "add --mesh"),
     ],
 )
-def test_a_bad_mesh_meets_one_sentence(arguments: list[str], words: str) -> None:
+def test_a_bad_mesh_meets_one_sentence(hocket: Hocket, arguments: list[str], words: str) -> None:
     ended = hocket("train", "--max-steps", "1", *arguments)
     assert ended.returncode != 0
     assert words in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
 
 
-def test_a_schedule_is_drawn_with_its_bubble() -> None:
+def test_a_schedule_is_drawn_with_its_bubble(hocket: Hocket) -> None:
     ended = hocket("pipeline", "show", "--schedule", "1f1b", "--stages", "4", "--micro", "8")
     assert "27.3 %" in ended.stdout
     assert "did you mean" in hocket("pipeline", "show", "--schedule", "gpip").stderr

@@ -28,6 +28,7 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.errors import HocketError
 from hocket.messages import Envelope, Kind, pack
+from hocket.server import host
 from hocket.server.snapshots import Snapshots
 from hocket.train.run import Settings, make_training
 from process.launch import ENVIRON, Nursery, eventually
@@ -384,7 +385,10 @@ def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path
     assert all(m["seconds"] == pytest.approx(m["compute_s"] + m["wait_s"] + m["transfer_s"]) for m in metrics)
     assert all(m["staleness"] and m["bytes_sent"] > 0 and m["loss"] > 0 for m in metrics)
     assert sum(m["lost"] for m in metrics) >= 1
-    assert json.loads((out / "run.json").read_text())["cluster"]["backend"] == "zeromq"
+    described = json.loads((out / "run.json").read_text())
+    assert described["cluster"]["backend"] == "zeromq"
+    assert sum(n for m in metrics for n in m["staleness"].values()) <= described["steps"] * 2, "every push is counted once"
+    assert all(m["wall_s"] > 0 for m in metrics)
     assert sorted(p.name for p in out.iterdir()) == ["metrics.jsonl", "run.json"]
     assert "2 workers and 2 shards" in said
 
@@ -412,6 +416,21 @@ def test_an_interruption_leaves_nobody_and_a_dead_crew_neither(tmp_path: Path) -
             run.wait()
 
 
+def test_being_ended_politely_counts_as_an_interruption_and_leaves_no_folder(tmp_path: Path) -> None:
+    run = start(tmp_path, "--strategy", "async + server(optimizer=adagrad)", "--workers", "1", "--epochs", "100000")
+    try:
+        assert eventually(lambda: list(tmp_path.glob("hocket-*")) and offspring(run, "hocket.server.host"), LIMIT_S)
+        family = psutil.Process(run.pid).children(recursive=True)
+        run.terminate()
+        _, errors = run.communicate(timeout=60)
+        assert run.returncode == 130, errors
+        assert nobody_is_left(family)
+        assert not list(tmp_path.glob("hocket-*"))
+    finally:
+        run.kill()
+        run.wait()
+
+
 REFUSED = {
     "--strategy 'async + server(shards=5000)'": "at most as many shards",
     "--strategy 'async + server' --resume --out somewhere": "cannot run with --resume",
@@ -421,7 +440,21 @@ REFUSED = {
     "--strategy 'async + server' --slowdown 0.5": "at least 1",
     "--strategy bulk --slowdown 0.5": "at least 1",
     "--strategy 'async + server' --optimizer adafactor": "looks at whole tensors",
+    "--strategy 'async + server' --virtual --keys nowhere --replace": "--keys, --replace: async + server(1) on virtual workers",
+    "--strategy 'bulk + server(role=sum)' --patience 3": "--patience: bulk + server(1, sum) has no use for it",
+    "--strategy bulk --snapshot -1": "--snapshot: bulk + allreduce has no use for it",
 }
+
+
+@pytest.mark.parametrize("arguments", [["--place", "-1"], ["--patience", "0"]])
+def test_a_shard_of_its_own_refuses_what_cannot_be(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit, match="2"):
+            host.main(arguments)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "shards count from 0, patience is above 0 seconds." in json.loads(capsys.readouterr().out)["error"]
 
 
 @pytest.mark.parametrize("arguments", REFUSED)

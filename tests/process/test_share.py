@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from process.launch import Hocket
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
-COMMAND = [sys.executable, "-m", "hocket.cli.main", "train", "--workers", "2", "--share", "speed", "--slowdown", "1,3"]
-ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
-SMALL = ["--model", "cnn", "--batch", "32", "--lr", "0.05", "--device", "cpu"]
-
-
-def hocket(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *SMALL, *arguments], env=ENVIRON, capture_output=True, text=True, timeout=200)
+TRAIN = ["train", "--workers", "2", "--share", "speed", "--slowdown", "1,3"]
+TRAIN += ["--model", "cnn", "--batch", "32", "--lr", "0.05", "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
     ("strategy", "stages"), [("bulk + allreduce", (("1", []), ("2", ["--resume"]))), ("local(4)", (("2", []),))]
 )
 def test_the_slow_process_gets_fewer_samples_and_all_know(
-    tmp_path: Path, strategy: str, stages: tuple[tuple[str, list[str]], ...]
+    hocket: Hocket, tmp_path: Path, strategy: str, stages: tuple[tuple[str, list[str]], ...]
 ) -> None:
     for epochs, more in stages:
-        ended = hocket("--strategy", strategy, "--epochs", epochs, "--out", str(tmp_path / "run"), *more)
+        ended = hocket(*TRAIN, "--strategy", strategy, "--epochs", epochs, "--out", str(tmp_path / "run"), *more)
         assert ended.returncode == 0, ended.stderr
         states = [torch.load(tmp_path / "run" / f"checkpoint-{rank}.pt", weights_only=True) for rank in (0, 1)]
         known = [[*(m["shares"] for m in state["metrics"]), state["shares"]] for state in states]
@@ -47,8 +41,8 @@ def test_the_slow_process_gets_fewer_samples_and_all_know(
         assert all(torch.equal(replicas[0][name], replicas[1][name]) for name in replicas[0])
 
 
-def test_workers_that_share_a_process_are_refused(tmp_path: Path) -> None:
-    ended = hocket("--processes", "1", "--out", str(tmp_path / "run"))
+def test_workers_that_share_a_process_are_refused(hocket: Hocket, tmp_path: Path) -> None:
+    ended = hocket(*TRAIN, "--processes", "1", "--out", str(tmp_path / "run"))
     assert ended.returncode != 0
     assert "a process of its own" in ended.stderr
     assert "Traceback" not in ended.stderr

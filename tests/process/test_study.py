@@ -6,18 +6,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(280)]
+from process.launch import Hocket, Nursery, eventually
 
-COMMAND = [sys.executable, "-m", "hocket.cli.main"]
-ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+pytestmark = [pytest.mark.process, pytest.mark.timeout(280)]
 
 STUDY = """
 title = "Two"
@@ -30,10 +27,6 @@ strategies = ["bulk + allreduce", "local(4) + gossip"]
 [[run]]
 strategy = "bulk + hierarchical(size=3)"
 """
-
-
-def hocket(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], env=ENVIRON, capture_output=True, text=True, timeout=200, **options)
 
 
 def figures(place: Path) -> dict[str, list[dict[str, Any]]]:
@@ -52,7 +45,7 @@ def file(tmp_path: Path, virtual: bool, epochs: int = 1) -> str:
     return str(path)
 
 
-def test_real_processes_one_failure_a_table_and_a_page(tmp_path: Path) -> None:
+def test_real_processes_one_failure_a_table_and_a_page(hocket: Hocket, tmp_path: Path) -> None:
     what = [file(tmp_path, virtual=False), "--device", "cpu"]
     ended = hocket("study", *what, "--out", str(tmp_path / "real"))
     assert ended.returncode == 0, ended.stderr
@@ -77,23 +70,21 @@ def test_real_processes_one_failure_a_table_and_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("virtual", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_study_leaves_no_process_and_goes_on(tmp_path: Path, virtual: bool, number: signal.Signals) -> None:
+def test_an_interrupted_study_leaves_no_process_and_goes_on(
+    nursery: Nursery, tmp_path: Path, virtual: bool, number: signal.Signals
+) -> None:
     long = file(tmp_path, virtual, epochs=100_000)
     place = tmp_path / "out"
     arguments = ["study", long, "--device", "cpu", "--out", str(place), "--max-steps", "1000000"]
-    started = subprocess.Popen(
-        [*COMMAND, *arguments], env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
-    )
-    deadline = time.monotonic() + 120
-    while not list(place.glob("runs/*/metrics.jsonl")):
-        assert started.poll() is None, started.communicate()[1]
-        assert time.monotonic() < deadline, "the study did not start"
-        time.sleep(0.05)
+    started = nursery.command(arguments, tmp_path / "said", tmp_path)
+    assert eventually(lambda: started.poll() is not None or any(place.glob("runs/*/metrics.jsonl")), 120), "it did not start"
+    assert started.poll() is None, started.said()
     others = psutil.Process(started.pid).children(recursive=True)
     assert virtual or len(others) >= 3, "a launcher and two workers"
     os.killpg(started.pid, number)  # what a terminal does
-    _, said = started.communicate(timeout=60)
-    assert started.returncode == 130, said
+    ended = started.ended(60)
+    said = ended.stderr
+    assert ended.returncode == 130, said
     assert "Traceback" not in said, said
     assert "hocket: interrupted; 0 of 3 runs done; the same command goes on." in said
     assert not psutil.wait_procs(others, timeout=20)[1]
@@ -102,47 +93,32 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on(tmp_path: Path, virt
     assert not list(place.rglob("*.tmp"))
 
 
-def test_going_on_after_ctrl_c_gives_the_page_and_the_same_figures(tmp_path: Path) -> None:
-    def watched(place: Path, stop_after: int | None) -> subprocess.CompletedProcess[str]:
+def test_going_on_after_ctrl_c_gives_the_page_and_the_same_figures(nursery: Nursery, tmp_path: Path) -> None:
+    def watched(name: str, place: Path, stop_after: int | None) -> subprocess.CompletedProcess[str]:
         arguments = ["study", "ten", "--model", "mlp", "--batch", "20", "--epochs", "2", "--max-steps", "8", "--out", str(place)]
-        started = subprocess.Popen(
-            [*COMMAND, *arguments], env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
-        )
-        said = []
-        assert started.stderr is not None
-        for line in started.stderr:
-            said.append(line)
-            if len(said) == stop_after:
-                os.killpg(started.pid, signal.SIGINT)
-        out = started.communicate(timeout=200)[0]
-        return subprocess.CompletedProcess([], started.returncode, out, "".join(said))
+        started = nursery.command(arguments, tmp_path / name, tmp_path)
+        if stop_after is not None:
+            assert eventually(lambda: started.said().count("\n") >= stop_after, 120), started.said()
+            os.killpg(started.pid, signal.SIGINT)
+        return started.ended()
 
-    whole = watched(tmp_path / "whole", None)
+    whole = watched("straight", tmp_path / "whole", None)
     assert whole.returncode == 0, whole.stderr
-    first = watched(tmp_path / "parts", 3)
+    first = watched("first", tmp_path / "parts", 3)
     assert first.returncode == 130, first.stderr
     assert "of 10 runs done; the same command goes on." in first.stderr
     assert (tmp_path / "parts" / "report.html").is_file(), "a page of what is done"
-    second = watched(tmp_path / "parts", None)
+    second = watched("second", tmp_path / "parts", None)
     assert second.returncode == 0, second.stderr
     assert second.stderr.count("(from before)") >= 3
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
 
 
-FEWER = """
-import sys
-from hocket.cli import demo, main
-demo.REAL, demo.VIRTUAL = demo.REAL[:2], demo.VIRTUAL[:1] + demo.VIRTUAL[-1:]
-sys.argv[0] = "hocket"
-main.main()
-"""
-
-
 @pytest.mark.slow
-def test_the_demo_ends_with_tables_answers_and_a_page(tmp_path: Path) -> None:
+def test_the_demo_ends_with_tables_answers_and_a_page(nursery: Nursery, tmp_path: Path) -> None:
     """With fewer strategies: all of them are tested elsewhere."""
     arguments = ["demo", "--workers", "2", "--virtual", "3", "--epochs", "1", "--out", str(tmp_path / "demo")]
-    ended = subprocess.run([sys.executable, "-c", FEWER, *arguments], env=ENVIRON, capture_output=True, text=True, timeout=200)
+    ended = nursery.command(arguments, tmp_path / "said", tmp_path, program="short_demo").ended()
     assert ended.returncode == 0, ended.stderr
     assert "failed" not in ended.stderr
     for words in ("2 real workers", "3 virtual workers", "• Most accurate", str(tmp_path / "demo" / "report.html")):
@@ -150,7 +126,7 @@ def test_the_demo_ends_with_tables_answers_and_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "demo" / "report.html").is_file()
 
 
-def test_another_study_in_the_folder_is_one_sentence(tmp_path: Path) -> None:
+def test_another_study_in_the_folder_is_one_sentence(hocket: Hocket, tmp_path: Path) -> None:
     small = ["--model", "mlp", "--max-steps", "1", "--out", str(tmp_path / "out")]
     assert hocket("study", file(tmp_path, virtual=True), *small).returncode == 0
     ended = hocket("study", file(tmp_path, virtual=True, epochs=2), *small)

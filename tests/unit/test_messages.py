@@ -593,3 +593,18 @@ def test_only_addresses_of_this_machine_alone_are_loopback() -> None:
     beyond = ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://[::]:1", "tcp://192.0.2.1:1", "tcp://nowhere.invalid:1", "nonsense"]
     assert all(map(is_loopback, here))
     assert not any(map(is_loopback, beyond))
+
+
+def test_a_link_that_is_forgotten_with_something_unsent_holds_nobody_up() -> None:
+    """As of a script that catches a refusal: the interpreter's end must not wait for a peer that never comes."""
+
+    def forget() -> None:
+        caller = Caller("tcp://127.0.0.1:9", bytes(16))
+        assert caller.send(Envelope(Kind.HELLO, 0), 1.0)
+        del caller
+        gc.collect()
+
+    thread = threading.Thread(target=forget, daemon=True)
+    thread.start()
+    thread.join(30.0)
+    assert not thread.is_alive()

@@ -24,11 +24,12 @@ from hocket.server.account import Account, entry_of
 from hocket.server.client import Client
 from hocket.server.desk import Desk
 from hocket.server.members import Dealer
+from hocket.server.observer import Observer
 from hocket.server.outbox import Outbox
 from hocket.server.recipe import Recipe
 from hocket.server.shard import Shard
 from hocket.server.slices import Slices
-from hocket.server.snapshots import Snapshots
+from hocket.server.snapshots import Snapshots, sealed, unsealed
 from hocket.server.wire import OBSERVER, as_messages, as_tensors, gradients_of, link_bytes, slices_of, terms_of
 from hocket.strategy import Strategy
 from hocket.sync import SSP, Async, Bulk, Sync
@@ -525,6 +526,36 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before_it(tmp_path: Path, capsy
     assert newest.name in capsys.readouterr().err
     before.write_bytes(b"")
     assert kept.load() is None
+
+
+@given(st.integers(0, 2**30), st.integers(1, 255))
+def test_no_changed_byte_of_a_snapshot_goes_unnoticed(place: int, change: int) -> None:
+    """Not even inside a tensor."""
+    content = bytearray(sealed({"weights": torch.arange(100.0), "version": 7}))
+    assert unsealed(bytes(content))["version"] == 7
+    content[place % len(content)] ^= change
+    with pytest.raises(ValueError, match="checksum"):
+        unsealed(bytes(content))
+
+
+def test_a_wish_that_is_granted_while_something_else_is_asked_is_not_lost() -> None:
+    """Otherwise an epoch would be recorded at the end of the training only, with its figures."""
+    strategy = Strategy.parse("async + server")
+    with Listener("tcp://127.0.0.1:0", JOB) as shard:
+        observer = Observer([shard.address], JOB, layout(), Slices.of(strategy, layout()), 1 << 20, None)
+        try:
+            observer.wish(3)
+            peer, wish = shard.receive(10.0) or (b"", Envelope(Kind.BEAT))
+            assert (wish.kind, wish.note["epoch"]) == (Kind.FETCH, 3)
+            shard.send(peer, Envelope(Kind.REPLY, number=wish.number, note={"figures": {"progress": 12}}))
+            shard.send(peer, Envelope(Kind.ANSWER, number=wish.number + 1, note={"figures": {"progress": 15}}))
+            assert observer.status(10.0) == {"progress": 15}
+            granted = observer.granted(0.0)
+            assert granted is not None
+            assert granted.note["figures"] == {"progress": 12}
+            assert observer.granted(0.0) is None, "it is granted once"
+        finally:
+            observer.close()
 
 
 def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:

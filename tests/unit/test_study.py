@@ -24,6 +24,7 @@ from hocket.cli import demo, display
 from hocket.cli import main as cli
 from hocket.cli import study as cli_study
 from hocket.cli import train as cli_train
+from hocket.cli.leaving import leaving
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import NoCompression, Threshold
 from hocket.data import DataSet, Normalise
@@ -569,7 +570,7 @@ def test_what_is_ignored_stays_ignored() -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with cli_study._leaving():
+        with leaving():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
     finally:

@@ -251,7 +251,7 @@ class Crew:
             again = self._tend(observer)
             if first is None:
                 if again or over:  # with all workers gone there is only what there is
-                    observer.wish(epoch if again else 0)
+                    observer.wish(epoch, waits=again)
                 elif time.monotonic() - looked > 1.0:
                     looked = time.monotonic()
                     for worker in self._dead:  # a shard may have started, or started again, since it died
@@ -278,7 +278,7 @@ class Crew:
         check_weights(self.layout, found[0], epoch)
         accuracy = self._evaluate(*found)
         took = max((w["seconds"] for w in figures["workers"].values()), default=0.0)
-        metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": took - self._took}
+        metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": max(took - self._took, 0.0)}
         metrics["staleness"] = ages_since(figures["ages"], before["ages"])
         metrics["lost"] = max(observer.lost - before["lost"], 0)
         self._before, self._took = {**figures, "lost": max(observer.lost, before["lost"])}, took

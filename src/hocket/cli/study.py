@@ -11,11 +11,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import torch
@@ -24,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from hocket.cli.display import LEGEND, StudyDisplay, plain_notes, study_tables
+from hocket.cli.leaving import leaving
 from hocket.cli.train import CLUSTER, SLOWDOWN, arguments, device_of
 from hocket.cluster.join import without_launcher
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
@@ -136,7 +135,7 @@ def perform(study: Study, place: Path, machine: Machine, retry: bool = False, th
     if machine.device.type == "cpu":
         torch.set_num_threads(1)  # equal bits whatever the machine, and the cores are the workers'
     folder = Folder(place)
-    with _leaving(), folder.taken() as machine.lock:
+    with leaving(), folder.taken() as machine.lock:
         try:
             study = folder.begin(study, shlex.join(["hocket", *sys.argv[1:]]))
             with StudyDisplay(study) as display:
@@ -268,23 +267,6 @@ def _end(process: subprocess.Popen[Any]) -> None:
                 process.wait(patience_s)
             except subprocess.TimeoutExpired:
                 continue
-    finally:
-        for number_, handler in before.items():
-            signal.signal(number_, handler)
-
-
-@contextmanager
-def _leaving() -> Iterator[None]:
-    """Being ended politely, or losing the terminal, counts as Ctrl-C: no worker may be left behind."""
-
-    def interrupt(number_: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    # What is ignored stays so: nohup asks for it.
-    polite = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number_: signal.signal(number_, interrupt) for number_ in polite}
-    try:
-        yield
     finally:
         for number_, handler in before.items():
             signal.signal(number_, handler)

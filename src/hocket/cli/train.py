@@ -17,6 +17,7 @@ from hocket.cli.batch import train_on_batches
 from hocket.cli.crew import Care, Crew
 from hocket.cli.display import LEGEND, Display, add_result, plain_notes, predicted_for, results_table, total_of
 from hocket.cli.launch import launch
+from hocket.cli.leaving import leaving
 from hocket.cli.pairs_crew import PairsCrew
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import find_place, join
@@ -147,6 +148,7 @@ def command(
                 f"--optimizer {optimizer} starts its own processes, on this machine's CPUs; leave the launcher, --processes, "
                 "--resume, --device and --keys out (a device computes for --virtual workers)."
             )
+        _refuse_care(f"--optimizer {optimizer}", keys, snapshot, patience, replace)
         train_on_batches(settings, device_of(device if virtual else "cpu"), data_dir, out)
         return
     parsed = settings.check()
@@ -158,9 +160,17 @@ def command(
             raise HocketError(f"--snapshot {snapshot:g} --patience {patience:g}: seconds are above 0 (--snapshot 0: none).")
         _run_crew(settings, device_of(device), data_dir, out, Care(patience, snapshot, replace, keys))
         return
+    _refuse_care(f"{parsed} on virtual workers" if virtual else str(parsed), keys, snapshot, patience, replace)
     if mesh is not None and processes is not None:
         raise HocketError(f"--mesh {mesh} says how many processes there are; leave --processes out.")
     _start(settings, joined, processes, device, data_dir, out, resume, checkpoints, explain)
+
+
+def _refuse_care(what: str, keys: Path | None, snapshot: float, patience: float, replace: bool) -> None:
+    """What is for servers and pairs that this command starts means nothing elsewhere."""
+    given = {"--keys": keys is not None, "--snapshot": snapshot != SNAPSHOT_S, "--patience": patience != PATIENCE_S}
+    if named := [option for option, is_given in {**given, "--replace": replace}.items() if is_given]:
+        raise HocketError(f"{', '.join(named)}: {what} has no use for it; leave it out (real processes that do not wait have).")
 
 
 def arguments(settings: Settings) -> list[str]:
@@ -212,9 +222,10 @@ def _start(
 def _run_crew(settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None, care: Care) -> None:
     """Shards and workers as processes, this one as their observer."""
     paired = isinstance(settings.check().topology, Gossip)
-    crew = (PairsCrew if paired else Crew)(settings, device, data_dir, out, care)
-    with Display(str(crew.strategy), True, settings.epochs) as display:
-        metrics = crew.run(display.step, display.epoch)
+    with leaving():
+        crew = (PairsCrew if paired else Crew)(settings, device, data_dir, out, care)
+        with Display(str(crew.strategy), True, settings.epochs) as display:
+            metrics = crew.run(display.step, display.epoch)
     steps, workers = crew.dealing.steps, settings.workers
     shards = "1 shard" if crew.slices.shards == 1 else f"{crew.slices.shards} shards"
     who = f"{workers} workers" if paired else f"{workers} workers and {shards}"

@@ -108,6 +108,7 @@ class End:
 
 def set_options(socket: zmq.Socket[bytes], most_bytes: int, high_water: int, six: bool) -> None:
     """What both ends of a link ask of their sockets."""
+    socket.setsockopt(zmq.LINGER, 0)  # who closes says how long; one that is never closed must not hold up the interpreter's end
     socket.setsockopt(zmq.IPV6, six)
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, high_water)

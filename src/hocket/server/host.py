@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us hears it and ends us
     torch.set_num_threads(1)
     try:
+        if given.place < 0 or given.patience <= 0:
+            raise HocketError(
+                f"--place {given.place} --patience {given.patience:g}: shards count from 0, patience is above 0 seconds."
+            )
         keys = None if given.keys is None else Keys.read(given.keys)
         snapshots = None if given.snapshots is None or given.snapshot <= 0 else Snapshots(given.snapshots, given.place)
         with Listener(given.bind, DEFAULT_JOB if given.job is None else job_id(given.job), keys, given.most_bytes) as listener:

@@ -26,6 +26,7 @@ class Observer:
         self.callers = [Caller(a, job, keys, b"o" + secrets.token_bytes(8), most_bytes) for a in addresses]
         self._number = 0
         self._wish: int | None = None
+        self._granted: Envelope | None = None
         self.lost = 0
         """Mini-batches lost, at the truth looked at last, as the shard sees it that has lost most."""
 
@@ -41,16 +42,22 @@ class Observer:
         answer = self._receive(0, self._number, timeout_s)
         return None if answer is None else answer.note.get("figures")
 
-    def wish(self, epoch: int) -> None:
-        """Ask shard 0 for the truth after an epoch (from 1; 0: as it is now); :meth:`granted` tells when it is there."""
+    def wish(self, epoch: int, waits: bool = True) -> None:
+        """Ask shard 0 for the truth after an epoch (from 1; 0: as it is now); :meth:`granted` tells when it is there.
+
+        Without ``waits`` the truth as it is now will do, where the epoch has not come to its end.
+        """
         self._number += 1
-        self._wish = self._number
-        note = {"epoch": epoch, "within_s": 1e6 if epoch else 0.0}
+        self._wish, self._granted = self._number, None
+        note = {"epoch": epoch, "within_s": 1e6 if epoch and waits else 0.0}
         self.callers[0].send(Envelope(Kind.FETCH, OBSERVER, number=self._number, note=note), 0.0)
 
     def granted(self, timeout_s: float) -> Envelope | None:
         """Shard 0's part of what was wished for, as soon as it is there."""
-        return None if self._wish is None else self._receive(0, self._wish, timeout_s)
+        if self._wish is None:
+            return None
+        found, self._granted = self._granted or self._receive(0, self._wish, timeout_s), None
+        return found
 
     def truth(self, first: Envelope, epoch: int, within_s: float = 2.0) -> tuple[list[Tensor], Tensor | None] | None:
         """The weights ``[1, values]`` per bucket and the mean buffers, given shard 0's part; None when a shard does not answer."""
@@ -82,6 +89,8 @@ class Observer:
                 return None
             if answer.number == number and answer.kind in (Kind.REPLY, Kind.ANSWER):
                 return answer
+            if answer.number == self._wish and answer.kind == Kind.REPLY:
+                self._granted = answer  # it came while something else was asked
             if answer.kind == Kind.REFUSAL and answer.number in (0, number):
                 raise HocketError(f"Shard {place} at {self.callers[place].address}: {answer.note.get('sentence')}")
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from hocket.errors import HocketError
 
 KEPT = 2
+_CHECK_BYTES = 4
 
 
 class Snapshots:
@@ -38,10 +40,8 @@ class Snapshots:
         files = self._files()
         path = self.folder / f"shard-{self.place}-{_number(files[-1]) + 1 if files else 1}.pt"
         temporary = path.with_suffix(".tmp")
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
         try:
-            temporary.write_bytes(buffer.getvalue())
+            temporary.write_bytes(sealed(state))
             os.replace(temporary, path)
         except OSError as error:  # a full disk must not end the training
             temporary.unlink(missing_ok=True)
@@ -54,12 +54,28 @@ class Snapshots:
         """The newest that can be read; None where there is none."""
         for path in reversed(self._files()):
             try:
-                return dict(torch.load(path, weights_only=True, map_location="cpu"))
+                return dict(unsealed(path.read_bytes()))
             except Exception as error:
                 print(
                     f"hocket: {path} is damaged ({type(error).__name__}); the one before it is used.", file=sys.stderr, flush=True
                 )
         return None
+
+
+def sealed(state: Any) -> bytes:
+    """``state`` in torch's format with a checksum behind it: torch itself does not notice that bytes of a tensor have changed."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    body = buffer.getvalue()
+    return body + zlib.crc32(body).to_bytes(_CHECK_BYTES, "little")
+
+
+def unsealed(content: bytes) -> Any:
+    """What was sealed; ValueError (or one of torch's own) where it is damaged."""
+    body, check = content[:-_CHECK_BYTES], content[-_CHECK_BYTES:]
+    if zlib.crc32(body).to_bytes(_CHECK_BYTES, "little") != check:
+        raise ValueError("its checksum is another")
+    return torch.load(io.BytesIO(body), weights_only=True, map_location="cpu")
 
 
 def _number(path: Path) -> int:

@@ -1,0 +1,21 @@
+"""``hocket`` in a fork of the nursery, for tests of the command."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hocket.cli import demo
+from hocket.cli import main as cli
+
+
+def main(rank: int, folder: str, arguments: list[str], cwd: str) -> None:
+    os.chdir(cwd)
+    sys.argv = ["hocket", *arguments]
+    cli.main()
+
+
+def short_demo(rank: int, folder: str, arguments: list[str], cwd: str) -> None:
+    """The demo with fewer strategies: all of them are tested elsewhere."""
+    demo.REAL, demo.VIRTUAL = demo.REAL[:2], demo.VIRTUAL[:1] + demo.VIRTUAL[-1:]
+    main(rank, folder, arguments, cwd)
