@@ -46,6 +46,15 @@ def _end(job: PairsJob) -> dict[str, Any]:
     }
 
 
+def _model_and_held(job: PairsJob) -> list[bool]:
+    """Whether the model has what is held, for its mass; nothing where that changed meanwhile, or where the mass is 1."""
+    held = job.holding
+    with held.lock:
+        if held.mass == 1.0 or held.changes != job._changes:
+            return []
+        return [all(torch.equal(w.flatten(), x / held.mass) for w, x in zip(job.weights, held.x, strict=True))]
+
+
 def mixing(rank: int, folder: str, strategies: list[str], steps: int) -> None:
     """Without updates there is nothing but mixing of weights that differ; all step on until everybody has made ``steps``."""
     cluster = hocket.init(device="cpu", patience_s=LONG_S)
@@ -75,12 +84,14 @@ def learning(rank: int, folder: str, strategies: list[str], epochs: int) -> None
         model = net()
         optimizer = sgd(model, momentum=0.0)
         job = _job(model, optimizer, text)
+        seen: list[bool] = []
         for epoch in range(epochs):
             for x, y in hocket.shard(loader, epoch):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
-        found = _end(job)
+                seen += _model_and_held(job)
+        found = {**_end(job), "seen": seen}
         with torch.no_grad():
             right = (model(data.prepare(data.test[0])).argmax(-1) == data.test[1]).float().mean()
         results[text] = {**found, "accuracy": float(right)}

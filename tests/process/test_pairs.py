@@ -457,6 +457,9 @@ def test_they_learn(nursery: Nursery, tmp_path: Path) -> None:
         results = [r[text] for r in group.results()]
         assert all(torch.equal(r["end"], results[0]["end"]) for r in results)
         assert results[0]["accuracy"] > 0.8, text
+        seen = [same for r in results for same in r["seen"]]
+        assert all(seen), "after a step the model is what its worker holds, for its mass"
+        assert bool(seen) == (text == strategies[1]), "pairs have a mass of 1"
         ledger = results[0]["ledger"]
         assert all(r["ledger"] == ledger for r in results)
         assert ledger["lost"] == 0

@@ -449,6 +449,18 @@ def test_the_dead_are_not_waited_for_once_an_observer_has_said_so() -> None:
     assert ears.last.kind == Kind.REFUSAL
 
 
+def test_who_ends_sooner_than_the_others_has_lost_nothing() -> None:
+    made, _ = host("ssp(9) + server")
+    for worker, steps in ((0, 2), (1, 5)):
+        for step in range(1, steps + 1):
+            made.handle(b"w%d" % worker, push(worker, step, number=step))
+        if worker == 0:
+            made.handle(b"w0", Envelope(Kind.FETCH, 0, number=9, note={"fetch": True, "final": True}))
+    assert (made.progress, made.all_lost) == (7, 0)
+    made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, note={"gone": 1}))
+    assert (made.progress, made.all_lost) == (7, 0)
+
+
 def test_a_shard_that_was_stopped_itself_blames_nobody() -> None:
     made, _ = host("bulk + server", patience_s=5.0)
     made._cared -= 100

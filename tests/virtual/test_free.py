@@ -15,9 +15,13 @@ from torch.nn import functional as F
 
 import hocket
 from hocket.cluster import VirtualCluster
+from hocket.cluster.message import framed
 from hocket.cluster.spec import Spec
 from hocket.data.base import DataSet, identity
 from hocket.errors import HocketError
+from hocket.messages import Envelope, Kind
+from hocket.server.exchanges import Halves
+from hocket.server.holding import Holding
 from hocket.strategy import Strategy
 from hocket.train.engines import LoopEngine
 from hocket.train.free import FreeTraining
@@ -28,6 +32,8 @@ from virtual.world import Tiny, seeded, sgd
 
 UNEVEN = Spec(step_s=0.01, slowdown=(1, 1, 1, 4), jitter=0.1, bandwidth=1e7, latency_s=1e-4)
 EVEN = Spec(step_s=1.0)
+SLOW = Spec(step_s=0.01, bandwidth=1e4, latency_s=1e-4)
+"""A message takes longer than many steps."""
 
 
 def _data(samples: int = 96) -> tuple[Tensor, Tensor]:
@@ -113,15 +119,15 @@ def test_the_same_seed_gives_the_same_run(strategy: str) -> None:
     assert not torch.equal(_weights(one), _weights(_simulate(strategy, seed=1)))
 
 
-@pytest.mark.parametrize("strategy", FREE)
-def test_resume_equals_never_having_stopped(strategy: str) -> None:
-    whole = _training(strategy, epochs=3)
+@pytest.mark.parametrize(("strategy", "spec"), [*((text, UNEVEN) for text in FREE), ("async + gossip(pushsum)", SLOW)])
+def test_resume_equals_never_having_stopped(strategy: str, spec: Spec) -> None:
+    whole = _training(strategy, spec=spec, epochs=3)
     list(whole.run())
-    first = _training(strategy, epochs=3)
+    first = _training(strategy, spec=spec, epochs=3)
     next(first.run())
     kept = first.state_dict()
     list(first.run())
-    second = _training(strategy, epochs=3)
+    second = _training(strategy, spec=spec, epochs=3)
     second.load_state_dict(kept)
     list(second.run())
     for training in (first, second):
@@ -376,6 +382,114 @@ def test_push_sum_loses_nothing(workers: int, slowdown: list[float], bandwidth: 
     assert float(scheme.mass.sum()) + sum(mass for _, mass in halves) == pytest.approx(workers)
     for b, (x, total) in enumerate(zip(scheme.x, totals, strict=True)):
         torch.testing.assert_close(x.sum(0) + sum(values[b] for values, _ in halves), total, rtol=0, atol=1e-4)
+
+
+class _Links:
+    """Stands for a real worker's links: what it gave away waits here for the moment when the virtual worker's has arrived."""
+
+    def __init__(self, worker: int, workers: int) -> None:
+        self.worker, self.addresses = worker, [""] * workers
+        self.asked: list[tuple[int, Any]] = []
+        self.acknowledged: set[int] = set()
+
+    def reachable(self, peer: int) -> bool:
+        return True
+
+    def turn(self, timeout_s: float) -> None:
+        """Nothing comes by itself."""
+
+    def ask(self, peer: int, kind: Kind, tensors: Any) -> int:
+        self.asked.append((peer, tensors))
+        return len(self.asked) - 1
+
+    def answered(self, number: int) -> bool:
+        return number in self.acknowledged
+
+    def take(self, number: int) -> Envelope:
+        return Envelope(Kind.REPLY, self.worker)
+
+    def under_way(self, peer: int) -> int:
+        """The number of the half that has not been acknowledged; there is one at most."""
+        (number,) = [n for n, (whom, _) in enumerate(self.asked) if whom == peer and n not in self.acknowledged]
+        return number
+
+
+@settings(max_examples=15)
+@given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7))
+def test_push_sum_is_that_of_real_workers(workers: int, slowdown: list[float], bandwidth: float) -> None:
+    """Real ones whose gradients and messages come at the same moments send the same halves, and hold, count and send the same."""
+    spec = Spec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    training = _training("async + gossip(pushsum)", workers, spec, epochs=1)
+    scheme: Any = training.scheme
+    generator = torch.Generator().manual_seed(1)
+    links = [_Links(w, workers) for w in range(workers)]
+    holdings = [Holding([x[w] for x in scheme.x]) for w in range(workers)]
+    real = [Halves(links[w], holdings[w], "pushsum", 0) for w in range(workers)]  # type: ignore[arg-type]
+    computed, arrived = scheme.computed, scheme.arrived
+
+    def stepped(worker: int, rates: list[float]) -> None:
+        shown, changes, _ = holdings[worker].look()
+        updates = [torch.randn(row.shape, generator=generator) for row in shown]
+        for rows, update in zip(training.replicas.weights, updates, strict=True):
+            rows[worker] += update
+        holdings[worker].add(shown, [row + update for row, update in zip(shown, updates, strict=True)], changes)
+
+    def both_computed(worker: int, now: float) -> None:
+        computed(worker, now)
+        real[worker].start()
+        compare(worker)
+
+    def both_arrived(kind: str, worker: int, end: int, payload: Any, now: float) -> None:
+        arrived(kind, worker, end, payload, now)
+        number = links[worker].under_way(end)
+        if kind == "half":
+            *part, mass = links[worker].asked[number][1]
+            holdings[end].take_in(part, float(mass))
+            holdings[end].sent(framed(0))
+            compare(end)
+        else:
+            links[worker].acknowledged.add(number)
+
+    def compare(worker: int) -> None:
+        assert float(scheme.mass[worker]) == holdings[worker].mass
+        for x, own in zip(scheme.x, holdings[worker].x, strict=True):
+            torch.testing.assert_close(x[worker], own, rtol=1e-4, atol=1e-4)
+
+    training.replicas.step_alone = stepped  # type: ignore[method-assign]
+    scheme.computed, scheme.arrived = both_computed, both_arrived
+    (metrics,) = training.run()
+    for exchanges in real:
+        exchanges.land()
+    accounts = [holding.account for holding in holdings]
+    assert metrics["exchanges"] == sum(account.exchanges for account in accounts)
+    assert metrics["bytes_sent"] == sum(account.bytes_sent for account in accounts)
+    assert sum(len(link.asked) for link in links) > 0
+
+
+@settings(max_examples=25)
+@given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7))
+def test_push_sum_leaves_nobody_with_little_mass(workers: int, slowdown: list[float], bandwidth: float) -> None:
+    """However long halves are on their way: who has less than 1/2 gives none, and to one worker there is one half at a time."""
+    spec = Spec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    training = _training("async + gossip(pushsum)", workers, spec, epochs=1)
+    scheme: Any = training.scheme
+    least: list[float] = []
+    computed = scheme.computed
+
+    def watched(worker: int, now: float) -> None:
+        computed(worker, now)
+        least.append(float(scheme.mass.min()))
+        halves = [(e[3], e[4]) for e in training._queue if e[2] == "half"]
+        assert len(halves) == len(set(halves))
+
+    scheme.computed = watched
+    list(training.run())
+    assert min(least) >= 0.25
+
+
+def test_push_sum_learns_where_halves_are_long_on_their_way() -> None:
+    losses = [m["loss"] for m in _simulate("async + gossip(pushsum)", spec=SLOW, epochs=6, optimizer=sgd(0.3)).metrics]
+    assert losses[-1] < 0.7 * losses[0]
 
 
 # --- the product -----------------------------------------------------------------------------------------------------------

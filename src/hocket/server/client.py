@@ -175,8 +175,19 @@ class Client:
 
     def observer(self) -> Observer:
         """A look at the same shards that takes no part."""
-        most = link_bytes(self.strategy, self.layout)
-        return Observer([p.caller.address for p in self.peers], self._job, self.layout, self.slices, most, self._keys)
+        return self._observer([peer.caller.address for peer in self.peers])
+
+    def statuses(self, timeout_s: float) -> list[dict[str, Any] | None]:
+        """Where the job stands, as each shard sees it; None where one does not answer in time."""
+        observers = [self._observer([peer.caller.address]) for peer in self.peers]
+        try:
+            return [observer.status(timeout_s) for observer in observers]
+        finally:
+            for observer in observers:
+                observer.close()
+
+    def _observer(self, addresses: Sequence[str]) -> Observer:
+        return Observer(addresses, self._job, self.layout, self.slices, link_bytes(self.strategy, self.layout), self._keys)
 
     # --- exchanges -----------------------------------------------------------------------------------------------------------
 

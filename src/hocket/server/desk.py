@@ -397,7 +397,8 @@ class Desk:
             return self.pushed
         done = self.shard.done
         floor = min(done.values()) if done else max(m.reached for m in self.members.values())
-        return sum(done.get(w, max(m.reached, floor)) for w, m in self.members.items())
+        # Who has ended has done all that it had; who is away may have missed what the others did.
+        return sum(done.get(w, m.reached if m.ended else max(m.reached, floor)) for w, m in self.members.items())
 
     @property
     def all_lost(self) -> int:

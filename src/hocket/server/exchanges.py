@@ -10,13 +10,15 @@ An answer that is lost, or comes after the patience, leaves the mean taken on on
 that is refused, or not acknowledged in time, is taken back, so nothing is lost. It counts twice if it arrives all the same, or if
 only its acknowledgement was lost: so mass is created where a link between two that live is cut for longer than the patience (a
 worker that is stopped refuses what it finds when it is back). Mean and mass are then off by that half. To one worker it has one
-half under way at a time; one with less than half of its first mass keeps it until others have sent some.
+half under way at a time; one with less than half of its first mass keeps it until others have sent some. Whether a half goes out,
+and to whom, is said by :func:`receiver`, for virtual workers too (:mod:`hocket.train.free.pushsum`).
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +31,32 @@ from hocket.topology.partners import answerer, target
 
 _LEAST_MASS = 0.5
 """An update weighs ``1/ω`` on the weights that are computed at: who gave away far more than it got would take wild steps."""
+
+
+def in_turn(whom: Callable[[int], int], turn: int, workers: int, free: Callable[[int], bool]) -> tuple[int | None, int]:
+    """The next one in turn who is free (None: nobody is), and the turn after it.
+
+    >>> in_turn(lambda turn: turn % 3, 4, 3, lambda other: other != 1), in_turn(lambda turn: turn % 3, 4, 3, lambda other: False)
+    ((2, 6), (None, 10))
+    """
+    last = turn + 2 * workers
+    found = next((at for at in range(turn, last) if free(whom(at))), None)
+    return (None, last) if found is None else (whom(found), found + 1)
+
+
+def receiver(
+    worker: int, workers: int, turn: int, mass: float, under_way: Collection[int], reachable: Callable[[int], bool] = lambda _: True
+) -> tuple[int | None, int]:
+    """Whom ``worker`` gives half of its ``mass`` to by push-sum (None: it keeps all), and the turn after it.
+
+    ``under_way``: to whom a half is on its way that has not been acknowledged.
+
+    >>> receiver(0, 4, 0, 1.0, ()), receiver(0, 4, 0, 1.0, {1}), receiver(0, 4, 0, 0.49, ())
+    ((1, 1), (2, 2), (None, 0))
+    """
+    if mass < _LEAST_MASS:
+        return None, turn
+    return in_turn(lambda at: target(worker, at, workers), turn, workers, lambda other: other not in under_way and reachable(other))
 
 
 class Exchanges(ABC):
@@ -51,19 +79,6 @@ class Exchanges(ABC):
     def drain(self) -> None:
         """Nothing is under way after this."""
 
-    @abstractmethod
-    def _whom(self, turn: int) -> int:
-        """Whom the ``turn``-th exchange is with."""
-
-    def _next(self, taken: set[int] = frozenset()) -> int | None:  # type: ignore[assignment]
-        """The next one in turn who can be reached."""
-        for _ in range(2 * self.workers):
-            whom = self._whom(self._turns)
-            self._turns += 1
-            if self.peers.reachable(whom) and whom not in taken:
-                return whom
-        return None
-
 
 class Calls(Exchanges):
     """Pairs, as a caller; answerers have nothing to do but to let their door answer."""
@@ -74,7 +89,7 @@ class Calls(Exchanges):
         self.peers.turn(0.0)  # answerers too: so they hear who is back, and who has left
         if self.worker % 2:
             return
-        whom = self._next()
+        whom, self._turns = in_turn(self._whom, self._turns, self.workers, self.peers.reachable)
         if whom is None:
             return
         rows = self.holding.x
@@ -117,7 +132,8 @@ class Halves(Exchanges):
 
     def start(self) -> None:
         self.land()
-        whom = None if self.holding.mass < _LEAST_MASS else self._next({half.whom for half in self._open.values()})
+        under_way, mass = {half.whom for half in self._open.values()}, self.holding.mass
+        whom, self._turns = receiver(self.worker, self.workers, self._turns, mass, under_way, self.peers.reachable)
         if whom is None:
             return
         part, mass = self.holding.halve()
@@ -139,6 +155,3 @@ class Halves(Exchanges):
         self.peers.wait(self._open)
         self.land()
         self.holding.account.transfer_s += time.monotonic() - begun
-
-    def _whom(self, turn: int) -> int:
-        return target(self.worker, turn, self.workers)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
+from hocket.cluster.ledger import Entry
 from hocket.cluster.virtual import VirtualCluster
 from hocket.errors import HocketError, WorkerLost
 from hocket.server.account import Account, entry_of
@@ -32,6 +33,8 @@ from hocket.train.job import adopt, check_equal, check_job, check_optimizer, lay
 from hocket.train.watch import NonFinite
 
 Connect = Callable[[Layout], Client]
+_STATUS_S = 5.0
+"""So long a shard has to say where it stands."""
 
 
 def recipe_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> Recipe:
@@ -62,20 +65,34 @@ class FreeLedger:
     def __init__(self, job: FreeJob) -> None:
         self._job = job
         self._known: dict[str, dict[str, Any]] = {}
+        self._ages: dict[str, int] = {}
+        self._lost: dict[int, int] = {}
 
     def summary(self) -> dict[str, Any]:
-        """Everything so far: seconds are means over workers, ``bytes_sent`` is the sum over workers, both ways."""
+        """Everything so far: seconds are means over workers, ``bytes_sent`` is the sum over workers, both ways.
+
+        ``staleness`` counts the pushes that are in the first shard's weights by their age (under ``stale`` there are none).
+        ``lost`` counts mini-batches, as the shard sees it that has lost most: those of workers that died, those of pushes that a
+        restarted shard does not remember, and under ``bulk`` and ``ssp`` the steps that a worker made fewer than the others.
+        """
+        entry = self.total()
+        return {**vars(entry), "lost": max(self._lost.values(), default=0), "staleness": dict(self._ages)}
+
+    def total(self) -> Entry:
+        """Seconds, bytes and exchanges so far."""
         self.refresh()
-        return dict(vars(entry_of(self._known)[0]))
+        return entry_of(self._known)[0]
 
     def refresh(self) -> None:
-        """Ask the first shard, as long as it is there."""
-        client = self._job.client
-        if self._job.attached:
-            with self._job.observed() as observer:
-                status = observer.status(5.0)
-            self._known = {} if status is None else dict(status["workers"])
-        self._known[str(client.worker)] = client.account.describe()
+        """Ask all shards, as long as they are there; of one that does not answer there is what it said last."""
+        job = self._job
+        if job.attached:
+            with job.paused():
+                statuses = job.client.statuses(_STATUS_S)
+            if statuses[0] is not None:
+                self._known, self._ages = dict(statuses[0]["workers"]), dict(statuses[0]["ages"])
+            self._lost |= {place: int(status["lost"]) for place, status in enumerate(statuses) if status is not None}
+        self._known[str(job.client.worker)] = job.client.account.describe()
 
 
 class FreeJob:
@@ -149,15 +166,23 @@ class FreeJob:
         raise HocketError("The truth is on the shards: load weights into the model before hocket.parallelize(…) instead.")
 
     @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time does not count: something is done beside the training."""
+        self.client.account.pause()
+        try:
+            yield
+        finally:
+            self.client.account.resume()
+
+    @contextmanager
     def observed(self) -> Iterator[Observer]:
         """A look at the shards beside the training."""
         observer = self.client.observer()
-        self.client.account.pause()
-        try:
-            yield observer
-        finally:
-            observer.close()
-            self.client.account.resume()
+        with self.paused():
+            try:
+                yield observer
+            finally:
+                observer.close()
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -183,10 +208,10 @@ class FreeJob:
         """End the training: push what is left, and wait for the last truth, the same on all workers; all must call it."""
         self.flush()
         if self._handles:
-            self.ledger.refresh()
             self.client.fetch(self.step, final=True)
             self._land()
             self._set_buffers(self.client.buffers())
+            self.ledger.refresh()  # all have ended by now, and the shards stay until this worker leaves too
         self.detach()
         return self.model
 

@@ -29,7 +29,7 @@ class MeshLedger:
 
     def close_epoch(self) -> Entry:
         """The figures since the last call, of all processes: seconds are means, bytes the sum, over all axes."""
-        entry = self._inner.close_epoch() if isinstance(self._inner, LedgerView) else Entry(**self._inner.summary())
+        entry = self._inner.close_epoch() if isinstance(self._inner, LedgerView) else self._inner.total()
         figures = [float(getattr(entry, name) or 0.0) for name in _SECONDS] + [float(entry.bytes_sent)]
         for name in ("pipeline", "tensor"):
             toll = self._place.axes[name].toll.take()

@@ -130,16 +130,16 @@ class PairsJob:
         self._shown, self._changes, self._heard = self.holding.look()
         self.holding.account.begin()  # others may call as soon as the door is open, but time counts only from the end of this
         self.holding.account.pause()
-        halves, most = strategy.topology.kind == "pushsum", link_bytes(strategy, self.layout)
+        self._halves, most = strategy.topology.kind == "pushsum", link_bytes(strategy, self.layout)
         listener = Listener(place.bind, place.job, place.keys, most)
-        self.door = Doorkeeper(listener, self.holding, place.worker, place.world, halves, place.patience_s)
+        self.door = Doorkeeper(listener, self.holding, place.worker, place.world, self._halves, place.patience_s)
         addresses = place.meet(listener.address)
         self.peers = Peers(addresses, place.job, place.worker, place.keys, most, place.patience_s, self.door.newcomers)
         if place.joins:
             self._join(listener.address)
         else:
             self.peers.greet()
-        self.exchanges: Exchanges = (Halves if halves else Calls)(self.peers, self.holding, strategy.topology.kind, seed)
+        self.exchanges: Exchanges = (Halves if self._halves else Calls)(self.peers, self.holding, strategy.topology.kind, seed)
         where = _Where(self.holding.account, range(place.worker, place.worker + 1))
         self._nonfinite = NonFinite(nonfinite, self.layout, where)
         self.ledger = PairsLedger(self)
@@ -227,6 +227,8 @@ class PairsJob:
         self._take_over()
         self._note_buffers()
         self.exchanges.start()
+        if self._halves:
+            self._show()  # an update of x moves x/ω by 1/ω times as much
 
     def _take_over(self) -> None:
         """What the model was changed by since it was last shown the weights: an update, or the user's doing."""

@@ -4,6 +4,9 @@ Worker ``i`` holds ``x_i`` and a mass ``ω_i`` (1 at first) and computes at ``z_
 update to ``x_i``, keeps half of ``x_i`` and of ``ω_i``, and sends the other half on; whatever arrives is added. The graph is
 directed: at its k-th sending a worker reaches the one at distance ``2^k`` (in turn). Nothing is ever lost, so ``Σ x`` and ``Σ ω``,
 with what is on its way, stay what they are but for updates, and ``Σ x / Σ ω`` is the mean.
+
+Whether a half goes out, and to whom, is said by the rule of real workers (:func:`hocket.server.exchanges.receiver`): one with less
+than half of its first mass keeps it, and passes over those who have not acknowledged its last half.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import framed
-from hocket.topology.partners import target
+from hocket.server.exchanges import receiver
 from hocket.train.free.scheme import Heard, Payload, Scheme
 
 if TYPE_CHECKING:
@@ -28,14 +31,12 @@ class PushSum(Scheme):
         super().__init__(training)
         self.x = [w.clone() for w in self.crowd.weights]
         self.mass = torch.ones(self.crowd.rows, dtype=torch.float64)
-        self.sendings = [0] * self.crowd.rows
+        self.turns = [0] * self.crowd.rows
+        self.open: list[set[int]] = [set() for _ in range(self.crowd.rows)]
+        """To whom each worker has a half under way that has not been acknowledged."""
         self.done = 0
         self.heard = Heard(self.crowd.rows)
         self.size = framed(self.crowd.layout.bytes + 8)
-
-    def target(self, worker: int) -> int:
-        """Whom a worker's next half goes to: at distance 1, 2, 4, …, 1, …"""
-        return target(worker, self.sendings[worker], self.crowd.rows)
 
     def computed(self, worker: int, now: float) -> None:
         before = [w[worker].clone() for w in self.crowd.weights]
@@ -44,18 +45,29 @@ class PushSum(Scheme):
         for x, rows, old in zip(self.x, self.crowd.weights, before, strict=True):
             x[worker] = rows[worker] if self.crowd.rows == 1 else x[worker] + (rows[worker] - old)
         if self.crowd.rows > 1:
-            for x in self.x:
-                x[worker] /= 2
-            self.mass[worker] /= 2
-            half = ([x[worker].clone() for x in self.x], float(self.mass[worker]))
-            other = self.target(worker)
-            self.sendings[worker] += 1
-            self.training.send("half", worker, other, other, self.size, half, now)
+            self._give(worker, now)
             self._look(worker)
         self.done += 1
         self.training.begin(worker, now)
 
+    def _give(self, worker: int, now: float) -> None:
+        """Send half of what a worker has to the next one, unless it keeps all."""
+        mass, open_ = float(self.mass[worker]), self.open[worker]
+        other, self.turns[worker] = receiver(worker, self.crowd.rows, self.turns[worker], mass, open_)
+        if other is None:
+            return
+        for x in self.x:
+            x[worker] /= 2
+        self.mass[worker] /= 2
+        half = ([x[worker].clone() for x in self.x], float(self.mass[worker]))
+        open_.add(other)
+        self.training.send("half", worker, other, other, self.size, half, now)
+
     def arrived(self, kind: str, worker: int, end: int, payload: Payload, now: float) -> None:
+        if kind == "acknowledged":
+            self.open[worker].discard(end)
+            self.training.stood(worker, 0.0, 0.0, 0.0)
+            return
         self.training.settle(end)
         values, mass = payload
         for x, part in zip(self.x, values, strict=True):
@@ -63,6 +75,7 @@ class PushSum(Scheme):
         self.mass[end] += mass
         self.heard.contribution(end)
         self._look(end)
+        self.training.send("acknowledged", worker, end, worker, framed(0), None, now, end)
 
     def _look(self, worker: int) -> None:
         for rows, x in zip(self.crowd.weights, self.x, strict=True):
@@ -85,7 +98,8 @@ class PushSum(Scheme):
         return {
             "x": [x.clone() for x in self.x],
             "mass": self.mass.clone(),
-            "sendings": list(self.sendings),
+            "turns": list(self.turns),
+            "open": [sorted(others) for others in self.open],
             "done": self.done,
             "heard": self.heard.state_dict(),
         }
@@ -94,5 +108,6 @@ class PushSum(Scheme):
         for own, saved in zip(self.x, state["x"], strict=True):
             own.copy_(saved)
         self.mass.copy_(state["mass"])
-        self.sendings, self.done = list(state["sendings"]), state["done"]
+        self.turns, self.done = list(state["turns"]), state["done"]
+        self.open = [set(others) for others in state["open"]]
         self.heard.load_state_dict(state["heard"])

@@ -1,0 +1,149 @@
+"""What the ledger of a job on servers tells of ages and losses, to any worker, during the training and after it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hocket
+from hocket.messages import Kind, Listener
+from hocket.server.client import Client
+from hocket.server.desk import Desk
+from hocket.server.snapshots import Snapshots
+from hocket.strategy import Strategy
+from hocket.train import free_job
+from hocket.train.free_job import FreeJob
+from process.cases import batch, net, sgd
+from process.launch import Nursery
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+
+JOB = b"ledger".ljust(16, b".")
+LIMIT_S = 100.0
+STEPS = 12
+PUSHES = {
+    "ssp(4) + server(shards=2) + topk(0.01)": STEPS,
+    "downpour(3, 3) + server": STEPS // 3,
+    "stale(2) + server": 0,
+}
+"""How often a worker pushes gradients."""
+
+
+def loop(job: FreeJob, steps: range, rank: int = 0) -> None:
+    for t in steps:
+        job.optimizer.zero_grad()
+        x, y = batch(t, rank)
+        F.cross_entropy(job.model(x), y).backward()
+        job.optimizer.step()
+
+
+def telling(rank: int, folder: str) -> None:
+    """A loop of one's own per strategy, in every process of a group."""
+    hocket.init(device="cpu")
+    found: dict[str, Any] = {}
+    for text in PUSHES:
+        model = net()
+        job = hocket.parallelize(model, sgd(model), text)
+        assert isinstance(job, FreeJob)
+        loop(job, range(STEPS // 2), rank)
+        during = job.ledger.summary()
+        loop(job, range(STEPS // 2, STEPS), rank)
+        job.finish()
+        found[text] = {"during": during, "after": job.ledger.summary()}
+    torch.save(found, f"{folder}/{rank}.pt")
+
+
+def test_every_push_has_an_age_in_every_workers_ledger(nursery: Nursery, tmp_path: Path) -> None:
+    group = nursery.start("process.test_served_ledger:telling", 2, tmp_path)
+    assert group.wait(LIMIT_S) == [0, 0], group.said()
+    results = group.results()
+    for text, pushes in PUSHES.items():
+        for result in results:
+            during, after = result[text]["during"], result[text]["after"]
+            assert sum(after["staleness"].values()) == 2 * pushes, text
+            assert pushes // 4 <= sum(during["staleness"].values()) <= 2 * pushes, "at least one's own that have been answered"
+            assert after["staleness"] == results[0][text]["after"]["staleness"], "all have ended, so all know the same"
+            assert during["lost"] == after["lost"] == 0
+        ages = [int(age) for age in results[0][text]["after"]["staleness"]]
+        assert ages == sorted(ages)
+
+
+class Shards:
+    """Desks of two shards behind real links, in one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.listeners = folder, [Listener("tcp://127.0.0.1:0", JOB) for _ in range(2)]
+        self.desks = [self._desk(place) for place in range(2)]
+        self.deaf = False
+        """Whether they do not say where they stand."""
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+
+    def _desk(self, place: int) -> Desk:
+        return Desk(self.listeners[place], place, snapshots=Snapshots(self.folder, place))
+
+    def __enter__(self) -> Shards:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        for listener in self.listeners:
+            listener.close()
+
+    def save(self) -> None:
+        """Both make a snapshot."""
+        with self._lock:
+            for desk in self.desks:
+                desk._save()
+
+    def restart(self, place: int) -> None:
+        """One dies, and another goes on from its snapshot."""
+        with self._lock:
+            self.desks[place] = self._desk(place)
+
+    def _serve(self) -> None:
+        while not self._over.is_set():
+            for place, listener in enumerate(self.listeners):
+                got = listener.receive(0.005)
+                if got is not None and not (self.deaf and got[1].kind is Kind.ORDER):
+                    with self._lock:
+                        self.desks[place].handle(*got)
+
+
+def test_what_a_restarted_shard_forgot_is_lost_and_has_no_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker pushes to two shards; whichever has lost most says how much, and the first one knows the ages."""
+    strategy = Strategy.parse("async + server(shards=2)")
+    with Shards(tmp_path) as shards:
+        addresses = [listener.address for listener in shards.listeners]
+        model = net()
+        job = FreeJob(model, sgd(model), strategy, lambda layout: Client(addresses, JOB, strategy, layout, 0, 1))
+
+        def told() -> tuple[dict[str, int], int]:
+            summary = job.ledger.summary()
+            return summary["staleness"], summary["lost"]
+
+        loop(job, range(3))
+        shards.save()
+        loop(job, range(3, 5))
+        assert told() == ({"0": 5}, 0)
+        shards.restart(1)
+        loop(job, range(5, 6))
+        assert told() == ({"0": 6}, 2), "what shard 1 lost counts"
+        shards.restart(0)
+        loop(job, range(6, 7))
+        assert told() == ({"0": 4}, 3), "three of before the snapshot and one since; three are lost"
+        sent = job.ledger.summary()["bytes_sent"]
+        monkeypatch.setattr(free_job, "_STATUS_S", 0.1)
+        shards.deaf = True
+        assert told() == ({"0": 4}, 3), "who does not answer has said so before"
+        assert job.ledger.summary()["bytes_sent"] == sent, "asking counts for nothing"
+        shards.deaf = False
+        job.finish()
+        assert told() == ({"0": 4}, 3)
