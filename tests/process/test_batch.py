@@ -33,7 +33,7 @@ def test_real_and_virtual_workers_come_to_the_same(hocket: Hocket, tmp_path: Pat
 
 MISTAKES = {
     "a strategy": (["--strategy", "local(4)"], "server(shards=n)"),
-    "slow real workers": (["--slowdown", "1,1,4"], "--virtual"),
+    "real workers that are to be faster": (["--slowdown", "1,1,0.5"], "at least 1"),
     "resume": (["--resume", "--out", "x"], "--resume"),
     "a device for real workers": (["--device", "cuda"], "--virtual"),
     "a model with dropout or batch statistics": (["--model", "resnet20", "--data", "digits"], ""),

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 from hocket import HocketError, Sandblaster, WorkerLost
+from hocket.cli.batch import train_on_batches
+from hocket.cli.main import app
+from hocket.cli.train import arguments
+from hocket.data.base import DataSet, identity
+from hocket.sandblaster import SandblasterRun
+from hocket.server.snapshots import unsealed
+from hocket.train.run import Settings
+from process.launch import Nursery, eventually
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def task(**options: Any) -> Sandblaster:
@@ -56,6 +66,20 @@ def kill_coordinator(company: Any) -> None:
     os.kill(company.coordinator.pid, signal.SIGKILL)
 
 
+def kill_shard(company: Any) -> None:
+    os.kill(company.shards[1].pid, signal.SIGKILL)
+
+
+def kill_shards(company: Any) -> None:
+    for shard in company.shards:
+        os.kill(shard.pid, signal.SIGKILL)
+
+
+def kill_both(company: Any) -> None:
+    kill_coordinator(company)
+    kill_shard(company)
+
+
 def kill_worker(company: Any) -> None:
     os.kill(company.workers[1].pid, signal.SIGKILL)
 
@@ -90,6 +114,30 @@ def test_deaths_and_pauses_leave_the_bits_as_they_are(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+DEATHS = {
+    "by and by": {"at_0": kill_shard, "at_3": kill_both},
+    "all at once": {"at_5": kill_shards},
+}
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_shards_that_are_killed_come_back_from_the_last_iteration(name: str, tmp_path: Path) -> None:
+    job, acts, companies = task(max_iter=12), DEATHS[name], []
+    script = Script(tmp_path, **acts)
+
+    def watch(company: Any) -> None:
+        companies.append(company)
+        script(company)
+
+    expected = job.run()
+    (tmp_path / "failure.json").write_text('{"kind": "WorkerLost", "sentence": "of a coordinator before"}')
+    run = job.launch(tmp_path, watch=watch)
+    assert script.acts == []
+    assert companies[0].restarts == len(acts)
+    assert torch.equal(flat(run), flat(expected))
+    assert [row["loss"] for row in run.metrics] == [row["loss"] for row in expected.metrics]
+
+
 def test_a_run_that_was_stopped_goes_on_in_its_folder(tmp_path: Path) -> None:
     def stop(company: Any) -> None:
         raise KeyboardInterrupt
@@ -107,10 +155,152 @@ def test_a_run_that_was_stopped_goes_on_in_its_folder(tmp_path: Path) -> None:
         task(exact=False, history=5).launch(tmp_path)
 
 
-def test_without_a_shard_it_ends_with_a_sentence(tmp_path: Path) -> None:
-    script = Script(tmp_path, at_1=lambda company: os.kill(company.shards[1].pid, signal.SIGKILL))
-    with pytest.raises(WorkerLost, match="Shard 1 ended with code -9: start again"):
-        task().launch(tmp_path, watch=script)
+def test_without_a_shard_it_ends_with_a_sentence_that_can_be_followed(tmp_path: Path) -> None:
+    job = task()
+    with pytest.raises(WorkerLost, match="Shard 1 ended with code -9: start again with the same folder"):
+        job.launch(tmp_path, restarts=0, watch=Script(tmp_path, at_4=kill_shard))
+    reached = iteration(tmp_path)
+    assert 4 <= reached < 30
+    run = job.launch(tmp_path)
+    assert [row["iteration"] for row in run.metrics] == list(range(31))
+    assert torch.equal(flat(run), flat(job.run()))
+
+
+def test_without_a_folder_it_does_not_promise_to_go_on() -> None:
+    def kill(company: Any) -> None:
+        if len(rows) > 1:
+            kill_shard(company)
+
+    rows: list[dict[str, Any]] = []
+    with pytest.raises(WorkerLost, match="ended with code -9: start again, with a folder"):
+        task().launch(restarts=0, watch=kill, on_iteration=rows.append)
+
+
+# The command.
+
+
+def points() -> DataSet:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 6, generator=generator)
+    pair = x, (x[:, 0] * x[:, 1] + x[:, 2] > 0).long()
+    return DataSet("points", pair, pair, 2, identity)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 2))
+
+
+OPTIONS = {"optimizer": "sandblaster", "workers": 2, "lr": 1.0, "weight_decay": 1e-4, "exact": True}
+OPTIONS |= {"data": "process.test_sandblaster:points", "model": "process.test_sandblaster:net"}
+ITERATIONS = 40
+
+
+def words(out: Path, *more: str, **options: Any) -> list[str]:
+    settings = Settings(**{**OPTIONS, "epochs": ITERATIONS, **options})
+    return ["train", *arguments(settings), "--out", str(out), *more]
+
+
+def losses(out: Path) -> list[float]:
+    """What ``metrics.jsonl`` tells, whenever it is read."""
+    file = out / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    assert [line["epoch"] for line in lines] == list(range(len(lines)))
+    return [line["loss"] for line in lines]
+
+
+def weights(out: Path, at: int) -> Tensor:
+    return torch.cat([unsealed((out / "state" / f"shard-{i}-{at}.pt").read_bytes())["x"] for i in range(2)])
+
+
+def test_a_command_that_was_killed_is_resumed_and_ends_at_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    first = nursery.command(words(killed), tmp_path / "said", Path.cwd())
+    assert eventually(lambda: len(losses(killed)) > 3), first.said()
+    os.kill(first.pid, signal.SIGKILL)
+    assert first.ended().returncode == -9
+    told, before = losses(killed), iteration(killed / "state")
+    assert 3 < len(told) <= before + 1 <= ITERATIONS, "a line per iteration, as it happens"
+
+    refused = {
+        "holds a run already": words(killed),
+        f"has epochs {ITERATIONS}, not 9; resume with the settings it had": words(killed, "--resume", epochs=9),
+        "cluster shards 2, not 3": words(killed, "--resume", strategy="server(shards=3)"),
+    }
+    for sentence, line in refused.items():
+        with pytest.raises(HocketError, match=sentence):
+            app(line, standalone_mode=False)
+    assert losses(killed) == told
+
+    app(words(killed, "--resume"), standalone_mode=False)
+    app(words(whole), standalone_mode=False)
+    assert losses(killed) == losses(whole)
+    assert losses(killed)[: len(told)] == told
+    end = iteration(whole / "state")
+    assert end == iteration(killed / "state") > before
+    assert torch.equal(weights(killed, end), weights(whole, end))
+    last = (json.loads((out / "metrics.jsonl").read_text().splitlines()[-1]) for out in (whole, killed))
+    assert len({line["accuracy"] for line in last} - {None}) == 1
+
+
+def told_loss(folder: str, output: Tensor, target: Tensor) -> Tensor:
+    """Leaves a byte in a file of this process."""
+    with open(f"{folder}/{os.getpid()}", "ab") as file:
+        file.write(b".")
+    return F.cross_entropy(output, target)
+
+
+def test_a_slow_worker_computes_less_and_changes_no_bit(tmp_path: Path) -> None:
+    pids: dict[int, int] = {}
+
+    def watch(company: Any) -> None:
+        pids.update(enumerate(worker.pid for worker in company.workers))
+
+    job = task(max_iter=10)
+    expected = flat(job.run())
+    job.loss = partial(told_loss, str(tmp_path))
+    run = job.launch(watch=watch, slowdown=(1, 1000, 1))
+    computed = [len((tmp_path / str(pids[worker])).read_bytes()) for worker in range(3)]
+    assert 5 * computed[1] < computed[0] + computed[2]
+    assert torch.equal(flat(run), expected)
+
+
+def test_the_command_hands_its_slowdown_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[Any] = []
+
+    def launch(self: Sandblaster, folder: Path | None, **options: Any) -> SandblasterRun:
+        handed.append(options["slowdown"])
+        return self.run()
+
+    monkeypatch.setattr(Sandblaster, "launch", launch)
+    train_on_batches(Settings(**{**OPTIONS, "workers": 3, "epochs": 1, "slowdown": "1,4"}), torch.device("cpu"), None, None)
+    assert handed == [[1, 4, 1]]
+    with pytest.raises(HocketError, match="real workers can only be made slower"):
+        train_on_batches(Settings(**{**OPTIONS, "slowdown": "1,0.5"}), torch.device("cpu"), None, None)
+
+
+RESUMED_IN_VAIN = {
+    "nowhere": ({}, None, "--resume needs --out"),
+    "nothing": ({}, "new", "There is no run in .*new to go on with"),
+    "virtual": ({"virtual": True}, "new", "--resume: sandblaster's virtual workers"),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED_IN_VAIN)
+def test_what_cannot_be_resumed_is_refused(name: str, tmp_path: Path) -> None:
+    options, folder, sentence = RESUMED_IN_VAIN[name]
+    out = None if folder is None else tmp_path / folder
+    with pytest.raises(HocketError, match=sentence):
+        train_on_batches(Settings(**{**OPTIONS, **options}), torch.device("cpu"), None, out, resume=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["--replace", "--patience -1", "--snapshot -1", "--keys nofile"])
+@pytest.mark.parametrize("where", ["--virtual", "--workers 2"])
+def test_care_for_servers_is_refused(option: str, where: str) -> None:
+    ended = CliRunner().invoke(app, ["train", "--optimizer", "sandblaster", "--epochs", "1", *option.split(), *where.split()])
+    assert isinstance(ended.exception, HocketError), ended.output
+    assert option.split()[0] in str(ended.exception)
+    assert "leave" in str(ended.exception)
 
 
 def test_what_cannot_be_sent_to_processes_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import random
 from dataclasses import asdict
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from torch.optim import lbfgs as torchs
 import hocket
 from hocket import HocketError, Sandblaster, WorkerLost
 from hocket.cluster.spec import Spec
+from hocket.messages.frame import Envelope, Kind
+from hocket.messages.link import Caller, Listener
+from hocket.sandblaster.launch import Company
 from hocket.sandblaster.lbfgs import Evaluate, Settings, State, converse, lbfgs
 from hocket.sandblaster.portions import Dispenser
 from hocket.sandblaster.roles import WorkerProcess
@@ -331,6 +335,83 @@ def test_a_worker_process_sends_what_it_was_told_to_keep() -> None:
     assert worker.total == torch.tensor([9.0])
     assert (list(worker.pending), list(worker.tasks)) == ([2], [7])
     worker.coordinator.close(0)
+
+
+def test_a_slow_worker_process_answers_when_it_has_slept_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[Any] = []
+    clock = iter([10.0, 12.0])
+    sleeping = SimpleNamespace(perf_counter=lambda: next(clock), sleep=lambda s: happened.append(f"sleeps {s:g} s"))
+    monkeypatch.setattr("hocket.train.throttle.time", sleeping)
+    model, loss, x, y = task("convex")
+    worker = WorkerProcess(0, Sandblaster(model, loss, (x, y)).objective(), 1, "tcp://127.0.0.1:9", bytes(16), slowdown=4.0)
+    worker.point = worker.objective.point
+    monkeypatch.setattr(worker.coordinator, "send", lambda message, _: happened.append(f"answers {message.place}"))
+    worker._compute(3)
+    assert happened == ["sleeps 6 s", "answers 3"]
+    worker.coordinator.close(0)
+
+
+def test_a_worker_process_does_not_wait_for_a_shard_that_the_coordinator_has_replaced() -> None:
+    job = bytes(16)
+    model, loss, x, y = task("convex")
+    with Listener("tcp://127.0.0.1:0", job) as coordinator, Listener("tcp://127.0.0.1:0", job) as shard:
+        worker = WorkerProcess(0, Sandblaster(model, loss, (x, y)).objective(), 1, coordinator.address, job)
+        worker._forget(5)
+        worker.tasks.append(0)
+        worker.shards = [Caller(shard.address, job)]  # it is there, and says nothing
+        worker.coordinator.send(Envelope(Kind.HELLO, 3), 1.0)
+        heard = coordinator.receive(30.0)
+        assert heard is not None
+        for step in (5, 6):
+            assert coordinator.send(heard[0], Envelope(Kind.ORDER, step=step))
+        worker._compute(0)
+        assert [message.step for message in worker.inbox] == [5, 6]
+        assert not worker.tasks
+        for link in (worker.coordinator, *worker.shards):
+            link.close(0)
+
+
+CODES = {  # of the coordinator and of two shards: what becomes of it
+    (None, None, None): "goes on",
+    (0, 0, -9): "is over",
+    (1, None, None): "is over",  # with a sentence of its own
+    (-9, None, None): "coordinator",
+    (None, None, -9): "shard 1, coordinator",
+    (1, -9, -9): "shard 0, shard 1, coordinator",  # it could not do without them
+    (None, 1, None): "Shard 0 ended with code 1: again",
+    (None, -9, 1): "Shard 1 ended with code 1: again",
+}
+
+
+@pytest.mark.parametrize("codes", CODES)
+def test_who_is_started_again(codes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def process(code: int | None) -> Any:
+        return SimpleNamespace(exitcode=code, sentinel=0, kill=lambda: None, join=lambda: None)
+
+    def start(name: str) -> Any:
+        started.append(name)
+        return process(codes[0] if len(started) == 1 else None)
+
+    monkeypatch.setattr("hocket.sandblaster.launch.wait", lambda sentinels, timeout: [])
+    for restarts in (1, 0):
+        started: list[str] = []
+        company = Company(lambda: start("coordinator"), lambda place: start(f"shard {place}"), "again")
+        company.shards, company.workers = [process(code) for code in codes[1:]], [process(None)]
+        try:
+            became = "is over" if company.check(restarts) else ", ".join(started[1:]) or "goes on"
+        except WorkerLost as lost:
+            became = str(lost).rstrip(".")
+        if restarts:
+            assert became == CODES[codes]
+        else:
+            assert started[1:] == []
+
+
+@pytest.mark.parametrize("slowdown", [(), (0.5, 1), (1, math.inf), (1, math.nan)])
+def test_real_workers_are_only_made_slower(slowdown: tuple[float, ...]) -> None:
+    model, loss, x, y = task("convex")
+    with pytest.raises(HocketError, match="real workers can only be made slower"):
+        Sandblaster(model, loss, (x, y)).launch(slowdown=slowdown)
 
 
 @pytest.mark.parametrize("exact", [False, True])

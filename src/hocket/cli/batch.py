@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,21 @@ from hocket.train.run import Settings
 
 NAME = "sandblaster"
 _SHARDS = 2
+STATE = "state"
+"""The folder in ``--out`` that real workers go on from."""
 _USED = {"strategy", "workers", "virtual", "data", "model", "optimizer", "lr", "weight_decay", "epochs", "seed", "exact"}
 _USED |= {"cluster", "slowdown"}
 _EVALUATIONS = 10
 """The most evaluations of the batch per iteration, on average; a line search needs one or two."""
 
 
-def train_on_batches(settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None) -> None:
-    """Train; ``--epochs`` are iterations, ``--strategy "server(shards=n)"`` gives the shards; ``device`` is virtual workers'."""
+def train_on_batches(
+    settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None, resume: bool = False
+) -> None:
+    """Train; ``--epochs`` are iterations, ``--strategy "server(shards=n)"`` gives the shards; ``device`` is virtual workers'.
+
+    Real workers' last iteration lies in ``out``: with ``resume`` the run there goes on from it.
+    """
     strategy = Strategy.parse(settings.strategy)
     server = strategy.topology
     if strategy not in (Strategy(), Strategy(topology=server)) or not (strategy == Strategy() or isinstance(server, Server)):
@@ -40,11 +48,11 @@ def train_on_batches(settings: Settings, device: torch.device, data_dir: Path | 
     _refuse_ignored(settings, server)
     if settings.virtual:
         settings = replace(settings, cluster=settings.cluster or DEFAULT_CLUSTER)
-    elif settings.slowdown is not None:
-        raise HocketError("--slowdown: sandblaster's real workers are not slowed; use --virtual, or leave it out.")
-    record = None if out is None else Record(out, 0)
-    data = load(settings.data, data_dir)
+    if resume:
+        _refuse_resuming(settings, out)
     spec = settings.spec()
+    record = None if out is None else Record(out, 0, resume)
+    data = load(settings.data, data_dir)
     job = Sandblaster(
         lambda: build(settings.model, data).to(device),
         loss_for(data),
@@ -63,8 +71,11 @@ def train_on_batches(settings: Settings, device: torch.device, data_dir: Path | 
         given = {name: value for name, value in asdict(settings).items() if name != "cluster"}
         kind = "virtual" if settings.virtual else "processes"
         cluster = {"kind": kind, "workers": settings.workers, "device": str(device), "shards": job.shards}
-        described = job.cluster.describe() if settings.virtual else None
-        record.write_run({**given, "strategy": NAME, "cluster": cluster, "spec": described, "versions": versions()})
+        described = {**given, "strategy": NAME, "cluster": cluster, "spec": job.cluster.describe() if settings.virtual else None}
+        if resume:
+            record.check_resumed(described)
+        else:
+            record.write_run({**described, "versions": versions()})
     metrics: list[dict[str, Any]] = []
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), transient=True, console=Console(stderr=True)) as progress:
         task = progress.add_task("The first evaluation of the whole batch")
@@ -75,11 +86,38 @@ def train_on_batches(settings: Settings, device: torch.device, data_dir: Path | 
             if record is not None:
                 record.write_metrics(metrics)
 
-        run = job.run(watch) if settings.virtual else job.launch()
-    metrics = [_metrics(row) for row in run.metrics]
+        restarts = 0
+
+        def tend(company: Any) -> None:
+            nonlocal restarts
+            if company.restarts > restarts:
+                progress.console.print("hocket: a shard or the coordinator was killed and is back from the last iteration.")
+            restarts = company.restarts
+
+        if settings.virtual:
+            run = job.run(watch)
+        else:
+            slowdown = [settings.slowdown_of(worker) for worker in range(settings.workers)]
+            run = job.launch(None if out is None else out / STATE, watch=tend, on_iteration=watch, slowdown=slowdown)
+    metrics = [_metrics(row) for row in run.metrics]  # real workers' last one has an accuracy now
     if record is not None:
         record.write_metrics(metrics)
     _show(settings, job, metrics, run.ended, out)
+
+
+def _refuse_resuming(settings: Settings, out: Path | None) -> None:
+    """Refuse to go on with what is not there, or would end elsewhere."""
+    if settings.virtual:
+        raise HocketError("--resume: sandblaster's virtual workers keep nothing to go on from; start without --resume.")
+    if out is None:
+        raise HocketError("--resume needs --out, the folder of the run to go on with.")
+    if not (out / "run.json").exists():
+        raise HocketError(f"There is no run in {out} to go on with; start without --resume.")
+    before = json.loads((out / "run.json").read_text())
+    if before.get("epochs") != settings.epochs:  # the last line search depends on how many evaluations are left
+        raise HocketError(
+            f"The run in {out} has epochs {before.get('epochs')}, not {settings.epochs}; resume with the settings it had."
+        )
 
 
 def _refuse_ignored(settings: Settings, server: Topology) -> None:

@@ -143,13 +143,14 @@ def command(
     if explain and mesh is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     if optimizer == batch_optimizer:
-        if joined or resume or processes not in (None, size) or (device not in (None, "cpu") and not virtual) or keys is not None:
+        if joined or processes not in (None, size) or (device not in (None, "cpu") and not virtual) or keys is not None:
             raise HocketError(
                 f"--optimizer {optimizer} starts its own processes, on this machine's CPUs; leave the launcher, --processes, "
-                "--resume, --device and --keys out (a device computes for --virtual workers)."
+                "--device and --keys out (a device computes for --virtual workers)."
             )
         _refuse_care(f"--optimizer {optimizer}", keys, snapshot, patience, replace)
-        train_on_batches(settings, device_of(device if virtual else "cpu"), data_dir, out)
+        with leaving():
+            train_on_batches(settings, device_of(device if virtual else "cpu"), data_dir, out, resume)
         return
     parsed = settings.check()
     if parsed.free and not virtual and (size > 1 or serves_itself(parsed)):

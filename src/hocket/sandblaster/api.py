@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,15 +156,24 @@ class Sandblaster:
         patience_s: float = 5.0,
         restarts: int = 3,
         watch: Callable[[Any], None] = lambda _: None,
+        on_iteration: Callable[[dict[str, Any]], None] = lambda _: None,
+        slowdown: Sequence[float] = (1.0,),
     ) -> SandblasterRun:
         """Train on real processes of this machine: a coordinator, ``shards`` and ``workers`` (call it under ``__main__``).
 
-        Workers that die, or are silent for ``patience_s``, are done without; a coordinator that dies is started again, at most
-        ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. Accuracy is that of the end.
+        Workers that die, or are silent for ``patience_s``, are done without; a coordinator or shard that is killed is started
+        again, at most ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. ``on_iteration`` sees each
+        iteration's metrics as they come, those before a stop too; accuracy is that of the end. Worker ``i`` takes
+        ``slowdown[i]`` times as long to compute (repeated over all), for experiments.
         """
         from hocket.sandblaster.launch import launch  # ZeroMQ is not needed before
 
-        metrics, x, ended = launch(self, None if folder is None else Path(folder), patience_s, restarts, watch)
+        if not slowdown or not all(1 <= factor < math.inf for factor in slowdown):
+            raise HocketError(f"slowdown={slowdown!r}: real workers can only be made slower; give numbers of at least 1.")
+
+        metrics, x, ended = launch(
+            self, None if folder is None else Path(folder), patience_s, restarts, watch, on_iteration, slowdown
+        )
         objective = self.objective()
         metrics[-1]["accuracy"] = self.accuracy(objective, x)
         objective.move(x)

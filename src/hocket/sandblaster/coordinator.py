@@ -10,7 +10,7 @@ coordinator before this one is out of date everywhere.
 
 A worker is known by the ticket it was given. When it is silent for ``patience_s`` it is lost, and what it did that does not count
 yet goes to others. Should it speak again, it gets another ticket, and with that forgets what it held under the first. Shards
-hold the truth: without one of them it ends.
+hold the truth: without one of them a coordinator ends, and another goes on from what all of them have on disk.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ NO_ANSWER = 0
 """The number of orders that want none."""
 JOIN_S = 60.0
 """How long it waits for shards and workers to come."""
+GO_ON = "start again with the same folder (--resume) to go on from the last iteration"
 
 
 class ProcessWorld:
@@ -48,7 +49,9 @@ class ProcessWorld:
         backups: bool = True,
         exact: bool = False,
         patience_s: float = 5.0,
+        remedy: str = GO_ON,
     ) -> None:
+        self._remedy = remedy
         self._listener, self._portions, self._backups, self._exact, self._patience = listener, portions, backups, exact, patience_s
         self._begun = time.monotonic()
         self._counts, self._bytes = Counts(), 0
@@ -92,7 +95,7 @@ class ProcessWorld:
             if self._workers:
                 alone = time.monotonic()
             elif time.monotonic() - alone > JOIN_S:
-                raise WorkerLost(f"There has been no worker for {JOIN_S:g} s: start some and resume.")
+                raise WorkerLost(f"There has been no worker for {JOIN_S:g} s: {self._remedy}.")
         self._dispenser = None
         _, *scalars = self.ask((("total", request.into), *request.then))
         return [dispenser.loss, *scalars]
@@ -121,7 +124,7 @@ class ProcessWorld:
             self._step()
             for shard, peer in self._shards.items():
                 if shard not in self._answers and time.monotonic() - self._seen[peer] > 2 * self._patience:
-                    raise WorkerLost(f"Shard {shard} is silent: start again to go on from the last iteration.", shard)
+                    raise WorkerLost(f"Shard {shard} is silent: {self._remedy}.", shard)
         return [self._answers[shard] for shard in sorted(self._shards)]
 
     def _order(self, orders: list[Order]) -> None:
@@ -131,7 +134,7 @@ class ProcessWorld:
     def _order_shards(self, number: int, note: dict[str, Any]) -> None:
         for shard, peer in self._shards.items():
             if not self._send(peer, Envelope(Kind.ORDER, number=number, note=note)):
-                raise WorkerLost(f"Shard {shard} takes no orders any more: start again to go on from the last iteration.", shard)
+                raise WorkerLost(f"Shard {shard} takes no orders any more: {self._remedy}.", shard)
 
     # To workers.
 

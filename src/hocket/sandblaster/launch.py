@@ -1,8 +1,8 @@
 """Sandblaster on processes of this machine: one coordinator, some shards, some workers, and whoever called, who only watches.
 
-Workers may die at any moment: the others take over. If the coordinator dies, it is started again and goes on from the last
-iteration: after each one the shards write their vectors to the folder and then the coordinator its scalars (``state.json``), each
-file whole or not at all. A later call with the same folder goes on there too.
+Workers may die at any moment: the others take over. If the coordinator or a shard dies, it is started again and all go on from the
+last iteration: after each one the shards write their vectors to the folder and then the coordinator its scalars (``state.json``),
+each file whole or not at all. A later call with the same folder goes on there too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import pickle
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,11 +30,12 @@ from torch import Tensor
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages.frame import JOB_BYTES
 from hocket.messages.link import Listener
-from hocket.sandblaster.coordinator import ProcessWorld
+from hocket.sandblaster.coordinator import GO_ON, ProcessWorld
 from hocket.sandblaster.figures import rows
 from hocket.sandblaster.lbfgs import Settings, State, converse, lbfgs
 from hocket.sandblaster.roles import ShardProcess, WorkerProcess, end_with_parent
 from hocket.sandblaster.vectors import cuts
+from hocket.server.snapshots import unsealed
 
 if TYPE_CHECKING:
     from hocket.sandblaster.api import Sandblaster
@@ -41,8 +43,11 @@ if TYPE_CHECKING:
 LINK_FILE, STATE_FILE, FAILURE_FILE = "coordinator.json", "state.json", "failure.json"
 QUEUE = 100_000
 """Messages that the coordinator's link holds for one peer; they are small, and none may be lost."""
+NOTHING_KEPT = "start again, with a folder (--out) so that it can go on from the last iteration"
 START_S = 60.0
 LEAVE_S = 5.0
+SETTLE_S = 0.5
+"""A shard's end may be known a little later than that of a coordinator who could not do without it."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Plan:
     backups: bool
     exact: bool
     patience_s: float
+    remedy: str
 
     def facts(self) -> dict[str, Any]:
         """What must be the same to go on from what lies in the folder."""
@@ -69,8 +75,8 @@ class Plan:
 class Company:
     """The processes of a run, as those who watch see them."""
 
-    def __init__(self, start: Callable[[], BaseProcess]) -> None:
-        self._start = start
+    def __init__(self, start: Callable[[], BaseProcess], start_shard: Callable[[int], BaseProcess], remedy: str) -> None:
+        self._start, self._start_shard, self._remedy = start, start_shard, remedy
         self.coordinator = start()
         self.shards: list[BaseProcess] = []
         self.workers: list[BaseProcess] = []
@@ -82,19 +88,33 @@ class Company:
         return [self.coordinator, *self.shards, *self.workers]
 
     def check(self, most_restarts: int) -> bool:
-        """Whether the run is over; starts a coordinator that was killed again."""
+        """Whether the run is over; starts a coordinator or shards that were killed again."""
         code = self.coordinator.exitcode
-        if code is not None and code < 0 and self.restarts < most_restarts:
-            self.coordinator = self._start()
-            self.restarts += 1
+        if code == 0:
+            return True
+        if code is not None:  # perhaps for want of a shard
+            wait([shard.sentinel for shard in self.shards], SETTLE_S)
+        dead = {i: shard.exitcode for i, shard in enumerate(self.shards) if shard.exitcode}
+        killed = any(ended < 0 for ended in (*dead.values(), 0 if code is None else code))
+        if killed and max(dead.values(), default=-1) < 0 and self.restarts < most_restarts:
+            self._restart(list(dead))
+        elif dead:
+            place, ended = max(dead.items(), key=lambda item: item[1])  # an error of its own says more than a death
+            raise WorkerLost(f"Shard {place} ended with code {ended}: {self._remedy}.", place)
         elif code is not None:
             return True
-        for i, shard in enumerate(self.shards):
-            if shard.exitcode:
-                raise WorkerLost(f"Shard {i} ended with code {shard.exitcode}: start again to go on from the last iteration.", i)
         if all(worker.exitcode for worker in self.workers):
             raise WorkerLost(f"All workers ended, the last with code {self.workers[-1].exitcode}: look at their output.")
         return False
+
+    def _restart(self, shards: list[int]) -> None:
+        """Start ``shards`` and the coordinator again: only one that begins anew has all shards at the same iteration."""
+        self.restarts += 1
+        self.coordinator.kill()
+        self.coordinator.join()
+        for i in shards:
+            self.shards[i] = self._start_shard(i)
+        self.coordinator = self._start()
 
     def leave(self) -> None:
         """Nobody stays."""
@@ -106,12 +126,34 @@ class Company:
                 process.join()
 
 
+class Log:
+    """Tells what the coordinator has written down, each iteration once, also those before this call."""
+
+    def __init__(self, file: Path, tell: Callable[[dict[str, Any]], None]) -> None:
+        self._file, self._tell = file, tell
+        self._seen, self._told = (0, 0), 0
+
+    def read(self) -> None:
+        """Tell what is new."""
+        if not self._file.exists():
+            return
+        found = self._file.stat()
+        if (changed := (found.st_ino, found.st_mtime_ns)) == self._seen:
+            return
+        self._seen = changed
+        for row in json.loads(self._file.read_text())["metrics"][self._told :]:
+            self._told += 1
+            self._tell(row)
+
+
 def launch(
     job: Sandblaster,
     folder: Path | None = None,
     patience_s: float = 5.0,
     restarts: int = 3,
     watch: Callable[[Company], None] = lambda _: None,
+    on_iteration: Callable[[dict[str, Any]], None] = lambda _: None,
+    slowdown: Sequence[float] = (1.0,),
 ) -> tuple[list[dict[str, Any]], Tensor, str]:
     """Run ``job`` on processes: metrics, weights and why it ended."""
     with _place(folder) as where:
@@ -127,18 +169,19 @@ def launch(
             job.backups,
             job.exact,
             patience_s,
+            NOTHING_KEPT if folder is None else GO_ON,
         )
         _check_folder(plan)
-        for name in (LINK_FILE, FAILURE_FILE):
-            (where / name).unlink(missing_ok=True)
-        _watch(_start(plan, point, _pickled(job), job.workers), plan, restarts, watch)
+        (where / LINK_FILE).unlink(missing_ok=True)
+        log = Log(where / STATE_FILE, on_iteration)
+        _watch(_start(plan, point, _pickled(job), job.workers, slowdown), plan, restarts, watch, log)
         found = json.loads((where / STATE_FILE).read_text())
         iteration = found["state"]["iteration"]
-        slices = [torch.load(where / f"shard-{i}-{iteration}.pt", weights_only=True)["x"] for i in range(job.shards)]
+        slices = [unsealed((where / f"shard-{i}-{iteration}.pt").read_bytes())["x"] for i in range(job.shards)]
         return found["metrics"], torch.cat(slices), found["state"]["ended"]
 
 
-def _start(plan: Plan, point: Tensor, job: bytes, workers: int) -> Company:
+def _start(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Sequence[float]) -> Company:
     context = _context()
 
     def begin(role: Callable[..., None], *arguments: Any) -> BaseProcess:
@@ -146,21 +189,29 @@ def _start(plan: Plan, point: Tensor, job: bytes, workers: int) -> Company:
         process.start()
         return process
 
-    company = Company(lambda: begin(be_coordinator))
+    def begin_coordinator() -> BaseProcess:
+        (plan.folder / FAILURE_FILE).unlink(missing_ok=True)
+        return begin(be_coordinator)
+
+    def begin_shard(place: int) -> BaseProcess:
+        return begin(be_shard, place, point[cuts(plan.values, plan.shards)[place]].numpy(), _known_address(plan))
+
+    company = Company(begin_coordinator, begin_shard, plan.remedy)
     try:
         address = _address(plan, company.coordinator)
-        for i, part in enumerate(cuts(plan.values, plan.shards)):
-            company.shards.append(begin(be_shard, i, point[part].numpy(), address))
-        company.workers = [begin(be_worker, i, job, address) for i in range(workers)]
+        for i in range(plan.shards):
+            company.shards.append(begin_shard(i))
+        company.workers = [begin(be_worker, i, job, address, slowdown[i % len(slowdown)]) for i in range(workers)]
     except BaseException:
         company.leave()
         raise
     return company
 
 
-def _watch(company: Company, plan: Plan, restarts: int, watch: Callable[[Company], None]) -> None:
+def _watch(company: Company, plan: Plan, restarts: int, watch: Callable[[Company], None], log: Log) -> None:
     try:
         while not company.check(restarts):
+            log.read()
             watch(company)
             time.sleep(0.05)
         failure = plan.folder / FAILURE_FILE
@@ -168,9 +219,10 @@ def _watch(company: Company, plan: Plan, restarts: int, watch: Callable[[Company
             told = json.loads(failure.read_text())
             raise (WorkerLost if told["kind"] == "WorkerLost" else HocketError)(told["sentence"])
         if company.coordinator.exitcode:
-            raise WorkerLost(f"The coordinator ended with code {company.coordinator.exitcode}: start again to go on.")
+            raise WorkerLost(f"The coordinator ended with code {company.coordinator.exitcode}: {plan.remedy}.")
     finally:
         company.leave()
+        log.read()
 
 
 def _context() -> ForkServerContext | SpawnContext:
@@ -192,7 +244,13 @@ def be_coordinator(plan: Plan) -> None:
         with Listener(_known_address(plan), plan.job, high_water=QUEUE) as listener:
             _write(plan.folder / LINK_FILE, {"address": listener.address})
             world = ProcessWorld(
-                listener, plan.portions, plan.shards, backups=plan.backups, exact=plan.exact, patience_s=plan.patience_s
+                listener,
+                plan.portions,
+                plan.shards,
+                backups=plan.backups,
+                exact=plan.exact,
+                patience_s=plan.patience_s,
+                remedy=plan.remedy,
             )
             _converse(plan, world)
             world.farewell()
@@ -208,12 +266,12 @@ def be_shard(plan: Plan, number: int, values: Any, address: str) -> None:
     ShardProcess(number, torch.from_numpy(values), plan.exact, address, plan.job, plan.folder).serve()
 
 
-def be_worker(plan: Plan, number: int, job: bytes, address: str) -> None:
-    """Compute portions."""
+def be_worker(plan: Plan, number: int, job: bytes, address: str, slowdown: float) -> None:
+    """Compute portions, each in ``slowdown`` times the time it needs."""
     end_with_parent()
     torch.set_num_threads(1)
     sandblaster: Sandblaster = pickle.loads(job)  # from the process that started this one
-    WorkerProcess(number, sandblaster.objective(), plan.shards, address, plan.job).serve()
+    WorkerProcess(number, sandblaster.objective(), plan.shards, address, plan.job, slowdown).serve()
 
 
 def _converse(plan: Plan, world: ProcessWorld) -> None:

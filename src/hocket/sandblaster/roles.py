@@ -25,6 +25,8 @@ from hocket.messages.frame import Envelope, Kind
 from hocket.messages.link import Caller, Listener
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.vectors import Shard, cuts
+from hocket.server.snapshots import sealed, unsealed
+from hocket.train.throttle import Throttle
 
 BEAT_S = 0.5
 SEND_S = 30.0
@@ -85,7 +87,7 @@ class ShardProcess:
         if "save" in order.note:
             self._save(int(order.note["save"]))
         elif "load" in order.note:
-            self.shard.vectors = torch.load(self._file(int(order.note["load"])), weights_only=True)
+            self.shard.vectors = unsealed(self._file(int(order.note["load"])).read_bytes())
         else:
             answers = self.shard.obey([tuple(o) for o in order.note["orders"]])
         if order.number:
@@ -111,7 +113,7 @@ class ShardProcess:
         file = self._file(iteration)
         beside = file.with_suffix(".new")
         with beside.open("wb") as stream:
-            torch.save({name: v for name, v in self.shard.vectors.items() if name != "trial"}, stream)
+            stream.write(sealed({name: v for name, v in self.shard.vectors.items() if name != "trial"}))
             stream.flush()
             os.fsync(stream.fileno())
         beside.replace(file)
@@ -123,13 +125,15 @@ class ShardProcess:
 class WorkerProcess:
     """Worker ``number``: computes portions, keeps what it is told to keep in a sum, sends the sum when it is told to."""
 
-    def __init__(self, number: int, objective: Objective, shards: int, coordinator: str, job: bytes) -> None:
+    def __init__(self, number: int, objective: Objective, shards: int, coordinator: str, job: bytes, slowdown: float = 1.0) -> None:
         self.objective, self.address, self.job = objective, coordinator, job
         self.cuts = cuts(len(objective.point), shards)
         self.link = f"worker {number} {secrets.token_hex(4)}"
         self.coordinator = Caller(coordinator, job, identity=self.link.encode())
         self.shards: list[Caller] = []
+        self.throttle = Throttle(slowdown)
         self.ticket = -1
+        self.inbox: deque[Envelope] = deque()
         self._forget(-1)
 
     def serve(self) -> None:
@@ -140,7 +144,7 @@ class WorkerProcess:
             if not self.tasks and time.monotonic() - said > BEAT_S:
                 self.coordinator.send(Envelope(Kind.HELLO, self.ticket), 0)
                 said = time.monotonic()
-            message = self.coordinator.receive(0 if self.tasks else BEAT_S)
+            message = self.inbox.popleft() if self.inbox else self.coordinator.receive(0 if self.tasks else BEAT_S)
             if message is None:
                 if self.tasks:
                     self._compute(self.tasks.popleft())
@@ -185,7 +189,9 @@ class WorkerProcess:
         if self.point is None:
             self.tasks.clear()
             return
+        self.throttle.begin()
         loss, self.pending[portion] = self.objective.portion(self.point, portion)
+        self.throttle.end()
         report = Envelope(Kind.ANSWER, self.ticket, place=portion, step=self.evaluation, note={"loss": loss})
         self.coordinator.send(report, SEND_S)
 
@@ -199,11 +205,20 @@ class WorkerProcess:
 
     def _part(self, link: Caller) -> Tensor | None:
         deadline = time.monotonic() + SEND_S
-        while (left := deadline - time.monotonic()) > 0:
-            reply = link.receive(left)
+        while time.monotonic() < deadline:
+            reply = link.receive(BEAT_S)
             if reply is not None and reply.step == self.evaluation:
                 return reply.tensors[0] if reply.tensors else None
+            if reply is None and self._called_away():
+                return None
         return None
+
+    def _called_away(self) -> bool:
+        """Whether the coordinator, perhaps a new one, is done with this evaluation: a shard that died answers no more."""
+        self.coordinator.send(Envelope(Kind.HELLO, self.ticket), 0)
+        while (message := self.coordinator.receive(0)) is not None:
+            self.inbox.append(message)
+        return any(message.kind == Kind.GOODBYE or message.step > self.evaluation for message in self.inbox)
 
     def _beat(self) -> None:
         """A sign of life, also in the midst of a long portion."""
