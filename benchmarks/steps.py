@@ -176,7 +176,7 @@ def torchft(task: Task, kind: str) -> Method:
     """torchft's ways on Gloo, if torchft-nightly is installed. Its lighthouse is on the first host, and every worker is a replica
     with a manager and a store of its own."""
     os.environ.setdefault("RUST_LOG", "error")
-    socket.gethostname = _own_address  # by which its stores are called: the hosts of a lab share one name
+    named, socket.gethostname = socket.gethostname, _own_address  # by which its stores are called: a lab's hosts share one name
     from torchft import DistributedDataParallel as TolerantDDP
     from torchft import Manager, Optimizer, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
@@ -208,6 +208,7 @@ def torchft(task: Task, kind: str) -> Method:
     def finish() -> None:
         manager.shutdown(wait=False)
         group.shutdown()
+        socket.gethostname = named
         dist.barrier()  # the lighthouse goes last
         if lighthouse is not None:
             lighthouse.shutdown()

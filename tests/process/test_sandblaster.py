@@ -122,7 +122,7 @@ DEATHS = {
 
 @pytest.mark.parametrize("name", DEATHS)
 def test_shards_that_are_killed_come_back_from_the_last_iteration(name: str, tmp_path: Path) -> None:
-    job, acts, companies = task(max_iter=12), DEATHS[name], []
+    job, acts, companies = task(max_iter=40), DEATHS[name], []
     script = Script(tmp_path, **acts)
 
     def watch(company: Any) -> None:
@@ -133,9 +133,23 @@ def test_shards_that_are_killed_come_back_from_the_last_iteration(name: str, tmp
     (tmp_path / "failure.json").write_text('{"kind": "WorkerLost", "sentence": "of a coordinator before"}')
     run = job.launch(tmp_path, watch=watch)
     assert script.acts == []
-    assert companies[0].restarts == len(acts)
+    assert len(acts) <= companies[0].restarts <= 3
     assert torch.equal(flat(run), flat(expected))
     assert [row["loss"] for row in run.metrics] == [row["loss"] for row in expected.metrics]
+
+
+def test_what_is_damaged_is_not_gone_on_from(tmp_path: Path) -> None:
+    job = task(max_iter=2)
+    job.launch(tmp_path)
+    file = tmp_path / f"shard-1-{iteration(tmp_path)}.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(HocketError, match=r"missing or damaged .* nothing to go on from"):
+        job.launch(tmp_path)
+    file.unlink()
+    with pytest.raises(HocketError, match="missing or damaged"):
+        job.launch(tmp_path)
 
 
 def test_a_run_that_was_stopped_goes_on_in_its_folder(tmp_path: Path) -> None:
@@ -259,7 +273,8 @@ def test_a_slow_worker_computes_less_and_changes_no_bit(tmp_path: Path) -> None:
     expected = flat(job.run())
     job.loss = partial(told_loss, str(tmp_path))
     run = job.launch(watch=watch, slowdown=(1, 1000, 1))
-    computed = [len((tmp_path / str(pids[worker])).read_bytes()) for worker in range(3)]
+    files = [tmp_path / str(pids[worker]) for worker in range(3)]
+    computed = [len(file.read_bytes()) if file.exists() else 0 for file in files]
     assert 5 * computed[1] < computed[0] + computed[2]
     assert torch.equal(flat(run), expected)
 

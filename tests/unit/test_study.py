@@ -577,6 +577,23 @@ def test_what_is_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_being_ended_twice_does_not_break_the_cleaning_up() -> None:
+    before, cleaned = signal.getsignal(signal.SIGTERM), False
+
+    def work() -> None:
+        nonlocal cleaned
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            cleaned = True
+
+    with pytest.raises(KeyboardInterrupt), leaving():
+        work()
+    assert cleaned
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_training_holds_the_lock_of_its_study(tmp_path: Path) -> None:
     place, _ = begun(tmp_path / "study", small(["bulk"]))
     with place.taken() as lock:

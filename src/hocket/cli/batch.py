@@ -50,6 +50,8 @@ def train_on_batches(
         settings = replace(settings, cluster=settings.cluster or DEFAULT_CLUSTER)
     if resume:
         _refuse_resuming(settings, out)
+    elif out is not None and (out / STATE).exists():
+        raise HocketError(f"{out / STATE} holds a run already; choose another --out, or --resume to go on with it.")
     spec = settings.spec()
     record = None if out is None else Record(out, 0, resume)
     data = load(settings.data, data_dir)
@@ -77,13 +79,15 @@ def train_on_batches(
         else:
             record.write_run({**described, "versions": versions()})
     metrics: list[dict[str, Any]] = []
+    kept = None if out is None or not resume else out / "metrics.jsonl"
+    before = len(kept.read_text().splitlines()) if kept is not None and kept.exists() else 0
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), transient=True, console=Console(stderr=True)) as progress:
         task = progress.add_task("The first evaluation of the whole batch")
 
         def watch(row: dict[str, Any]) -> None:
             metrics.append(_metrics(row))
             progress.update(task, description=f"iteration {row['iteration']}  loss {row['loss']:.5f}")
-            if record is not None:
+            if record is not None and len(metrics) > before:
                 record.write_metrics(metrics)
 
         restarts = 0

@@ -89,7 +89,7 @@ class Crew:
         self._keys = None if care.keys is None else Keys.read(care.keys)
         self.record = None if out is None else Record(out, 0)
         self._job = secrets.token_bytes(16)
-        self._folder = Path(tempfile.mkdtemp(prefix="hocket-"))  # of our own making: it is removed at the end
+        self._folder = Path()
         self._shards: list[Child] = []
         self._workers: dict[int, subprocess.Popen[str]] = {}
         self._dead: set[int] = set()
@@ -101,6 +101,7 @@ class Crew:
     def run(self, watch: Callable[[Progress], None], on_epoch: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
         """Train to the end; no process is left behind, whatever happens."""
         try:
+            self._folder = Path(tempfile.mkdtemp(prefix="hocket-"))  # of our own making: it is removed at the end
             self._start()
             observer = Observer(self._addresses, self._job, self.layout, self.slices, self._most_bytes, self._keys)
             try:
@@ -238,7 +239,8 @@ class Crew:
         for shard in self._shards:
             shard.kill()
             end_child(shard)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder.name:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- observing -----------------------------------------------------------------------------------------------------------
 

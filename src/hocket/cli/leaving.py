@@ -22,11 +22,14 @@ def quit_at_once(code: int) -> None:
 def leaving() -> Iterator[None]:
     """Being ended politely, or losing the terminal, counts as Ctrl-C: no worker may be left behind."""
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
     # What is ignored stays so: nohup asks for it.
     polite = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for each in polite:
+            signal.signal(each, signal.SIG_IGN)  # once is enough: a second one (timeout sends two) must not break the cleaning up
+        raise KeyboardInterrupt
+
     before = {number: signal.signal(number, interrupt) for number in polite}
     try:
         yield

@@ -143,10 +143,10 @@ def command(
     if explain and mesh is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     if optimizer == batch_optimizer:
-        if joined or processes not in (None, size) or (device not in (None, "cpu") and not virtual) or keys is not None:
+        if joined or processes not in (None, size) or (device not in (None, "cpu") and not virtual):
             raise HocketError(
-                f"--optimizer {optimizer} starts its own processes, on this machine's CPUs; leave the launcher, --processes, "
-                "--device and --keys out (a device computes for --virtual workers)."
+                f"--optimizer {optimizer} starts its own processes, on this machine's CPUs; leave the launcher, --processes "
+                "and --device out (a device computes for --virtual workers)."
             )
         _refuse_care(f"--optimizer {optimizer}", keys, snapshot, patience, replace)
         with leaving():

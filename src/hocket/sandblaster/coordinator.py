@@ -34,7 +34,7 @@ NO_ANSWER = 0
 """The number of orders that want none."""
 JOIN_S = 60.0
 """How long it waits for shards and workers to come."""
-GO_ON = "start again with the same folder (--resume) to go on from the last iteration"
+GO_ON = "start again with the same folder (on the command line --resume) to go on from the last iteration"
 
 
 class ProcessWorld:

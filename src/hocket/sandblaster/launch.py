@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 LINK_FILE, STATE_FILE, FAILURE_FILE = "coordinator.json", "state.json", "failure.json"
 QUEUE = 100_000
 """Messages that the coordinator's link holds for one peer; they are small, and none may be lost."""
-NOTHING_KEPT = "start again, with a folder (--out) so that it can go on from the last iteration"
+NOTHING_KEPT = "start again, with a folder (on the command line --out) so that it can go on from the last iteration"
 START_S = 60.0
 LEAVE_S = 5.0
 SETTLE_S = 0.5
@@ -92,12 +92,12 @@ class Company:
         code = self.coordinator.exitcode
         if code == 0:
             return True
-        if code is not None:  # perhaps for want of a shard
-            wait([shard.sentinel for shard in self.shards], SETTLE_S)
+        if code is not None or any(shard.exitcode for shard in self.shards):  # perhaps for want of another
+            wait([shard.sentinel for shard in self.shards if shard.exitcode is None], SETTLE_S)
         dead = {i: shard.exitcode for i, shard in enumerate(self.shards) if shard.exitcode}
         killed = any(ended < 0 for ended in (*dead.values(), 0 if code is None else code))
         if killed and max(dead.values(), default=-1) < 0 and self.restarts < most_restarts:
-            self._restart(list(dead))
+            self._restart()
         elif dead:
             place, ended = max(dead.items(), key=lambda item: item[1])  # an error of its own says more than a death
             raise WorkerLost(f"Shard {place} ended with code {ended}: {self._remedy}.", place)
@@ -107,13 +107,14 @@ class Company:
             raise WorkerLost(f"All workers ended, the last with code {self.workers[-1].exitcode}: look at their output.")
         return False
 
-    def _restart(self, shards: list[int]) -> None:
-        """Start ``shards`` and the coordinator again: only one that begins anew has all shards at the same iteration."""
+    def _restart(self) -> None:
+        """Start shards that have ended, and the coordinator again: only one that begins anew has all shards at one iteration."""
         self.restarts += 1
         self.coordinator.kill()
         self.coordinator.join()
-        for i in shards:
-            self.shards[i] = self._start_shard(i)
+        for i, shard in enumerate(self.shards):
+            if shard.exitcode is not None:
+                self.shards[i] = self._start_shard(i)
         self.coordinator = self._start()
 
     def leave(self) -> None:
@@ -304,10 +305,19 @@ def _check_folder(plan: Plan) -> None:
     file = plan.folder / STATE_FILE
     if not file.exists():
         return
-    facts = json.loads(file.read_text())["facts"]
+    found = json.loads(file.read_text())
+    facts = found["facts"]
     other = [name for name, value in plan.facts().items() if facts.get(name) != value]
     if other:
         raise HocketError(f"{plan.folder} holds another run, with {other[0]}={facts.get(other[0])}: choose another folder.")
+    for i in range(plan.shards):
+        part = plan.folder / f"shard-{i}-{found['state']['iteration']}.pt"
+        try:
+            unsealed(part.read_bytes())
+        except Exception as error:
+            raise HocketError(
+                f"{part} is missing or damaged ({type(error).__name__}), so there is nothing to go on from: choose another folder."
+            ) from None
 
 
 def _known_address(plan: Plan) -> str:

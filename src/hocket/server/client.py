@@ -180,8 +180,11 @@ class Client:
     def statuses(self, timeout_s: float) -> list[dict[str, Any] | None]:
         """Where the job stands, as each shard sees it; None where one does not answer in time."""
         observers = [self._observer([peer.caller.address]) for peer in self.peers]
+        deadline = time.monotonic() + timeout_s
         try:
-            return [observer.status(timeout_s) for observer in observers]
+            for observer in observers:
+                observer.ask()
+            return [observer.told(max(deadline - time.monotonic(), 0.01)) for observer in observers]
         finally:
             for observer in observers:
                 observer.close()

@@ -37,8 +37,16 @@ class Observer:
 
     def status(self, timeout_s: float) -> dict[str, Any] | None:
         """Where the job stands, as shard 0 sees it."""
+        self.ask()
+        return self.told(timeout_s)
+
+    def ask(self) -> None:
+        """Ask shard 0 where the job stands; :meth:`told` has the answer."""
         self._number += 1
         self.callers[0].send(Envelope(Kind.ORDER, OBSERVER, number=self._number, note={"order": "status"}), 0.0)
+
+    def told(self, timeout_s: float) -> dict[str, Any] | None:
+        """What was asked last; None when nobody answers in time."""
         answer = self._receive(0, self._number, timeout_s)
         return None if answer is None else answer.note.get("figures")
 

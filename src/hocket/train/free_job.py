@@ -73,7 +73,7 @@ class FreeLedger:
 
         ``staleness`` counts the pushes that are in the first shard's weights by their age (under ``stale`` there are none).
         ``lost`` counts mini-batches, as the shard sees it that has lost most: those of workers that died, those of pushes that a
-        restarted shard does not remember, and under ``bulk`` and ``ssp`` the steps that a worker made fewer than the others.
+        restarted shard does not remember, and under ``bulk`` and ``ssp`` the steps that a worker missed while away.
         """
         entry = self.total()
         return {**vars(entry), "lost": max(self._lost.values(), default=0), "staleness": dict(self._ages)}
