@@ -232,6 +232,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         return json.loads((Path(folder) / "result").read_text())
 
 
+def rates_of(measured: Sequence[dict[str, Any]], what: str, size: int, way: str) -> list[float]:
+    """MB/s of each round; of a push and a fetch, as a step of a worker has them: the bytes of both in the time of both."""
+    if what == "push + fetch":
+        both = zip(*(rates_of(measured, each, size, way) for each in ("push", "fetch")), strict=True)
+        return [2 / (1 / push + 1 / fetch) for push, fetch in both]
+    return [m["mb_per_s"] for m in measured if (m["what"], m["size"], m["way"]) == (what, size, way)]
+
+
 def show(measured: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     """The table."""
     from rich.box import SIMPLE_HEAD
@@ -243,11 +251,9 @@ def show(measured: Sequence[dict[str, Any]], options: argparse.Namespace) -> Non
         table.add_column("share of the link")
     for column in table.columns[1:]:
         column.justify = "right"
-    for what in ("push", "fetch"):
+    for what in ("push", "fetch", "push + fetch"):
         for size in options.sizes:
-            rates = {
-                way: [m["mb_per_s"] for m in measured if (m["what"], m["size"], m["way"]) == (what, size, way)] for way in SERVERS
-            }
+            rates = {way: rates_of(measured, what, size, way) for way in SERVERS}
             ours, theirs = (statistics.median(rates[way]) for way in ("hocket", "zmq"))
             ratio = statistics.median(a / b for a, b in zip(rates["hocket"], rates["zmq"], strict=True))
             cells = [what, f"{size / 1000:,.0f} kB", f"{ours:,.0f}", f"{theirs:,.0f}", f"{ratio:.2f}"]
