@@ -138,6 +138,11 @@ def test_shards_that_are_killed_come_back_from_the_last_iteration(name: str, tmp
     assert [row["loss"] for row in run.metrics] == [row["loss"] for row in expected.metrics]
 
 
+def test_both_worlds_tell_why_it_ended(tmp_path: Path) -> None:
+    job = task(tolerance_change=1e9)
+    assert job.launch(tmp_path).ended == job.run().ended == "the direction no longer descends"
+
+
 def test_what_is_damaged_is_not_gone_on_from(tmp_path: Path) -> None:
     job = task(max_iter=2)
     job.launch(tmp_path)
@@ -309,7 +314,7 @@ def test_what_cannot_be_resumed_is_refused(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("option", ["--replace", "--patience -1", "--snapshot -1", "--keys nofile"])
+@pytest.mark.parametrize("option", ["--replace", "--patience -1", "--snapshot -1", "--keys nofile", "--no-checkpoints"])
 @pytest.mark.parametrize("where", ["--virtual", "--workers 2"])
 def test_care_for_servers_is_refused(option: str, where: str) -> None:
     ended = CliRunner().invoke(app, ["train", "--optimizer", "sandblaster", "--epochs", "1", *option.split(), *where.split()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 import hocket
-from hocket.messages import Kind, Listener
+from desks import JOB, Desks
+from hocket.messages import Envelope, Kind
 from hocket.server.client import Client
 from hocket.server.desk import Desk
 from hocket.server.snapshots import Snapshots
@@ -23,7 +23,6 @@ from process.launch import Nursery
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
-JOB = b"ledger".ljust(16, b".")
 LIMIT_S = 100.0
 STEPS = 12
 PUSHES = {
@@ -73,57 +72,38 @@ def test_every_push_has_an_age_in_every_workers_ledger(nursery: Nursery, tmp_pat
         assert ages == sorted(ages)
 
 
-class Shards:
-    """Desks of two shards behind real links, in one thread."""
+class Shards(Desks):
+    """Two shards with snapshots; ``deaf``: they do not say where they stand."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.listeners = folder, [Listener("tcp://127.0.0.1:0", JOB) for _ in range(2)]
-        self.desks = [self._desk(place) for place in range(2)]
-        self.deaf = False
-        """Whether they do not say where they stand."""
-        self._lock, self._over = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._serve)
+        self.folder, self.deaf = folder, False
+        super().__init__(2)
 
-    def _desk(self, place: int) -> Desk:
+    def desk(self, place: int) -> Desk:
         return Desk(self.listeners[place], place, snapshots=Snapshots(self.folder, place))
 
-    def __enter__(self) -> Shards:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        for listener in self.listeners:
-            listener.close()
+    def handle(self, place: int, peer: bytes, message: Envelope) -> None:
+        if not (self.deaf and message.kind is Kind.ORDER):
+            super().handle(place, peer, message)
 
     def save(self) -> None:
         """Both make a snapshot."""
-        with self._lock:
+        with self.lock:
             for desk in self.desks:
                 desk._save()
 
     def restart(self, place: int) -> None:
         """One dies, and another goes on from its snapshot."""
-        with self._lock:
-            self.desks[place] = self._desk(place)
-
-    def _serve(self) -> None:
-        while not self._over.is_set():
-            for place, listener in enumerate(self.listeners):
-                got = listener.receive(0.005)
-                if got is not None and not (self.deaf and got[1].kind is Kind.ORDER):
-                    with self._lock:
-                        self.desks[place].handle(*got)
+        with self.lock:
+            self.desks[place] = self.desk(place)
 
 
 def test_what_a_restarted_shard_forgot_is_lost_and_has_no_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker pushes to two shards; whichever has lost most says how much, and the first one knows the ages."""
     strategy = Strategy.parse("async + server(shards=2)")
     with Shards(tmp_path) as shards:
-        addresses = [listener.address for listener in shards.listeners]
         model = net()
-        job = FreeJob(model, sgd(model), strategy, lambda layout: Client(addresses, JOB, strategy, layout, 0, 1))
+        job = FreeJob(model, sgd(model), strategy, lambda layout: Client(shards.addresses, JOB, strategy, layout, 0, 1))
 
         def told() -> tuple[dict[str, int], int]:
             summary = job.ledger.summary()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from desks import JOB, Desks
 from hocket.cluster.layout import Layout, layout_of
 from hocket.cluster.virtual import VirtualCluster
 from hocket.messages import Envelope, Kind, Listener
@@ -39,7 +39,6 @@ from hocket.train.replicas import LiveReplica
 
 SGD = Recipe("sgd", ({"lr": 0.1, "momentum": 0.9},))
 RATES = [0.1]
-JOB = bytes(range(16))
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
@@ -597,37 +596,21 @@ def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
 # --- clients -----------------------------------------------------------------------------------------------------------------
 
 
-class Shards:
-    """Desks behind real links in one thread, which does what ``after`` says once a message was handled."""
+class Shards(Desks):
+    """What ``after`` says is done once a message was handled."""
 
     def __init__(self, count: int, after: Callable[[Shards, int, Envelope], None]) -> None:
-        self.listeners = [Listener("tcp://127.0.0.1:0", JOB) for _ in range(count)]
-        self.desks = [Desk(listener, place) for place, listener in enumerate(self.listeners)]
+        super().__init__(count)
         self.heard: Counter[tuple[int, Kind]] = Counter()
-        self._after, self._over = after, threading.Event()
-        self._thread = threading.Thread(target=self._serve)
+        self._after = after
 
-    def __enter__(self) -> Shards:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        for listener in self.listeners:
-            listener.close()
-
-    def _serve(self) -> None:
-        while not self._over.is_set():
-            for place, (listener, desk) in enumerate(zip(self.listeners, self.desks, strict=True)):
-                if (got := listener.receive(0.005)) is not None:
-                    desk.handle(*got)
-                    self.heard[place, got[1].kind] += 1
-                    self._after(self, place, got[1])
+    def handle(self, place: int, peer: bytes, message: Envelope) -> None:
+        super().handle(place, peer, message)
+        self.heard[place, message.kind] += 1
+        self._after(self, place, message)
 
     def client(self, strategy: str, worker: int, **options: Any) -> Client:
-        addresses = [listener.address for listener in self.listeners]
-        return Client(addresses, JOB, Strategy.parse(strategy), layout(), worker, 2, **options)
+        return Client(self.addresses, JOB, Strategy.parse(strategy), layout(), worker, 2, **options)
 
 
 def test_of_two_that_come_at_once_one_founds_all_shards() -> None:

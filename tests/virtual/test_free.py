@@ -365,6 +365,17 @@ def test_partners_always_find_each_other(workers: int, slowdown: list[float], ba
         torch.testing.assert_close(rows.mean(0), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("bandwidth", [1e4, 1e9])
+def test_every_call_that_was_answered_is_an_exchange(bandwidth: float) -> None:
+    """Whether the caller stood still for it or not, as on real processes."""
+    spec = Spec(step_s=0.01, slowdown=(1.0, 2.0), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    training = _training("async + gossip", 4, spec, epochs=2)
+    counted = sum(metrics["exchanges"] for metrics in training.run())
+    callers = training.scheme.workers  # type: ignore[attr-defined]
+    answered = sum(caller.calls - caller.out for caller in callers)
+    assert counted == answered > 0
+
+
 @settings(max_examples=25)
 @given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7))
 def test_push_sum_loses_nothing(workers: int, slowdown: list[float], bandwidth: float) -> None:

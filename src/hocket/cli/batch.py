@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ def train_on_batches(
         cluster = {"kind": kind, "workers": settings.workers, "device": str(device), "shards": job.shards}
         described = {**given, "strategy": NAME, "cluster": cluster, "spec": job.cluster.describe() if settings.virtual else None}
         if resume:
-            record.check_resumed(described)
+            record.check_resumed(described, may_change=())  # not longer either: its line search counts what is left
         else:
             record.write_run({**described, "versions": versions()})
     metrics: list[dict[str, Any]] = []
@@ -110,18 +109,11 @@ def train_on_batches(
 
 
 def _refuse_resuming(settings: Settings, out: Path | None) -> None:
-    """Refuse to go on with what is not there, or would end elsewhere."""
+    """Refuse to go on where nothing is kept."""
     if settings.virtual:
         raise HocketError("--resume: sandblaster's virtual workers keep nothing to go on from; start without --resume.")
     if out is None:
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
-    if not (out / "run.json").exists():
-        raise HocketError(f"There is no run in {out} to go on with; start without --resume.")
-    before = json.loads((out / "run.json").read_text())
-    if before.get("epochs") != settings.epochs:  # the last line search depends on how many evaluations are left
-        raise HocketError(
-            f"The run in {out} has epochs {before.get('epochs')}, not {settings.epochs}; resume with the settings it had."
-        )
 
 
 def _refuse_ignored(settings: Settings, server: Topology) -> None:

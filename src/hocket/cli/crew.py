@@ -89,7 +89,7 @@ class Crew:
         self._keys = None if care.keys is None else Keys.read(care.keys)
         self.record = None if out is None else Record(out, 0)
         self._job = secrets.token_bytes(16)
-        self._folder = Path()
+        self._folder: Path | None = None
         self._shards: list[Child] = []
         self._workers: dict[int, subprocess.Popen[str]] = {}
         self._dead: set[int] = set()
@@ -239,7 +239,7 @@ class Crew:
         for shard in self._shards:
             shard.kill()
             end_child(shard)
-        if self._folder.name:
+        if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- observing -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ def quit_at_once(code: int) -> None:
 @contextmanager
 def leaving() -> Iterator[None]:
     """Being ended politely, or losing the terminal, counts as Ctrl-C: no worker may be left behind."""
-
     # What is ignored stays so: nohup asks for it.
     polite = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
 

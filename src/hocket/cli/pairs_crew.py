@@ -144,7 +144,7 @@ class PairsCrew(Crew):
             accuracy = self._evaluate(rows, mean.buffers)
         entry, loss = entry_of(figures["workers"], self._before["workers"])
         took = max((w["seconds"] for w in figures["workers"].values()), default=0.0)
-        metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": took - self._took}
+        metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": max(took - self._took, 0.0)}
         metrics["staleness"] = ages_since(figures["ages"], self._before["ages"])
         for name in ("lost", "lost_exchanges"):
             metrics[name] = figures[name] - self._before[name]

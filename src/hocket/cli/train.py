@@ -148,6 +148,10 @@ def command(
                 f"--optimizer {optimizer} starts its own processes, on this machine's CPUs; leave the launcher, --processes "
                 "and --device out (a device computes for --virtual workers)."
             )
+        if not checkpoints:
+            raise HocketError(
+                f"--no-checkpoints: --optimizer {optimizer} keeps its last iterations only, in --out; leave one of them out."
+            )
         _refuse_care(f"--optimizer {optimizer}", keys, snapshot, patience, replace)
         with leaving():
             train_on_batches(settings, device_of(device if virtual else "cpu"), data_dir, out, resume)

@@ -282,10 +282,15 @@ def _converse(plan: Plan, world: ProcessWorld) -> None:
         found = json.loads(file.read_text())
         state, metrics = State(**found["state"]), found["metrics"]
         world.load(state.iteration)
+
+    def write_down() -> None:
+        _write(file, {"facts": plan.facts(), "state": asdict(state), "metrics": metrics})
+
     for row in rows(converse(lbfgs(plan.settings, state), world), world, lambda: None, state.evaluations):
         metrics.append(row)
         world.save(state.iteration)
-        _write(file, {"facts": plan.facts(), "state": asdict(state), "metrics": metrics})
+        write_down()
+    write_down()  # why it ended may be known only now
 
 
 # Files.

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ class Record:
         if process == 0:
             if (folder / "run.json").exists() and not resume:
                 raise HocketError(f"{folder} holds a run already; choose another --out, or --resume to go on with it.")
+            if resume:
+                return  # the folder is there, or `check_resumed` says so
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -85,14 +88,14 @@ class Record:
         path = self.folder / "run.json"
         return json.loads(path.read_text()).get("mesh") if path.exists() else None
 
-    def check_resumed(self, settings: dict[str, Any]) -> None:
+    def check_resumed(self, settings: dict[str, Any], may_change: Collection[str] = _MAY_CHANGE) -> None:
         """Refuse to go on with other settings than the run was started with (it may be made longer, or split otherwise)."""
         path = self.folder / "run.json"
         if not path.exists():
             raise HocketError(f"There is no run in {self.folder} to go on with; start without --resume.")
         before = json.loads(path.read_text())
         for name, value in settings.items():
-            if name not in _MAY_CHANGE and before.get(name) != value:
+            if name not in may_change and before.get(name) != value:
                 raise HocketError(
                     f"The run in {self.folder} has {_apart(name, before.get(name), value)}; resume with the settings it had."
                 )

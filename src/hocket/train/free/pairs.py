@@ -77,10 +77,9 @@ class Pairs(Scheme):
 
     def _update(self, worker: int, now: float) -> None:
         own = self.workers[worker]
-        if own.computed:
-            self.training.stood(worker, now - own.since, 0.0, 0.0)
         answer = self.answers.pop(worker, None)
         if answer is not None:
+            self.training.stood(worker, now - own.since if own.computed else 0.0, 0.0, 0.0)
             for rows, theirs in zip(self.crowd.weights, answer, strict=True):
                 rows[worker].add_(theirs).div_(2)
             self.heard.contribution(worker)
