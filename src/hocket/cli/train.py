@@ -149,9 +149,7 @@ def command(
                 "and --device out (a device computes for --virtual workers)."
             )
         if not checkpoints:
-            raise HocketError(
-                f"--no-checkpoints: --optimizer {optimizer} keeps its last iterations only, in --out; leave one of them out."
-            )
+            raise HocketError(f"--no-checkpoints: --optimizer {optimizer} keeps only its last iterations, in --out; leave it out.")
         _refuse_care(f"--optimizer {optimizer}", keys, snapshot, patience, replace)
         with leaving():
             train_on_batches(settings, device_of(device if virtual else "cpu"), data_dir, out, resume)
