@@ -31,7 +31,7 @@ class Moment(Enum):
 
 
 @dataclass(frozen=True)
-class Turn:
+class ServerAction:
     """What a worker that talks to servers does after a gradient; the gradient is always added to what it will push."""
 
     push: bool = True
@@ -52,17 +52,35 @@ class Sync(ABC):
     """Whether weights are exchanged unless told otherwise (gossip always defaults to weights)."""
     free: ClassVar[bool] = False
     """Whether workers go on without waiting for everybody: then they are programs of their own that send messages."""
-    own_share: ClassVar[bool] = True
+    static_partition: ClassVar[bool] = True
     """Whether every worker has its own share of an epoch; otherwise who is free takes the next mini-batch."""
 
+    averages_weights: ClassVar[bool] = False
+    """On a server: whether workers keep their optimisers and meet to average weights, instead of pushing gradients."""
+
     @property
-    def lead(self) -> float:
+    def max_staleness(self) -> float:
         """On a server: how many steps a worker may be ahead of the slowest."""
         return 0.0
 
-    def turn(self, step: int) -> Turn:
+    @property
+    def overlaps(self) -> bool:
+        """On a server: whether fetched weights travel while the next gradient is computed."""
+        return False
+
+    @property
+    def warm_steps(self) -> int:
+        """On a server: how many first steps are made by worker 0 alone."""
+        return 0
+
+    @property
+    def delay_compensation(self) -> tuple[str, float]:
+        """On a server: how the staleness of a gradient is made up for, and how strongly."""
+        return "none", 0.0
+
+    def server_action(self, step: int) -> ServerAction:
         """On a server: what a worker does after its ``step``-th gradient (from 1)."""
-        return Turn()
+        return ServerAction()
 
     @property
     def period(self) -> int:
@@ -97,14 +115,14 @@ class Free(Sync):
 
     default_weights: ClassVar[bool] = False
     free: ClassVar[bool] = True
-    own_share: ClassVar[bool] = False
+    static_partition: ClassVar[bool] = False
 
     @property
-    def lead(self) -> float:
+    def max_staleness(self) -> float:
         return math.inf
 
     def moment(self, step: int, weights: bool) -> Moment:
-        return Moment.GRADIENTS if self.turn(step).push else Moment.NEVER
+        return Moment.GRADIENTS if self.server_action(step).push else Moment.NEVER
 
 
 COMPENSATIONS = {"none": 0.0, "rate": 0.0, "taylor": 0.04, "adaptive": 2.0}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hocket.errors import HocketError
-from hocket.sync.base import Free, compensation, whole
+from hocket.sync.base import COMPENSATIONS, Free, compensation, whole
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class SSP(Free):
     strength: float | None = None
     overlap: bool = False
     name: ClassVar[str] = "ssp"
-    own_share: ClassVar[bool] = True
+    static_partition: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NeurIPS 2013"
     )
@@ -41,5 +41,13 @@ class SSP(Free):
             raise HocketError("ssp(0) is bulk: its gradients are never old, so there is nothing to overlap or to compensate.")
 
     @property
-    def lead(self) -> float:
+    def max_staleness(self) -> float:
         return float(self.s)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.overlap
+
+    @property
+    def delay_compensation(self) -> tuple[str, float]:
+        return self.compensation, COMPENSATIONS[self.compensation] if self.strength is None else float(self.strength)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hocket.sync.base import Free, Moment, Turn, whole
+from hocket.sync.base import Free, Moment, ServerAction, whole
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class Stale(Free):
     name: ClassVar[str] = "stale"
     default_weights: ClassVar[bool] = True
     only_weights: ClassVar[bool] = True
+    averages_weights: ClassVar[bool] = True
     paper: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -29,8 +30,8 @@ class Stale(Free):
     def period(self) -> int:
         return self.s
 
-    def turn(self, step: int) -> Turn:
-        return Turn(push=False, fetch=False, local=True)
+    def server_action(self, step: int) -> ServerAction:
+        return ServerAction(push=False, fetch=False, local=True)
 
     def moment(self, step: int, weights: bool) -> Moment:
         return Moment.AFTER if step % self.s == 0 else Moment.NEVER

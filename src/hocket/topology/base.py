@@ -31,6 +31,25 @@ class Topology(ABC):
         """Whether everybody hears the same."""
         return False
 
+    def num_shards(self, workers: int) -> int:
+        """Over how many shards the parameters lie where workers send messages; without servers every worker hosts one."""
+        return workers
+
+    @property
+    def lr_factor(self) -> float:
+        """On a server: the factor on the worker's learning rate."""
+        return 1.0
+
+    @property
+    def server_optimizer(self) -> str | None:
+        """On a server: the optimiser of the shards, if it is not the worker's own."""
+        return None
+
+    @property
+    def fetch_dtype(self) -> str:
+        """On a server: how precisely weights travel to the workers."""
+        return "fp32"
+
     @abstractmethod
     def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
         """This topology among the members of each group of ``team``."""

@@ -78,6 +78,21 @@ class Server(Topology):
     def uniform(self) -> bool:
         return True
 
+    def num_shards(self, workers: int) -> int:
+        return self.shards
+
+    @property
+    def lr_factor(self) -> float:
+        return self.rate
+
+    @property
+    def server_optimizer(self) -> str | None:
+        return self.optimizer
+
+    @property
+    def fetch_dtype(self) -> str:
+        return self.fetch
+
     @property
     def sums(self) -> bool:
         """Whether the servers only sum, and the workers keep the optimiser."""

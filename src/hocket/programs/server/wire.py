@@ -11,23 +11,22 @@ from torch import Tensor
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import Message
 from hocket.errors import HocketError
-from hocket.server.outbox import read
-from hocket.server.slices import Slices
+from hocket.programs.server.push_encoder import read
+from hocket.programs.server.slices import Slices
 from hocket.strategy import Strategy
-from hocket.topology import Server
 from hocket.version import __version__
 
-PATIENCE_S = 10.0
-"""After so long without a word a worker is no longer waited for."""
+LIVENESS_TIMEOUT_S = 10.0
+"""A worker that is silent for so long is no longer waited for."""
 SNAPSHOT_S = 5.0
-MOST_HANDS = 4096
+MAX_BATCH_IDS = 4096
 """Mini-batches that one answer can name."""
 OBSERVER = -1
-"""Sends orders and asks for the truth, but takes no part."""
+"""The sender of an observer's messages: it asks for status and weights, and takes no part."""
 WORKER_MARK = b"w"
 """The first byte of a worker's identity on its link; the rest says which process it is."""
 FETCH = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-Terms = dict[str, Any]
+JobConfig = dict[str, Any]
 DEFAULT_JOB = b"hocket".ljust(16, b".")
 """The id of a job whose shards were started by hand, unless they were given another."""
 
@@ -45,17 +44,17 @@ def job_id(text: str) -> bytes:
 
 def link_bytes(strategy: Strategy, layout: Layout) -> int:
     """The largest message of a job: a shard's slice, coded as badly as can be, all buffers, and room for header and note."""
-    shards = strategy.topology.shards if isinstance(strategy.topology, Server) else 1  # at least; more make it smaller
+    shards = strategy.topology.num_shards(1)  # at least; more make it smaller
     return 3 * (layout.bytes // shards + 8 * len(layout.buckets)) + layout.buffer_bytes + (1 << 20)
 
 
-def terms_of(strategy: Strategy, layout: Layout, seed: int, world: int) -> Terms:
+def job_config(strategy: Strategy, layout: Layout, seed: int, world: int) -> JobConfig:
     """What all processes of a job must have in common."""
     return {"hocket": __version__, "strategy": str(strategy), "model": layout.digest(), "seed": seed, "world": world}
 
 
-def difference(ours: Terms, theirs: Terms) -> tuple[str, str] | None:
-    """In what the terms of a newcomer (``theirs``) differ from the job's: a word, and a sentence for the newcomer."""
+def difference(ours: JobConfig, theirs: JobConfig) -> tuple[str, str] | None:
+    """Where the configuration of a worker that joins (``theirs``) differs from the job's: a word, and a sentence for the worker."""
     for name, value in ours.items():
         other = theirs.get(name)
         if other != value:
@@ -71,7 +70,7 @@ def as_tensors(messages: Sequence[Message]) -> tuple[list[list[int]], list[Tenso
     for message in messages:
         shapes.append([len(message.parts), int(message.lengths is not None)])
         lengths = [p.shape[1] for p in message.parts] if message.lengths is None else message.lengths[0].tolist()
-        tensors += [p[0, :k].contiguous().cpu() for p, k in zip(message.parts, lengths, strict=True)]
+        tensors += [p[0, :k].contiguous() for p, k in zip(message.parts, lengths, strict=True)]
     return shapes, tensors
 
 
@@ -107,5 +106,5 @@ def gradients_of(
 
 
 def slices_of(slices: Slices, shard: int, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A shard's slice of every bucket's row ``[1, values]``: copies on the CPU."""
-    return tuple(slices.cut(b, row[0])[shard].detach().to("cpu", copy=True).contiguous() for b, row in enumerate(rows))
+    """A shard's slice of every bucket's row ``[1, values]``: copies."""
+    return tuple(slices.cut(b, row[0])[shard].detach().clone().contiguous() for b, row in enumerate(rows))

@@ -13,12 +13,6 @@ from torch import Tensor
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
-from hocket.topology import Server
-
-
-def shards_of(strategy: Strategy, workers: int) -> int:
-    """How many shards there are: where no server is named (``stale + allreduce``) one for every worker, which share the work."""
-    return strategy.topology.shards if isinstance(strategy.topology, Server) else workers
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,7 @@ class Slices:
     @classmethod
     def of(cls, strategy: Strategy, layout: Layout, workers: int = 1) -> Slices:
         """As ``strategy`` cuts ``layout`` for ``workers`` workers."""
-        shards = shards_of(strategy, workers)
+        shards = strategy.topology.num_shards(workers)
         if shards > layout.parameters:
             raise HocketError(
                 f"server(shards={shards}): the model has only {layout.parameters} parameters; use at most as many shards."

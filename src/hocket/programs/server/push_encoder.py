@@ -15,12 +15,12 @@ from torch import Tensor
 
 from hocket.cluster.message import Message
 from hocket.compression.base import Codec, Context, Memory
-from hocket.server.slices import Slices
+from hocket.programs.server.slices import Slices
 from hocket.strategy import Strategy
 from hocket.topology.base import slice_keys
 
 
-class Outbox:
+class PushEncoder:
     """Worker ``worker`` of ``world``'s way of coding; it keeps the memories of feedback and of the code."""
 
     def __init__(self, strategy: Strategy, slices: Slices, worker: int, world: int, seed: int) -> None:

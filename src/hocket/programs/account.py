@@ -1,13 +1,12 @@
-"""A worker's own account: where its seconds went and how many bytes it sent and was sent. It travels with every push.
+"""A worker's own figures: where its seconds went, how many bytes it sent and received. They travel with every push.
 
-*Wait* is how long shards held it back, as far as it stood still for it; the rest of standing still is *transfer*; what moved while
-it computed is *hidden*. Bytes of both ways count here, so that those of all workers add up to what the job moved; setting up,
-beats and orders do not count. Where there are no servers a worker also counts how old its own gradients were (``ages``).
+*Wait* is how long shards held an answer back while the worker stood still; the rest of standing still is *transfer*; what moved
+while the worker computed is *hidden*. Bytes of both directions count at the worker, so that the sum over workers is what the job
+moved; joining, heartbeats and status requests do not count. Without servers a worker also counts the staleness of its gradients.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +14,8 @@ from typing import Any
 
 from hocket.cluster.ledger import Entry
 
-_OLDEST = 4095
-"""Older gradients count as this old, so that all ages fit into a note."""
+_MAX_STALENESS = 4095
+"""Staler gradients count as this stale, so that the histogram fits into a message."""
 
 
 @dataclass
@@ -35,30 +34,30 @@ class Account:
     """The sum of the losses of ``losses`` mini-batches."""
     losses: int = 0
     ages: dict[int, int] = field(default_factory=dict)
-    """How many gradients had which age, where there are no servers: that many contributions of others came to what this worker
-    holds between the moment when the gradient's weights were read and the moment when it was applied."""
+    """Without servers: how many gradients had which staleness, the number of contributions of other workers that arrived between
+    reading the gradient's weights and applying it."""
     begun: float | None = None
     paused: float | None = None
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """Training begins: what came before was setting up."""
         self.wait_s = self.transfer_s = self.hidden_s = 0.0
         self.bytes_sent = self.exchanges = 0
-        self.begun = time.monotonic()
+        self.begun = now
 
-    def pause(self) -> None:
+    def pause(self, now: float) -> None:
         """Time stops counting (evaluation, checkpoints)."""
         if self.paused is None:
-            self.paused = time.monotonic()
+            self.paused = now
 
-    def resume(self) -> None:
+    def resume(self, now: float) -> None:
         """Time counts again."""
         if self.paused is not None and self.begun is not None:
-            self.begun += time.monotonic() - self.paused
+            self.begun += now - self.paused
         self.paused = None
 
-    def stood(self, blocked_s: float, held_s: float, hidden_s: float) -> None:
-        """One exchange has ended."""
+    def stalled(self, blocked_s: float, held_s: float, hidden_s: float) -> None:
+        """One exchange has ended: the worker stood still for ``blocked_s``, shards held the answer back for ``held_s``."""
         wait = min(held_s, blocked_s)
         self.wait_s += wait
         self.transfer_s += blocked_s - wait
@@ -70,15 +69,15 @@ class Account:
         self.loss += loss
         self.losses += 1
 
-    def add_age(self, age: int) -> None:
-        """A gradient of this age was applied."""
-        age = min(age, _OLDEST)
+    def add_staleness(self, age: int) -> None:
+        """A gradient of this staleness was applied."""
+        age = min(age, _MAX_STALENESS)
         self.ages[age] = self.ages.get(age, 0) + 1
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, now: float) -> dict[str, Any]:
         """Plain data for a message."""
-        now = time.monotonic() if self.paused is None else self.paused
-        seconds = 0.0 if self.begun is None else now - self.begun
+        until = now if self.paused is None else self.paused
+        seconds = 0.0 if self.begun is None else until - self.begun
         return {
             "seconds": seconds,
             "wait_s": self.wait_s,
@@ -139,13 +138,13 @@ def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = dict.fromkeys((*one, *other))
     sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name != "ages"}
-    return {**sums, "ages": ages_of([one, other])}
+    return {**sums, "ages": staleness_of([one, other])}
 
 
-def ages_of(accounts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Everybody's ages in one histogram, the youngest first.
+def staleness_of(accounts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """All workers' staleness in one histogram, the freshest first.
 
-    >>> ages_of([{"ages": {"0": 2, "10": 1}}, {"ages": {"2": 3, "0": 1}}, {}])
+    >>> staleness_of([{"ages": {"0": 2, "10": 1}}, {"ages": {"2": 3, "0": 1}}, {}])
     {'0': 3, '2': 3, '10': 1}
     """
     sums: Counter[int] = Counter()
@@ -154,10 +153,10 @@ def ages_of(accounts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return {str(age): sums[age] for age in sorted(sums)}
 
 
-def ages_since(ages: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+def staleness_since(ages: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     """What has come to a histogram.
 
-    >>> ages_since({"0": 3, "1": 5}, {"0": 3, "1": 4})
+    >>> staleness_since({"0": 3, "1": 5}, {"0": 3, "1": 4})
     {'1': 1}
     """
     return {age: count - before.get(age, 0) for age, count in ages.items() if count > before.get(age, 0)}

@@ -1,0 +1,162 @@
+"""Programs on a virtual clock: a queue of events, and a network that says when a message arrives, if at all.
+
+A *node* is a place where a program runs: a worker, a shard. A node reaches others by number (``routes``); they know it by its
+identity. Events at the same time keep the order in which they were made, so the same programs and the same network give the same
+run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hocket.messages.frame import Envelope
+from hocket.programs.base import Address, Effects, Program, Send, SetTimer
+
+Key = Hashable
+"""The name of a node, such as ``("worker", 3)``."""
+
+
+class Network(Protocol):
+    """Says when messages arrive."""
+
+    def arrivals(self, now: float, source: Key, target: Key, message: Envelope) -> list[float]:
+        """The times at which a message sent now arrives: none if it is lost, two if it is duplicated."""
+
+
+@dataclass
+class Node:
+    """A program and how others know it."""
+
+    program: Program
+    identity: bytes
+    routes: Mapping[int, Key]
+    timers: dict[str, int] = field(default_factory=dict)
+    """The event that each timer waits for; a later one of the same name replaces it."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A message on its way."""
+
+    source: Key
+    source_identity: bytes
+    target: Key
+    target_identity: bytes
+    """Of the process that it was sent to: one that took its place does not get it."""
+    sender: Address
+    message: Envelope
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A timer that runs."""
+
+    node: Key
+    identity: bytes
+    name: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """Something that a driver wants to do at that time; ``name`` and ``node`` are plain data, so that it can be saved."""
+
+    name: str
+    node: Key
+
+
+Event = Delivery | Alarm | Call
+Observer = Callable[[Key, Any], None]
+
+
+class Simulation:
+    """Nodes, the queue of events and the time ``now``.
+
+    ``on_effect`` gets the effects that are neither messages nor timers, ``on_call`` the driver's own events, and ``on_idle`` hears
+    of every node that has handled an event. With ``timers=False`` no timer runs: on a network that loses nothing they do nothing.
+    """
+
+    def __init__(self, network: Network, timers: bool = True) -> None:
+        self.network, self.timers = network, timers
+        self.now = 0.0
+        self.nodes: dict[Key, Node] = {}
+        self.queue: list[tuple[float, int, Event]] = []
+        self.order = 0
+        self.on_effect: Observer = lambda node, effect: None
+        self.on_call: Callable[[Call], None] = lambda call: None
+        self.on_idle: Callable[[Key], None] = lambda node: None
+        self._owners: dict[bytes, Key] = {}
+
+    def add(self, key: Key, program: Program, identity: bytes, routes: Mapping[int, Key]) -> Node:
+        """A program starts at node ``key``; whatever ran there before is gone."""
+        self.remove(key)
+        node = self.nodes[key] = Node(program, identity, routes)
+        self._owners[identity] = key
+        return node
+
+    def remove(self, key: Key) -> None:
+        """The process at a node is gone; messages and timers for it come to nothing."""
+        node = self.nodes.pop(key, None)
+        if node is not None:
+            self._owners.pop(node.identity, None)
+
+    def put(self, when: float, event: Event) -> int:
+        """Add an event; its number."""
+        self.order += 1
+        heapq.heappush(self.queue, (when, self.order, event))
+        return self.order
+
+    def carry_out(self, key: Key, effects: Effects) -> None:
+        """Carry out what the program at a node wants."""
+        node = self.nodes[key]
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(key, node, effect)
+            elif isinstance(effect, SetTimer):
+                if self.timers:
+                    number = self.order + 1
+                    node.timers[effect.name] = number
+                    self.put(effect.at, Alarm(key, node.identity, effect.name, number))
+            else:
+                self.on_effect(key, effect)
+
+    def _send(self, key: Key, node: Node, send: Send) -> None:
+        if isinstance(send.to, bytes):
+            target = self._owners.get(send.to)
+            if target is None:
+                return  # that process is gone
+            sender: Address = next(number for number, reached in self.nodes[target].routes.items() if reached == key)
+        else:
+            target, sender = node.routes[send.to], node.identity
+            if target not in self.nodes:
+                self.network.arrivals(self.now, key, target, send.message)
+                return
+        delivery = Delivery(key, node.identity, target, self.nodes[target].identity, sender, send.message)
+        for when in self.network.arrivals(self.now, key, target, send.message):
+            self.put(when, delivery)
+
+    def step(self) -> bool:
+        """Handle the next event; False when there is none."""
+        if not self.queue:
+            return False
+        when, number, event = heapq.heappop(self.queue)
+        self.now = max(self.now, when)
+        if isinstance(event, Call):
+            self.on_call(event)
+            return True
+        key = event.target if isinstance(event, Delivery) else event.node
+        node = self.nodes.get(key)
+        if node is None:
+            return True
+        if isinstance(event, Delivery):
+            if node.identity == event.target_identity:
+                self.carry_out(key, node.program.message(event.sender, event.message, self.now))
+                self.on_idle(key)
+        elif node.identity == event.identity and node.timers.get(event.name) == event.number:
+            del node.timers[event.name]
+            self.carry_out(key, node.program.timer(event.name, self.now))
+            self.on_idle(key)
+        return True

@@ -1,0 +1,160 @@
+"""What all programs share: effects, and tasks that wait for events.
+
+A program is a deterministic state machine. A driver calls it with an event (a message, a timer, a step of the training) and the
+time, and carries out the effects that it returns. A program never sleeps, sends or reads a clock. So the same text runs on sockets
+(:mod:`hocket.drivers.sockets`), on a virtual clock (:mod:`hocket.drivers.events`), under simulated faults
+(:mod:`hocket.drivers.faults`) and from a recording (:mod:`hocket.drivers.replay`).
+
+Where an algorithm is a sequence with waits in between (join, then fetch, then agree), it is written as a generator that yields
+:class:`Until`: the program goes on with it as soon as the condition holds or the time has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from hocket.messages.frame import Envelope
+
+Address = int | bytes
+"""A peer: its number, where this program reaches out to it; its identity on the link, where the peer reached out to this one."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Send:
+    """Hand a message to the network; it may be lost."""
+
+    to: Address
+    message: Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Call ``timer(name, now)`` at time ``at``; a timer of the same name replaces the one before."""
+
+    name: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Write this program's ``state_dict()`` to disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Peer ``peer`` is at ``address`` from now on (None: it is gone); drop what is queued for its old address."""
+
+    peer: int
+    address: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """One line for the person who watches."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """This program has nothing left to do."""
+
+
+Effect = Send | SetTimer | Snapshot | Connect | Say | Finished
+Effects = list[Effect]
+
+
+class Rejected(Exception):
+    """A message that is not accepted: a word to count it by, and a sentence for its sender."""
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """A task goes on when ``condition`` holds, or at time ``at`` if one is given."""
+
+    condition: Callable[[], bool]
+    at: float | None = None
+
+
+Task = Generator[Until, None, Any]
+_TASK = "task"
+
+
+class Program:
+    """Base of all programs: collects effects, keeps the time of the event under way, and runs at most one task."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._effects: Effects = []
+        self._task: Task | None = None
+        self._until: Until | None = None
+
+    # --- for drivers ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task waits for an event: the worker stands still until it is done."""
+        return self._task is not None
+
+    def message(self, sender: Address, message: Envelope, now: float) -> Effects:
+        """A message has arrived."""
+        self.now = max(now, self.now)
+        self.on_message(sender, message)
+        return self._done()
+
+    def timer(self, name: str, now: float) -> Effects:
+        """A timer has run out."""
+        self.now = max(now, self.now)
+        if name != _TASK:
+            self.on_timer(name)
+        return self._done()
+
+    # --- for programs --------------------------------------------------------------------------------------------------------
+
+    def on_message(self, sender: Address, message: Envelope) -> None:
+        """What a message does."""
+        raise NotImplementedError
+
+    def on_timer(self, name: str) -> None:
+        """What a timer does."""
+
+    def _send(self, to: Address, message: Envelope) -> None:
+        self._effects.append(Send(to, message))
+
+    def _set_timer(self, name: str, at: float) -> None:
+        self._effects.append(SetTimer(name, at))
+
+    def _run(self, task: Task, now: float) -> Effects:
+        """Start a task and go on with it as far as possible."""
+        assert self._task is None, "a program runs one task at a time"
+        self.now = max(now, self.now)
+        self._task, self._until = task, None
+        return self._done()
+
+    def _done(self) -> Effects:
+        """Go on with the task, and hand over the effects collected."""
+        self._advance()
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _advance(self) -> None:
+        while self._task is not None:
+            until = self._until
+            if until is not None and not until.condition() and (until.at is None or self.now < until.at):
+                return
+            try:
+                self._until = next(self._task)
+            except StopIteration:
+                self._task = self._until = None
+                return
+            except BaseException:
+                self._task = self._until = None
+                raise
+            if self._until.at is not None and not self._until.condition():
+                self._set_timer(_TASK, self._until.at)

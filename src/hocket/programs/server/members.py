@@ -1,0 +1,132 @@
+"""What a shard server knows of the workers beyond their pushes: who is here, what is requested, which mini-batches they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class Request:
+    """What a worker asked for and has not got yet."""
+
+    peer: bytes
+    number: int
+    step: int
+    fetch: bool
+    final: bool
+    want: int
+    """How many mini-batches it needs."""
+    since: float
+    notified: float
+    """When it was last told to wait."""
+
+
+@dataclass
+class Member:
+    """One worker as a shard server sees it."""
+
+    incarnation: bytes = b""
+    """Which process is this worker; empty when none has said hello since this server started."""
+    seen: float = 0.0
+    reached: int = 0
+    """How many steps it has pushed, also when it is gone."""
+    ended: bool = False
+    """Whether it has no further mini-batch: it waits for the final weights, or has left."""
+    left: bool = False
+    """Whether it has said goodbye."""
+    request: Request | None = None
+    answered: int = -1
+    """The number of the request answered last."""
+    dispatched: list[int] = field(default_factory=list)
+    """The mini-batches that came with the last answer, should it have to be given again."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Its account so far."""
+    buffers: Tensor | None = None
+
+
+class BatchDispatcher:
+    """Mini-batches by number, ``total`` of them: a free worker takes the next; those of a worker that is gone go to others.
+
+    >>> dispatcher = BatchDispatcher(4)
+    >>> dispatcher.take(0, 2), dispatcher.take(1, 1), dispatcher.done(0, [0]), dispatcher.give_back(0)
+    ([0, 1], [2], 1, 1)
+    >>> dispatcher.take(1, 5), dispatcher.take(1, 1)
+    ([1, 3], [])
+    """
+
+    def __init__(self, total: int, following: int = 0, returned: Sequence[int] = (), counted: int = 0) -> None:
+        self.total, self.following, self.returned, self.counted = total, following, list(returned), counted
+        self._held: dict[int, set[int]] = {}
+
+    def take(self, worker: int, count: int) -> list[int]:
+        """The next ``count`` numbers, fewer near the end."""
+        numbers = []
+        for _ in range(count):
+            if self.returned:
+                numbers.append(self.returned.pop(0))
+            elif self.following < self.total:
+                numbers.append(self.following)
+                self.following += 1
+        self._held.setdefault(worker, set()).update(numbers)
+        return numbers
+
+    @property
+    def empty(self) -> bool:
+        """Whether none is left to hand out."""
+        return self.following >= self.total and not self.returned
+
+    def done(self, worker: int, numbers: Sequence[int]) -> int:
+        """A worker has pushed these; how many of them it held (others were done by another worker meanwhile)."""
+        held = self._held.setdefault(worker, set())
+        counted = len(held.intersection(numbers))
+        held.difference_update(numbers)
+        self.counted += counted
+        return counted
+
+    def give_back(self, worker: int, numbers: Sequence[int] | None = None) -> int:
+        """A worker is gone, or these of its numbers are lost: what it held of them goes to others; how many that were."""
+        held = self._held.setdefault(worker, set())
+        returned = sorted(held if numbers is None else held.intersection(numbers))
+        held.difference_update(returned)
+        self.returned += returned
+        return len(returned)
+
+    def held(self, worker: int) -> list[int]:
+        """The numbers that a worker holds."""
+        return sorted(self._held.get(worker, ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """To go on from, with who holds what."""
+        held = {worker: sorted(numbers) for worker, numbers in self._held.items() if numbers}
+        return {"total": self.total, "following": self.following, "returned": self.returned, "counted": self.counted, "held": held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; ``total`` stays this one's, so that a run can be made longer."""
+        self.following, self.returned, self.counted = state["following"], list(state["returned"]), state["counted"]
+        self._held = {int(worker): set(numbers) for worker, numbers in state["held"].items()}
+
+    def return_all(self) -> None:
+        """After a restart from a snapshot: nobody holds anything until it says so (:meth:`reclaim`)."""
+        for worker in sorted(self._held):
+            self.give_back(worker)
+
+    def reclaim(self, worker: int, numbers: Sequence[int]) -> None:
+        """After a restart from a snapshot a worker says which numbers it holds; those that nobody else has are its own again.
+
+        >>> dispatcher = BatchDispatcher(6, following=2)
+        >>> dispatcher.reclaim(0, [1, 3]), dispatcher.held(0), dispatcher.take(1, 3)
+        (None, [3], [2, 4, 5])
+        """
+        for number in numbers:
+            if number in self.returned:
+                self.returned.remove(number)
+            elif self.following <= number < self.total:
+                self.returned += range(self.following, number)
+                self.following = number + 1
+            else:
+                continue
+            self._held.setdefault(worker, set()).add(number)

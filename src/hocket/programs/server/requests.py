@@ -1,0 +1,214 @@
+"""A worker's requests to the shards of its job: one is open at a time, to all shards at once; what got no answer is sent again.
+
+A shard that sends neither an answer nor a sign of waiting for two seconds may have been restarted or cut off: the worker says hello
+again, brings the weights it has if the shard has none, and repeats its request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from hocket.cluster.layout import Layout
+from hocket.errors import HocketError, WorkerLost
+from hocket.messages.frame import Envelope, Kind
+from hocket.programs.base import Address, Program, Task, Until
+from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.slices import Slices
+from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, job_config, slices_of
+from hocket.strategy import Strategy
+
+GIVE_UP_S = 60.0
+_SILENCE_S = 2.0
+_RETRY_S = 0.5
+_PAUSE_S = 0.05
+_RETRY = "retry"
+_HELLO_AGAIN = ("hello", "step")
+"""Refusals that a new hello mends."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Worker ``worker`` of ``world``; of ``total`` mini-batches, ``per_epoch`` make an epoch."""
+
+    strategy: Strategy
+    layout: Layout
+    worker: int
+    world: int
+    seed: int = 0
+    liveness_timeout_s: float = LIVENESS_TIMEOUT_S
+    give_up_s: float = GIVE_UP_S
+    total: int | None = None
+    per_epoch: int | None = None
+    replaces: bool = False
+    """Whether this process takes the place of a worker that has died."""
+
+
+@dataclass
+class ShardLink:
+    """One shard as a worker sees it."""
+
+    place: int
+    request: Envelope | None = None
+    reply: Envelope | None = None
+    heard: float = 0.0
+    """When it last gave a sign of life."""
+    greeted: float = 0.0
+    offset_s: float = 0.0
+    """What its clock shows more than ours."""
+    seen: int = 0
+    """The version of the weights that it gave last."""
+    greetings: deque[Envelope] = field(default_factory=deque)
+
+
+class ShardRequests(Program):
+    """Joins the shards and keeps requests alive; :class:`~hocket.programs.server.worker.ServerWorker` says what to request."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.slices = Slices.of(config.strategy, config.layout, config.world)
+        self.links = [ShardLink(place) for place in range(self.slices.shards)]
+        self.rows: Sequence[Tensor] = ()
+        """This worker's weights ``[1, values]`` per bucket: fetched weights are written there."""
+        self.batch_ids: deque[int] = deque()
+        """Mini-batches that lie ready."""
+        self._taken: list[int] = []
+        self._optimizer: OptimizerSpec | None = None
+        self._pushed = 0
+        self._number = 0
+        self._sent = 0.0
+        self._call = -1  # the version of the weights whose holders were called to a meeting last
+        self._greeting: int | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether something requested has not been applied yet."""
+        return any(link.request is not None for link in self.links)
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions of the weights applied last, per shard."""
+        return [link.seen for link in self.links]
+
+    # --- joining -------------------------------------------------------------------------------------------------------------
+
+    def _hello_all(self) -> Task:
+        """Join with the weights that this worker has, which the first worker brings; the step to go on from."""
+        steps, initializer = [], False
+        for link in self.links:
+            since, brings = self.now, initializer
+            while not (welcome := (yield from self._greet(link, brings))).note["weights"]:
+                # The worker whose weights the first shard took brings them to all, so that they are of one worker.
+                brings = brings or link.place == 0 or self.now - since > self.config.liveness_timeout_s
+                if not brings:
+                    yield Until(lambda: False, self.now + _PAUSE_S)
+            steps.append(welcome.step)
+            initializer = bool(welcome.note["initializer"]) if link.place == 0 else initializer
+        self._pushed = max(steps)
+        for link, step in zip(self.links, steps, strict=True):
+            if step < self._pushed:
+                yield from self._greet(link, False)
+        return self._pushed
+
+    def _greet(self, link: ShardLink, brings: bool) -> Task:
+        """Say hello until it is answered."""
+        begun, asked = self.now, -_SILENCE_S - 1
+        self._greeting = link.place
+        while True:
+            if self.now - begun > self.config.give_up_s:
+                raise WorkerLost(f"Shard {link.place} has not answered for {self.config.give_up_s:g} s.")
+            if self.now - asked >= _SILENCE_S:
+                asked = self.now
+                self._say_hello(link, brings)
+            yield Until(lambda: bool(link.greetings), asked + _SILENCE_S)
+            if not link.greetings:
+                continue
+            answer = link.greetings.popleft()
+            if answer.kind == Kind.WELCOME:
+                link.greetings.clear()
+                self._greeting = None
+                link.offset_s = float(answer.note["at"]) - (asked + self.now) / 2
+                return answer
+            if answer.note.get("reason") == "taken" and self.now - begun < self.config.liveness_timeout_s + _SILENCE_S:
+                continue  # the worker that this one replaces has not been missed yet
+            raise self._refusal(link, answer)
+
+    def _say_hello(self, link: ShardLink, brings: bool) -> None:
+        assert self._optimizer is not None
+        config = self.config
+        note: dict[str, Any] = {
+            "job_config": job_config(config.strategy, config.layout, config.seed, config.world),
+            "pushed": self._pushed,
+            "replaces": config.replaces,
+        }
+        if link.place == 0:
+            note["holds"] = self._holds(link)
+        tensors: tuple[Tensor, ...] = ()
+        if brings:
+            note |= {"optimizer": self._optimizer.describe(), "groups": [b.group for b in config.layout.buckets]}
+            note |= {"total": config.total, "per_epoch": config.per_epoch}
+            tensors = slices_of(self.slices, link.place, self.rows)
+        link.greeted = self.now
+        self._send(link.place, Envelope(Kind.HELLO, config.worker, link.place, note=note, tensors=tensors))
+
+    def _holds(self, link: ShardLink) -> list[int]:
+        """The mini-batches that this worker has and that are not known to be in the weights."""
+        pushed = [] if link.request is None else link.request.note.get("batch_ids", [])
+        return [*pushed, *self._taken, *self.batch_ids]
+
+    # --- requests ------------------------------------------------------------------------------------------------------------
+
+    def _request(self, requests: Sequence[Envelope]) -> None:
+        assert not self.open
+        self._number += 1
+        for link, request in zip(self.links, requests, strict=False):
+            link.request, link.reply, link.heard = replace(request, number=self._number), None, self.now
+            self._send(link.place, link.request)
+        self._sent = self.now
+        self._set_timer(_RETRY, self.now + _RETRY_S)
+
+    def _answered(self) -> bool:
+        return all(link.reply is not None for link in self.links if link.request is not None)
+
+    def on_message(self, sender: Address, message: Envelope) -> None:
+        assert isinstance(sender, int)
+        link = self.links[sender]
+        link.heard = self.now
+        if message.kind == Kind.WAIT:  # a call to a meeting may come at any time
+            self._call = message.note.get("call", self._call)
+        elif self._greeting == sender and message.kind in (Kind.WELCOME, Kind.REFUSAL):
+            link.greetings.append(message)
+        elif link.request is None or link.reply is not None:
+            return  # an answer that came twice
+        elif message.kind == Kind.REPLY and message.number == link.request.number:
+            link.reply = message
+        elif message.kind == Kind.WELCOME:
+            if message.note["weights"]:
+                self._send(link.place, link.request)
+            else:
+                self._say_hello(link, brings=True)
+        elif message.kind == Kind.REFUSAL and message.number in (0, link.request.number):
+            if message.note.get("reason") not in _HELLO_AGAIN:
+                raise self._refusal(link, message)
+            if self.now - link.greeted > _SILENCE_S / 4:
+                self._say_hello(link, brings=False)
+
+    def on_timer(self, name: str) -> None:
+        """Say hello again to shards that are silent."""
+        for link in self.links:
+            if link.request is None or link.reply is not None:
+                continue
+            if self.now - link.heard > self.config.give_up_s:
+                raise WorkerLost(f"Shard {link.place} has not answered for {self.config.give_up_s:g} s.")
+            if self.now - max(link.heard, link.greeted) > _SILENCE_S:
+                self._say_hello(link, brings=False)
+        if self.open:
+            self._set_timer(_RETRY, self.now + _RETRY_S)
+
+    def _refusal(self, link: ShardLink, message: Envelope) -> HocketError:
+        return HocketError(f"Shard {link.place}: {message.note.get('sentence')}")

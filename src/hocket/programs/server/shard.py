@@ -1,0 +1,301 @@
+"""One shard of the parameters: its slices of the weights, the optimiser over them, and how many steps each worker has pushed.
+
+- Where workers may be ahead of each other, every push is one step of the optimiser, with the pushing worker's learning rates.
+- Where they may not (``bulk``, ``ssp(0)``), pushes of a step wait for each other and make one step with their mean, summed in
+  worker order; a worker that is gone is not waited for.
+
+*Staleness* of a push: how many updates the shard has made since the version of the weights that the gradient was computed at.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.sync.base import Sync
+
+_MEAN_SQUARE, _EPS = 0.95, 1e-7
+
+
+class Shard(ABC):
+    """What a shard server needs of a shard: ``push``, ``ready``, ``give``, ``join``, ``leave`` and state."""
+
+    def __init__(self, weights: Sequence[Tensor], workers: Iterable[int]) -> None:
+        self.weights = list(weights)
+        """This shard's slice of every bucket; copy before keeping it."""
+        self.done: dict[int, int] = dict.fromkeys(workers, 0)
+        """How many steps each worker that is here has pushed."""
+        self.version = 0
+        self.staleness: Counter[int] = Counter()
+
+    together: bool
+    """Whether all workers that are here go in step."""
+
+    @abstractmethod
+    def push(self, worker: int, step: int, tensors: Sequence[Tensor], lrs: Sequence[float], seen: int | None = None) -> bool:
+        """Take a worker's tensors up to its ``step``; False where they have no effect: sent again, or too late.
+
+        ``seen`` is the version of the weights they were computed at, where that is not the last one given.
+        """
+
+    @abstractmethod
+    def ready(self, worker: int, step: int) -> bool:
+        """Whether a worker that has done ``step`` steps may have weights and go on."""
+
+    def give(self, worker: int) -> list[Tensor]:
+        """The weights for a worker; its next gradients are computed at these."""
+        return self.weights
+
+    def join(self, worker: int, step: int | None = None) -> int:
+        """A worker comes, or comes back; it goes on from ``step``, or with the slowest."""
+        self.done[worker] = self.slowest if step is None else step
+        return self.done[worker]
+
+    @abstractmethod
+    def leave(self, worker: int) -> bool:
+        """A worker is gone; what it pushed stays, except where the others had not come so far: that is lost (True)."""
+
+    @property
+    def slowest(self) -> int:
+        """How many steps the slowest worker that is here has pushed."""
+        return min(self.done.values(), default=0)
+
+    def called(self) -> list[int]:
+        """Workers that the others wait for at a meeting."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from (copies)."""
+        state = {"weights": self.weights, "done": self.done, "version": self.version, "staleness": dict(self.staleness)}
+        return copy.deepcopy(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        for own, saved in zip(self.weights, state["weights"], strict=True):
+            own.copy_(saved)
+        self.done, self.version = dict(state["done"]), state["version"]
+        self.staleness = Counter(state["staleness"])
+
+
+class ParameterShard(Shard):
+    """``weights[b]`` is this shard's slice of bucket ``b`` (updated in place), of optimiser group ``groups[b]``."""
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        groups: Sequence[int],
+        optimizer: OptimizerSpec,
+        sync: Sync,
+        workers: Iterable[int],
+        lr_factor: float = 1.0,
+    ) -> None:
+        super().__init__(weights, workers)
+        self._parameters = [nn.Parameter(w) for w in weights]
+        self.weights = [p.data for p in self._parameters]
+        self.sync, self.lr_factor = sync, lr_factor
+        held: list[list[nn.Parameter]] = [[] for _ in optimizer.groups]
+        for parameter, group in zip(self._parameters, groups, strict=True):
+            held[group].append(parameter)
+        self.optimizer = optimizer.build(held)
+        self.together = sync.max_staleness == 0
+        self._given: dict[int, int] = {}
+        self._waiting: dict[int, tuple[int, list[Tensor]]] = {}
+        self._lrs: Sequence[float] = ()
+        self._compensation, self._strength = sync.delay_compensation
+        self._then: dict[int, list[Tensor]] = {}
+        self._squares: list[Tensor] | None = None
+
+    # --- what workers do -----------------------------------------------------------------------------------------------------
+
+    def push(self, worker: int, step: int, tensors: Sequence[Tensor], lrs: Sequence[float], seen: int | None = None) -> bool:
+        if step <= self.done.setdefault(worker, 0):
+            return False
+        self.done[worker] = step
+        if self.together:
+            self._waiting[worker] = step, list(tensors)
+            self._lrs = lrs
+            self._step_together()
+            return True
+        # After a restart from a snapshot a worker may have seen more than this shard remembers.
+        staleness = max(self.version - (self._given.get(worker, 0) if seen is None else seen), 0)
+        self.staleness[staleness] += 1
+        gradients = self._compensated(worker, tensors) if self._compensation in ("taylor", "adaptive") else tensors
+        self._step(gradients, [lr / max(staleness, 1) for lr in lrs] if self._compensation == "rate" else lrs)
+        return True
+
+    def ready(self, worker: int, step: int) -> bool:
+        if step == 0 and worker != (first := min(self.done, default=worker)) and self.done.get(first, 0) < self.sync.warm_steps:
+            return False  # the first worker warms up alone
+        if self.together:
+            return step <= self.slowest  # then all pushes of that step are in the weights
+        return step - self.slowest <= self.sync.max_staleness
+
+    def give(self, worker: int) -> list[Tensor]:
+        self._given[worker] = self.version
+        if self._compensation in ("taylor", "adaptive"):
+            self._then[worker] = [w.clone() for w in self.weights]
+        return self.weights
+
+    def join(self, worker: int, step: int | None = None) -> int:
+        super().join(worker, step)
+        if worker in self._waiting and self._waiting[worker][0] < self.done[worker]:
+            del self._waiting[worker]  # from before a restart
+        self._step_together()
+        return self.done[worker]
+
+    def leave(self, worker: int) -> bool:
+        self.done.pop(worker, None)
+        self._given.pop(worker, None)
+        self._then.pop(worker, None)
+        lost = self._waiting.pop(worker, None) is not None
+        self._step_together()
+        return lost
+
+    # --- updates -------------------------------------------------------------------------------------------------------------
+
+    def _step_together(self) -> None:
+        """One step with the mean of all, once all who are here have come so far (a worker that joined may have no push there)."""
+        order = sorted(worker for worker, (step, _) in self._waiting.items() if step <= self.slowest)
+        if not order:
+            return
+        means = [g.clone() for g in self._waiting[order[0]][1]]
+        for worker in order[1:]:
+            for mean, gradient in zip(means, self._waiting[worker][1], strict=True):
+                mean += gradient
+        for mean in means:
+            mean /= len(order)
+        for worker in order:
+            del self._waiting[worker]
+        self.staleness[0] += len(order)
+        self._step(means, self._lrs)
+
+    def _step(self, gradients: Sequence[Tensor], lrs: Sequence[float]) -> None:
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr * self.lr_factor
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.version += 1
+
+    def _compensated(self, worker: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """``g + λ g⊙g⊙(w_now − w_then)``."""
+        squares = [g * g for g in gradients]
+        then = self._then.get(worker)
+        if self._compensation == "adaptive":
+            if self._squares is None:
+                self._squares = [s.clone() for s in squares]
+            for mean, square in zip(self._squares, squares, strict=True):
+                mean.mul_(_MEAN_SQUARE).add_(square, alpha=1 - _MEAN_SQUARE)
+        if then is None:
+            return list(gradients)
+        out = []
+        for b, (gradient, square, now, old) in enumerate(zip(gradients, squares, self.weights, then, strict=True)):
+            strength: Any = self._strength
+            if self._squares is not None:
+                strength = self._strength / (self._squares[b] + _EPS).sqrt()
+            out.append(gradient + strength * square * (now - old))
+        return out
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {
+            "optimizer": self.optimizer.state_dict(),
+            "given": self._given,
+            "waiting": self._waiting,
+            "lrs": list(self._lrs),
+            "then": self._then,
+            "squares": self._squares,
+        }
+        return {**super().state_dict(), **copy.deepcopy(own)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        state = copy.deepcopy(state)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._given, self._waiting, self._lrs = dict(state["given"]), dict(state["waiting"]), state["lrs"]
+        self._then, self._squares = dict(state["then"]), state["squares"]
+
+
+class AveragingShard(Shard):
+    """A shard for ``stale(s)``: workers bring weights, and it takes their mean, weighted by the steps since the last meeting.
+
+    The first to come calls the others, who finish the step in hand and come too. When all who are here have come, everybody gets
+    the mean ``Σ k_i w_i / Σ k_i``, summed in worker order. A worker that is gone is not waited for; what it brings from before a
+    meeting has no effect, and it goes on from the mean.
+    """
+
+    together = True
+
+    def __init__(self, weights: Sequence[Tensor], workers: Iterable[int]) -> None:
+        super().__init__(weights, workers)
+        self._arrived: dict[int, tuple[int, list[Tensor]]] = {}
+        """Who waits for the others, with its steps since the last meeting and its weights."""
+
+    def push(self, worker: int, step: int, tensors: Sequence[Tensor], lrs: Sequence[float], seen: int | None = None) -> bool:
+        steps = step - self.done.setdefault(worker, 0)
+        if steps <= 0:
+            return False
+        self.done[worker] = step
+        if seen is not None and seen < self.version:
+            return False  # the others have met without it: these weights are older than the mean
+        self._arrived[worker] = steps, [w.clone() for w in tensors]
+        self._meet()
+        return True
+
+    def ready(self, worker: int, step: int) -> bool:
+        return worker not in self._arrived
+
+    def leave(self, worker: int) -> bool:
+        self.done.pop(worker, None)
+        lost = self._arrived.pop(worker, None) is not None
+        self._meet()
+        return lost
+
+    def called(self) -> list[int]:
+        return [worker for worker in self.done if worker not in self._arrived] if self._arrived else []
+
+    def _meet(self) -> None:
+        """Take the mean, once all who are here have come."""
+        if not self._arrived or len(self._arrived) < len(self.done):
+            return
+        total = sum(steps for steps, _ in self._arrived.values())
+        order = sorted(self._arrived)
+        for b, own in enumerate(self.weights):
+            mean = torch.zeros_like(own)
+            for worker in order:
+                steps, weights = self._arrived[worker]
+                mean += weights[b] * (steps / total)
+            own.copy_(mean)
+        self._arrived = {}
+        self.version += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "arrived": copy.deepcopy(self._arrived)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._arrived = {int(w): (int(k), list(weights)) for w, (k, weights) in state["arrived"].items()}
+
+
+def make_shard(
+    weights: Sequence[Tensor],
+    groups: Sequence[int],
+    optimizer: OptimizerSpec,
+    sync: Sync,
+    workers: Iterable[int],
+    lr_factor: float = 1.0,
+) -> Shard:
+    """The shard that a synchronisation needs."""
+    if sync.averages_weights:
+        return AveragingShard(weights, workers)
+    return ParameterShard(weights, groups, optimizer, sync, workers, lr_factor)

@@ -1,0 +1,348 @@
+"""A shard and its workers: who is here, what they push and fetch, who has to wait.
+
+Every request carries a number and gets one answer with that number. A worker has at most one request open, so what a server holds
+for it is bounded; a worker that got no answer (a cut link, a server that was restarted) sends it again, and nothing is applied
+twice.
+
+=========  ==================================================================  =============================================
+message    from a worker (or an observer)                                      is answered by
+=========  ==================================================================  =============================================
+HELLO      job configuration, steps pushed so far, mini-batches held;          WELCOME: the step to go on from, whether weights
+           optimiser and a slice of the weights, where the shard has none      are there, and brought by it; or REFUSAL
+PUSH       step, coded gradients, learning rates, its figures; whether it      REPLY, at once or once it may go on
+           wants weights
+FETCH      step; *final*: it has ended and wants the final weights; from an    REPLY: weights, how long they were held back,
+           observer: the weights at the end of an epoch                        from shard 0 the next mini-batches
+BEAT       every second                                                        nothing
+GOODBYE    it has ended                                                        nothing
+ORDER      from an observer: status, or a worker that is known to be dead      ANSWER
+=========  ==================================================================  =============================================
+
+While an answer is held back, WAIT is sent every second, so that silence means that the server is gone. A worker that is silent for
+``liveness_timeout_s`` is no longer waited for; with its next message it is back. Under bulk and ssp a worker that was away resumes
+at the slowest live worker's step. A message with a wrong configuration, worker, step or shape is rejected, counted in ``rejected``,
+and never touches the weights.
+
+Bytes in both directions are counted by the worker.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.messages.frame import Envelope, Kind
+from hocket.programs.base import Address, Effects, Rejected
+from hocket.programs.server.epoch_snapshots import EpochSnapshot, SnapshotRequest
+from hocket.programs.server.members import Member, Request
+from hocket.programs.server.membership import Membership
+from hocket.programs.server.shard import Shard
+from hocket.programs.server.wire import (
+    FETCH,
+    MAX_BATCH_IDS,
+    OBSERVER,
+    WORKER_MARK,
+    as_messages,
+    gradients_of,
+)
+
+_WAIT_EVERY_S = 1.0
+_CHECK_EVERY_S = 0.2
+_LONG = 3
+"""A worker that is silent for so many liveness timeouts counts as one that has left, where a server ends with its workers."""
+_CHECK = "check"
+
+
+class ShardServer(Membership):
+    """Shard ``place`` of a job."""
+
+    # --- events --------------------------------------------------------------------------------------------------------------
+
+    def start(self, now: float, state: dict[str, Any] | None = None) -> Effects:
+        """Begin to serve, from a snapshot's ``state`` if there is one."""
+        self.now = self._checked = self._saved = now
+        if state is not None:
+            self.load_state_dict(state)
+            if self.dispatcher is not None:
+                self.dispatcher.return_all()
+            for member in self.members.values():
+                member.incarnation, member.request, member.seen = b"", None, now
+        self._set_timer(_CHECK, now + _CHECK_EVERY_S)
+        return self._done()
+
+    def on_message(self, sender: Address, message: Envelope) -> None:
+        assert isinstance(sender, bytes)
+        handlers = {
+            Kind.HELLO: self._hello,
+            Kind.PUSH: self._push,
+            Kind.FETCH: self._fetch,
+            Kind.BEAT: self._beat,
+            Kind.GOODBYE: self._goodbye,
+            Kind.ORDER: self._order,
+        }
+        try:
+            if message.kind not in handlers:
+                raise Rejected("kind", f"A shard does not accept {message.kind.name}.")
+            try:
+                handlers[message.kind](sender, message)
+            except Rejected:
+                raise
+            except Exception as error:  # whatever a peer sent, the server goes on
+                why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                raise Rejected("shape", f"The message cannot be read: {why}.") from None
+        except Rejected as rejected:
+            self._reject(sender, message.number, rejected)
+        self._release()
+
+    def on_timer(self, name: str) -> None:
+        """What time demands: workers that are silent, those who wait and want to know that we live, snapshots."""
+        now = self.now
+        suspended_s, self._checked = max(now - self._checked - 1.0, 0.0), now
+        self._set_timer(_CHECK, now + _CHECK_EVERY_S)
+        if self.shard is None:
+            return
+        self._miss_silent(suspended_s)
+        for member in self.members.values():
+            request = member.request
+            if request is not None and now - request.notified >= _WAIT_EVERY_S:
+                request.notified = now
+                self._send(request.peer, Envelope(Kind.WAIT, self.place, number=request.number))
+        self._release()
+        if self.snapshot_s > 0 and now - self._saved >= self.snapshot_s:
+            self._save()
+        known = [m for m in self.members.values() if m.incarnation]
+        long_s = _LONG * self.liveness_timeout_s
+        self.over = not self.stays and bool(known) and all(m.left or now - m.seen > long_s for m in known)
+
+    # --- pushes and fetches --------------------------------------------------------------------------------------------------
+
+    def _push(self, peer: bytes, message: Envelope) -> None:
+        shard, member = self._known(peer, message)
+        worker, step, note = message.sender, message.step, message.note
+        if member.ended:
+            raise Rejected("worker", f"Worker {worker} has left.")
+        done, period = shard.done[worker], self._strategy.sync.period
+        if not 1 <= step <= done + period:
+            raise Rejected("step", f"Step {step} of worker {worker} was pushed where {done + 1} to {done + period} come next.")
+        if step > done:
+            tensors, lrs = self._read(shard, message), [float(lr) for lr in note["lrs"]]
+            if len(lrs) != len(self._start_config["optimizer"]["groups"]):
+                raise ValueError(f"{len(lrs)} learning rates for {len(self._start_config['optimizer']['groups'])} groups")
+            seen, ids = note.get("seen"), [int(number) for number in note.get("batch_ids", [])]
+            if self.place == 0:
+                member.figures = dict(note.get("figures", {}))
+            if shard.push(worker, step, tensors, lrs, None if seen is None else int(seen)):
+                self.pushed += step - member.reached if self.dispatcher is None else self.dispatcher.done(worker, ids)
+            else:
+                self.lost += step - member.reached if self.dispatcher is None else self.dispatcher.give_back(worker, ids)
+            member.reached = step
+            self._look_at_epoch()
+        self._open(peer, member, message)
+        self._call(shard)
+
+    def _call(self, shard: Shard) -> None:
+        """A worker waits for a meeting: tell those who have not come (again with every one that comes, should it get lost)."""
+        if self.place == 0:
+            for worker in shard.called():
+                member = self.members[worker]
+                if member.incarnation and not member.ended:
+                    call = {"call": shard.version}
+                    self._send(WORKER_MARK + member.incarnation, Envelope(Kind.WAIT, self.place, note=call))
+
+    def _read(self, shard: Shard, message: Envelope) -> list[Tensor]:
+        """All of a push, or nothing."""
+        tensors = list(message.tensors)
+        buffers = tensors.pop() if message.note.get("buffers") else None
+        config, own = self.job_config, shard.weights
+        messages = as_messages(message.note["parts"], tensors)
+        found = gradients_of(self._strategy, messages, own, message.step, message.sender, config["world"], config["seed"])
+        if buffers is not None:
+            if any(m.buffers is not None and m.buffers.shape != buffers.shape for m in self.members.values()):
+                raise ValueError(f"{buffers.numel()} values in buffers, other workers have another number")
+            self._member(message.sender).buffers = buffers.to(torch.float32, copy=True)
+        return found
+
+    def _fetch(self, peer: bytes, message: Envelope) -> None:
+        if message.sender == OBSERVER:
+            within_s = min(float(message.note.get("within_s", 0.0)), 1e6)
+            epoch = int(message.note.get("epoch", 0))
+            self.epochs.request(SnapshotRequest(peer, message.number, epoch, self.now + within_s))
+            return
+        shard, member = self._known(peer, message)
+        request = self._open(peer, member, message)
+        if request is not None and request.final:
+            member.ended = True
+            shard.leave(message.sender)
+            self._give_back(message.sender)
+            self._look_at_epoch()
+
+    def _open(self, peer: bytes, member: Member, message: Envelope) -> Request | None:
+        """The worker waits for this; None where the message is older than what was asked or answered since."""
+        note, number = message.note, message.number
+        if number < member.answered or (member.request is not None and number < member.request.number):
+            return None
+        want = max(0, min(int(note.get("want", 0)), MAX_BATCH_IDS))
+        fetch, final = bool(note.get("fetch")), bool(note.get("final"))
+        member.request = Request(peer, number, message.step, fetch, final, want, self.now, self.now)
+        return member.request
+
+    def _release(self) -> None:
+        """Answer all who may go on."""
+        if self.shard is None:
+            return
+        for worker, member in self.members.items():
+            request = member.request
+            if request is None:
+                continue
+            if request.final:
+                ready = not self.shard.done
+            else:
+                ready = not request.fetch or self.shard.ready(worker, request.step)
+            if ready:
+                member.request = None
+                self._reply(worker, member, request)
+        for asked in self.epochs.due(self.now):
+            self._show(asked)
+
+    def _reply(self, worker: int, member: Member, request: Request) -> None:
+        assert self.shard is not None
+        if self.dispatcher is not None and member.answered != request.number:
+            member.dispatched = self.dispatcher.take(worker, request.want)
+        member.answered = request.number
+        note: dict[str, Any] = {"held": self.now - request.since, "at": self.now, "seen": self.shard.version}
+        if self.dispatcher is not None:
+            note["batch_ids"], note["over"] = member.dispatched, self.dispatcher.empty
+        tensors: tuple[Tensor, ...] = ()
+        if request.fetch:
+            self.shard.give(worker)
+            tensors = self._weights()
+            if request.final:  # in full precision
+                tensors = self._with_buffers(tuple(w.clone() for w in self.shard.weights), note)
+        self._answer(request.peer, Kind.REPLY, request.number, note, tensors, member.reached)
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        """A copy to send, made once per version: nobody writes to it."""
+        assert self.shard is not None
+        if self._copy is None or self._copy[0] != self.shard.version:
+            dtype = FETCH[self._strategy.topology.fetch_dtype]
+            self._copy = self.shard.version, tuple(w.to(dtype or w.dtype, copy=True) for w in self.shard.weights)
+        return self._copy[1]
+
+    # --- for observers -------------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> int:
+        """Mini-batches that are done with, whether they had their effect or were lost."""
+        if self.shard is None:
+            return 0
+        if self.dispatcher is not None:
+            return self.dispatcher.counted
+        if not self._strategy.sync.static_partition:
+            return self.pushed
+        done = self.shard.done
+        floor = min(done.values()) if done else max(m.reached for m in self.members.values())
+        # A worker that has ended has done all that it had; one that is away may have missed what the others did.
+        return sum(done.get(w, m.reached if m.ended else max(m.reached, floor)) for w, m in self.members.items())
+
+    @property
+    def all_lost(self) -> int:
+        """Mini-batches lost, also those of workers that were away, where every worker has its own part of the data."""
+        return self.lost + (max(self.progress - self.pushed, 0) if self._strategy.sync.static_partition else 0)
+
+    def figures(self) -> dict[str, Any]:
+        """Where the job stands, as plain data."""
+        assert self.shard is not None
+        return {
+            "progress": self.progress,
+            "lost": self.all_lost,
+            "version": self.shard.version,
+            "ages": {str(age): count for age, count in sorted(self.shard.staleness.items())},
+            "workers": {str(w): m.figures for w, m in self.members.items() if m.figures},
+            "here": sorted(self.shard.done),
+            "refused": dict(self.rejected),
+        }
+
+    def _look_at_epoch(self) -> None:
+        self.epochs.look(self.progress, self._snapshot)
+
+    def _snapshot(self) -> EpochSnapshot:
+        assert self.shard is not None
+        figures = self.figures() if self.place == 0 else {"lost": self.all_lost}
+        return EpochSnapshot(tuple(w.clone() for w in self.shard.weights), self._mean_buffers(), figures)
+
+    def _mean_buffers(self) -> Tensor | None:
+        rows = [m.buffers for m in self.members.values() if m.buffers is not None]
+        return torch.stack(rows).mean(0) if rows else None
+
+    def _with_buffers(self, tensors: tuple[Tensor, ...], note: dict[str, Any]) -> tuple[Tensor, ...]:
+        buffers = self._mean_buffers()
+        note["buffers"] = buffers is not None
+        return tensors if buffers is None else (*tensors, buffers)
+
+    def _show(self, asked: SnapshotRequest) -> None:
+        found = self.epochs.show(asked.epoch) or self._snapshot()
+        tensors = found.weights if found.buffers is None else (*found.weights, found.buffers)
+        note = {"buffers": found.buffers is not None, "figures": found.figures, "at": self.now}
+        self._answer(asked.peer, Kind.REPLY, asked.number, note, tensors)
+
+    def _order(self, peer: bytes, message: Envelope) -> None:
+        if message.sender != OBSERVER:
+            raise Rejected("worker", "Only observers give orders.")
+        gone, unseen = message.note.get("gone"), message.note.get("unseen")
+        # ``unseen``: unless another process has said hello as this worker meanwhile.
+        if self.shard is not None and gone in self.shard.done and not (unseen and self.members[gone].incarnation):
+            self._gone(gone)
+        note: dict[str, Any] = {"weights": self.shard is not None, "at": self.now}
+        if self.shard is not None:
+            note["figures"] = self.figures()
+        self._answer(peer, Kind.ANSWER, message.number, note)
+
+    def _answer(
+        self, peer: bytes, kind: Kind, number: int, note: dict[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
+    ) -> None:
+        # A peer that is gone does not get it; one that is merely slow asks again.
+        self._send(peer, Envelope(kind, self.place, self.place, step, number, note, tensors))
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from."""
+        assert self.shard is not None
+        members = {
+            worker: {
+                "incarnation": m.incarnation.hex(),
+                "reached": m.reached,
+                "ended": m.ended,
+                "left": m.left,
+                "answered": m.answered,
+                "dispatched": list(m.dispatched),
+                "figures": json.dumps(m.figures),
+                "buffers": m.buffers,
+                "request": None if m.request is None else [*vars(m.request).values()],
+            }
+            for worker, m in self.members.items()
+        }
+        return {
+            "job_config": self.job_config,
+            "start_config": self._start_config,
+            "shard": self.shard.state_dict(),
+            "members": members,
+            "dispatcher": None if self.dispatcher is None else self.dispatcher.state_dict(),
+            "counters": [self.pushed, self.lost, self.epochs.done],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self._start_shard(state["job_config"], state["start_config"], [w.clone() for w in state["shard"]["weights"]])
+        assert self.shard is not None
+        self.shard.load_state_dict(state["shard"])
+        for worker, saved in state["members"].items():
+            values = {**saved, "figures": json.loads(saved["figures"]), "incarnation": bytes.fromhex(saved["incarnation"])}
+            request = values.pop("request")
+            self.members[worker] = Member(seen=self.now, request=None if request is None else Request(*request), **values)
+        if self.dispatcher is not None and state["dispatcher"] is not None:
+            self.dispatcher.load_state_dict(state["dispatcher"])
+        self.pushed, self.lost, self.epochs.done = state["counters"]

@@ -1,0 +1,290 @@
+"""The worker's side of the parameter server: it adds up gradients, pushes them, fetches weights, and waits where it must.
+
+Whoever trains calls, per step, :meth:`ServerWorker.before_update` with the gradients, steps its own optimiser if
+:attr:`ServerWorker.steps_locally` says so, and calls :meth:`ServerWorker.after_update`. While the program is ``busy`` the worker
+stands still. Fetched weights are written into ``rows`` by these calls and at no other time.
+
+The weights are on the shards, and so is the optimiser; the learning rates are this worker's. Under ``stale`` the workers keep their
+optimisers, and what they push are weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from hocket.cluster.message import FRAME_BYTES, framed
+from hocket.messages.frame import Envelope, Kind
+from hocket.programs.account import Account
+from hocket.programs.base import Effects, Task, Until
+from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.push_encoder import PushEncoder
+from hocket.programs.server.requests import ShardRequests, WorkerConfig
+from hocket.programs.server.wire import MAX_BATCH_IDS, as_tensors
+
+
+class ServerWorker(ShardRequests):
+    """One worker; ``config`` says which."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        super().__init__(config)
+        self.sync = config.strategy.sync
+        self.account = Account()
+        self.step = 0
+        """Steps done; a worker that was away goes on with the others."""
+        self.over = False
+        """Whether all mini-batches have been handed out; ``batch_ids`` may hold some of them."""
+        self.final_buffers: Tensor | None = None
+        """All workers' mean buffers, after :meth:`finish`."""
+        self._encoder = PushEncoder(config.strategy, self.slices, config.worker, config.world, config.seed)
+        self._sums: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._waiting: tuple[str, float] | None = None
+        self._seen = self.versions
+        self._steps_since_meeting = 0
+        self._lrs: list[float] = []
+        self._buffers: Tensor | None = None
+
+    # --- events --------------------------------------------------------------------------------------------------------------
+
+    def join(self, rows: Sequence[Tensor], optimizer: OptimizerSpec, now: float) -> Effects:
+        """Join the shards with these weights, which the first worker brings, and fetch those that the shards have."""
+        self.rows, self._optimizer = rows, optimizer
+        return self._run(self._join(), now)
+
+    def before_update(self, gradients: Sequence[Tensor], now: float) -> Effects:
+        """This step's gradients, flat, one per bucket; they are kept, so the caller must not write to them any more."""
+        return self._run(self._before(gradients), now)
+
+    @property
+    def steps_locally(self) -> bool:
+        """Whether the worker's own optimiser makes the step under way."""
+        return self.sync.averages_weights or self.sync.server_action(self.step + 1).local
+
+    def after_update(self, lrs: Sequence[float], buffers: Tensor | None, now: float) -> Effects:
+        """The step is done, with the worker's learning rates ``lrs``; ``buffers`` are its floating-point buffers, flat."""
+        self._lrs, self._buffers = list(lrs), buffers
+        return self._run(self._after(), now)
+
+    def take_batch(self, now: float) -> Effects:
+        """Make sure that a mini-batch lies ready, if there is one left."""
+        return self._run(self._ensure_batch(), now)
+
+    def next_batch(self) -> int | None:
+        """The number of the next mini-batch; None when there is none left."""
+        if not self.batch_ids:
+            return None
+        self._taken.append(self.batch_ids.popleft())
+        return self._taken[-1]
+
+    def flush(self, now: float) -> Effects:
+        """Apply what was requested, and push what has not been pushed yet."""
+        return self._run(self._flush(), now)
+
+    def finish(self, now: float) -> Effects:
+        """Flush, and wait for the final weights, the same on all workers."""
+        return self._run(self._finish(), now)
+
+    def leave(self, now: float) -> Effects:
+        """Say goodbye."""
+        self.now = max(now, self.now)
+        for link in self.links:
+            self._send(link.place, Envelope(Kind.GOODBYE, self.config.worker, link.place))
+        return self._done()
+
+    # --- tasks ---------------------------------------------------------------------------------------------------------------
+
+    def _join(self) -> Task:
+        self.step = yield from self._hello_all()
+        self._seen = self.versions
+        self._fetch(self._want())
+        yield from self._apply("after")
+
+    def _before(self, gradients: Sequence[Tensor]) -> Task:
+        self._seen = self.versions  # of the weights that the gradients were computed at, whatever is applied now
+        self._gradients = list(gradients)
+        if self.open:
+            yield from self._apply("before")
+        self._add()
+
+    def _add(self) -> None:
+        if not self.sync.averages_weights:
+            for total, gradient in zip(self._sums, self._gradients, strict=False):
+                total += gradient
+            self._sums = self._sums or self._gradients
+        self._gradients = []
+
+    def _after(self) -> Task:
+        self.step += 1
+        if self.sync.averages_weights:
+            self._steps_since_meeting += 1
+            if self._steps_since_meeting == self.sync.period or self._call == self.links[0].seen:
+                yield from self._meet()
+            return
+        action = self.sync.server_action(self.step)
+        if action.push:
+            self._push(action.fetch, self._want())
+        elif action.fetch:
+            self._fetch(self._want())
+        if action.fetch and not self.sync.overlaps:
+            yield from self._apply("after")
+
+    def _meet(self, then: str = "after") -> Task:
+        """Bring these weights to the others, and take the mean."""
+        self._sums = [rows[0].clone() for rows in self.rows]
+        self._steps_since_meeting = 0
+        self._push(True, self._want())
+        yield from self._apply(then)
+
+    def _ensure_batch(self) -> Task:
+        while not self.batch_ids and not self.over and not self.open:
+            self._fetch(1, weights=False)
+            yield from self._apply("batch")
+
+    def _flush(self) -> Task:
+        while self._steps_since_meeting or self.open or self._sums:
+            if self._steps_since_meeting:
+                yield from self._meet("flush")
+            elif self.open:
+                yield from self._apply("flush")
+            else:
+                self._push(False, 0)
+                yield from self._apply("flush")
+
+    def _finish(self) -> Task:
+        yield from self._flush()
+        self._fetch(0, final=True)
+        reply = yield from self._apply("final")
+        if reply.note.get("buffers"):
+            self.final_buffers = reply.tensors[-1].clone()
+
+    def _resumed(self, then: str, begun: float) -> Task:
+        """The task that a saved worker was waiting in."""
+        yield from self._apply(then, begun)
+        if then == "before":
+            self._add()
+        elif then == "batch":
+            yield from self._ensure_batch()
+        elif then == "flush":
+            yield from self._flush()
+
+    def _apply(self, then: str, begun: float | None = None) -> Task:
+        """Wait for what was requested and write weights, if they come, into ``rows``; shard 0's answer.
+
+        ``then`` names what comes after it, for a worker that is saved while it waits.
+        """
+        begun = self.now if begun is None else begun
+        self._waiting = then, begun
+        yield Until(self._answered)
+        self._waiting = None
+        held = moved = 0.0
+        reached = 0
+        asked = [link for link in self.links if link.request is not None]
+        for link in asked:
+            reply = link.reply
+            assert reply is not None
+            for b, part in enumerate(reply.tensors[: len(self.rows)]):
+                self.slices.put(b, link.place, part.to(self.rows[b].dtype), self.rows[b][0])
+            if reply.tensors:
+                link.seen = int(reply.note["seen"])
+            self.account.bytes_sent += framed(reply.tensor_bytes)
+            held, moved = max(held, float(reply.note["held"])), max(moved, float(reply.note["at"]) - link.offset_s)
+            reached = max(reached, reply.step)
+            if link.request is not None and link.request.kind == Kind.PUSH:
+                self._pushed = max(self._pushed, link.request.step)  # only now is it known to be there
+            link.request = None
+        # What moved before the worker stood still was hidden, as far as the shard's clock tells.
+        self.account.stalled(self.now - begun, held, max(min(moved, begun) - self._sent - held, 0.0))
+        first = asked[0].reply
+        assert first is not None
+        self.batch_ids.extend(first.note.get("batch_ids", []))
+        self.over = bool(first.note.get("over", self.over))
+        self._pushed = max(self._pushed, reached)
+        if reached > self.step:  # this worker was away, and the others went on
+            self.step, self._sums = reached, []
+        return first
+
+    # --- messages ------------------------------------------------------------------------------------------------------------
+
+    def _push(self, fetch: bool, want: int) -> None:
+        """Push the sums up to this step; ``fetch``: the push requests weights too."""
+        requests = []
+        for link, messages in zip(self.links, self._encoder.encode(self.step, self._sums), strict=True):
+            parts, tensors = as_tensors(messages)
+            note = {"parts": parts, "lrs": self._lrs, "fetch": fetch, "seen": self._seen[link.place]}
+            size = sum(int(m.payload_bytes().sum()) for m in messages)
+            if link.place == 0:
+                note |= {"batch_ids": self._taken, "want": want, "buffers": self._buffers is not None}
+                if self._buffers is not None:
+                    tensors.append(self._buffers)
+                    size += self._buffers.numel() * self._buffers.element_size()
+            self.account.bytes_sent += framed(size)
+            requests.append(Envelope(Kind.PUSH, self.config.worker, link.place, self.step, 0, note, tuple(tensors)))
+        figures = self.account.describe(self.now)
+        requests[0] = replace(requests[0], note={**requests[0].note, "figures": figures})
+        self._taken, self._sums = [], []
+        self._request(requests)
+
+    def _fetch(self, want: int, weights: bool = True, final: bool = False) -> None:
+        """Request weights, or mini-batches alone; ``final``: the weights when all workers have ended."""
+        note = {"fetch": weights, "want": want, "final": final}
+        asked = self.links if weights else self.links[:1]
+        self.account.bytes_sent += FRAME_BYTES * len(asked)
+        self._request([Envelope(Kind.FETCH, self.config.worker, link.place, self.step, 0, note) for link in asked])
+
+    def _want(self) -> int:
+        """Mini-batches to request now: up to the step at which the next answer is applied."""
+        if self.config.total is None:
+            return 0
+        sync, talk = self.sync, self.step + 1
+        if sync.averages_weights:
+            steps = sync.period
+        else:
+            while not (sync.server_action(talk).push or sync.server_action(talk).fetch):
+                talk += 1
+            steps = talk - self.step + (sync.overlaps or not sync.server_action(talk).fetch)
+        return max(0, min(steps - len(self.batch_ids), MAX_BATCH_IDS))
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state of this worker; messages under way are the driver's."""
+        return copy.deepcopy(
+            {
+                "step": self.step,
+                "over": self.over,
+                "encoder": self._encoder.state_dict(),
+                "sums": self._sums,
+                "gradients": self._gradients,
+                "waiting": self._waiting,
+                "seen": list(self._seen),
+                "since": self._steps_since_meeting,
+                "batch_ids": list(self.batch_ids),
+                "taken": list(self._taken),
+                "counters": [self._pushed, self._number, self._sent, self._call],
+                "links": [[link.request, link.reply, link.heard, link.greeted, link.offset_s, link.seen] for link in self.links],
+                "account": vars(self.account),
+            }
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        state = copy.deepcopy(state)
+        self.step, self.over, self._sums, self._seen = state["step"], state["over"], state["sums"], state["seen"]
+        self._encoder.load_state_dict(state["encoder"])
+        self._gradients = state["gradients"]
+        self._steps_since_meeting = state["since"]
+        self.batch_ids, self._taken = deque(state["batch_ids"]), state["taken"]
+        self._pushed, self._number, self._sent, self._call = state["counters"]
+        for link, saved in zip(self.links, state["links"], strict=True):
+            link.request, link.reply, link.heard, link.greeted, link.offset_s, link.seen = saved
+        self.account = Account(**state["account"])
+        self._task = self._until = None
+        if state["waiting"] is not None:
+            self._task = self._resumed(*state["waiting"])
+            self._advance()
