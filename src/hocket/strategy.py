@@ -61,6 +61,13 @@ class Strategy:
         return self.sync.free or (isinstance(self.topology, Server) and not self.topology.sums)
 
     @property
+    def runtime(self) -> str:
+        """What carries it out: ``collective`` (all workers take part in every exchange), ``server`` or ``peers`` (messages)."""
+        if not self.free:
+            return "collective"
+        return "peers" if self.topology.peer_to_peer else "server"
+
+    @property
     def weights(self) -> bool:
         """Whether weights are exchanged (otherwise gradients)."""
         if self.exchange is not None:

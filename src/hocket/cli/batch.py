@@ -17,7 +17,7 @@ from hocket.models import build, loss_for
 from hocket.sandblaster import Sandblaster
 from hocket.strategy import Strategy
 from hocket.topology import Server, Topology
-from hocket.train.free.training import DEFAULT_CLUSTER
+from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.record import Record, versions
 from hocket.train.run import Settings
 

@@ -35,6 +35,10 @@ class Node:
     routes: Mapping[int, Key]
     timers: dict[str, int] = field(default_factory=dict)
     """The event that each timer waits for; a later one of the same name replaces it."""
+    stopped_until: float = 0.0
+    """A process that is stopped handles nothing before that time."""
+    clock_offset_s: float = 0.0
+    """What the node's clock shows more than ``now``."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Simulation:
                 if self.timers:
                     number = self.order + 1
                     node.timers[effect.name] = number
-                    self.put(effect.at, Alarm(key, node.identity, effect.name, number))
+                    self.put(effect.at - node.clock_offset_s, Alarm(key, node.identity, effect.name, number))
             else:
                 self.on_effect(key, effect)
 
@@ -144,19 +148,24 @@ class Simulation:
             return False
         when, number, event = heapq.heappop(self.queue)
         self.now = max(self.now, when)
-        if isinstance(event, Call):
-            self.on_call(event)
-            return True
         key = event.target if isinstance(event, Delivery) else event.node
         node = self.nodes.get(key)
-        if node is None:
-            return True
-        if isinstance(event, Delivery):
+        if node is not None and node.stopped_until > self.now:
+            heapq.heappush(self.queue, (node.stopped_until, number, event))
+        elif isinstance(event, Call):
+            self.on_call(event)
+        elif node is None:
+            pass
+        elif isinstance(event, Delivery):
             if node.identity == event.target_identity:
-                self.carry_out(key, node.program.message(event.sender, event.message, self.now))
+                self.carry_out(key, node.program.message(event.sender, event.message, self.time(key)))
                 self.on_idle(key)
         elif node.identity == event.identity and node.timers.get(event.name) == event.number:
             del node.timers[event.name]
-            self.carry_out(key, node.program.timer(event.name, self.now))
+            self.carry_out(key, node.program.timer(event.name, self.time(key)))
             self.on_idle(key)
         return True
+
+    def time(self, key: Key) -> float:
+        """What a node's clock shows."""
+        return self.now + self.nodes[key].clock_offset_s

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from hocket.messages.frame import Envelope
+from hocket.messages.frame import Envelope, Kind
 
 Address = int | bytes
 """A peer: its number, where this program reaches out to it; its identity on the link, where the peer reached out to this one."""
@@ -158,3 +158,19 @@ class Program:
                 raise
             if self._until.at is not None and not self._until.condition():
                 self._set_timer(_TASK, self._until.at)
+
+
+def to_plain(message: Envelope | None) -> list[Any] | None:
+    """A message as plain data, for checkpoints."""
+    if message is None:
+        return None
+    fields = (int(message.kind), message.sender, message.place, message.step, message.number, dict(message.note))
+    return [*fields, list(message.tensors)]
+
+
+def from_plain(plain: list[Any] | None) -> Envelope | None:
+    """Back from :func:`to_plain`."""
+    if plain is None:
+        return None
+    kind, sender, place, step, number, note, tensors = plain
+    return Envelope(Kind(kind), sender, place, step, number, note, tuple(tensors))

@@ -18,7 +18,7 @@ from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.study.presets import Entry, Preset
 from hocket.sync import Local, PostLocal
-from hocket.train.free.training import DEFAULT_CLUSTER
+from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.run import Settings
 
 FIELDS = tuple(f.name for f in fields(Settings))

@@ -31,6 +31,11 @@ class Topology(ABC):
         """Whether everybody hears the same."""
         return False
 
+    peer_to_peer: ClassVar[bool] = False
+    """Whether each worker talks to a few others, and nobody to all."""
+    has_servers: ClassVar[bool] = False
+    """Whether shards are on machines of their own."""
+
     def num_shards(self, workers: int) -> int:
         """Over how many shards the parameters lie where workers send messages; without servers every worker hosts one."""
         return workers

@@ -53,6 +53,7 @@ class Gossip(Topology):
     step: float | None = None
     """CHOCO's γ for compressed weights; unless given, as large as the compressor bears, at most 0.4 (1 where nothing is lost)."""
     name: ClassVar[str] = "gossip"
+    peer_to_peer: ClassVar[bool] = True
     paper: ClassVar[str] = "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017"
 
     def __post_init__(self) -> None:

@@ -57,6 +57,7 @@ class Server(Topology):
     fetch: str = "fp32"
     """How precisely weights travel to the workers."""
     name: ClassVar[str] = "server"
+    has_servers: ClassVar[bool] = True
     paper: ClassVar[str] = "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014"
 
     def __post_init__(self) -> None:

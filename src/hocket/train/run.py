@@ -27,9 +27,7 @@ from hocket.split.pipeline.schedules import SCHEDULES, make
 from hocket.split.sharded import refuse_shard
 from hocket.strategy import Strategy
 from hocket.train.engines import Engine, VmapEngine, choose
-from hocket.train.free import FreeTraining
-from hocket.train.free.crowd import Crowd
-from hocket.train.free.training import DEFAULT_CLUSTER
+from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.free_job import serves_itself
 from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
@@ -255,7 +253,7 @@ def _factors(text: str) -> tuple[float, ...]:
     return factors
 
 
-def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: Engines | None = None) -> Training | FreeTraining:
+def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: Engines | None = None) -> Training | AsyncSimulation:
     """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy = settings.check()
     Partition(
@@ -279,8 +277,8 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: 
         if cluster.rows != cluster.size:
             raise HocketError(f"{strategy}: its workers are processes of their own; leave --processes out, or use --virtual.")
         free = {name: value for name, value in options.items() if name not in ("seed", "autocast")}
-        crowd = Crowd(model, settings.make_optimizer, strategy, cluster, engine=engine, **free)
-        return FreeTraining(crowd, cluster, data, loss, settings.plan())
+        replicas = AsyncReplicas(model, settings.make_optimizer, strategy, cluster, engine=engine, **free)
+        return AsyncSimulation(replicas, cluster, data, loss, settings.plan())
     if settings.mesh is not None:
         return _on_mesh(settings, strategy, cluster, data, model, loss, options)
     live = cluster.rows == 1 and not settings.virtual
@@ -374,7 +372,7 @@ def run(
     engines: Engines | None = None,
     briefly: bool = False,
     on_split: Callable[[str], None] = lambda _: None,
-) -> Training | FreeTraining:
+) -> Training | AsyncSimulation:
     """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given.
 
     ``briefly``: nothing is evaluated but the mean model at the end. ``on_split`` is shown who holds what of a split model.
@@ -420,9 +418,9 @@ def run(
     return training
 
 
-def _go_on(settings: Settings, cluster: Cluster, training: Training | FreeTraining, record: Record) -> bool:
+def _go_on(settings: Settings, cluster: Cluster, training: Training | AsyncSimulation, record: Record) -> bool:
     """Load the checkpoint; whether the model is split otherwise than it was, so that its whole was loaded."""
-    if isinstance(training, FreeTraining):
+    if isinstance(training, AsyncSimulation):
         training.load_state_dict(record.load())
         return False
     other = record.mesh() != settings.mesh
@@ -439,7 +437,7 @@ def _go_on(settings: Settings, cluster: Cluster, training: Training | FreeTraini
     return other
 
 
-def describe(settings: Settings, cluster: Cluster, training: Training | FreeTraining) -> dict[str, Any]:
+def describe(settings: Settings, cluster: Cluster, training: Training | AsyncSimulation) -> dict[str, Any]:
     """run.json: everything needed to repeat the run."""
     clock = cluster.clock
     where = {
@@ -477,7 +475,7 @@ def _repeated(settings: Settings) -> dict[str, Any]:
     return {**given, "strategy": str(settings.check()), **described}
 
 
-def bulk_bytes(training: Training | FreeTraining) -> int:
+def bulk_bytes(training: Training | AsyncSimulation) -> int:
     """What ``bulk + allreduce`` would send in the same number of steps, all workers together (computed, not measured)."""
     job = getattr(training.replicas, "job", None)
     if isinstance(values := getattr(job, "whole_bytes", None), int):  # a split model: as if each process had a whole one

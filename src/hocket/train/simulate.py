@@ -21,9 +21,7 @@ from hocket.data.tensors import as_tensors
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.train.engines import Engine, choose
-from hocket.train.free import FreeTraining
-from hocket.train.free.crowd import Crowd
-from hocket.train.free.training import DEFAULT_CLUSTER
+from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
 from hocket.train.replicas import Factory, Loss, StackedReplicas
@@ -132,7 +130,7 @@ def train_rows(
     engine: str = "auto",
     autocast: torch.dtype | None = None,
     **options: Any,
-) -> Training | FreeTraining:
+) -> Training | AsyncSimulation:
     """A training of the workers that ``cluster`` hosts here, as rows: in step, or not, as ``strategy`` says."""
     built = seeded(model, plan.seed).to(cluster.device)
 
@@ -143,7 +141,7 @@ def train_rows(
         options |= {"seed": plan.seed, "autocast": autocast}
         replicas = StackedReplicas(built, loss, optimizer, strategy, cluster, engine=engine_for, **options)
         return Training(replicas, cluster, data, loss, plan)
-    return FreeTraining(Crowd(built, optimizer, strategy, cluster, engine=engine_for, **options), cluster, data, loss, plan)
+    return AsyncSimulation(AsyncReplicas(built, optimizer, strategy, cluster, engine=engine_for, **options), cluster, data, loss, plan)
 
 
 def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -156,7 +154,7 @@ def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:
     return built
 
 
-def mean_model(training: Training | FreeTraining) -> nn.Module:
+def mean_model(training: Training | AsyncSimulation) -> nn.Module:
     """A copy of the mean model of all workers, or of the servers' truth."""
-    with training.averaged() if isinstance(training, FreeTraining) else training.replicas.averaged() as model:
+    with training.averaged() if isinstance(training, AsyncSimulation) else training.replicas.averaged() as model:
         return copy.deepcopy(model)

@@ -95,6 +95,12 @@ class BatchDispatcher:
         self.returned += returned
         return len(returned)
 
+    def recover(self, worker: int, numbers: Sequence[int]) -> int:
+        """A worker that was taken for gone has done these after all: those that nobody has taken since are its own; how many."""
+        found = [number for number in numbers if number in self.returned]
+        self.reclaim(worker, found)
+        return len(found)
+
     def held(self, worker: int) -> list[int]:
         """The numbers that a worker holds."""
         return sorted(self._held.get(worker, ()))

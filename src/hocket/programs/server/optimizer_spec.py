@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hocket.errors import HocketError
+from hocket.strategy import Strategy
 from hocket.topology.server import OPTIMIZERS
 
 KNOWN: dict[str, type[Optimizer]] = {
@@ -70,6 +71,13 @@ class OptimizerSpec:
             raise HocketError(f"A worker described an optimiser that there is not: {str(data)[:200]}.")
         known = inspect.signature(KNOWN[str(data["name"])].__init__).parameters
         return cls(str(data["name"]), tuple({str(k): _restore(v) for k, v in g.items() if k in known} for g in groups))
+
+
+def shard_optimizer(strategy: Strategy, optimizer: Optimizer) -> OptimizerSpec:
+    """The optimiser of the shards; under ``stale`` the workers keep theirs, whatever it is."""
+    if strategy.sync.averages_weights:
+        return OptimizerSpec("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
+    return OptimizerSpec.of(optimizer, strategy.topology.server_optimizer)
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages.frame import Envelope, Kind
-from hocket.programs.base import Address, Program, Task, Until
+from hocket.programs.base import Address, Program, Task, Until, from_plain, to_plain
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, job_config, slices_of
@@ -63,6 +63,16 @@ class ShardLink:
     seen: int = 0
     """The version of the weights that it gave last."""
     greetings: deque[Envelope] = field(default_factory=deque)
+
+    def state(self) -> list[Any]:
+        """As plain data."""
+        times = [self.heard, self.greeted, self.offset_s, self.seen]
+        return [to_plain(self.request), to_plain(self.reply), *times]
+
+    def load(self, state: list[Any]) -> None:
+        """Back from :meth:`state`."""
+        request, reply, self.heard, self.greeted, self.offset_s, self.seen = state
+        self.request, self.reply = from_plain(request), from_plain(reply)
 
 
 class ShardRequests(Program):

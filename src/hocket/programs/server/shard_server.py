@@ -134,6 +134,8 @@ class ShardServer(Membership):
             seen, ids = note.get("seen"), [int(number) for number in note.get("batch_ids", [])]
             if self.place == 0:
                 member.figures = dict(note.get("figures", {}))
+            if self.dispatcher is not None:
+                self.lost -= self.dispatcher.recover(worker, ids)
             if shard.push(worker, step, tensors, lrs, None if seen is None else int(seen)):
                 self.pushed += step - member.reached if self.dispatcher is None else self.dispatcher.done(worker, ids)
             else:
@@ -266,9 +268,10 @@ class ShardServer(Membership):
         }
 
     def _look_at_epoch(self) -> None:
-        self.epochs.look(self.progress, self._snapshot)
+        self.epochs.look(self.progress, self.snapshot)
 
-    def _snapshot(self) -> EpochSnapshot:
+    def snapshot(self) -> EpochSnapshot:
+        """The weights and figures as they are now."""
         assert self.shard is not None
         figures = self.figures() if self.place == 0 else {"lost": self.all_lost}
         return EpochSnapshot(tuple(w.clone() for w in self.shard.weights), self._mean_buffers(), figures)
@@ -283,7 +286,7 @@ class ShardServer(Membership):
         return tensors if buffers is None else (*tensors, buffers)
 
     def _show(self, asked: SnapshotRequest) -> None:
-        found = self.epochs.show(asked.epoch) or self._snapshot()
+        found = self.epochs.show(asked.epoch) or self.snapshot()
         tensors = found.weights if found.buffers is None else (*found.weights, found.buffers)
         note = {"buffers": found.buffers is not None, "figures": found.figures, "at": self.now}
         self._answer(asked.peer, Kind.REPLY, asked.number, note, tensors)
@@ -308,6 +311,14 @@ class ShardServer(Membership):
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
+    def extend(self, total: int) -> bool:
+        """There are ``total`` mini-batches from now on; whether these are more than before."""
+        longer = total > self.epochs.total
+        self._start_config["total"] = self.epochs.total = total
+        if self.dispatcher is not None:
+            self.dispatcher.total = total
+        return longer
+
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from."""
         assert self.shard is not None
@@ -321,7 +332,7 @@ class ShardServer(Membership):
                 "dispatched": list(m.dispatched),
                 "figures": json.dumps(m.figures),
                 "buffers": m.buffers,
-                "request": None if m.request is None else [*vars(m.request).values()],
+                "request": None if m.request is None else [m.request.peer.hex(), *list(vars(m.request).values())[1:]],
             }
             for worker, m in self.members.items()
         }
@@ -342,7 +353,8 @@ class ShardServer(Membership):
         for worker, saved in state["members"].items():
             values = {**saved, "figures": json.loads(saved["figures"]), "incarnation": bytes.fromhex(saved["incarnation"])}
             request = values.pop("request")
-            self.members[worker] = Member(seen=self.now, request=None if request is None else Request(*request), **values)
+            opened = None if request is None else Request(bytes.fromhex(request[0]), *request[1:])
+            self.members[worker] = Member(seen=self.now, request=opened, **values)
         if self.dispatcher is not None and state["dispatcher"] is not None:
             self.dispatcher.load_state_dict(state["dispatcher"])
         self.pushed, self.lost, self.epochs.done = state["counters"]

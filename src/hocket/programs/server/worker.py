@@ -54,12 +54,21 @@ class ServerWorker(ShardRequests):
 
     def join(self, rows: Sequence[Tensor], optimizer: OptimizerSpec, now: float) -> Effects:
         """Join the shards with these weights, which the first worker brings, and fetch those that the shards have."""
-        self.rows, self._optimizer = rows, optimizer
+        self.attach(rows, optimizer)
         return self._run(self._join(), now)
+
+    def attach(self, rows: Sequence[Tensor], optimizer: OptimizerSpec) -> None:
+        """The worker's weights, and the optimiser that the shards run."""
+        self.rows, self._optimizer = rows, optimizer
 
     def before_update(self, gradients: Sequence[Tensor], now: float) -> Effects:
         """This step's gradients, flat, one per bucket; they are kept, so the caller must not write to them any more."""
         return self._run(self._before(gradients), now)
+
+    @property
+    def pushed(self) -> int:
+        """Steps whose push all shards have answered."""
+        return self._pushed
 
     @property
     def steps_locally(self) -> bool:
@@ -75,8 +84,13 @@ class ServerWorker(ShardRequests):
         """Make sure that a mini-batch lies ready, if there is one left."""
         return self._run(self._ensure_batch(), now)
 
+    @property
+    def may_get_batch(self) -> bool:
+        """Whether :meth:`take_batch` may find a mini-batch where none lies ready."""
+        return self.open or not self.over
+
     def next_batch(self) -> int | None:
-        """The number of the next mini-batch; None when there is none left."""
+        """The number of the next mini-batch that lies ready; None when there is none."""
         if not self.batch_ids:
             return None
         self._taken.append(self.batch_ids.popleft())
@@ -142,8 +156,9 @@ class ServerWorker(ShardRequests):
         yield from self._apply(then)
 
     def _ensure_batch(self) -> Task:
-        while not self.batch_ids and not self.over and not self.open:
-            self._fetch(1, weights=False)
+        while not self.batch_ids and (self.open or not self.over):
+            if not self.open:
+                self._fetch(1, weights=False)
             yield from self._apply("batch")
 
     def _flush(self) -> Task:
@@ -267,7 +282,7 @@ class ServerWorker(ShardRequests):
                 "batch_ids": list(self.batch_ids),
                 "taken": list(self._taken),
                 "counters": [self._pushed, self._number, self._sent, self._call],
-                "links": [[link.request, link.reply, link.heard, link.greeted, link.offset_s, link.seen] for link in self.links],
+                "links": [link.state() for link in self.links],
                 "account": vars(self.account),
             }
         )
@@ -282,7 +297,7 @@ class ServerWorker(ShardRequests):
         self.batch_ids, self._taken = deque(state["batch_ids"]), state["taken"]
         self._pushed, self._number, self._sent, self._call = state["counters"]
         for link, saved in zip(self.links, state["links"], strict=True):
-            link.request, link.reply, link.heard, link.greeted, link.offset_s, link.seen = saved
+            link.load(saved)
         self.account = Account(**state["account"])
         self._task = self._until = None
         if state["waiting"] is not None:

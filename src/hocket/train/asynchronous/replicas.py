@@ -1,8 +1,8 @@
-"""Virtual workers that do not go in step: their rows, and their gradients, computed lazily in one batch for all who wait.
+"""Virtual workers that do not step together: their rows, and their gradients, computed lazily in one batch for all who wait.
 
-A worker that begins a step is *pending*: its weights and its mini-batch are known, its gradient is computed when somebody needs
-it, together with those of all others that are pending by then. So the order of events decides everything, and how many gradients
-are computed at a time decides nothing.
+A worker that begins a step is *pending*: its weights and its mini-batch are known; its gradient is computed when it is needed,
+together with those of all other pending workers. So the order of events decides everything, and how many gradients are computed at
+a time decides nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hocket.train.replicas import Factory, lent
 from hocket.train.watch import NonFinite
 
 
-class Crowd:
+class AsyncReplicas:
     """``cluster.size`` workers as rows: weights, gradients and buffers, and an optimiser of their own where they step alone."""
 
     def __init__(
@@ -60,7 +60,8 @@ class Crowd:
         self.losses = torch.zeros(rows, device=cluster.device)
         self._watch = NonFinite(nonfinite, self.layout, cluster) if cluster.device.type == "cpu" or nonfinite == "skip" else None
         self._pending: dict[int, Hand] = {}
-        self._alone: dict[int, torch.optim.Optimizer] = {}
+        self._used = torch.ones(rows, sum(len(b.slots) for b in self.layout.buckets), dtype=torch.bool)
+        self._alone: dict[int, tuple[torch.optim.Optimizer, list[nn.Parameter], list[Tensor]]] = {}
         # One row of its own for engines that go row by row: views are then made once.
         self._one = [b.spaced(1) for b in self.layout.buckets]
         self._one_grad = [b.empty(1) for b in self.layout.buckets]
@@ -76,7 +77,7 @@ class Crowd:
         """A worker begins a step on these samples, at the weights that it has."""
         self._pending[worker] = hand
 
-    def settle(self, worker: int, data: DataSet, tensors: tuple[Tensor, ...], dealing: Dealing, seed: int, augment: bool) -> None:
+    def compute(self, worker: int, data: DataSet, tensors: tuple[Tensor, ...], dealing: Dealing, seed: int, augment: bool) -> None:
         """Make sure that a worker's gradient is computed, along with those of all who are pending."""
         if worker not in self._pending:
             return
@@ -112,7 +113,8 @@ class Crowd:
         for name, own in self._one_buffers.items():
             own.copy_(self.buffers[name][worker : worker + 1])
         engine = self.engine.loop if isinstance(self.engine, VmapEngine) else self.engine
-        losses, _ = engine.gradients(self._one, self._one_buffers, [x], [y], self._one_grad, key)
+        losses, used = engine.gradients(self._one, self._one_buffers, [x], [y], self._one_grad, key)
+        self._used[worker] = used[0]
         for own, all_ in zip(self._one_grad, self.grads, strict=True):
             all_[worker : worker + 1] = own
         for name, own in self._one_buffers.items():
@@ -130,7 +132,9 @@ class Crowd:
             self.losses[idle].clone(),
         )
         x, y, keys = (torch.stack([c[k] for c in chosen]) for k in range(3))
-        losses, _ = self.engine.gradients(self.weights, self.buffers, x, y, self.grads, keys.flatten())
+        losses, used = self.engine.gradients(self.weights, self.buffers, x, y, self.grads, keys.flatten())
+        for worker in batches:
+            self._used[worker] = used[worker]
         self.losses.copy_(losses)
         for name, rows in kept[0].items():
             self.buffers[name][idle] = rows
@@ -138,37 +142,52 @@ class Crowd:
             own[idle] = rows
         self.losses[idle] = kept[2]
 
-    # --- steps of one's own --------------------------------------------------------------------------------------------------
+    # --- local steps ---------------------------------------------------------------------------------------------------------
 
-    def step_alone(self, worker: int, rates: list[float]) -> None:
-        """One step of a worker's own optimiser on its own weights, with its gradient."""
-        if worker not in self._alone:
-            named = {
-                s.name: nn.Parameter(view)
-                for b, w in zip(self.layout.buckets, self.weights, strict=True)
-                for s, view in zip(b.slots, b.views(w, worker), strict=True)
-            }
-            order = [n for n, _ in self.model.named_parameters() if n in named]
-            self._alone[worker] = self.factory([named[n] for n in order])
-            grads = {
-                s.name: view
-                for b, g in zip(self.layout.buckets, self.grads, strict=True)
-                for s, view in zip(b.slots, b.views(g, worker), strict=True)
-            }
-            for name, parameter in named.items():
-                parameter.grad = grads[name]
-        optimizer = self._alone[worker]
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+    def rows_of(self, worker: int) -> list[Tensor]:
+        """A worker's weights, ``[1, values]`` per bucket: views."""
+        return [w[worker : worker + 1] for w in self.weights]
+
+    def gradient_of(self, worker: int, weight: float) -> list[Tensor]:
+        """A worker's gradient times ``weight``, flat, one per bucket: copies."""
+        return [g[worker] * weight if weight != 1.0 else g[worker].clone() for g in self.grads]
+
+    def buffers_of(self, worker: int) -> Tensor | None:
+        """A worker's floating-point buffers, flat."""
+        own = [b[worker].flatten().float() for b in self.buffers.values() if b.is_floating_point()]
+        return torch.cat(own) if own else None
+
+    def local_step(self, worker: int, lrs: list[float]) -> None:
+        """One step of a worker's own optimiser on its own weights, with its gradient; unused parameters have none."""
+        optimizer, parameters, gradients = self._local(worker)
+        for parameter, gradient, used in zip(parameters, gradients, self._used[worker].tolist(), strict=True):
+            parameter.grad = gradient if used else None
+        for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
         optimizer.step()
+
+    def _local(self, worker: int) -> tuple[torch.optim.Optimizer, list[nn.Parameter], list[Tensor]]:
+        """A worker's own optimiser, its parameters and its gradients in the layout's order: views of its rows."""
+        if worker not in self._alone:
+            buckets, row = self.layout.buckets, worker
+            parameters = [nn.Parameter(v) for b, w in zip(buckets, self.weights, strict=True) for v in b.views(w, row)]
+            gradients = [v for b, g in zip(buckets, self.grads, strict=True) for v in b.views(g, row)]
+            named = dict(zip((s.name for b in buckets for s in b.slots), parameters, strict=True))
+            optimizer = self.factory([named[n] for n, _ in self.model.named_parameters() if n in named])
+            self._alone[worker] = optimizer, parameters, gradients
+        return self._alone[worker]
 
     # --- as models -----------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def lent(self, truth: list[Tensor]) -> Iterator[nn.Module]:
-        """The model with these weights ``[1, values]`` per bucket and everybody's mean buffers."""
+    def with_weights(self, rows: list[Tensor], flat: Tensor | None) -> Iterator[nn.Module]:
+        """The model with these weights ``[1, values]`` per bucket and these floating-point buffers (None: everybody's mean)."""
         means = {n: b.mean(0) if b.is_floating_point() else b[0] for n, b in self.buffers.items()}
-        with lent(self.model, self.layout, truth, means):
+        if flat is not None:
+            names = [n for n, b in self.buffers.items() if b.is_floating_point()]
+            parts = flat.split([means[n].numel() for n in names])
+            means |= {n: part.view(means[n].shape).to(means[n]) for n, part in zip(names, parts, strict=True)}
+        with lent(self.model, self.layout, rows, means):
             yield self.model
 
     def each(self) -> Iterator[nn.Module]:
@@ -184,7 +203,8 @@ class Crowd:
             "grads": [g.clone() for g in self.grads],
             "losses": self.losses.clone(),
             "buffers": {n: b.clone() for n, b in self.buffers.items()},
-            "alone": {w: copy.deepcopy(o.state_dict()) for w, o in self._alone.items()},
+            "used": self._used.clone(),
+            "alone": {w: copy.deepcopy(o.state_dict()) for w, (o, _, _) in self._alone.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -194,9 +214,6 @@ class Crowd:
         self.losses.copy_(state["losses"])
         for name, saved in state["buffers"].items():
             self.buffers[name].copy_(saved)
+        self._used.copy_(state["used"])
         for worker, saved in state["alone"].items():
-            kept = [w[worker].clone() for w in self.weights]
-            self.step_alone(worker, [0.0] * len(self.optimizer.param_groups))  # makes it
-            for own, old in zip(self.weights, kept, strict=True):
-                own[worker] = old
-            self._alone[worker].load_state_dict(copy.deepcopy(saved))
+            self._local(worker)[0].load_state_dict(copy.deepcopy(saved))

@@ -7,14 +7,17 @@ once.
 
 from __future__ import annotations
 
-from hocket.cluster.message import Message, framed
+from collections.abc import Hashable, Mapping
+
+from hocket.cluster.message import framed
 from hocket.cluster.spec import Spec
+from hocket.messages.frame import Envelope
 
 
-class Links:
+class LinkModel:
     """``ends`` links of the cluster ``spec``; ``sent[end]`` counts bytes.
 
-    >>> links = Links(Spec(bandwidth=100.0, latency_s=1.0), 3)
+    >>> links = LinkModel(Spec(bandwidth=100.0, latency_s=1.0), 3)
     >>> links.send(0.0, 0, 2, 200), links.send(0.0, 1, 2, 200)  # the second waits at the receiver's link
     (3.0, 5.0)
     """
@@ -41,6 +44,17 @@ class Links:
         self.sent = [int(n) for n in state["sent"]]
 
 
-def size_of(messages: list[Message]) -> int:
-    """Bytes on the wire of several coded rows that travel as one message."""
-    return framed(sum(int(m.payload_bytes().sum()) for m in messages))
+class LinkNetwork:
+    """The links as a network of a :class:`~hocket.drivers.simulation.Simulation`; ``ends`` says on which link each node is.
+
+    Nodes on the same link are on one machine: what they send each other takes no time. ``free``: nothing does (while workers join).
+    """
+
+    def __init__(self, links: LinkModel, ends: Mapping[Hashable, int]) -> None:
+        self.links, self.ends, self.free = links, ends, False
+
+    def arrivals(self, now: float, source: Hashable, target: Hashable, message: Envelope) -> list[float]:
+        """When the message arrives."""
+        if self.free or self.ends[source] == self.ends[target]:
+            return [now]
+        return [self.links.send(now, self.ends[source], self.ends[target], framed(message.tensor_bytes))]

@@ -1,0 +1,104 @@
+"""What a training of virtual workers needs of the programs that run it; one file for servers, one for gossip."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hocket.cluster.spec import Spec
+from hocket.drivers.links import LinkModel, LinkNetwork
+from hocket.drivers.simulation import Simulation
+from hocket.programs.account import Account
+from hocket.programs.base import Effects, Program
+from hocket.train.asynchronous.replicas import AsyncReplicas
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What protocols are made of: ``total`` mini-batches, ``per_epoch`` of them in an epoch."""
+
+    replicas: AsyncReplicas
+    spec: Spec
+    seed: int
+    total: int
+    per_epoch: int
+
+
+class AsyncProtocol(ABC):
+    """The programs of all nodes, and how a worker's step goes through them."""
+
+    simulation: Simulation
+    network: LinkNetwork
+    links: LinkModel
+
+    def __init__(self, setup: Setup, hosts: int) -> None:
+        """``hosts``: how many links there are; the first ones are the workers'."""
+        self.setup, self.replicas = setup, setup.replicas
+        self.links = LinkModel(setup.spec, hosts)
+        self.network = LinkNetwork(self.links, {})
+        self.simulation = Simulation(self.network, timers=False)
+
+    @abstractmethod
+    def start(self) -> None:
+        """Everybody joins; it takes no time."""
+
+    @abstractmethod
+    def program(self, worker: int) -> Program:
+        """A worker's program."""
+
+    @abstractmethod
+    def account(self, worker: int) -> Account:
+        """A worker's figures."""
+
+    @abstractmethod
+    def next_batch(self, worker: int) -> tuple[int | None, Effects]:
+        """A worker's next mini-batch: its number; None with effects: it has to be requested; None alone: there is none."""
+
+    @abstractmethod
+    def before_update(self, worker: int, weight: float) -> Effects:
+        """A worker's gradient is there; ``weight`` is that of its mini-batch."""
+
+    @abstractmethod
+    def steps_locally(self, worker: int) -> bool:
+        """Whether the worker's own optimiser makes the step under way."""
+
+    @abstractmethod
+    def after_update(self, worker: int, lrs: Sequence[float]) -> Effects:
+        """The step is done."""
+
+    @abstractmethod
+    def end(self, worker: int) -> Effects:
+        """There is no further mini-batch for a worker."""
+
+    @abstractmethod
+    def leave(self, worker: int) -> Effects:
+        """What the worker had under way has ended."""
+
+    @abstractmethod
+    def rejoin(self, worker: int) -> Effects:
+        """The training was made longer: a worker that had left goes on."""
+
+    @property
+    @abstractmethod
+    def progress(self) -> int:
+        """How many mini-batches have had their effect so far."""
+
+    @abstractmethod
+    def global_weights(self, epoch: int) -> tuple[list[Tensor], Tensor | None]:
+        """The weights ``[1, values]`` per bucket and flat buffers to evaluate after ``epoch`` (0: now)."""
+
+    @abstractmethod
+    def staleness(self) -> dict[int, int] | None:
+        """How stale gradients were when they were applied, so far; None where that has no meaning."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from, the programs' part."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""

@@ -1,0 +1,130 @@
+"""Virtual workers that push to servers and fetch from them, or meet at servers to average: the programs of real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.programs.account import Account
+from hocket.programs.base import Effects
+from hocket.programs.server.optimizer_spec import shard_optimizer
+from hocket.programs.server.requests import WorkerConfig
+from hocket.programs.server.shard_server import ShardServer
+from hocket.programs.server.worker import ServerWorker
+from hocket.train.asynchronous.protocol import AsyncProtocol, Setup
+
+
+def _identity(worker: int) -> bytes:
+    return b"w" + worker.to_bytes(4, "big")
+
+
+class ServerProtocol(AsyncProtocol):
+    """Shards on links of their own where servers are named; otherwise every worker's machine hosts one."""
+
+    def __init__(self, setup: Setup) -> None:
+        strategy, workers = setup.replicas.strategy, setup.replicas.rows
+        self.strategy, self.sync = strategy, strategy.sync
+        shards = strategy.topology.num_shards(workers)
+        own_links = strategy.topology.has_servers
+        super().__init__(setup, workers + shards * own_links)
+        replicas = self.replicas
+        self.optimizer = shard_optimizer(strategy, replicas.optimizer)
+        self.servers = [ShardServer(s) for s in range(shards)]
+        self.workers = [
+            ServerWorker(
+                WorkerConfig(
+                    strategy, replicas.layout, w, workers, setup.seed, give_up_s=float("inf"), total=setup.total,
+                    per_epoch=setup.per_epoch,
+                )
+            )
+            for w in range(workers)
+        ]  # fmt: skip
+        ends = {("worker", w): w for w in range(workers)} | {("shard", s): own_links * workers + s for s in range(shards)}
+        self.network.ends = ends
+        for s, server in enumerate(self.servers):
+            self.simulation.add(("shard", s), server, b"s" + s.to_bytes(4, "big"), {})
+        routes = {s: ("shard", s) for s in range(shards)}
+        for w, worker in enumerate(self.workers):
+            self.simulation.add(("worker", w), worker, _identity(w), routes)
+
+    def start(self) -> None:
+        self.network.free = True
+        for s, server in enumerate(self.servers):
+            self.simulation.carry_out(("shard", s), server.start(0.0))
+        for w in range(len(self.workers)):
+            self.simulation.carry_out(("worker", w), self.rejoin(w))
+            while self.simulation.step():
+                pass
+        self.network.free = False
+        for worker in self.workers:
+            worker.account.begin(0.0)
+
+    def program(self, worker: int) -> ServerWorker:
+        return self.workers[worker]
+
+    def account(self, worker: int) -> Account:
+        return self.workers[worker].account
+
+    def next_batch(self, worker: int) -> tuple[int | None, Effects]:
+        own = self.workers[worker]
+        if self.sync.static_partition:
+            number = own.step * len(self.workers) + worker
+            return (number if number < self.setup.total else None), []
+        number = own.next_batch()
+        wait = number is None and own.may_get_batch
+        return number, own.take_batch(self.simulation.now) if wait else []
+
+    def before_update(self, worker: int, weight: float) -> Effects:
+        together = self.sync.max_staleness == 0
+        gradients = [] if self.sync.averages_weights else self.replicas.gradient_of(worker, weight if together else 1.0)
+        return self.workers[worker].before_update(gradients, self.simulation.now)
+
+    def steps_locally(self, worker: int) -> bool:
+        return self.workers[worker].steps_locally
+
+    def after_update(self, worker: int, lrs: Sequence[float]) -> Effects:
+        return self.workers[worker].after_update(lrs, self.replicas.buffers_of(worker), self.simulation.now)
+
+    def end(self, worker: int) -> Effects:
+        return self.workers[worker].flush(self.simulation.now)
+
+    def leave(self, worker: int) -> Effects:
+        return self.workers[worker].leave(self.simulation.now)
+
+    def rejoin(self, worker: int) -> Effects:
+        return self.workers[worker].join(self.replicas.rows_of(worker), self.optimizer, self.simulation.now)
+
+    @property
+    def progress(self) -> int:
+        return min(server.progress for server in self.servers)
+
+    def global_weights(self, epoch: int) -> tuple[list[Tensor], Tensor | None]:
+        rows = [torch.empty_like(g[:1]) for g in self.replicas.grads]
+        buffers = None
+        for s, server in enumerate(self.servers):
+            found = server.epochs.show(epoch) or server.snapshot()
+            buffers = found.buffers if s == 0 else buffers
+            for b, part in enumerate(found.weights):
+                self.workers[0].slices.put(b, s, part, rows[b][0])
+        return rows, buffers
+
+    def staleness(self) -> dict[int, int] | None:
+        first = self.servers[0].shard
+        return None if self.sync.averages_weights or first is None else dict(first.staleness)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"servers": [s.state_dict() for s in self.servers], "workers": [w.state_dict() for w in self.workers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for server, saved in zip(self.servers, state["servers"], strict=True):
+            server.load_state_dict(saved)
+        for w, (worker, saved) in enumerate(zip(self.workers, state["workers"], strict=True)):
+            worker.attach(self.replicas.rows_of(w), self.optimizer)
+            worker.load_state_dict(saved)
+        for server in self.servers:
+            if server.extend(self.setup.total):
+                for worker in self.workers:
+                    worker.over = False  # there are more mini-batches now
