@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.drivers.simulation import Call, Delivery, Simulation
+from hocket.drivers.simulation import Call, Simulation
 from hocket.messages.frame import Envelope, Kind
-from hocket.programs.gossip.links import PeerConfig
+from hocket.programs.coordinator import COORDINATOR, Coordinator, CoordinatorClient
+from hocket.programs.gossip.links import PeerConfig, Request
 from hocket.programs.gossip.peer import GossipPeer
-from hocket.programs.gossip.state import OVER, weight_of
+from hocket.programs.gossip.state import Mean, weight_of
 
 KINDS = ("rotating", "ring", "random", "pushsum")
 TIMEOUT_S = 5.0
@@ -313,3 +314,207 @@ def test_on_a_faulty_network_nothing_counts_twice_and_nothing_hangs(kind: str) -
         if all(p.mean.here == list(range(workers)) for p in run.peers.values()):  # type: ignore[union-attr]
             run.assert_agreed()
         assert all(p.state.lost_weight == 0 for p in run.peers.values()), "nobody has died"
+
+
+@pytest.mark.parametrize("kind", ["rotating", "pushsum"])
+def test_on_a_lossy_network_all_agree_on_the_same_bits(kind: str) -> None:
+    """Messages are lost, doubled and late also while the workers agree; no link is cut for long."""
+    for seed in range(SEEDS // 4):
+        network = Faulty(seed, 4, heals=float("inf"))
+        network.cuts, network.drop = [], min(network.drop, 0.1)
+        run = Run(kind, 4, 6, network, seed=seed, step_s=lambda worker: 1.0 + 0.3 * worker)
+        run.go()
+        run.assert_kept()
+        run.assert_agreed()
+        assert run.peer(0).mean.here == [0, 1, 2, 3]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["rotating", "pushsum"])
+def test_a_crash_is_counted_and_a_replacement_goes_on(kind: str) -> None:
+    for seed in range(SEEDS // 4):
+        workers, chance = 4, random.Random(seed)
+        run = Run(kind, workers, 20, Faulty(seed, workers, 30.0, TIMEOUT_S / 2), seed=seed, step_s=lambda worker: 1.0)
+        when, victim = chance.uniform(1, 15), chance.randrange(workers)
+        run.go(lambda run=run, when=when: run.sim.now > when)  # type: ignore[misc]
+        gone = run.crash(victim)
+        halves = [request for request in gone.exchanges_open if kind == "pushsum"]
+        arrived: set[int] = set()
+        unneeded: list[float] = []  # counted as lost, though the dead worker had taken them
+
+        def watch(worker: int, peer: GossipPeer, gone: GossipPeer = gone, unneeded: list[float] = unneeded) -> None:
+            lose = peer.exchanges.lost
+
+            def lost(request: Request, taken: bool) -> None:
+                if _took(gone, worker, request.message.number):
+                    unneeded.append(weight_of(request.message.tensors[-1]))
+                lose(request, taken)
+
+            peer.exchanges.lost = lost  # type: ignore[method-assign]
+
+        if kind == "pushsum":
+            for worker, peer in run.peers.items():
+                watch(worker, peer)
+
+        def follow(run: Run = run, halves: list[Request] = halves, arrived: set[int] = arrived, victim: int = victim) -> None:
+            """Halves of the dead worker that were on their way may arrive yet."""
+            unaware = [r for r in halves if run.peer(r.peer).peers[victim].incarnation == 0]  # numbers begin anew with the next
+            arrived |= {r.peer for r in unaware if _took(run.peer(r.peer), victim, r.message.number)}
+
+        follow()
+        run.check = follow
+        run.go(lambda run=run, when=when: run.sim.now > when + 3)  # type: ignore[misc]
+        run.replace(victim)
+        run.go()
+        run.assert_agreed()
+        if kind == "pushsum":
+            died = gone.state.push_sum_weight + sum(weight_of(r.message.tensors[-1]) for r in halves if r.peer not in arrived)
+            lost = sum(p.state.lost_weight for p in run.peers.values()) - sum(unneeded)
+            assert run.weight() + lost == pytest.approx(workers + 1 - died), "only what died is missing, and it is counted"
+
+
+def _took(receiver: GossipPeer | None, sender: int, number: int) -> bool:
+    decision = None if receiver is None else receiver.decisions.get(sender)
+    return decision is not None and decision.taken and decision.number == number
+
+
+def test_a_worker_that_dies_for_good_is_left_out() -> None:
+    for kind in ("rotating", "pushsum"):
+        run = Run(kind, 4, 10)
+        run.go(lambda run=run: run.workers[1].steps == 3)  # type: ignore[misc]
+        run.crash(1)
+        run.go()
+        run.assert_agreed()
+        assert run.peer(0).mean.here == [0, 2, 3]  # type: ignore[union-attr]
+
+
+def test_a_worker_that_was_suspended_refuses_what_lay_there() -> None:
+    run = Run("rotating", 2, 30, step_s=lambda worker: 1.0 if worker == 0 else 100.0)
+    run.go(lambda: run.sim.now > 2.0)
+    run.sim.nodes["worker", 1].timers.clear()  # its timers do not fire: it is suspended
+    run.go(lambda: run.sim.now > 2.0 + TIMEOUT_S)
+    assert run.peer(1).refused["late"] > 0
+    run.assert_kept()
+
+
+# --- saved and loaded ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["rotating", "random", "pushsum"])
+def test_saved_at_any_moment_it_goes_on_as_if_never_stopped(kind: str) -> None:
+    busy = 0
+    for seed in range(SEEDS // 4):
+        chance = random.Random(seed)
+        plain, saved = (
+            Run(kind, 4, 12, Faulty(seed, 4, 30.0), seed=seed, dtype=torch.float32, step_s=lambda worker: 0.5 + 0.2 * worker)
+            for _ in range(2)
+        )
+
+        def trained(run: Run) -> bool:
+            return all(own.steps == 12 for own in run.workers.values())
+
+        def save_some(run: Run = saved, chance: random.Random = chance) -> None:
+            nonlocal busy
+            worker = chance.randrange(4)
+            old = run.peer(worker)
+            if chance.random() < 0.1 and run.workers[worker].state in ("computed", "before"):
+                busy += old.busy
+                new = GossipPeer(old.config)
+                new.load_state_dict(old.state_dict())
+                new.rows = run.workers[worker].rows
+                run.sim.nodes["worker", worker].program = new
+
+        saved.check = save_some
+        for run in (plain, saved):
+            run.go(lambda run=run: trained(run))  # type: ignore[misc]
+            run.check = lambda: None
+            run.go()
+        for worker in range(4):
+            one, other = plain.peer(worker), saved.peer(worker)
+            assert all(torch.equal(a, b) for a, b in zip(one.state.x, other.state.x, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(plain.workers[worker].rows, saved.workers[worker].rows, strict=True))
+            assert one.state.push_sum_weight == other.state.push_sum_weight
+            assert vars(one.account) == vars(other.account)
+    assert busy > 0 or kind == "pushsum", "some were saved while they waited"
+
+
+# --- the coordinator -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_mini_batch_is_dispatched_once_whatever_is_lost(seed: int) -> None:
+    workers, total = 3, 25
+    sim = Simulation(Faulty(seed, workers, heals=1e9, worst_cut_s=3.0) if seed else Perfect(), timers=seed > 0)
+    coordinator = Coordinator(workers, total)
+    sim.add(("coordinator", 0), coordinator, b"c", {})
+    sim.carry_out(("coordinator", 0), coordinator.start(0.0))
+    done: list[int] = []
+    phases = dict.fromkeys(range(workers), "joining")
+    mean = Mean([torch.ones(2)], None, list(range(workers)), 3.0)
+
+    def idle(key: Any) -> None:
+        if key[0] != "worker":
+            return
+        client, worker = sim.nodes[key].program, key[1]
+        assert isinstance(client, CoordinatorClient)
+        if client.busy or phases[worker] == "done":
+            return
+        if phases[worker] == "delivering":
+            phases[worker] = "done"
+        elif phases[worker] == "joining":
+            phases[worker] = "taking"
+            sim.carry_out(key, client.take_batch(sim.now))
+            idle(key)
+        elif phases[worker] == "taking":
+            number, effects = client.next_batch(sim.now)
+            sim.carry_out(key, effects)
+            if number is None:
+                phases[worker] = "delivering"
+                sim.carry_out(key, client.deliver(mean, sim.now))
+                return
+            phases[worker] = "computing"
+            done.append(number)
+            sim.put(sim.now + 0.1 * (worker + 1), Call("computed", key))
+
+    def computed(call: Call) -> None:
+        client = sim.nodes[call.node].program
+        assert isinstance(client, CoordinatorClient)
+        phases[call.node[1]] = "taking"  # type: ignore[index]
+        sim.carry_out(call.node, client.take_batch(sim.now))
+        idle(call.node)
+
+    sim.on_idle, sim.on_call = idle, computed
+    for worker in range(workers):
+        sim.add(("worker", worker), CoordinatorClient(worker), b"w%d" % worker, {COORDINATOR: ("coordinator", 0)})
+        client = sim.nodes["worker", worker].program
+        assert isinstance(client, CoordinatorClient)
+        sim.carry_out(("worker", worker), client.join(f"tcp://127.0.0.1:{worker + 1}", 0.0))
+    while any(phase != "done" for phase in phases.values()):
+        assert sim.step()
+    assert sorted(done) == list(range(total))
+    assert coordinator.dispatcher.counted == total
+    assert sorted(coordinator.means) == list(range(workers))
+    assert client.addresses == [f"tcp://127.0.0.1:{w + 1}" for w in range(workers)]
+    assert set(coordinator.figures) == {"0", "1", "2"}
+    assert not coordinator.refused
+
+
+def test_the_coordinator_gives_a_dead_workers_mini_batches_to_others() -> None:
+    coordinator = Coordinator(2, 3)
+    coordinator.start(0.0)
+
+    def ask(worker: int, kind: Kind, number: int, incarnation: int = 0, **note: Any) -> list[Any]:
+        note = {"incarnation": incarnation, "done": [], "ledger": {}, **note}
+        return coordinator.message(b"w%d" % worker, Envelope(kind, worker, number=number, note=note), 1.0)
+
+    ask(0, Kind.HELLO, 1, address="a")
+    assert len(ask(1, Kind.HELLO, 1, address="b")) == 2
+    assert ask(1, Kind.FETCH, 2)[0].message.note["batch_ids"] == [0]
+    assert ask(1, Kind.FETCH, 2)[0].message.note["batch_ids"] == [0], "the same request gets the same answer"
+    coordinator.worker_lost(1, 2.0)
+    assert coordinator.addresses == ["a", None]
+    assert ask(0, Kind.FETCH, 2)[0].message.note["batch_ids"] == [0]
+    ask(1, Kind.HELLO, 1, 1, address="c")
+    assert coordinator.addresses == ["a", "c"]
+    assert ask(1, Kind.FETCH, 9)[0].message.note["reason"] == "outdated"
+    assert ask(1, Kind.FETCH, 2, 1)[0].message.note["batch_ids"] == [1]
+    assert coordinator.lost == 1

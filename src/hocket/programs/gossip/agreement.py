@@ -16,6 +16,8 @@ from hocket.programs.gossip.server import PeerServer
 from hocket.programs.gossip.state import ENDED, OVER, Mean, Part, mean_of
 
 _RETRY_S = 0.5
+_GIVE_UP_S = 60.0
+"""A replacement waits for so long for a worker that answers."""
 _MAX_LEDGERS_BYTES = 48 * 1024
 """More might not fit into a message's metadata."""
 
@@ -46,17 +48,22 @@ def join(node: PeerServer) -> Task:
     (Were it to take a half from another worker instead, each death would take weight away for good, and updates, which count
     ``1/ω``, would count ever more.) Where the training is over, it takes the final mean.
     """
-    yield from node.ask_all(node.here, Kind.HELLO, note={"address": node.config.address})
-    knows = _who_knows(node)
-    if knows is not None:
-        node.state.mean = yield from _fetch_mean(node, knows)
-    parts: dict[int, Part] = {}
-    if node.state.mean is None:
-        parts = yield from gather(node)
-    if node.state.mean is None and not parts:
-        raise HocketError(
-            f"Worker {node.worker} was to replace one that died, but no other worker is alive to take weights from: start again."
-        )
+    deadline, parts = node.now + _GIVE_UP_S, {}
+    while True:
+        yield from node.ask_all(node.here, Kind.HELLO, note={"address": node.config.address})
+        knows = _who_knows(node)
+        if knows is not None:
+            node.state.mean = yield from _fetch_mean(node, knows)
+        if node.state.mean is None:
+            parts = yield from gather(node)
+        if node.state.mean is not None or parts:
+            break
+        if node.now >= deadline or all(other.left for other in node.peers.values()):
+            raise HocketError(
+                f"Worker {node.worker} was to replace one that died, but no other worker is alive to take weights from: start again."
+            )
+        yield Until(lambda: False, node.now + _RETRY_S)
+        yield Until(lambda: bool(node.here), deadline)
     mean = node.state.mean or mean_of(parts)
     node.state.begin_at(mean.rows)
     return mean
