@@ -1,0 +1,238 @@
+"""A worker of ``async + gossip``: it trains on its own, answers the others at any time, and exchanges weights after its steps.
+
+Whoever trains calls, per step, :meth:`GossipPeer.before_update`, steps its own optimiser, and calls :meth:`GossipPeer.after_update`.
+While the program is ``busy`` the worker stands still. The model's weights are in ``rows``, which the program reads and writes in
+these calls and the tasks that they begin, and at no other time: while the worker computes, others change ``state``, not the model.
+
+How many contributions of others have arrived between two steps is the staleness of the second one's gradient: its weights were
+read at the first, and it is applied at the second.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.messages.frame import Envelope, Kind
+from hocket.programs.account import Account
+from hocket.programs.base import Effects, Finished, Task, Until
+from hocket.programs.gossip import agreement
+from hocket.programs.gossip.exchanges import Calls, Exchanges, Halves
+from hocket.programs.gossip.links import Peer, PeerConfig, Request
+from hocket.programs.gossip.server import Decision, PeerServer
+from hocket.programs.gossip.state import Mean, PeerState, Rows, flat
+
+
+class GossipPeer(PeerServer):
+    """One worker; ``config`` says which."""
+
+    def __init__(self, config: PeerConfig) -> None:
+        super().__init__(config)
+        self.exchanges: Exchanges = (Halves if self.push_sum else Calls)(self)
+        self.rows: Sequence[Tensor] = ()
+        """This worker's weights ``[1, values]`` per bucket."""
+        self.step = 0
+        self.joined: Mean | None = None
+        """What a replacement began with, after :meth:`start`."""
+        self.looked: Mean | None = None
+        """What :meth:`look_around` found."""
+        self._shown: Rows = []
+        self._changes = self._heard = 0
+        self._doing: tuple[str, float] | None = None
+
+    @property
+    def mean(self) -> Mean | None:
+        """The final mean, after :meth:`finish`."""
+        return self.state.mean
+
+    # --- events --------------------------------------------------------------------------------------------------------------
+
+    def start(self, rows: Sequence[Tensor], now: float, buffers: Tensor | None = None) -> Effects:
+        """Begin with these weights; a replacement gets others, the mean of what all hold, from the workers that live."""
+        self.now = max(now, self.now)
+        self.rows, self.state = rows, PeerState(rows, joined=not self.config.joins)
+        self.state.buffers = buffers
+        self._checked = self._pinged = self.now
+        self._start_checks()
+        self._show()
+        return self._begin("start", now)
+
+    def before_update(self, now: float) -> Effects:
+        """A gradient is there: wait for the exchange under way, and show the weights as they are by now in ``rows``."""
+        return self._begin("before", now)
+
+    def after_update(self, buffers: Tensor | None, now: float, exchange: bool = True) -> Effects:
+        """The worker has stepped; ``buffers`` are its floating-point buffers, flat. Begin the next exchange, if ``exchange``."""
+        self.now = max(now, self.now)
+        self.step += 1
+        self._take_over()
+        self.state.buffers = buffers
+        if exchange:
+            self.exchanges.begin()
+        if self.push_sum:
+            self._show()  # an update of x moves x / ω by 1/ω times as much
+        return self._done()
+
+    def exchange(self, now: float) -> Effects:
+        """Begin an exchange now; before the first step, for example."""
+        self.now = max(now, self.now)
+        self.exchanges.begin()
+        return self._done()
+
+    def drain(self, now: float) -> Effects:
+        """Wait for all exchanges with workers that can be reached, and show the weights."""
+        return self._begin("drain", now)
+
+    def look_around(self, now: float) -> Effects:
+        """Find the mean of what all workers that answer hold now; in :attr:`looked`."""
+        return self._begin("look", now)
+
+    def finish(self, now: float) -> Effects:
+        """Drain, and agree with all live workers on the mean; it is in :attr:`mean` and in ``rows``."""
+        return self._begin("finish", now)
+
+    def peer_lost(self, worker: int, incarnation: int, now: float) -> Effects:
+        """This process of a worker is known to be dead."""
+        self.now = max(now, self.now)
+        if incarnation >= self.peers[worker].incarnation:
+            self._replaced(worker, incarnation + 1)
+            self.peers[worker].left = True
+        return self._done()
+
+    def leave(self, now: float) -> Effects:
+        """Say goodbye; whatever arrives after this is ignored."""
+        self.now = max(now, self.now)
+        for peer, other in self.peers.items():
+            if not other.left:
+                decision = self.decisions.get(peer, Decision())
+                note = {**self._status(), "resolved": [decision.number, decision.taken]}
+                self._send(peer, Envelope(Kind.GOODBYE, self.worker, peer, note=note))
+        for request in self.exchanges_open:
+            self._lose(request)
+        self.closed = True
+        self._effects.append(Finished())
+        return self._done()
+
+    # --- tasks ---------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, now: float) -> Effects:
+        assert self._doing is None, "a worker does one thing at a time"
+        self.now = max(now, self.now)
+        self._doing = name, self.now
+        return self._run(self._do(name, self.now), now)
+
+    def _do(self, name: str, begun: float) -> Task:
+        """The task of this name; one that was saved while it waited begins anew, and counts from ``begun``."""
+        yield from {
+            "start": self._start,
+            "before": self._before,
+            "drain": self._drain,
+            "look": self._look_around,
+            "finish": self._finish,
+        }[name](begun)
+        self._doing = None
+
+    def _start(self, begun: float) -> Task:
+        if self.config.joins:
+            self.joined = yield from agreement.join(self)
+            assert self.joined is not None
+            self.state.buffers = self.joined.buffers if self.joined.buffers is not None else self.state.buffers
+            self._show()
+        elif self.config.greets:
+            yield from agreement.greet(self)
+        self.account.begin(self.now)
+
+    def _before(self, begun: float) -> Task:
+        yield Until(self.exchanges.landed)
+        self.account.transfer_s += self.now - begun
+        self._take_over()
+        read = self._heard
+        self._show()
+        self.account.add_staleness(self._heard - read)
+
+    def _drain(self, begun: float) -> Task:
+        yield Until(self.exchanges.drained)
+        self.account.transfer_s += self.now - begun
+        self._take_over()
+        self._show()
+
+    def _look_around(self, begun: float) -> Task:
+        self.account.pause(self.now)
+        self._take_over()
+        self.looked = yield from agreement.look_around(self)
+        self.account.resume(self.now)
+
+    def _finish(self, begun: float) -> Task:
+        yield from self._drain(begun)
+        self.account.pause(self.now)
+        yield from agreement.agree(self)
+        assert self.mean is not None
+        self._write(self.mean.rows)
+
+    # --- exchanges -----------------------------------------------------------------------------------------------------------
+
+    def _settled(self, request: Request, message: Envelope) -> None:
+        self.exchanges.settled(request, message)
+
+    def _lost(self, request: Request, taken: bool) -> None:
+        self.exchanges.lost(request, taken)
+
+    # --- the model -----------------------------------------------------------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """Add what changed the model since it was last shown the weights: an update, or the user."""
+        rows = flat(self.rows)
+        if not all(torch.equal(new, old) for new, old in zip(rows, self._shown, strict=True)):
+            self.state.add(self._shown, rows, self._changes)
+        self._shown = rows
+
+    def _show(self) -> None:
+        self._shown, self._changes, self._heard = self.state.look(), self.state.changes, self.state.heard
+        self._write(self._shown)
+
+    def _write(self, rows: Rows) -> None:
+        for row, new in zip(self.rows, rows, strict=True):
+            row.copy_(new.view(1, -1))
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state of this worker; its ``rows``, messages and timers under way are the driver's."""
+        return copy.deepcopy(
+            {
+                "state": vars(self.state),
+                "account": vars(self.account),
+                "decisions": {peer: vars(decision) for peer, decision in self.decisions.items()},
+                "peers": {peer: vars(other) for peer, other in self.peers.items()},
+                "requests": {number: vars(r) for number, r in self.requests.items() if r.exchange},
+                "counters": [self.now, self.step, self._number, self.exchanges.turn, self._changes, self._heard],
+                "time": [self._checked, self._pinged, self._timed, self._late_until],
+                "shown": self._shown,
+                "given": self.given,
+                "refused": dict(self.refused),
+                "means": [self.joined, self.looked],
+                "doing": self._doing,
+            }
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; set ``rows`` too. A task that waited goes on with the next event."""
+        state = copy.deepcopy(state)
+        self.state = PeerState([])
+        vars(self.state).update(state["state"])
+        self.account = Account(**state["account"])
+        self.decisions = {peer: Decision(**saved) for peer, saved in state["decisions"].items()}
+        self.peers = {peer: Peer(**saved) for peer, saved in state["peers"].items()}
+        self.requests = {number: Request(**saved) for number, saved in state["requests"].items()}
+        self.now, self.step, self._number, self.exchanges.turn, self._changes, self._heard = state["counters"]
+        self._checked, self._pinged, self._timed, self._late_until = state["time"]
+        self._shown, self.given, self.refused = state["shown"], state["given"], Counter(state["refused"])
+        self.joined, self.looked = state["means"]
+        self._doing = state["doing"]
+        self._task = None if self._doing is None else self._do(*self._doing)
+        self._until = None
