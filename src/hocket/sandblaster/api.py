@@ -16,8 +16,8 @@ from hocket.cluster.spec import Spec
 from hocket.data.base import DataSet, Pair, identity
 from hocket.data.tensors import as_tensors
 from hocket.errors import HocketError
-from hocket.sandblaster.figures import rows
-from hocket.sandblaster.lbfgs import Settings, State, converse, lbfgs
+from hocket.sandblaster.dispatch import CoordinatorConfig
+from hocket.sandblaster.lbfgs import Settings
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.portions import cut
 from hocket.sandblaster.virtual import VirtualWorld
@@ -125,29 +125,26 @@ class Sandblaster:
         """The mean loss at a copy of the model, in portions."""
         return Objective(copy.deepcopy(self.model), self.loss, self.train, self.portions, self.prepare)
 
+    def config(self, **more: Any) -> CoordinatorConfig:
+        """What the coordinator is told, on virtual workers and on processes."""
+        return CoordinatorConfig(self.settings, len(self.portions), self.shards, self.backups, self.exact, **more)
+
     def world(self) -> VirtualWorld:
         """The virtual cluster, before anything has happened."""
-        return VirtualWorld(
-            self.objective(),
-            self.cluster,
-            self.workers,
-            self.shards,
-            backups=self.backups,
-            exact=self.exact,
-            seed=self.seed,
-            deaths=self.deaths,
-            notice_s=self.notice_s,
-        )
+        where = self.cluster, self.workers, self.seed, self.deaths, self.notice_s
+        return VirtualWorld(self.objective(), self.config(), *where)
 
     def run(self, watch: Callable[[dict[str, Any]], None] = lambda _: None) -> SandblasterRun:
         """Train on virtual workers; ``watch`` sees each iteration's metrics as they come."""
-        world, state, metrics = self.world(), State(), []
-        states = converse(lbfgs(self.settings, state), world)
-        for row in rows(states, world, lambda: self.accuracy(world.objective, world.x)):
-            metrics.append(row)
+        world = self.world()
+
+        def tell(row: dict[str, Any]) -> None:
+            row["accuracy"] = self.accuracy(world.objective, world.x)
             watch(row)
+
+        world.run(tell)
         world.objective.move(world.x)
-        return SandblasterRun(metrics, world.objective.model, state.ended)
+        return SandblasterRun(world.coordinator.metrics, world.objective.model, world.coordinator.state.ended)
 
     def launch(
         self,
