@@ -150,7 +150,7 @@ class Sandblaster:
         self,
         folder: str | Path | None = None,
         *,
-        patience_s: float = 5.0,
+        liveness_timeout_s: float = 5.0,
         restarts: int = 3,
         watch: Callable[[Any], None] = lambda _: None,
         on_iteration: Callable[[dict[str, Any]], None] = lambda _: None,
@@ -158,7 +158,7 @@ class Sandblaster:
     ) -> SandblasterRun:
         """Train on real processes of this machine: a coordinator, ``shards`` and ``workers`` (call it under ``__main__``).
 
-        Workers that die, or are silent for ``patience_s``, are done without; a coordinator or shard that is killed is started
+        Workers that die, or are silent for ``liveness_timeout_s``, are done without; a coordinator or shard that is killed is started
         again, at most ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. ``on_iteration`` sees each
         iteration's metrics as they come, those before a stop too; accuracy is that of the end. Worker ``i`` takes
         ``slowdown[i]`` times as long to compute (repeated over all), for experiments.
@@ -169,7 +169,7 @@ class Sandblaster:
             raise HocketError(f"slowdown={slowdown!r}: real workers can only be made slower; give numbers of at least 1.")
 
         metrics, x, ended = launch(
-            self, None if folder is None else Path(folder), patience_s, restarts, watch, on_iteration, slowdown
+            self, None if folder is None else Path(folder), liveness_timeout_s, restarts, watch, on_iteration, slowdown
         )
         objective = self.objective()
         metrics[-1]["accuracy"] = self.accuracy(objective, x)
