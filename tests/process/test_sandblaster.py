@@ -22,8 +22,8 @@ from hocket.cli.batch import train_on_batches
 from hocket.cli.main import app
 from hocket.cli.train import arguments
 from hocket.data.base import DataSet, identity
+from hocket.drivers.snapshots import unsealed
 from hocket.sandblaster import SandblasterRun
-from hocket.server.snapshots import unsealed
 from hocket.train.run import Settings
 from process.launch import Nursery, eventually
 
@@ -57,36 +57,36 @@ class Script:
     def __init__(self, folder: Path, **acts: Callable[[Any], None]) -> None:
         self.folder, self.acts = folder, sorted((int(at.removeprefix("at_")), act) for at, act in acts.items())
 
-    def __call__(self, company: Any) -> None:
+    def __call__(self, supervisor: Any) -> None:
         while self.acts and iteration(self.folder) >= self.acts[0][0]:
-            self.acts.pop(0)[1](company)
+            self.acts.pop(0)[1](supervisor)
 
 
-def kill_coordinator(company: Any) -> None:
-    os.kill(company.coordinator.pid, signal.SIGKILL)
+def kill_coordinator(supervisor: Any) -> None:
+    os.kill(supervisor.coordinator.pid, signal.SIGKILL)
 
 
-def kill_shard(company: Any) -> None:
-    os.kill(company.shards[1].pid, signal.SIGKILL)
+def kill_shard(supervisor: Any) -> None:
+    os.kill(supervisor.shards[1].pid, signal.SIGKILL)
 
 
-def kill_shards(company: Any) -> None:
-    for shard in company.shards:
+def kill_shards(supervisor: Any) -> None:
+    for shard in supervisor.shards:
         os.kill(shard.pid, signal.SIGKILL)
 
 
-def kill_both(company: Any) -> None:
-    kill_coordinator(company)
-    kill_shard(company)
+def kill_both(supervisor: Any) -> None:
+    kill_coordinator(supervisor)
+    kill_shard(supervisor)
 
 
-def kill_worker(company: Any) -> None:
-    os.kill(company.workers[1].pid, signal.SIGKILL)
+def kill_worker(supervisor: Any) -> None:
+    os.kill(supervisor.workers[1].pid, signal.SIGKILL)
 
 
-def pause_workers(company: Any) -> None:
+def pause_workers(supervisor: Any) -> None:
     """For longer than the coordinator is patient."""
-    alive = [w for w in company.workers if w.exitcode is None]
+    alive = [w for w in supervisor.workers if w.exitcode is None]
     for worker in alive:
         os.kill(worker.pid, signal.SIGSTOP)
     time.sleep(2.5)
@@ -100,11 +100,11 @@ def test_deaths_and_pauses_leave_the_bits_as_they_are(tmp_path: Path) -> None:
     script = Script(tmp_path, at_2=kill_worker, at_6=pause_workers, at_12=kill_coordinator, at_16=pause_workers)
     pids: set[int] = set()
 
-    def watch(company: Any) -> None:
-        pids.update(process.pid for process in company.everyone)
-        script(company)
+    def watch(supervisor: Any) -> None:
+        pids.update(process.pid for process in supervisor.everyone)
+        script(supervisor)
 
-    run = job.launch(tmp_path, patience_s=1.0, watch=watch)
+    run = job.launch(tmp_path, liveness_timeout_s=1.0, watch=watch)
     assert script.acts == []
     assert torch.equal(flat(run), flat(expected))
     assert [row["loss"] for row in run.metrics] == [row["loss"] for row in expected.metrics]
@@ -122,18 +122,18 @@ DEATHS = {
 
 @pytest.mark.parametrize("name", DEATHS)
 def test_shards_that_are_killed_come_back_from_the_last_iteration(name: str, tmp_path: Path) -> None:
-    job, acts, companies = task(max_iter=40), DEATHS[name], []
+    job, acts, supervisors = task(max_iter=40), DEATHS[name], []
     script = Script(tmp_path, **acts)
 
-    def watch(company: Any) -> None:
-        companies.append(company)
-        script(company)
+    def watch(supervisor: Any) -> None:
+        supervisors.append(supervisor)
+        script(supervisor)
 
     expected = job.run()
     (tmp_path / "failure.json").write_text('{"kind": "WorkerLost", "sentence": "of a coordinator before"}')
     run = job.launch(tmp_path, watch=watch)
     assert script.acts == []
-    assert len(acts) <= companies[0].restarts <= 3
+    assert len(acts) <= supervisors[0].restarts <= 3
     assert torch.equal(flat(run), flat(expected))
     assert [row["loss"] for row in run.metrics] == [row["loss"] for row in expected.metrics]
 
@@ -158,7 +158,7 @@ def test_what_is_damaged_is_not_gone_on_from(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_stopped_goes_on_in_its_folder(tmp_path: Path) -> None:
-    def stop(company: Any) -> None:
+    def stop(supervisor: Any) -> None:
         raise KeyboardInterrupt
 
     job = task(exact=False)
@@ -186,9 +186,9 @@ def test_without_a_shard_it_ends_with_a_sentence_that_can_be_followed(tmp_path: 
 
 
 def test_without_a_folder_it_does_not_promise_to_go_on() -> None:
-    def kill(company: Any) -> None:
+    def kill(supervisor: Any) -> None:
         if len(rows) > 1:
-            kill_shard(company)
+            kill_shard(supervisor)
 
     rows: list[dict[str, Any]] = []
     with pytest.raises(WorkerLost, match="ended with code -9: start again, with a folder"):
@@ -271,8 +271,8 @@ def told_loss(folder: str, output: Tensor, target: Tensor) -> Tensor:
 def test_a_slow_worker_computes_less_and_changes_no_bit(tmp_path: Path) -> None:
     pids: dict[int, int] = {}
 
-    def watch(company: Any) -> None:
-        pids.update(enumerate(worker.pid for worker in company.workers))
+    def watch(supervisor: Any) -> None:
+        pids.update(enumerate(worker.pid for worker in supervisor.workers))
 
     job = task(max_iter=10)
     expected = flat(job.run())

@@ -15,6 +15,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from hocket.messages.frame import Envelope, Kind
 
 Address = int | bytes
@@ -39,7 +41,24 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Write this program's ``state_dict()`` to disk."""
+    """Write this program's ``state_dict()`` to disk, under ``name`` where it keeps several."""
+
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Read the snapshot ``name`` and call ``restored(state, now)``."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Compute:
+    """Compute a portion of the batch at ``point`` and call ``computed(portion, loss, gradient, now)``."""
+
+    portion: int
+    point: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +81,7 @@ class Finished:
     """This program has nothing left to do."""
 
 
-Effect = Send | SetTimer | Snapshot | Connect | Say | Finished
+Effect = Send | SetTimer | Snapshot | Restore | Compute | Connect | Say | Finished
 Effects = list[Effect]
 
 

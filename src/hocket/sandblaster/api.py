@@ -16,8 +16,8 @@ from hocket.cluster.spec import Spec
 from hocket.data.base import DataSet, Pair, identity
 from hocket.data.tensors import as_tensors
 from hocket.errors import HocketError
-from hocket.sandblaster.figures import rows
-from hocket.sandblaster.lbfgs import Settings, State, converse, lbfgs
+from hocket.sandblaster.dispatch import CoordinatorConfig
+from hocket.sandblaster.lbfgs import Settings
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.portions import cut
 from hocket.sandblaster.virtual import VirtualWorld
@@ -125,35 +125,32 @@ class Sandblaster:
         """The mean loss at a copy of the model, in portions."""
         return Objective(copy.deepcopy(self.model), self.loss, self.train, self.portions, self.prepare)
 
+    def config(self, **more: Any) -> CoordinatorConfig:
+        """What the coordinator is told, on virtual workers and on processes."""
+        return CoordinatorConfig(self.settings, len(self.portions), self.shards, self.backups, self.exact, **more)
+
     def world(self) -> VirtualWorld:
         """The virtual cluster, before anything has happened."""
-        return VirtualWorld(
-            self.objective(),
-            self.cluster,
-            self.workers,
-            self.shards,
-            backups=self.backups,
-            exact=self.exact,
-            seed=self.seed,
-            deaths=self.deaths,
-            notice_s=self.notice_s,
-        )
+        where = self.cluster, self.workers, self.seed, self.deaths, self.notice_s
+        return VirtualWorld(self.objective(), self.config(), *where)
 
     def run(self, watch: Callable[[dict[str, Any]], None] = lambda _: None) -> SandblasterRun:
         """Train on virtual workers; ``watch`` sees each iteration's metrics as they come."""
-        world, state, metrics = self.world(), State(), []
-        states = converse(lbfgs(self.settings, state), world)
-        for row in rows(states, world, lambda: self.accuracy(world.objective, world.x)):
-            metrics.append(row)
+        world = self.world()
+
+        def tell(row: dict[str, Any]) -> None:
+            row["accuracy"] = self.accuracy(world.objective, world.x)
             watch(row)
+
+        world.run(tell)
         world.objective.move(world.x)
-        return SandblasterRun(metrics, world.objective.model, state.ended)
+        return SandblasterRun(world.coordinator.metrics, world.objective.model, world.coordinator.state.ended)
 
     def launch(
         self,
         folder: str | Path | None = None,
         *,
-        patience_s: float = 5.0,
+        liveness_timeout_s: float = 5.0,
         restarts: int = 3,
         watch: Callable[[Any], None] = lambda _: None,
         on_iteration: Callable[[dict[str, Any]], None] = lambda _: None,
@@ -161,7 +158,7 @@ class Sandblaster:
     ) -> SandblasterRun:
         """Train on real processes of this machine: a coordinator, ``shards`` and ``workers`` (call it under ``__main__``).
 
-        Workers that die, or are silent for ``patience_s``, are done without; a coordinator or shard that is killed is started
+        Workers that die, or are silent for ``liveness_timeout_s``, are done without; a coordinator or shard that is killed is started
         again, at most ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. ``on_iteration`` sees each
         iteration's metrics as they come, those before a stop too; accuracy is that of the end. Worker ``i`` takes
         ``slowdown[i]`` times as long to compute (repeated over all), for experiments.
@@ -172,7 +169,7 @@ class Sandblaster:
             raise HocketError(f"slowdown={slowdown!r}: real workers can only be made slower; give numbers of at least 1.")
 
         metrics, x, ended = launch(
-            self, None if folder is None else Path(folder), patience_s, restarts, watch, on_iteration, slowdown
+            self, None if folder is None else Path(folder), liveness_timeout_s, restarts, watch, on_iteration, slowdown
         )
         objective = self.objective()
         metrics[-1]["accuracy"] = self.accuracy(objective, x)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hocket.sandblaster.lbfgs import State
 from hocket.sandblaster.portions import Counts
@@ -19,28 +18,15 @@ class Figures:
     bytes_shards: int = 0
     counts: Counts = field(default_factory=Counts)
 
-
-class Spender(Protocol):
-    """A world that knows what it has spent."""
-
-    @property
-    def figures(self) -> Figures:
-        """What has been spent so far."""
-
-
-def rows(states: Iterable[State], world: Spender, accuracy: Callable[[], float | None], start: int = 0) -> Iterator[dict[str, Any]]:
-    """One dict of metrics for every state; ``start`` is how many evaluations there were before."""
-    before, evaluations = world.figures, start
-    for state in states:
-        spent = world.figures
-        yield {
+    def row(self, state: State, evaluations: int, before: Figures) -> dict[str, Any]:
+        """The metrics of an iteration: what was spent since ``before``, when there had been so many ``evaluations``."""
+        return {
             "iteration": state.iteration,
             "loss": state.loss,
-            "accuracy": accuracy(),
+            "accuracy": None,
             "evaluations": state.evaluations - evaluations,
-            "seconds": spent.seconds - before.seconds,
-            "bytes_coordinator": spent.bytes_coordinator - before.bytes_coordinator,
-            "bytes_shards": spent.bytes_shards - before.bytes_shards,
-            **asdict(spent.counts - before.counts),
+            "seconds": self.seconds - before.seconds,
+            "bytes_coordinator": self.bytes_coordinator - before.bytes_coordinator,
+            "bytes_shards": self.bytes_shards - before.bytes_shards,
+            **asdict(self.counts - before.counts),
         }
-        before, evaluations = spent, state.evaluations

@@ -1,8 +1,7 @@
-"""Sandblaster on processes of this machine: one coordinator, some shards, some workers, and whoever called, who only watches.
+"""Sandblaster on processes of this machine: one coordinator, some shards, some workers, and the caller, who only watches.
 
-Workers may die at any moment: the others take over. If the coordinator or a shard dies, it is started again and all go on from the
-last iteration: after each one the shards write their vectors to the folder and then the coordinator its scalars (``state.json``),
-each file whole or not at all. A later call with the same folder goes on there too.
+Workers may die at any moment: the others take over. A coordinator or shard that was killed is started again, and all go on from the
+last iteration in the folder (see ``processes``). A later call with the same folder goes on there too.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import os
 import pickle
 import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from itertools import count
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -27,53 +25,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hocket.drivers.snapshots import unsealed
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages.frame import JOB_BYTES
-from hocket.messages.link import Listener
-from hocket.sandblaster.coordinator import GO_ON, ProcessWorld
-from hocket.sandblaster.figures import rows
-from hocket.sandblaster.lbfgs import Settings, State, converse, lbfgs
-from hocket.sandblaster.roles import ShardProcess, WorkerProcess, end_with_parent
+from hocket.sandblaster.dispatch import GO_ON
+from hocket.sandblaster.processes import FAILURE_FILE, LINK_FILE, STATE_FILE, Plan, be_coordinator, be_shard, be_worker
 from hocket.sandblaster.vectors import cuts
-from hocket.server.snapshots import unsealed
 
 if TYPE_CHECKING:
     from hocket.sandblaster.api import Sandblaster
 
-LINK_FILE, STATE_FILE, FAILURE_FILE = "coordinator.json", "state.json", "failure.json"
-QUEUE = 100_000
-"""Messages that the coordinator's link holds for one peer; they are small, and none may be lost."""
 NOTHING_KEPT = "start again, with a folder (on the command line --out) so that it can go on from the last iteration"
 START_S = 60.0
 LEAVE_S = 5.0
 SETTLE_S = 0.5
-"""A shard's end may be known a little later than that of a coordinator who could not do without it."""
+"""A shard's end may be known a little later than that of a coordinator that could not do without it."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What all processes of a run know."""
-
-    job: bytes
-    folder: Path
-    settings: Settings
-    digest: str
-    values: int
-    portions: int
-    shards: int
-    backups: bool
-    exact: bool
-    patience_s: float
-    remedy: str
-
-    def facts(self) -> dict[str, Any]:
-        """What must be the same to go on from what lies in the folder."""
-        same = {name: getattr(self, name) for name in ("values", "portions", "shards", "exact", "digest")}
-        return {**asdict(self.settings), **same}
-
-
-class Company:
-    """The processes of a run, as those who watch see them."""
+class Supervisor:
+    """The processes of a run, as the process that started them sees them."""
 
     def __init__(self, start: Callable[[], BaseProcess], start_shard: Callable[[int], BaseProcess], remedy: str) -> None:
         self._start, self._start_shard, self._remedy = start, start_shard, remedy
@@ -108,17 +78,16 @@ class Company:
         return False
 
     def _restart(self) -> None:
-        """Start shards that have ended, and the coordinator again: only one that begins anew has all shards at one iteration."""
+        """Start shards that have ended, and the coordinator if it has, again."""
         self.restarts += 1
-        self.coordinator.kill()
-        self.coordinator.join()
         for i, shard in enumerate(self.shards):
             if shard.exitcode is not None:
                 self.shards[i] = self._start_shard(i)
-        self.coordinator = self._start()
+        if self.coordinator.exitcode is not None:
+            self.coordinator = self._start()
 
-    def leave(self) -> None:
-        """Nobody stays."""
+    def shutdown(self) -> None:
+        """End all processes: those of a run that has ended by itself get some time to do so."""
         deadline = time.monotonic() + LEAVE_S
         for process in self.everyone:
             process.join(max(0.0, deadline - time.monotonic()) if self.coordinator.exitcode == 0 else 0.0)
@@ -150,40 +119,29 @@ class Log:
 def launch(
     job: Sandblaster,
     folder: Path | None = None,
-    patience_s: float = 5.0,
+    liveness_timeout_s: float = 5.0,
     restarts: int = 3,
-    watch: Callable[[Company], None] = lambda _: None,
+    watch: Callable[[Supervisor], None] = lambda _: None,
     on_iteration: Callable[[dict[str, Any]], None] = lambda _: None,
     slowdown: Sequence[float] = (1.0,),
 ) -> tuple[list[dict[str, Any]], Tensor, str]:
     """Run ``job`` on processes: metrics, weights and why it ended."""
     with _place(folder) as where:
         point = job.objective().point.cpu()
-        plan = Plan(
-            secrets.token_bytes(JOB_BYTES),
-            where,
-            job.settings,
-            _digest(point, *job.train),
-            len(point),
-            len(job.portions),
-            job.shards,
-            job.backups,
-            job.exact,
-            patience_s,
-            NOTHING_KEPT if folder is None else GO_ON,
-        )
+        config = job.config(liveness_timeout_s=liveness_timeout_s, remedy=NOTHING_KEPT if folder is None else GO_ON)
+        plan = Plan(secrets.token_bytes(JOB_BYTES), where, config, _digest(point, *job.train), len(point))
         _check_folder(plan)
         (where / LINK_FILE).unlink(missing_ok=True)
         log = Log(where / STATE_FILE, on_iteration)
         _watch(_start(plan, point, _pickled(job), job.workers, slowdown), plan, restarts, watch, log)
         found = json.loads((where / STATE_FILE).read_text())
         iteration = found["state"]["iteration"]
-        slices = [unsealed((where / f"shard-{i}-{iteration}.pt").read_bytes())["x"] for i in range(job.shards)]
+        slices = [unsealed(plan.slices(i, iteration).read_bytes())["x"] for i in range(job.shards)]
         return found["metrics"], torch.cat(slices), found["state"]["ended"]
 
 
-def _start(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Sequence[float]) -> Company:
-    context = _context()
+def _start(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Sequence[float]) -> Supervisor:
+    context, incarnations = _context(), count()
 
     def begin(role: Callable[..., None], *arguments: Any) -> BaseProcess:
         process = context.Process(target=role, args=(plan, *arguments), daemon=True)
@@ -192,37 +150,37 @@ def _start(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Sequen
 
     def begin_coordinator() -> BaseProcess:
         (plan.folder / FAILURE_FILE).unlink(missing_ok=True)
-        return begin(be_coordinator)
+        return begin(be_coordinator, next(incarnations))
 
-    def begin_shard(place: int) -> BaseProcess:
-        return begin(be_shard, place, point[cuts(plan.values, plan.shards)[place]].numpy(), _known_address(plan))
+    def begin_shard(number: int) -> BaseProcess:
+        part = cuts(plan.values, plan.config.shards)[number]
+        return begin(be_shard, next(incarnations), number, point[part].numpy())
 
-    company = Company(begin_coordinator, begin_shard, plan.remedy)
+    supervisor = Supervisor(begin_coordinator, begin_shard, plan.config.remedy)
     try:
-        address = _address(plan, company.coordinator)
-        for i in range(plan.shards):
-            company.shards.append(begin_shard(i))
-        company.workers = [begin(be_worker, i, job, address, slowdown[i % len(slowdown)]) for i in range(workers)]
+        _wait_for(plan, supervisor.coordinator)
+        supervisor.shards += (begin_shard(i) for i in range(plan.config.shards))
+        supervisor.workers += (begin(be_worker, i, job, slowdown[i % len(slowdown)]) for i in range(workers))
     except BaseException:
-        company.leave()
+        supervisor.shutdown()
         raise
-    return company
+    return supervisor
 
 
-def _watch(company: Company, plan: Plan, restarts: int, watch: Callable[[Company], None], log: Log) -> None:
+def _watch(supervisor: Supervisor, plan: Plan, restarts: int, watch: Callable[[Supervisor], None], log: Log) -> None:
     try:
-        while not company.check(restarts):
+        while not supervisor.check(restarts):
             log.read()
-            watch(company)
+            watch(supervisor)
             time.sleep(0.05)
         failure = plan.folder / FAILURE_FILE
         if failure.exists():
             told = json.loads(failure.read_text())
             raise (WorkerLost if told["kind"] == "WorkerLost" else HocketError)(told["sentence"])
-        if company.coordinator.exitcode:
-            raise WorkerLost(f"The coordinator ended with code {company.coordinator.exitcode}: {plan.remedy}.")
+        if supervisor.coordinator.exitcode:
+            raise WorkerLost(f"The coordinator ended with code {supervisor.coordinator.exitcode}: {plan.config.remedy}.")
     finally:
-        company.leave()
+        supervisor.shutdown()
         log.read()
 
 
@@ -233,64 +191,6 @@ def _context() -> ForkServerContext | SpawnContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
-
-
-# What each process does.
-
-
-def be_coordinator(plan: Plan) -> None:
-    """Hold the conversation, and write down after each iteration where it stands."""
-    end_with_parent()
-    try:
-        with Listener(_known_address(plan), plan.job, high_water=QUEUE) as listener:
-            _write(plan.folder / LINK_FILE, {"address": listener.address})
-            world = ProcessWorld(
-                listener,
-                plan.portions,
-                plan.shards,
-                backups=plan.backups,
-                exact=plan.exact,
-                patience_s=plan.patience_s,
-                remedy=plan.remedy,
-            )
-            _converse(plan, world)
-            world.farewell()
-    except (HocketError, WorkerLost) as error:
-        _write(plan.folder / FAILURE_FILE, {"kind": type(error).__name__, "sentence": str(error)})
-        raise SystemExit(1) from None
-
-
-def be_shard(plan: Plan, number: int, values: Any, address: str) -> None:
-    """Hold a slice of every vector."""
-    end_with_parent()
-    torch.set_num_threads(1)
-    ShardProcess(number, torch.from_numpy(values), plan.exact, address, plan.job, plan.folder).serve()
-
-
-def be_worker(plan: Plan, number: int, job: bytes, address: str, slowdown: float) -> None:
-    """Compute portions, each in ``slowdown`` times the time it needs."""
-    end_with_parent()
-    torch.set_num_threads(1)
-    sandblaster: Sandblaster = pickle.loads(job)  # from the process that started this one
-    WorkerProcess(number, sandblaster.objective(), plan.shards, address, plan.job, slowdown).serve()
-
-
-def _converse(plan: Plan, world: ProcessWorld) -> None:
-    file = plan.folder / STATE_FILE
-    state, metrics = State(), []
-    if file.exists():
-        found = json.loads(file.read_text())
-        state, metrics = State(**found["state"]), found["metrics"]
-        world.load(state.iteration)
-
-    def write_down() -> None:
-        _write(file, {"facts": plan.facts(), "state": asdict(state), "metrics": metrics})
-
-    for row in rows(converse(lbfgs(plan.settings, state), world), world, lambda: None, state.evaluations):
-        metrics.append(row)
-        world.save(state.iteration)
-        write_down()
-    write_down()  # why it ended may be known only now
 
 
 # Files.
@@ -315,8 +215,8 @@ def _check_folder(plan: Plan) -> None:
     other = [name for name, value in plan.facts().items() if facts.get(name) != value]
     if other:
         raise HocketError(f"{plan.folder} holds another run, with {other[0]}={facts.get(other[0])}: choose another folder.")
-    for i in range(plan.shards):
-        part = plan.folder / f"shard-{i}-{found['state']['iteration']}.pt"
+    for i in range(plan.config.shards):
+        part = plan.slices(i, found["state"]["iteration"])
         try:
             unsealed(part.read_bytes())
         except Exception as error:
@@ -325,29 +225,13 @@ def _check_folder(plan: Plan) -> None:
             ) from None
 
 
-def _known_address(plan: Plan) -> str:
-    """Where a coordinator before this one listened, or any free port."""
-    file = plan.folder / LINK_FILE
-    return json.loads(file.read_text())["address"] if file.exists() else "tcp://127.0.0.1:0"
-
-
-def _address(plan: Plan, coordinator: BaseProcess) -> str:
+def _wait_for(plan: Plan, coordinator: BaseProcess) -> None:
+    """Until the coordinator has written down where it listens."""
     deadline = time.monotonic() + START_S
     while not (plan.folder / LINK_FILE).exists():
         if coordinator.exitcode is not None or time.monotonic() > deadline:
             raise WorkerLost("The coordinator did not start: look at its output.")
         time.sleep(0.02)
-    return _known_address(plan)
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    """There is the whole file or none."""
-    beside = file.with_suffix(".new")
-    with beside.open("w") as stream:
-        json.dump(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
 
 
 def _digest(*tensors: Tensor) -> str:

@@ -16,9 +16,9 @@ Vectors never pass through here. The shards know them by name: ``x``, the direct
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hocket.errors import HocketError
 from hocket.sandblaster.vectors import Order
@@ -101,33 +101,6 @@ class Mark:
 
 
 Conversation = Generator[Ask | Evaluate | Mark, Any, str]
-
-
-class World(Protocol):
-    """Who carries the conversation out: virtual workers or real processes."""
-
-    def ask(self, orders: tuple[Order, ...]) -> list[float]:
-        """See :class:`Ask`."""
-
-    def evaluate(self, request: Evaluate) -> list[float]:
-        """See :class:`Evaluate`."""
-
-
-def converse(conversation: Conversation, world: World) -> Iterator[State]:
-    """Hold the conversation with ``world``; the state after every iteration."""
-    answer: list[float] | None = None
-    while True:
-        try:
-            request = conversation.send(answer)
-        except StopIteration:
-            return
-        match request:
-            case Ask(orders):
-                answer = world.ask(orders)
-            case Evaluate():
-                answer = world.evaluate(request)
-            case Mark(state):
-                yield state
 
 
 def lbfgs(settings: Settings, state: State | None = None) -> Conversation:

@@ -118,10 +118,10 @@ class Dispenser:
         self._out.setdefault(portion, []).append(worker)
         return portion
 
-    def report(self, worker: int, portion: int, loss: float) -> Answer:
-        """A worker has computed a portion."""
-        if worker in self._gone:
-            return Answer()
+    def report(self, worker: int, portion: int, loss: float) -> Answer | None:
+        """A worker has computed a portion; None when it was not asked to, or has reported it before."""
+        if worker not in self._out.get(portion, ()):
+            return None
         self._leave(portion, worker)
         keep = self.wants(portion)
         if keep:
@@ -133,11 +133,15 @@ class Dispenser:
 
     def bundle(self, worker: int) -> int | None:
         """The number under which a worker shall send its sum now, None if it shall not."""
-        if not self._held.get(worker) or (not self.exact and any(w == worker for w, _ in self._bundles)):
+        if not self._held.get(worker) or (not self.exact and self.under_way(worker)):
             return None
         number, self._sent = self._sent, self._sent + 1
         self._bundles[worker, number] = _Bundle(self._held.pop(worker), set(range(self.shards)))
         return number
+
+    def under_way(self, worker: int) -> list[int]:
+        """The numbers of a worker's bundles that are not staged everywhere."""
+        return [number for w, number in self._bundles if w == worker]
 
     def staged(self, worker: int, number: int, shard: int) -> list[Order]:
         """A shard has a bundle; the orders that make it count, for all shards, if it is the last one to have it."""
@@ -157,7 +161,7 @@ class Dispenser:
             return []
         self._gone.add(worker)
         self.counts.lost += 1
-        numbers = [number for w, number in self._bundles if w == worker]
+        numbers = self.under_way(worker)
         back = self._held.pop(worker, [])
         for number in numbers:
             back += self._bundles.pop((worker, number)).portions

@@ -1,228 +1,237 @@
-"""What shard and worker processes do all day. See ``coordinator`` for the messages; between these two there are
+"""Shards and workers as programs without I/O; see ``protocol`` for their messages.
 
-    worker → shard    FETCH, PUSH (a bundle: its number, the worker's slice of the sum)
-    shard → worker    REPLY (this shard's slice of the point, or nothing when that evaluation is over)
-
-A process ends when the coordinator says goodbye; :func:`end_with_parent` sees to it that it does not outlive whoever started it.
+A shard carries out the coordinator's orders on its slice of every vector. A worker does one thing at a time: what reaches it while it
+computes a portion is handled afterwards.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import secrets
-import threading
-import time
 from collections import deque
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import zmq
 from torch import Tensor
 
 from hocket.messages.frame import Envelope, Kind
-from hocket.messages.link import Caller, Listener
-from hocket.sandblaster.objective import Objective
-from hocket.sandblaster.vectors import Shard, cuts
-from hocket.server.snapshots import sealed, unsealed
-from hocket.train.throttle import Throttle
+from hocket.programs.base import Address, Compute, Connect, Effects, Finished, Program, Restore, Snapshot
+from hocket.sandblaster.protocol import BEAT_S, COORDINATOR, RESEND_S, message_bytes
+from hocket.sandblaster.vectors import Order, Shard, Terms, cuts
 
-BEAT_S = 0.5
-SEND_S = 30.0
-KEPT = 2
-"""Snapshots kept on disk: the coordinator may die after shards have written one and before it has written its own."""
+_BEAT = "beat"
 
 
-def end_with_parent() -> None:
-    """End this process when the one that started it has ended, however that happened."""
-    parent = multiprocessing.parent_process()
+class _Subordinate(Program):
+    """Says hello now and then, and ends when the coordinator says goodbye."""
 
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
+    def start(self, now: float) -> Effects:
+        """Say hello."""
+        self.now = now
+        self.on_timer(_BEAT)
+        return self._done()
 
-    threading.Thread(target=watch, daemon=True).start()
+    def on_timer(self, name: str) -> None:
+        self._hello()
+        self._set_timer(_BEAT, self.now + BEAT_S)
+
+    def _hello(self) -> None:
+        raise NotImplementedError
 
 
-def most_bytes(values: int) -> int:
-    """Of one message with so many float64 values."""
-    return (1 << 20) + 8 * values
+class SandblasterShard(_Subordinate):
+    """Shard ``number``, whose first slice of the weights is ``x``; workers reach it at ``address``.
 
+    ``incarnation`` says how many processes were this shard before.
+    """
 
-class ShardProcess:
-    """Shard ``number``: a :class:`Shard` between the coordinator's orders and the workers' slices."""
-
-    def __init__(self, number: int, x: Tensor, exact: bool, coordinator: str, job: bytes, folder: Path) -> None:
-        self.number, self.folder = number, folder
+    def __init__(self, number: int, x: Tensor, exact: bool = False, address: str = "", incarnation: int = 0) -> None:
+        super().__init__()
+        self.number, self.address, self.incarnation = number, address, incarnation
         self.shard = Shard(x, exact)
-        self.moved = 0
-        room = most_bytes(len(x))
-        self.listener = Listener("tcp://127.0.0.1:0", job, most_bytes=room, high_water=64)
-        self.coordinator = Caller(coordinator, job, identity=f"shard {number}".encode(), high_water=1000)
+        self._begin_session(-1)
 
-    def serve(self) -> None:
-        """Until the coordinator says goodbye."""
-        poller = zmq.Poller()
-        poller.register(self.listener.socket, zmq.POLLIN)
-        poller.register(self.coordinator.socket, zmq.POLLIN)
-        hello = Envelope(Kind.HELLO, self.number, note={"address": self.listener.address})
-        said = 0.0
-        with self.listener, self.coordinator:
-            while True:
-                if time.monotonic() - said > BEAT_S:
-                    self.coordinator.send(hello, 0)
-                    said = time.monotonic()
-                poller.poll(int(BEAT_S * 1000))
-                while (order := self.coordinator.receive(0)) is not None:
-                    if order.kind == Kind.GOODBYE:
-                        return
-                    self._obey(order)
-                while (received := self.listener.receive(0)) is not None:
-                    self._serve_worker(*received)
+    def _begin_session(self, session: int) -> None:
+        self._session, self._obeyed, self._moved = session, 0, 0
+        self._reply: Envelope | None = None
+        self.shard.forget()
 
-    def _obey(self, order: Envelope) -> None:
-        answers: list[list[float]] = []
-        if "save" in order.note:
-            self._save(int(order.note["save"]))
-        elif "load" in order.note:
-            self.shard.vectors = unsealed(self._file(int(order.note["load"])).read_bytes())
-        else:
-            answers = self.shard.obey([tuple(o) for o in order.note["orders"]])
-        if order.number:
-            note = {"answers": answers, "moved": self.moved}
-            self.coordinator.send(Envelope(Kind.REPLY, self.number, number=order.number, note=note), SEND_S)
+    def on_message(self, sender: Address, message: Envelope) -> None:
+        if sender != COORDINATOR:
+            self._serve_worker(sender, message)
+        elif message.kind == Kind.GOODBYE:
+            self._effects.append(Finished())
+        elif message.kind == Kind.ORDER:
+            if message.step > self._session and message.number == 1:
+                self._begin_session(message.step)
+            if message.step == self._session and message.number == self._obeyed + 1:
+                self._obey(message)
+            elif self._reply is not None and (message.step, message.number) == (self._reply.step, self._reply.number):
+                self._send(COORDINATOR, self._reply)  # it was lost
 
-    def _serve_worker(self, peer: bytes, message: Envelope) -> None:
-        self.moved += message.tensor_bytes
+    def _obey(self, message: Envelope) -> None:
+        self._obeyed += 1
+        orders = [tuple(order) for order in message.note.get("ask") or message.note.get("orders", ())]
+        if orders and orders[0][0] == "load":
+            self._effects.append(Restore(str(orders[0][1])))  # the answer comes afterwards
+            return
+        answers = [self._carry_out(order) for order in orders]
+        if "ask" in message.note:
+            self._answer(answers)
+
+    def _carry_out(self, order: Order) -> Terms:
+        if order[0] == "save":
+            self._effects.append(Snapshot(str(order[1])))
+            return []
+        return self.shard.obey([order])[0]
+
+    def _answer(self, answers: list[Terms]) -> None:
+        note = {"answers": answers, "moved": self._moved}
+        self._reply = Envelope(Kind.REPLY, self.number, step=self._session, number=self._obeyed, note=note)
+        self._send(COORDINATOR, self._reply)
+
+    def restored(self, state: dict[str, Tensor], now: float) -> Effects:
+        """The snapshot that a :class:`Restore` asked for."""
+        self.now = max(now, self.now)
+        self.shard.vectors = state
+        self._answer([[]])
+        return self._done()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This shard's slices, but for the trial point, which every line search makes anew."""
+        return {name: vector for name, vector in self.shard.vectors.items() if name != "trial"}
+
+    def _serve_worker(self, worker: Address, message: Envelope) -> None:
+        self._moved += message_bytes(message)
         if message.kind == Kind.FETCH:
             current = message.step == self.shard.evaluation
-            reply = Envelope(Kind.REPLY, self.number, step=message.step, tensors=(self.shard.point.clone(),) if current else ())
-            self.moved += reply.tensor_bytes
-            self.listener.send(peer, reply)
+            reply = Envelope(Kind.REPLY, self.number, step=message.step, tensors=(self.shard.point,) if current else ())
+            self._moved += message_bytes(reply)
+            self._send(worker, reply)
         elif message.kind == Kind.PUSH and self.shard.stage(message.step, message.sender, message.number, message.tensors[0]):
             staged = Envelope(Kind.PUSH, self.number, place=message.sender, step=message.step, number=message.number)
-            self.coordinator.send(staged, SEND_S)
+            self._send(COORDINATOR, staged)
 
-    def _file(self, iteration: int) -> Path:
-        return self.folder / f"shard-{self.number}-{iteration}.pt"
-
-    def _save(self, iteration: int) -> None:
-        """There is the whole file or none."""
-        file = self._file(iteration)
-        beside = file.with_suffix(".new")
-        with beside.open("wb") as stream:
-            stream.write(sealed({name: v for name, v in self.shard.vectors.items() if name != "trial"}))
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(file)
-        for old in self.folder.glob(f"shard-{self.number}-*.pt"):
-            if int(old.stem.rpartition("-")[2]) <= iteration - KEPT:
-                old.unlink()
+    def _hello(self) -> None:
+        note = {"address": self.address, "incarnation": self.incarnation}
+        self._send(COORDINATOR, Envelope(Kind.HELLO, self.number, step=self._session, number=self._obeyed, note=note))
 
 
-class WorkerProcess:
-    """Worker ``number``: computes portions, keeps what it is told to keep in a sum, sends the sum when it is told to."""
+class SandblasterWorker(_Subordinate):
+    """A worker for ``values`` parameters on ``shards``: computes portions, sums those it is told to keep, pushes the sum when told."""
 
-    def __init__(self, number: int, objective: Objective, shards: int, coordinator: str, job: bytes, slowdown: float = 1.0) -> None:
-        self.objective, self.address, self.job = objective, coordinator, job
-        self.cuts = cuts(len(objective.point), shards)
-        self.link = f"worker {number} {secrets.token_hex(4)}"
-        self.coordinator = Caller(coordinator, job, identity=self.link.encode())
-        self.shards: list[Caller] = []
-        self.throttle = Throttle(slowdown)
-        self.ticket = -1
-        self.inbox: deque[Envelope] = deque()
-        self._forget(-1)
+    def __init__(self, values: int, shards: int) -> None:
+        super().__init__()
+        self._cuts = cuts(values, shards)
+        self._addresses: list[str] = []
+        self._inbox: deque[tuple[Address, Envelope]] = deque()
+        self._forget((-1, -1))
 
-    def serve(self) -> None:
-        """Until the coordinator says goodbye."""
-        threading.Thread(target=self._beat, daemon=True).start()
-        said = 0.0
-        while True:
-            if not self.tasks and time.monotonic() - said > BEAT_S:
-                self.coordinator.send(Envelope(Kind.HELLO, self.ticket), 0)
-                said = time.monotonic()
-            message = self.inbox.popleft() if self.inbox else self.coordinator.receive(0 if self.tasks else BEAT_S)
-            if message is None:
-                if self.tasks:
-                    self._compute(self.tasks.popleft())
-            elif message.kind == Kind.GOODBYE:
-                break
-            elif message.kind == Kind.ORDER and message.step >= self.evaluation:
-                if message.step > self.evaluation or message.note["ticket"] != self.ticket:
-                    self._forget(message.step)
-                    self.ticket = message.note["ticket"]
-                self._heed(message.note)
-        for link in (self.coordinator, *self.shards):
-            link.close()
+    def _forget(self, series: tuple[int, int]) -> None:
+        """Begin another series of orders; what belongs to an earlier evaluation or ticket is gone."""
+        self.evaluation, self.ticket = series
+        self._obeyed = 0
+        self._portions: deque[int] = deque()
+        self._computing: int | None = None
+        self._slices: dict[Address, Tensor] = {}
+        self._point: Tensor | None = None
+        self._fetched_at, self._retry_s = 0.0, 0.0
+        self._pending: dict[int, tuple[float, Tensor]] = {}
+        self._total: Tensor | None = None
+        self._pushed: dict[int, Tensor] = {}
 
-    def _forget(self, evaluation: int) -> None:
-        """What belongs to another evaluation, or to another ticket."""
-        self.evaluation = evaluation
-        self.point: Tensor | None = None
-        self.tasks: deque[int] = deque()
-        self.pending: dict[int, Tensor] = {}
-        self.total: Tensor | None = None
+    def computed(self, portion: int, loss: float, gradient: Tensor, now: float) -> Effects:
+        """The portion that a :class:`Compute` asked for: its share of the loss and of the gradient."""
+        self.now = max(now, self.now)
+        self._computing, self._pending[portion] = None, (loss, gradient)
+        self._report(portion)
+        while self._inbox and self._computing is None:
+            self.on_message(*self._inbox.popleft())
+        self._proceed()
+        return self._done()
 
-    def _heed(self, note: Any) -> None:
-        if [link.address for link in self.shards] != note["shards"]:
-            for link in self.shards:
-                link.close()
-            room = most_bytes(max(part.stop - part.start for part in self.cuts))
-            self.shards = [Caller(address, self.job, most_bytes=room) for address in note["shards"]]
-        judged = self.pending.pop(note["judged"], None)
-        if judged is not None and note["keep"]:
-            self.total = judged if self.total is None else self.total + judged
-        if note["bundle"] is not None and self.total is not None:
-            for part, link in zip(self.cuts, self.shards, strict=True):
-                slice_ = self.total[part].cpu().contiguous()
-                link.send(Envelope(Kind.PUSH, self.ticket, step=self.evaluation, number=note["bundle"], tensors=(slice_,)), SEND_S)
-            self.total = None
-        if note["portion"] is not None:
-            self.tasks.append(note["portion"])
+    def on_message(self, sender: Address, message: Envelope) -> None:
+        if message.kind == Kind.GOODBYE:
+            self._effects.append(Finished())
+        elif self._computing is not None:
+            self._inbox.append((sender, message))
+        elif message.kind == Kind.ORDER:
+            series = message.step, message.sender
+            if series > (self.evaluation, self.ticket) and message.number == 1:
+                self._forget(series)
+            if series == (self.evaluation, self.ticket) and message.number == self._obeyed + 1:
+                self._obeyed += 1
+                self._obey(message.note)
+        elif message.kind == Kind.REPLY and message.step == self.evaluation and self._retry_s:
+            self._fetched(sender, message)
 
-    def _compute(self, portion: int) -> None:
-        if self.point is None:
-            self.point = self._fetch()
-        if self.point is None:
-            self.tasks.clear()
+    def _obey(self, note: Mapping[str, Any]) -> None:
+        self._connect(note.get("shards", self._addresses))
+        if "judged" in note:
+            _, gradient = self._pending.pop(note["judged"])
+            if note["keep"]:
+                self._total = gradient if self._total is None else self._total + gradient
+        for number in note.get("counted", ()):
+            del self._pushed[number]
+        for number in note.get("again", ()):
+            self._push(number)
+        if "bundle" in note:
+            assert self._total is not None
+            self._pushed[note["bundle"]], self._total = self._total, None
+            self._push(note["bundle"])
+        if "portion" in note:
+            self._portions.append(note["portion"])
+        self._proceed()
+
+    def _connect(self, addresses: list[str]) -> None:
+        for shard, address in enumerate(addresses):
+            if shard >= len(self._addresses) or self._addresses[shard] != address:
+                self._effects.append(Connect(shard, address))
+        self._addresses = addresses
+
+    def _push(self, number: int) -> None:
+        for shard, part in enumerate(self._cuts):
+            values = self._pushed[number][part]
+            self._send(shard, Envelope(Kind.PUSH, self.ticket, shard, self.evaluation, number, tensors=(values,)))
+
+    def _proceed(self) -> None:
+        """Compute the next portion, once the point is there."""
+        if not self._portions or self._computing is not None:
             return
-        self.throttle.begin()
-        loss, self.pending[portion] = self.objective.portion(self.point, portion)
-        self.throttle.end()
-        report = Envelope(Kind.ANSWER, self.ticket, place=portion, step=self.evaluation, note={"loss": loss})
-        self.coordinator.send(report, SEND_S)
+        if self._point is not None:
+            self._computing = self._portions.popleft()
+            self._effects.append(Compute(self._computing, self._point))
+        elif not self._retry_s:
+            self._fetch()
 
-    def _fetch(self) -> Tensor | None:
-        """The point of this evaluation, or None if it is over."""
-        for link in self.shards:
-            link.send(Envelope(Kind.FETCH, self.ticket, step=self.evaluation), SEND_S)
-        parts = [self._part(link) for link in self.shards]
-        found = [part for part in parts if part is not None]
-        return torch.cat(found) if len(found) == len(parts) else None
+    def _fetch(self) -> None:
+        self._fetched_at, self._retry_s = self.now, 2 * self._retry_s or RESEND_S
+        for shard in range(len(self._cuts)):
+            if shard not in self._slices:
+                self._send(shard, Envelope(Kind.FETCH, self.ticket, shard, self.evaluation))
 
-    def _part(self, link: Caller) -> Tensor | None:
-        deadline = time.monotonic() + SEND_S
-        while time.monotonic() < deadline:
-            reply = link.receive(BEAT_S)
-            if reply is not None and reply.step == self.evaluation:
-                return reply.tensors[0] if reply.tensors else None
-            if reply is None and self._called_away():
-                return None
-        return None
+    def _fetched(self, shard: Address, reply: Envelope) -> None:
+        if not reply.tensors:  # that evaluation is over
+            self._retry_s = 0.0
+            self._portions.clear()
+            self._hello()
+            return
+        self._slices[shard] = reply.tensors[0]
+        if len(self._slices) == len(self._cuts):
+            self._point, self._retry_s = torch.cat([self._slices[s] for s in range(len(self._cuts))]), 0.0
+            self._slices = {}
+            self._proceed()
 
-    def _called_away(self) -> bool:
-        """Whether the coordinator, perhaps a new one, is done with this evaluation: a shard that died answers no more."""
-        self.coordinator.send(Envelope(Kind.HELLO, self.ticket), 0)
-        while (message := self.coordinator.receive(0)) is not None:
-            self.inbox.append(message)
-        return any(message.kind == Kind.GOODBYE or message.step > self.evaluation for message in self.inbox)
+    def _report(self, portion: int) -> None:
+        note = {"loss": self._pending[portion][0]}
+        self._send(COORDINATOR, Envelope(Kind.ANSWER, self.ticket, portion, self.evaluation, self._obeyed, note))
 
-    def _beat(self) -> None:
-        """A sign of life, also in the midst of a long portion."""
-        with Caller(self.address, self.job) as link:
-            while True:
-                link.send(Envelope(Kind.BEAT, self.ticket, note={"link": self.link}), 0)
-                time.sleep(BEAT_S)
+    def _hello(self) -> None:
+        if self._computing is not None:  # nothing to say but that this worker lives
+            self._send(COORDINATOR, Envelope(Kind.BEAT, self.ticket))
+            return
+        if self._retry_s and self.now - self._fetched_at >= self._retry_s:
+            self._fetch()
+        for portion in self._pending:
+            self._report(portion)
+        note = {} if self._pending or self._portions else {"free": True}
+        self._send(COORDINATOR, Envelope(Kind.HELLO, self.ticket, step=self.evaluation, number=self._obeyed, note=note))

@@ -44,9 +44,13 @@ class Shard:
     def __init__(self, x: Tensor, exact: bool = False) -> None:
         self.vectors: dict[str, Tensor] = {"x": x.clone()}
         self.exact = exact
-        self.evaluation, self.at = -1, "x"
+        self.forget()
+
+    def forget(self, evaluation: int = -1, at: str = "x") -> None:
+        """Nothing is staged or counted: ``evaluation`` begins at vector ``at``."""
+        self.evaluation, self.point = evaluation, self.vectors[at].clone()
         self._staged: dict[tuple[int, int], Tensor] = {}
-        self._sum = Tree() if exact else Sum()
+        self._sum = Tree() if self.exact else Sum()
 
     def obey(self, orders: Sequence[Order]) -> list[Terms]:
         """Carry out ``orders`` one after another; one answer each, empty where nothing was asked."""
@@ -58,11 +62,6 @@ class Shard:
             return False
         self._staged[worker, bundle] = values
         return True
-
-    @property
-    def point(self) -> Tensor:
-        """Where the running evaluation takes place."""
-        return self.vectors[self.at]
 
     def _obey(self, verb: str | int | float, *o: str | int | float) -> Terms:
         v = self.vectors
@@ -82,8 +81,7 @@ class Shard:
             case "max", (str(a),):
                 return [v[a].abs().max().item()] if len(v[a]) else [0.0]
             case "begin", (int(e), str(a)):
-                self.evaluation, self.at = e, a
-                self._staged, self._sum = {}, type(self._sum)()
+                self.forget(e, a)
             case "count", (int(w), int(n), int(p)):
                 self._sum.add(p, self._staged.pop((w, n)))
             case "discard", (int(w), int(n)):

@@ -1,0 +1,215 @@
+"""What the processes of a run do: a program on sockets, and the files that it goes on from.
+
+After each iteration the shards write their vectors to the folder (``shard-NUMBER-ITERATION.pt``) and then the coordinator its state
+(``state.json``), each file whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hocket.drivers.snapshots import KEPT, sealed, unsealed
+from hocket.drivers.sockets import SocketDriver
+from hocket.errors import HocketError, WorkerLost
+from hocket.messages.frame import Envelope, Kind
+from hocket.messages.link import Caller, Listener
+from hocket.programs.base import Compute, Effects, Finished, Restore, Snapshot
+from hocket.sandblaster.coordinator import SandblasterCoordinator
+from hocket.sandblaster.dispatch import CoordinatorConfig
+from hocket.sandblaster.protocol import BEAT_S, COORDINATOR
+from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
+from hocket.train.throttle import Throttle
+
+if TYPE_CHECKING:
+    from hocket.sandblaster.api import Sandblaster
+
+LINK_FILE, STATE_FILE, FAILURE_FILE = "coordinator.json", "state.json", "failure.json"
+QUEUE = 100_000
+"""Messages that the coordinator's link holds for one peer; they are small."""
+ANY_PORT = "tcp://127.0.0.1:0"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all processes of a run know."""
+
+    job: bytes
+    folder: Path
+    config: CoordinatorConfig
+    digest: str
+    values: int
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same to go on from what lies in the folder."""
+        config = self.config
+        shape = {"values": self.values, "portions": config.portions, "shards": config.shards, "exact": config.exact}
+        return {**asdict(config.settings), **shape, "digest": self.digest}
+
+    def address(self) -> str:
+        """Where a coordinator before this one listened, or any free port."""
+        file = self.folder / LINK_FILE
+        return json.loads(file.read_text())["address"] if file.exists() else ANY_PORT
+
+    def slices(self, shard: int, iteration: int | str) -> Path:
+        """The file of a shard's vectors after an iteration."""
+        return self.folder / f"shard-{shard}-{iteration}.pt"
+
+
+class ProcessDriver(SocketDriver):
+    """Sockets, and what a program wants of its own machine: to compute, and to ``save`` and ``load`` snapshots by name."""
+
+    def __init__(
+        self,
+        program: Any,
+        *,
+        save: Callable[[str, Any], None] = lambda name, state: None,
+        load: Callable[[str], Any] = lambda name: None,
+        **links: Any,
+    ) -> None:
+        super().__init__(program, **links)
+        self._save, self._load = save, load
+        self._portions: deque[Compute] = deque()
+        self._over = False
+
+    def run(self, compute: Callable[[Tensor, int], tuple[float, Tensor]] | None = None) -> None:
+        """Start the program and serve it until it has finished; ``compute(point, portion)`` is what a worker does."""
+        self.carry_out(self.program.start(self.clock()))
+        while not self._over:
+            self.poll(0.0 if self._portions else BEAT_S)
+            if self._portions and compute is not None:
+                task = self._portions.popleft()
+                loss, gradient = compute(task.point, task.portion)
+                self.carry_out(self.program.computed(task.portion, loss, gradient, self.clock()))
+
+    def carry_out(self, effects: Effects) -> None:
+        for effect in effects:
+            if isinstance(effect, Compute):
+                self._portions.append(effect)
+            elif isinstance(effect, Snapshot):
+                self._save(effect.name, self.program.state_dict())
+            elif isinstance(effect, Restore):
+                self.carry_out(self.program.restored(self._load(effect.name), self.clock()))
+            else:
+                self._over |= isinstance(effect, Finished)
+                super().carry_out([effect])
+
+
+def be_coordinator(plan: Plan, incarnation: int) -> None:
+    """Hold the conversation, and write down after each iteration where it stands."""
+    end_with_parent()
+    file = plan.folder / STATE_FILE
+    found = json.loads(file.read_text()) if file.exists() else None
+    saved = None if found is None else {name: found[name] for name in ("state", "metrics")}
+    program = SandblasterCoordinator(replace(plan.config, incarnation=incarnation), saved)
+
+    def save(name: str, state: dict[str, Any]) -> None:
+        write_json(file, {"facts": plan.facts(), **state})
+
+    try:
+        listener = Listener(plan.address(), plan.job, high_water=QUEUE)
+        write_json(plan.folder / LINK_FILE, {"address": listener.address})
+        with closing(ProcessDriver(program, listener=listener, save=save)) as driver:
+            driver.run()
+    except (HocketError, WorkerLost) as error:
+        write_json(plan.folder / FAILURE_FILE, {"kind": type(error).__name__, "sentence": str(error)})
+        raise SystemExit(1) from None
+
+
+def be_shard(plan: Plan, incarnation: int, number: int, values: Any) -> None:
+    """Hold a slice of every vector."""
+    end_with_parent()
+    torch.set_num_threads(1)
+    listener = Listener(ANY_PORT, plan.job, most_bytes=most_bytes(len(values)), high_water=64)
+    identity = f"shard {number} {incarnation}".encode()
+    coordinator = Caller(plan.address(), plan.job, identity=identity, high_water=1000)
+    program = SandblasterShard(number, torch.from_numpy(values), plan.config.exact, listener.address, incarnation)
+
+    def save(name: str, vectors: dict[str, Tensor]) -> None:
+        write_whole(plan.slices(number, name), sealed(vectors))
+        for old in plan.folder.glob(plan.slices(number, "*").name):
+            if int(old.stem.rpartition("-")[2]) <= int(name) - KEPT:
+                old.unlink()
+
+    def load(name: str) -> Any:
+        return unsealed(plan.slices(number, name).read_bytes())
+
+    with closing(ProcessDriver(program, listener=listener, callers={COORDINATOR: coordinator}, save=save, load=load)) as driver:
+        driver.run()
+
+
+def be_worker(plan: Plan, number: int, job: bytes, slowdown: float) -> None:
+    """Compute portions, each in ``slowdown`` times the time it needs."""
+    end_with_parent()
+    torch.set_num_threads(1)
+    sandblaster: Sandblaster = pickle.loads(job)  # from the process that started this one
+    objective, throttle = sandblaster.objective(), Throttle(slowdown)
+    program = SandblasterWorker(plan.values, plan.config.shards)
+
+    def connect(peer: int, address: str) -> Caller:
+        return Caller(address, plan.job, most_bytes=most_bytes(plan.values), high_water=64)
+
+    def compute(point: Tensor, portion: int) -> tuple[float, Tensor]:
+        throttle.begin()
+        result = objective.portion(point, portion)
+        throttle.end()
+        return result
+
+    coordinator = Caller(plan.address(), plan.job, identity=f"worker {number} {secrets.token_hex(4)}".encode())
+    threading.Thread(target=_beat, args=(program, plan), daemon=True).start()
+    with closing(ProcessDriver(program, callers={COORDINATOR: coordinator}, connect=connect)) as driver:
+        driver.run(compute)
+
+
+def _beat(worker: SandblasterWorker, plan: Plan) -> None:
+    """A sign of life, also in the midst of a long portion."""
+    with Caller(plan.address(), plan.job) as link:
+        while True:
+            link.send(Envelope(Kind.BEAT, worker.ticket), 0)
+            time.sleep(BEAT_S)
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended, however that happened."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def most_bytes(values: int) -> int:
+    """Of one message with so many float64 values."""
+    return (1 << 20) + 8 * values
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """See :func:`write_whole`."""
+    write_whole(file, json.dumps(content).encode())
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """There is the whole file or none."""
+    beside = file.with_suffix(".new")
+    with beside.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)
