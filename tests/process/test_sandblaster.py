@@ -23,7 +23,7 @@ from hocket.cli.main import app
 from hocket.cli.train import arguments
 from hocket.data.base import DataSet, identity
 from hocket.sandblaster import SandblasterRun
-from hocket.server.snapshots import unsealed
+from hocket.drivers.snapshots import unsealed
 from hocket.train.run import Settings
 from process.launch import Nursery, eventually
 

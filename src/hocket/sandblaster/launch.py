@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hocket.drivers.snapshots import unsealed
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages.frame import JOB_BYTES
 from hocket.messages.link import Listener
@@ -35,7 +36,6 @@ from hocket.sandblaster.figures import rows
 from hocket.sandblaster.lbfgs import Settings, State, converse, lbfgs
 from hocket.sandblaster.roles import ShardProcess, WorkerProcess, end_with_parent
 from hocket.sandblaster.vectors import cuts
-from hocket.server.snapshots import unsealed
 
 if TYPE_CHECKING:
     from hocket.sandblaster.api import Sandblaster

@@ -21,11 +21,11 @@ import torch
 import zmq
 from torch import Tensor
 
+from hocket.drivers.snapshots import sealed, unsealed
 from hocket.messages.frame import Envelope, Kind
 from hocket.messages.link import Caller, Listener
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.vectors import Shard, cuts
-from hocket.server.snapshots import sealed, unsealed
 from hocket.train.throttle import Throttle
 
 BEAT_S = 0.5

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import FRAME_BYTES, Message, framed
-from hocket.server.outbox import Outbox, read
-from hocket.server.recipe import Recipe
-from hocket.server.shard import Shard
-from hocket.server.slices import Slices
-from hocket.server.wire import FETCH
+from hocket.programs.server.optimizer_spec import OptimizerSpec as Recipe
+from hocket.programs.server.push_encoder import PushEncoder as Outbox
+from hocket.programs.server.push_encoder import read
+from hocket.programs.server.shard import ParameterShard as Shard
+from hocket.programs.server.slices import Slices
+from hocket.programs.server.wire import FETCH
 from hocket.topology import Server
 from hocket.train.free.links import size_of
 from hocket.train.free.scheme import Payload, Scheme
@@ -100,7 +101,7 @@ class ServerScheme(Scheme):
         self._go_on(worker, now)
 
     def _go_on(self, worker: int, now: float) -> None:
-        own, crowd, turn = self.workers[worker], self.crowd, self.sync.turn(self.workers[worker].step)
+        own, crowd, turn = self.workers[worker], self.crowd, self.sync.server_action(self.workers[worker].step)
         seen = list(own.seen)  # of the weights that this gradient was computed at, whatever lands now
         if own.ready:
             self._take_over(worker)
@@ -173,10 +174,10 @@ class ServerScheme(Scheme):
             read(self.strategy, Message(tuple(parts), lengths), widths[b], b, step, worker, self.crowd.rows, self.seed)
             for b, (parts, lengths) in enumerate(coded)
         ]
-        before = self.shards[s].ages.copy() if s == 0 else Counter()
+        before = self.shards[s].staleness.copy() if s == 0 else Counter()
         self.shards[s].push(worker, step, gradients, rates, seen)
         if s == 0:
-            self._ages += self.shards[0].ages - before
+            self._ages += self.shards[0].staleness - before
         self.arrived_steps[s] += steps
         if fetch:
             self.held[s].append((worker, step, now))

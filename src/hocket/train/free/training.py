@@ -110,7 +110,7 @@ class FreeTraining:
 
     def begin(self, worker: int, now: float) -> bool:
         """A worker takes its next mini-batch and computes; it stops where there is none (False)."""
-        number = self.dealing.own(worker, self._begun[worker]) if self.strategy.sync.own_share else self._next
+        number = self.dealing.own(worker, self._begun[worker]) if self.strategy.sync.static_partition else self._next
         if number >= len(self.dealing):
             self._over.add(worker)
             self.scheme.over(worker, now)
