@@ -22,8 +22,8 @@ from hocket.cli.batch import train_on_batches
 from hocket.cli.main import app
 from hocket.cli.train import arguments
 from hocket.data.base import DataSet, identity
-from hocket.sandblaster import SandblasterRun
 from hocket.drivers.snapshots import unsealed
+from hocket.sandblaster import SandblasterRun
 from hocket.train.run import Settings
 from process.launch import Nursery, eventually
 
