@@ -5,7 +5,8 @@ event      fields
 =========  ======================================================================================================================
 start      what the program is: a worker's strategy, digest of the layout, number, world and seed, or a shard's place and times;
            ``identity`` by which others know it
-call       ``name`` and ``arguments`` (tensors are null: the replay computes them); ``now``
+call       ``name`` of a method of the program or (``account.begin``) of its account, ``arguments`` (tensors are null: the replay
+           computes them), ``now``
 batch      ``id`` of the mini-batch that the worker takes for its next step
 message    ``sender`` (a number, or an identity in hexadecimal digits), ``kind``, ``worker``, ``step``, ``number``, ``bytes`` of its
            tensors; ``note``, where no recorded program sent it (heartbeats, observers, refusals of a link); ``now``
@@ -70,11 +71,12 @@ class Recorder:
         self._write("timer", {"name": name, "now": now})
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """The process has left; what comes later is not recorded."""
         self._file.close()
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"event": event, **fields}, default=_plain) + "\n")
+        if not self._file.closed:
+            self._file.write(json.dumps({"event": event, **fields}, default=_plain) + "\n")
 
 
 def read_record(path: str | Path) -> list[dict[str, Any]]:

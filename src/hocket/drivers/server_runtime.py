@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class ServerRuntime:
             self.close(0)
             raise
         self.attached = True
-        self.account.begin(self.driver.clock())
+        self._time(self.account.begin)
 
     @property
     def step(self) -> int:
@@ -122,7 +122,7 @@ class ServerRuntime:
 
     def leave(self) -> None:
         """Say goodbye, also in the middle of a wait that was interrupted."""
-        self.account.pause(self.driver.clock())
+        self._time(self.account.pause)
         self._heartbeats.stop()
         self.driver.begin(self.program.leave)
         self.close()
@@ -138,11 +138,21 @@ class ServerRuntime:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time does not count: something is done beside the training."""
-        self.account.pause(self.driver.clock())
+        if self.account.paused is not None:  # inside another pause, or after the end
+            yield
+            return
+        self._time(self.account.pause)
         try:
             yield
         finally:
-            self.account.resume(self.driver.clock())
+            self._time(self.account.resume)
+
+    def _time(self, method: Callable[[float], None]) -> None:
+        """Call a method of the account with the time, also in the recording."""
+        now = self.driver.clock()
+        if self._recorder is not None:
+            self._recorder.call(f"account.{method.__name__}", (), now)
+        method(now)
 
     def observer(self) -> Observer:
         """An observer of the same shards; close it."""
