@@ -34,11 +34,12 @@ from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout
 from hocket.data import load
+from hocket.drivers.observer import Observer
+from hocket.drivers.shard_process import start_serving
 from hocket.messages import Envelope, Kind, Listener, Refused, pack, unpack
-from hocket.server.desk import Desk
-from hocket.server.observer import Observer
-from hocket.server.slices import Slices
-from hocket.server.wire import OBSERVER, link_bytes, terms_of
+from hocket.programs.server.shard_server import ShardServer
+from hocket.programs.server.slices import Slices
+from hocket.programs.server.wire import OBSERVER, job_config, link_bytes
 from hocket.strategy import Strategy
 from hocket.train.free_worker import Post, work
 from hocket.train.job import layout_for
@@ -133,9 +134,9 @@ class Training:
         self.wait(lambda: all(worker.exitcode is not None for worker in self.workers))
         if codes := [worker.exitcode for worker in self.workers if worker.exitcode]:
             raise RuntimeError(f"a worker ended with {codes[0]}")
-        self.observer.wish(0)
-        first = self.observer.granted(30.0)
-        found = None if first is None else self.observer.truth(first, 0)
+        self.observer.request_weights(0)
+        first = self.observer.receive_weights(30.0)
+        found = None if first is None else self.observer.global_weights(first, 0)
         if found is None:
             raise RuntimeError("the shard does not tell the weights")
         return self.status(), torch.cat([row.flatten() for row in found[0]])
@@ -153,7 +154,7 @@ def _serve(there: Any) -> None:
     torch.set_num_threads(1)
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
         there.send(listener.address)
-        Desk(listener, 0, patience_s=120.0, stays=True).run()
+        start_serving(ShardServer(0, liveness_timeout_s=120.0, stays=True), listener).serve()
 
 
 def _work(worker: int, address: str) -> None:
@@ -167,13 +168,23 @@ def _work(worker: int, address: str) -> None:
 
 def originals(layout: Layout) -> list[list[bytes]]:
     """Messages as workers and observers send them, of nobody who belongs to the job."""
-    terms = terms_of(Strategy.parse(SETTINGS["strategy"]), layout, 0, WORKERS)
+    config = job_config(Strategy.parse(SETTINGS["strategy"]), layout, 0, WORKERS)
     gradients = tuple(torch.randn(bucket.size) for bucket in layout.buckets)
-    push = {"parts": [[1, 0]] * len(gradients), "rates": [0.1], "fetch": True, "seen": 3, "hands": [1], "want": 1, "buffers": False}
+    push = {
+        "parts": [[1, 0]] * len(gradients),
+        "lrs": [0.1],
+        "fetch": True,
+        "seen": 3,
+        "batch_ids": [1],
+        "want": 1,
+        "buffers": False,
+    }
     made = [
-        Envelope(Kind.HELLO, 0, note={"terms": terms, "pushed": 0, "replaces": False}),
-        Envelope(Kind.HELLO, 1, note={"terms": {**terms, "model": "x"}, "pushed": 2**62, "replaces": False}, tensors=gradients),
-        Envelope(Kind.PUSH, 0, 0, 7, 9, {**push, "ledger": {"seconds": 1.0}}, gradients),
+        Envelope(Kind.HELLO, 0, note={"job_config": config, "pushed": 0, "replaces": False}),
+        Envelope(
+            Kind.HELLO, 1, note={"job_config": {**config, "model": "x"}, "pushed": 2**62, "replaces": False}, tensors=gradients
+        ),
+        Envelope(Kind.PUSH, 0, 0, 7, 9, {**push, "figures": {"seconds": 1.0}}, gradients),
         Envelope(Kind.PUSH, 1, 0, 2**62, 9, push, tuple(g[:-1] for g in gradients)),
         Envelope(Kind.FETCH, 1, 0, 3, 4, {"fetch": True, "want": 2**40, "final": True}),
         Envelope(Kind.FETCH, OBSERVER, number=4, note={"epoch": 10**9, "within_s": 1e300}),

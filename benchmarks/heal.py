@@ -28,8 +28,10 @@ import torch
 from netlab import Lab, require
 from torch import Tensor, nn
 
+from hocket.drivers.shard_process import start_serving
 from hocket.messages import Envelope, Keys, Kind, Listener
-from hocket.server.desk import Desk
+from hocket.programs.base import Address
+from hocket.programs.server.shard_server import ShardServer
 from hocket.train.free_worker import Post, work
 
 JOB = bytes(range(16, 32))
@@ -130,19 +132,19 @@ def be_shard(folder: Path, address: str, patience_s: float) -> None:
     os.dup2(os.open(folder / "shard.err", os.O_WRONLY | os.O_CREAT), 2)
     pushes: list[list[float]] = [[] for _ in range(WORKERS)]
 
-    class Watched(Desk):
-        def handle(self, peer: bytes, message: Envelope) -> None:
-            super().handle(peer, message)
+    class Watched(ShardServer):
+        def on_message(self, sender: Address, message: Envelope) -> None:
+            super().on_message(sender, message)
             if message.kind == Kind.PUSH:
                 pushes[message.sender].append(time.monotonic())
                 if min(map(len, pushes)) == PUSHES:
                     (folder / "begun").touch()
 
     with Listener(address, JOB, Keys.read(folder / "keys")) as listener:
-        desk = Watched(listener, 0, patience_s)
-        desk.run()
-    figures = desk.figures()
-    end = {"done": figures["progress"], "total": desk.milestones.total, "lost": figures["lost"], "pushes": pushes[CUT_OFF]}
+        server = Watched(0, patience_s)
+        start_serving(server, listener).serve()
+        figures = server.figures()
+    end = {"done": figures["progress"], "total": server.epochs.total, "lost": figures["lost"], "pushes": pushes[CUT_OFF]}
     (folder / "end").write_text(json.dumps(end))
 
 

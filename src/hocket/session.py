@@ -18,10 +18,11 @@ from hocket.cluster.join import join
 from hocket.cluster.layout import Layout
 from hocket.cluster.processes import ProcessCluster
 from hocket.data.shard import shard_length, shard_loader
+from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
 from hocket.messages import Keys
-from hocket.server.client import Client
-from hocket.server.wire import DEFAULT_JOB, job_id
+from hocket.programs.server.requests import WorkerConfig
+from hocket.programs.server.wire import DEFAULT_JOB, job_id
 from hocket.split import Mesh, Place
 from hocket.split.born import bring_to_life
 from hocket.split.mesh import forget
@@ -74,9 +75,9 @@ def init(
     makes means sum in worker order (slower, bit-equal to virtual workers). A worker silent for ``patience_s`` counts as lost.
 
     Strategies with servers start them as children, unless ``servers`` names some that run already (``python -m
-    hocket.server.host``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were given one.
-    Then no launcher is needed: this is worker ``worker`` of ``workers``. ``keys`` is the file made by `hocket keys`, for links
-    between machines.
+    hocket.drivers.shard_process``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were
+    given one. Then no launcher is needed: this is worker ``worker`` of ``workers``. ``keys`` is the file made by `hocket keys`, for
+    links between machines.
     """
     leave()
     _Session.cluster = join(backend, device, None, exact, timeout_s, patience_s)
@@ -227,7 +228,7 @@ def _on_mesh(
         )
     if strategy.free and (mesh.data > 1 or serves_itself(strategy)):
 
-        def connect(layout: Layout, place: Place, cluster: Cluster) -> Client:
+        def connect(layout: Layout, place: Place, cluster: Cluster) -> ServerRuntime:
             _Session.worker, _Session.world = place.data.place, place.data.size
             return _connect(strategy, layout, cluster)
 
@@ -237,7 +238,7 @@ def _on_mesh(
     return job
 
 
-def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None) -> Client:
+def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None) -> ServerRuntime:
     """The link to the servers that ``init`` named, or to new ones."""
     session, cluster = _Session, cluster or _Session.cluster
     assert cluster is not None
@@ -250,8 +251,8 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None)
     if isinstance(cluster, ProcessCluster):
         cluster.heartbeat.stop()  # from here on nobody waits for others, nor ends with them
     keys = None if session.keys is None else Keys.read(session.keys)
-    patience_s = session.patience_s
-    return Client(servers.addresses, servers.job, strategy, layout, session.worker, session.world, session.seed, keys, patience_s)
+    config = WorkerConfig(strategy, layout, session.worker, session.world, session.seed, session.patience_s)
+    return ServerRuntime(servers.addresses, servers.job, config, keys)
 
 
 def shard(loader: Iterable[Any], epoch: int | None = None) -> Shard:

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 
 import hocket
 from hocket.data import load
+from hocket.drivers import shard_process
+from hocket.drivers.observer import Observer
 from hocket.models import build
-from hocket.server import host
-from hocket.server.observer import Observer
-from hocket.server.slices import Slices
-from hocket.server.wire import link_bytes
+from hocket.programs.server.slices import Slices
+from hocket.programs.server.wire import link_bytes
 from hocket.train.free_worker import Post, read_post, work
 from hocket.train.job import layout_for
 from hocket.train.loop import accuracy_of
@@ -47,7 +47,7 @@ def other() -> nn.Module:
 
 
 def shard(rank: int, folder: str, arguments: list[str]) -> None:
-    host.main(arguments)
+    shard_process.main(arguments)
 
 
 def worker(rank: int, folder: str, post: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ def by_address(rank: int, folder: str, servers: str, workers: int, strategy: str
 
 
 class Service:
-    """A job of ``settings``: its shards, its workers, and a look at the truth."""
+    """A job of ``settings``: its shards, its workers, and a look at the global weights."""
 
     def __init__(
         self,
@@ -262,16 +262,16 @@ class Service:
                 assert group.wait(LIMIT_S) == [0], group.said()
         return self.status()
 
-    def truth(self) -> list[Tensor]:
-        self.observer.wish(0)
-        first = self.observer.granted(5.0)
+    def weights(self) -> list[Tensor]:
+        self.observer.request_weights(0)
+        first = self.observer.receive_weights(5.0)
         assert first is not None
-        found = self.observer.truth(first, 0)
+        found = self.observer.global_weights(first, 0)
         assert found is not None
         return found[0]
 
     def accuracy(self) -> float:
-        with lent(self.model, self.layout, self.truth(), {}):
+        with lent(self.model, self.layout, self.weights(), {}):
             right, seen = accuracy_of(self.model, (self.data.test[0], self.data.test[1]), self.data)
         return right / seen
 

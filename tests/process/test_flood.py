@@ -17,9 +17,9 @@ import zmq
 from hocket.cluster.layout import Layout
 from hocket.messages import Caller, Envelope, Kind, pack
 from hocket.messages.frame import REASONS
-from hocket.server.milestones import Milestones, Wish
-from hocket.server.recipe import Recipe
-from hocket.server.wire import OBSERVER, WORKER_MARK, terms_of
+from hocket.programs.server.epoch_snapshots import EpochSnapshots, SnapshotRequest
+from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.wire import OBSERVER, WORKER_MARK, job_config
 from hocket.strategy import Strategy
 from hocket.train.job import layout_for
 from process.launch import Nursery, eventually, run_script
@@ -43,11 +43,11 @@ def test_a_hundred_thousand_mutated_messages_change_no_bit_and_cost_no_memory(tm
 
 
 def test_observers_under_ever_new_names_are_forgotten() -> None:
-    kept = Milestones()
+    kept = EpochSnapshots()
     for number in range(1000):
-        kept.wish(Wish(b"o%d" % number, number, 10**9, float("inf")))
-    assert len(kept.wishes) <= 64
-    assert kept.wishes[-1].number == 999
+        kept.request(SnapshotRequest(b"o%d" % number, number, 10**9, float("inf")))
+    assert len(kept.requests) <= 64
+    assert kept.requests[-1].number == 999
 
 
 # --- who asks and does not read ----------------------------------------------------------------------------------------------
@@ -63,10 +63,10 @@ class Served:
 
     def __init__(self, address: str, worker: int, layout: Layout, strategy: Strategy, high_water: int) -> None:
         self.caller, self.worker = Caller(address, JOB, identity=WORKER_MARK + b"%d" % worker, high_water=high_water), worker
-        self.terms = terms_of(strategy, layout, 0, 2)
+        self.job_config = job_config(strategy, layout, 0, 2)
 
-    def hello(self, weights: torch.Tensor, recipe: Recipe) -> None:
-        note: dict[str, Any] = {"terms": self.terms, "pushed": 0, "recipe": recipe.describe(), "groups": [0]}
+    def hello(self, weights: torch.Tensor, optimizer: OptimizerSpec) -> None:
+        note: dict[str, Any] = {"job_config": self.job_config, "pushed": 0, "optimizer": optimizer.describe(), "groups": [0]}
         note |= {"total": None, "per_epoch": None}
         assert self.ask(Envelope(Kind.HELLO, self.worker, note=note, tensors=(weights,))).kind == Kind.WELCOME
 
@@ -77,7 +77,7 @@ class Served:
         return answer
 
     def push(self, step: int) -> Envelope:
-        note = {"parts": [[1, 0]], "rates": [0.1], "fetch": True, "seen": step - 1}
+        note = {"parts": [[1, 0]], "lrs": [0.1], "fetch": True, "seen": step - 1}
         return self.ask(Envelope(Kind.PUSH, self.worker, 0, step, step, note, (torch.full((VALUES,), 1e-3),)))
 
 
@@ -92,9 +92,9 @@ def test_one_who_asks_and_never_reads_costs_a_bounded_memory_and_nobody_else(nur
     optimizer, strategy = torch.optim.SGD(model.parameters(), 0.1), Strategy.parse("async + server")
     layout = layout_for(model, optimizer, strategy, None, None)
     quick, slow = Served(address, 0, layout, strategy, 16), Served(address, 1, layout, strategy, 1)
-    recipe = Recipe.of(optimizer)
+    spec = OptimizerSpec.of(optimizer)
     for one in (quick, slow):
-        one.hello(torch.zeros(VALUES), recipe)
+        one.hello(torch.zeros(VALUES), spec)
     for step in range(1, 21):
         assert quick.push(step).step == step
     before = shard.memory_info().rss

@@ -10,16 +10,16 @@ import torch
 from torch.nn import functional as F
 
 import hocket
-from desks import JOB, Desks
+from hocket.drivers import server_runtime
+from hocket.drivers.snapshots import Snapshots
+from hocket.drivers.sockets import SocketDriver
 from hocket.messages import Envelope, Kind
-from hocket.server.client import Client
-from hocket.server.desk import Desk
-from hocket.server.snapshots import Snapshots
+from hocket.programs.base import Effects
 from hocket.strategy import Strategy
-from hocket.train import free_job
 from hocket.train.free_job import FreeJob
 from process.cases import batch, net, sgd
 from process.launch import Nursery
+from shard_servers import ShardServers
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -72,30 +72,29 @@ def test_every_push_has_an_age_in_every_workers_ledger(nursery: Nursery, tmp_pat
         assert ages == sorted(ages)
 
 
-class Shards(Desks):
+class Shards(ShardServers):
     """Two shards with snapshots; ``deaf``: they do not say where they stand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.deaf = folder, False
         super().__init__(2)
 
-    def desk(self, place: int) -> Desk:
-        return Desk(self.listeners[place], place, snapshots=Snapshots(self.folder, place))
+    def driver(self, place: int, snapshots: Snapshots | None = None, **options: Any) -> SocketDriver:
+        return super().driver(place, Snapshots(self.folder, place), snapshot_s=1e6)
 
-    def handle(self, place: int, peer: bytes, message: Envelope) -> None:
-        if not (self.deaf and message.kind is Kind.ORDER):
-            super().handle(place, peer, message)
+    def handle(self, place: int, sender: bytes, message: Envelope, now: float) -> Effects:
+        return [] if self.deaf and message.kind is Kind.ORDER else super().handle(place, sender, message, now)
 
     def save(self) -> None:
         """Both make a snapshot."""
         with self.lock:
-            for desk in self.desks:
-                desk._save()
+            for driver in self.drivers:
+                Snapshots(self.folder, driver.program.place).save(driver.program.state_dict())  # type: ignore[attr-defined]
 
     def restart(self, place: int) -> None:
         """One dies, and another goes on from its snapshot."""
         with self.lock:
-            self.desks[place] = self.desk(place)
+            self.drivers[place] = self.driver(place)
 
 
 def test_what_a_restarted_shard_forgot_is_lost_and_has_no_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +102,7 @@ def test_what_a_restarted_shard_forgot_is_lost_and_has_no_age(tmp_path: Path, mo
     strategy = Strategy.parse("async + server(shards=2)")
     with Shards(tmp_path) as shards:
         model = net()
-        job = FreeJob(model, sgd(model), strategy, lambda layout: Client(shards.addresses, JOB, strategy, layout, 0, 1))
+        job = FreeJob(model, sgd(model), strategy, lambda layout: shards.runtime(str(strategy), layout, 0, 1))
 
         def told() -> tuple[dict[str, int], int]:
             summary = job.ledger.summary()
@@ -120,7 +119,7 @@ def test_what_a_restarted_shard_forgot_is_lost_and_has_no_age(tmp_path: Path, mo
         loop(job, range(6, 7))
         assert told() == ({"0": 4}, 3), "three of before the snapshot and one since; three are lost"
         sent = job.ledger.summary()["bytes_sent"]
-        monkeypatch.setattr(free_job, "_STATUS_S", 0.1)
+        monkeypatch.setattr(server_runtime, "STATUS_S", 0.1)
         shards.deaf = True
         assert told() == ({"0": 4}, 3), "who does not answer has said so before"
         assert job.ledger.summary()["bytes_sent"] == sent, "asking counts for nothing"

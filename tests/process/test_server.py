@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 from hocket.cli.main import app
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
+from hocket.drivers import shard_process
+from hocket.drivers.snapshots import Snapshots
 from hocket.errors import HocketError
 from hocket.messages import Envelope, Kind, pack
-from hocket.server import host
-from hocket.server.snapshots import Snapshots
 from hocket.train.run import Settings, make_training
 from process.launch import ENVIRON, Nursery, eventually
 from process.served import LIMIT_S, Service
@@ -64,7 +64,7 @@ def test_the_classical_scheme_equals_bulk(nursery: Nursery, tmp_path: Path, stra
     expected = virtual(settings("bulk", virtual=True, engine="loop", **options))
     with Service(nursery, tmp_path, settings(strategy, **options)) as service:
         status = service.ends()
-        found = flat(service.truth())
+        found = flat(service.weights())
     assert torch.equal(found, expected), f"they differ by {(found - expected).abs().max():.2e}"
     assert status["ages"] == {"0": status["progress"]}
     assert status["lost"] == 0
@@ -247,7 +247,7 @@ def test_a_shard_that_stops_for_a_while_changes_nothing(nursery: Nursery, tmp_pa
         time.sleep(4.5)  # workers say hello again, twice, and repeat what they asked
         os.kill(service.shards[1].pids[0], signal.SIGCONT)
         status = service.ends()
-        found = flat(service.truth())
+        found = flat(service.weights())
     assert torch.equal(found, expected), f"they differ by {(found - expected).abs().max():.2e}"
     assert status["lost"] == 0
 
@@ -279,7 +279,7 @@ def test_a_flood_of_garbage_changes_no_bit_of_a_training(nursery: Nursery, tmp_p
             for socket in sockets:
                 socket.close()
         status = service.ends()
-        found = flat(service.truth())
+        found = flat(service.weights())
     assert torch.equal(found, expected), f"they differ by {(found - expected).abs().max():.2e}"
     assert status["lost"] == 0
     assert sum(status["refused"].values()) > 100, (sent, status["refused"])
@@ -288,7 +288,8 @@ def test_a_flood_of_garbage_changes_no_bit_of_a_training(nursery: Nursery, tmp_p
 def _stranger(chance: random.Random) -> Envelope:
     """Well-formed, of the right job, and from nobody who belongs to it."""
     kind = chance.choice(list(Kind))
-    whole = {"terms": chance.choice([{}, 5, None]), "pushed": 1e308, "rates": [1], "parts": [[1, 0]], "hands": ["x"], "epoch": "x"}
+    whole = {"job_config": chance.choice([{}, 5, None]), "pushed": 1e308, "lrs": [1], "parts": [[1, 0]], "batch_ids": ["x"]}
+    whole |= {"epoch": "x", "holds": [chance.choice([3, "x"])]}
     note = {name: value for name, value in whole.items() if chance.random() < 0.7}
     step = chance.randrange(-5, 50)
     return Envelope(kind, chance.randrange(-3, 5), step=step, number=chance.randrange(9), note=note, tensors=(torch.ones(3),))
@@ -372,7 +373,7 @@ def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path
     try:
         assert eventually(lambda: (out / "metrics.jsonl").exists(), LIMIT_S)
         offspring(run, "hocket.cli.crew_worker")[0].kill()
-        offspring(run, "hocket.server.host")[1].kill()
+        offspring(run, "hocket.drivers.shard_process")[1].kill()
         said, errors = run.communicate(timeout=90)
     finally:
         run.kill()
@@ -400,7 +401,8 @@ def test_an_interruption_leaves_nobody_and_a_dead_crew_neither(tmp_path: Path) -
     try:
         for run in runs:
             assert eventually(
-                lambda run=run: len(offspring(run, "hocket.server.host") + offspring(run, "hocket.cli.crew_worker")) == 2, LIMIT_S
+                lambda run=run: len(offspring(run, "hocket.drivers.shard_process") + offspring(run, "hocket.cli.crew_worker")) == 2,
+                LIMIT_S,
             )
             families.append(psutil.Process(run.pid).children(recursive=True))
         time.sleep(4.0)  # they train, or are about to
@@ -419,7 +421,7 @@ def test_an_interruption_leaves_nobody_and_a_dead_crew_neither(tmp_path: Path) -
 def test_being_ended_politely_counts_as_an_interruption_and_leaves_no_folder(tmp_path: Path) -> None:
     run = start(tmp_path, "--strategy", "async + server(optimizer=adagrad)", "--workers", "1", "--epochs", "100000")
     try:
-        assert eventually(lambda: list(tmp_path.glob("hocket-*")) and offspring(run, "hocket.server.host"), LIMIT_S)
+        assert eventually(lambda: list(tmp_path.glob("hocket-*")) and offspring(run, "hocket.drivers.shard_process"), LIMIT_S)
         family = psutil.Process(run.pid).children(recursive=True)
         run.terminate()
         _, errors = run.communicate(timeout=60)
@@ -451,7 +453,7 @@ def test_a_shard_of_its_own_refuses_what_cannot_be(arguments: list[str], capsys:
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit, match="2"):
-            host.main(arguments)
+            shard_process.main(arguments)
     finally:
         signal.signal(signal.SIGINT, before)
     assert "shards count from 0, patience is above 0 seconds." in json.loads(capsys.readouterr().out)["error"]

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.cluster.message import ring_bytes, summed_bytes
+from hocket.drivers.start import address_of, end_child
 from hocket.errors import WorkerLost
 from hocket.messages import Caller, Listener
-from hocket.server.start import address_of, end_child
 from hocket.server.summing import SummedMean, shares, start_summer
 from process.equality import WORKERS
 from process.launch import Nursery

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,29 +16,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from desks import JOB, Desks
 from hocket.cluster.layout import Layout, layout_of
 from hocket.cluster.virtual import VirtualCluster
+from hocket.drivers.observer import Observer
+from hocket.drivers.server_runtime import ServerRuntime
+from hocket.drivers.snapshots import Snapshots, sealed, unsealed
 from hocket.messages import Envelope, Kind, Listener
-from hocket.server.account import Account, entry_of
-from hocket.server.client import Client
-from hocket.server.desk import Desk
-from hocket.server.members import Dealer
-from hocket.server.observer import Observer
-from hocket.server.outbox import Outbox
-from hocket.server.recipe import Recipe
-from hocket.server.shard import Shard
-from hocket.server.slices import Slices
-from hocket.server.snapshots import Snapshots, sealed, unsealed
-from hocket.server.wire import OBSERVER, as_messages, as_tensors, gradients_of, link_bytes, slices_of, terms_of
+from hocket.programs.account import Account, entry_of
+from hocket.programs.base import Effects, Say, Send, Snapshot
+from hocket.programs.server.members import BatchDispatcher
+from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.push_encoder import PushEncoder
+from hocket.programs.server.shard import ParameterShard, Shard
+from hocket.programs.server.shard_server import ShardServer
+from hocket.programs.server.slices import Slices
+from hocket.programs.server.wire import OBSERVER, as_messages, as_tensors, gradients_of, job_config, link_bytes, slices_of
 from hocket.strategy import Strategy
 from hocket.sync import SSP, Async, Bulk, Sync
 from hocket.train import throttle
 from hocket.train.job import layout_for
 from hocket.train.replicas import LiveReplica
+from shard_servers import JOB, ShardServers
 
-SGD = Recipe("sgd", ({"lr": 0.1, "momentum": 0.9},))
-RATES = [0.1]
+SGD = OptimizerSpec("sgd", ({"lr": 0.1, "momentum": 0.9},))
+LRS = [0.1]
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
@@ -48,8 +49,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     return condition()
 
 
-def shard(sync: Sync, workers: int) -> Shard:
-    return Shard([torch.linspace(-1, 1, 7), torch.ones(3)], [0, 0], SGD, sync, range(workers))
+def shard(sync: Sync, workers: int) -> ParameterShard:
+    return ParameterShard([torch.linspace(-1, 1, 7), torch.ones(3)], [0, 0], SGD, sync, range(workers))
 
 
 def gradient(worker: int, step: int) -> list[Tensor]:
@@ -69,13 +70,13 @@ def test_a_push_that_comes_again_is_not_taken_again(repeats: list[tuple[int, int
     once, often = shard(Async(), 3), shard(Async(), 3)
     for step in (1, 2, 3):
         for worker in range(3):
-            assert once.push(worker, step, gradient(worker, step), RATES)
-            assert often.push(worker, step, gradient(worker, step), RATES)
+            assert once.push(worker, step, gradient(worker, step), LRS)
+            assert often.push(worker, step, gradient(worker, step), LRS)
             for w, s in repeats:
                 if s <= often.done[w]:
-                    assert not often.push(w, s, gradient(w, s), RATES)
+                    assert not often.push(w, s, gradient(w, s), LRS)
     assert torch.equal(weights(once), weights(often))
-    assert once.ages == often.ages
+    assert once.staleness == often.staleness
 
 
 @given(st.permutations(range(4)), st.integers(1, 5))
@@ -86,7 +87,7 @@ def test_a_round_is_one_step_with_the_mean_in_worker_order(order: list[int], rou
     for step in range(1, rounds + 1):
         for k, worker in enumerate(order):
             assert not server.ready(worker, step)
-            server.push(worker, step, gradient(worker, step), RATES)
+            server.push(worker, step, gradient(worker, step), LRS)
             assert server.ready(worker, step) == (k == 3)
         for b, p in enumerate(parameters):
             total = gradient(0, step)[b].clone()
@@ -107,7 +108,7 @@ def test_nobody_is_further_ahead_than_the_lead(lead: int, random: Any) -> None:
             continue
         server.give(worker)
         steps[worker] += 1
-        server.push(worker, steps[worker], gradient(worker, steps[worker]), RATES)
+        server.push(worker, steps[worker], gradient(worker, steps[worker]), LRS)
         waits[worker] = True
         assert max(steps) - min(steps) <= lead + 1
     assert any(server.ready(w, steps[w]) for w in range(3)), "somebody can always go on"
@@ -118,7 +119,7 @@ def test_who_leaves_is_not_waited_for(sync: Sync) -> None:
     server = shard(sync, 3)
     for step in range(1, 4):
         for worker in (0, 1):
-            server.push(worker, step, gradient(worker, step), RATES)
+            server.push(worker, step, gradient(worker, step), LRS)
         if server.together:
             break
     assert not server.ready(0, server.done[0])
@@ -130,10 +131,10 @@ def test_who_leaves_is_not_waited_for(sync: Sync) -> None:
 
 def test_a_push_that_the_others_had_not_come_to_is_lost_with_its_worker() -> None:
     server, alone = shard(Bulk(), 2), shard(Bulk(), 1)
-    server.push(1, 1, gradient(1, 1), RATES)
+    server.push(1, 1, gradient(1, 1), LRS)
     assert server.leave(1)
-    server.push(0, 1, gradient(0, 1), RATES)
-    alone.push(0, 1, gradient(0, 1), RATES)
+    server.push(0, 1, gradient(0, 1), LRS)
+    alone.push(0, 1, gradient(0, 1), LRS)
     assert torch.equal(weights(server), weights(alone))
 
 
@@ -141,28 +142,28 @@ def test_a_newcomer_that_stands_a_step_ahead_holds_nobody_up() -> None:
     server = shard(Bulk(), 3)
     server.leave(2)
     for worker in (0, 1):
-        server.push(worker, 1, gradient(worker, 1), RATES)
+        server.push(worker, 1, gradient(worker, 1), LRS)
     server.join(2, 2)  # other shards were a step further when it came
-    server.push(0, 2, gradient(0, 2), RATES)
-    server.push(1, 2, gradient(1, 2), RATES)
+    server.push(0, 2, gradient(0, 2), LRS)
+    server.push(1, 2, gradient(1, 2), LRS)
     assert server.ready(0, 2)
     assert server.version == 2
-    server.push(2, 3, gradient(2, 3), RATES)
-    server.push(0, 3, gradient(0, 3), RATES)
+    server.push(2, 3, gradient(2, 3), LRS)
+    server.push(0, 3, gradient(0, 3), LRS)
     assert not server.ready(2, 3)
-    server.push(1, 3, gradient(1, 3), RATES)
+    server.push(1, 3, gradient(1, 3), LRS)
     assert server.ready(2, 3)
     assert server.version == 3
 
 
 def test_a_push_from_before_a_restart_is_dropped_when_its_worker_has_gone_on() -> None:
     server = shard(Bulk(), 2)
-    server.push(0, 1, gradient(0, 1), RATES)
+    server.push(0, 1, gradient(0, 1), LRS)
     for worker in (0, 1):
         server.join(worker, 9)  # so far have they come meanwhile
     assert server.version == 0
-    server.push(0, 10, gradient(0, 10), RATES)
-    server.push(1, 10, gradient(1, 10), RATES)
+    server.push(0, 10, gradient(0, 10), LRS)
+    server.push(1, 10, gradient(1, 10), LRS)
     assert server.version == 1
 
 
@@ -173,21 +174,21 @@ def test_a_shard_goes_on_from_its_state_as_if_it_had_never_stopped(sync: Sync, t
     def go(of: Shard, steps: range) -> None:
         for step in steps:
             for worker in (0, 1):
-                of.push(worker, step, gradient(worker, step), RATES)
+                of.push(worker, step, gradient(worker, step), LRS)
                 of.give(worker)
 
     go(whole, range(1, 4))
-    whole.push(0, 4, gradient(0, 4), RATES)
+    whole.push(0, 4, gradient(0, 4), LRS)
     Snapshots(tmp_path, 0).save({"shard": whole.state_dict()})
     saved = Snapshots(tmp_path, 0).load()
     assert saved is not None
     again = shard(sync, 2)
     again.load_state_dict(saved["shard"])
     for of in (whole, again):
-        of.push(1, 4, gradient(1, 4), RATES)
+        of.push(1, 4, gradient(1, 4), LRS)
         go(of, range(5, 8))
     assert torch.equal(weights(whole), weights(again))
-    assert whole.ages == again.ages
+    assert whole.staleness == again.staleness
 
 
 # --- mini-batches ------------------------------------------------------------------------------------------------------------
@@ -195,24 +196,24 @@ def test_a_shard_goes_on_from_its_state_as_if_it_had_never_stopped(sync: Sync, t
 
 @given(st.integers(0, 30), st.lists(st.tuples(st.sampled_from("dpg"), st.integers(0, 2), st.integers(1, 4)), max_size=60))
 def test_every_mini_batch_is_done_once_or_held_or_there_to_be_dealt(total: int, moves: list[tuple[str, int, int]]) -> None:
-    dealer = Dealer(total)
+    dispatcher = BatchDispatcher(total)
     held: dict[int, list[int]] = {0: [], 1: [], 2: []}
     done: list[int] = []
     for move, worker, count in moves:
         if move == "d":
-            held[worker] += dealer.deal(worker, count)
+            held[worker] += dispatcher.take(worker, count)
         elif move == "p":
             own, held[worker] = held[worker][:count], held[worker][count:]
-            assert dealer.done(worker, own) == len(own)
-            assert dealer.done(worker, own) == 0, "once"
+            assert dispatcher.done(worker, own) == len(own)
+            assert dispatcher.done(worker, own) == 0, "once"
             done += own
         else:
-            assert dealer.gone(worker) == len(held[worker])
+            assert dispatcher.give_back(worker) == len(held[worker])
             held[worker] = []
-    rest = dealer.deal(0, total + 1)
+    rest = dispatcher.take(0, total + 1)
     assert sorted([*done, *rest, *(n for numbers in held.values() for n in numbers)]) == list(range(total))
-    assert dealer.counted == len(done)
-    assert dealer.empty
+    assert dispatcher.counted == len(done)
+    assert dispatcher.empty
 
 
 # --- what travels ------------------------------------------------------------------------------------------------------------
@@ -224,9 +225,9 @@ def layout() -> Layout:
 
 def test_options_about_how_to_compute_stay_with_the_worker() -> None:
     model = nn.Linear(3, 2)
-    plain = Recipe.of(torch.optim.Adam(model.parameters(), 0.1))
+    plain = OptimizerSpec.of(torch.optim.Adam(model.parameters(), 0.1))
     for name in ("fused", "foreach", "differentiable"):
-        assert Recipe.of(torch.optim.Adam(model.parameters(), 0.1, **{name: True})) == plain
+        assert OptimizerSpec.of(torch.optim.Adam(model.parameters(), 0.1, **{name: True})) == plain
 
 
 def test_a_link_has_room_for_buffers() -> None:
@@ -250,14 +251,14 @@ def test_a_push_arrives_as_the_code_says(code: str, shards: int) -> None:
     strategy = Strategy.parse(f"async + server({shards})" + (f" + {code}" if code != "none" else ""))
     slices = Slices.of(strategy, layout())
     flat = torch.randn(50, generator=torch.Generator().manual_seed(1))
-    outbox = Outbox(strategy, slices, 1, 4, seed=3)
+    encoder = PushEncoder(strategy, slices, 1, 4, seed=3)
     found = torch.zeros(50)
-    for s, messages in enumerate(outbox.encode(7, [flat])):
+    for s, messages in enumerate(encoder.encode(7, [flat])):
         shapes, tensors = as_tensors(messages)
         like = [torch.zeros(n) for n in slices.widths(s)]
         parts = gradients_of(strategy, as_messages(shapes, tensors), like, 7, 1, 4, 3)
         slices.put(0, s, parts[0], found)
-    rest = outbox.errors[0]
+    rest = encoder.errors[0]
     if code == "none":
         assert torch.equal(found, flat)
     elif rest is not None:
@@ -269,16 +270,38 @@ def test_a_push_arrives_as_the_code_says(code: str, shards: int) -> None:
 # --- a host ------------------------------------------------------------------------------------------------------------------
 
 
-class Ears:
-    """A listener without a socket: what it is to send is kept."""
+class Host(ShardServer):
+    """A shard server without a socket: what it wants to send is kept; time stands still unless :meth:`later` moves it."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(0, **options)
         self.sent: list[tuple[bytes, Envelope]] = []
-        self.refused: Counter[str] = Counter()
+        self.said: list[str] = []
+        self.saved: dict[str, Any] = {}
+        self.clock = 100.0
+        self._carry_out(self.start(self.clock, state))
 
-    def send(self, peer: bytes, envelope: Envelope) -> bool:
-        self.sent.append((peer, envelope))
-        return True
+    def handle(self, peer: bytes, message: Envelope) -> None:
+        self._carry_out(self.message(peer, message, self.clock))
+
+    def later(self, seconds: float, alive: Sequence[int] = ()) -> None:
+        """Time goes by; its timer runs out as often as on sockets, and those workers beat their hearts."""
+        until = self.clock + seconds
+        while self.clock < until:
+            self.clock = min(self.clock + 0.2, until)
+            for worker in alive:
+                self.handle(b"w%d" % worker, Envelope(Kind.BEAT, worker))
+            self._carry_out(self.timer("check", self.clock))
+
+    def _carry_out(self, effects: Effects) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                assert isinstance(effect.to, bytes)
+                self.sent.append((effect.to, effect.message))
+            elif isinstance(effect, Say):
+                self.said.append(effect.text)
+            elif isinstance(effect, Snapshot):
+                self.saved = unsealed(sealed(self.state_dict()))
 
     @property
     def last(self) -> Envelope:
@@ -287,25 +310,24 @@ class Ears:
 
 def hello(worker: int, text: str = "ssp(2) + server", world: int = 2, brings: bool = True, **changes: Any) -> Envelope:
     strategy = Strategy.parse(text)
-    note: dict[str, Any] = {"terms": terms_of(strategy, layout(), 0, world) | changes, "pushed": 0}
-    note |= {"recipe": SGD.describe(), "groups": [0], "total": None, "per_epoch": None}
+    note: dict[str, Any] = {"job_config": job_config(strategy, layout(), 0, world) | changes, "pushed": 0}
+    note |= {"optimizer": SGD.describe(), "groups": [0], "total": None, "per_epoch": None}
     tensors = slices_of(Slices.of(strategy, layout()), 0, [torch.ones(1, 50)]) if brings else ()
     return Envelope(Kind.HELLO, worker, note=note, tensors=tensors)
 
 
 def push(worker: int, step: int, number: int = 1, **changes: Any) -> Envelope:
-    note = {"parts": [[1, 0]], "rates": [0.1], "fetch": True, "seen": 0} | changes.pop("note", {})
+    note = {"parts": [[1, 0]], "lrs": [0.1], "fetch": True, "seen": 0} | changes.pop("note", {})
     given: dict[str, Any] = {"sender": worker, "step": step, "number": number, "note": note, "tensors": (torch.ones(50),)}
     return Envelope(Kind.PUSH, **(given | changes))
 
 
-def host(text: str = "ssp(2) + server", world: int = 2, **options: Any) -> tuple[Desk, Ears]:
-    ears = Ears()
-    made = Desk(ears, 0, **options)  # type: ignore[arg-type]
+def host(text: str = "ssp(2) + server", world: int = 2, **options: Any) -> Host:
+    made = Host(**options)
     for worker in range(world):
         made.handle(b"w%d" % worker, hello(worker, text, world))
-        assert ears.last.kind == Kind.WELCOME
-    return made, ears
+        assert made.last.kind == Kind.WELCOME
+    return made
 
 
 @pytest.mark.parametrize(
@@ -319,11 +341,11 @@ def host(text: str = "ssp(2) + server", world: int = 2, **options: Any) -> tuple
     ],
 )
 def test_who_has_other_terms_is_told_so(changes: dict[str, Any], word: str, sentence: str) -> None:
-    made, ears = host()
+    made = host()
     made.handle(b"wx", hello(1, brings=False, **changes))
-    assert ears.last.kind == Kind.REFUSAL
-    assert sentence in ears.last.note["sentence"]
-    assert made.refused == {word: 1}
+    assert made.last.kind == Kind.REFUSAL
+    assert sentence in made.last.note["sentence"]
+    assert made.rejected == {word: 1}
 
 
 WRONG = {
@@ -333,8 +355,8 @@ WRONG = {
     "no tensor": push(0, 1, tensors=()),
     "a bucket too many": push(0, 1, note={"parts": [[1, 0], [1, 0]]}, tensors=(torch.ones(50), torch.ones(50))),
     "no parts": push(0, 1, note={"parts": 7}),
-    "no rates": push(0, 1, note={"rates": []}),
-    "rates that are no numbers": push(0, 1, note={"rates": ["a"]}),
+    "no learning rates": push(0, 1, note={"lrs": []}),
+    "learning rates that are no numbers": push(0, 1, note={"lrs": ["a"]}),
     "a step too far": push(0, 2),
     "step zero": push(0, 0),
     "a negative step": push(0, -3),
@@ -346,22 +368,24 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_refused_and_counted_and_touches_nothing(what: str) -> None:
-    made, ears = host()
+    made = host()
     assert made.shard is not None
     before = weights(made.shard)
     made.handle(b"w0", WRONG[what])
-    assert ears.last.kind == Kind.REFUSAL
-    assert made.refused.total() == 1
+    assert made.last.kind == Kind.REFUSAL
+    assert made.rejected.total() == 1
     assert torch.equal(weights(made.shard), before)
     assert made.shard.version == 0
     made.handle(b"w0", push(0, 1))
-    assert ears.last.kind == Kind.REPLY
+    assert made.last.kind == Kind.REPLY
     assert made.shard.version == 1
 
 
 @given(
     st.dictionaries(
-        st.sampled_from(["parts", "rates", "seen", "fetch", "want", "hands", "ledger", "buffers", "final", "terms", "pushed"]),
+        st.sampled_from(
+            ["parts", "lrs", "seen", "fetch", "want", "batch_ids", "figures", "buffers", "final", "job_config", "pushed", "holds"]
+        ),
         st.recursive(st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3), st.lists, max_leaves=4),
     ),
     st.sampled_from(list(Kind)),
@@ -370,22 +394,21 @@ def test_what_is_wrong_is_refused_and_counted_and_touches_nothing(what: str) -> 
     st.lists(st.integers(0, 60), max_size=3),
 )
 def test_no_message_brings_a_shard_down(note: dict[str, Any], kind: Kind, worker: int, step: int, sizes: list[int]) -> None:
-    made, ears = host("async + server + topk(0.1)")
+    made = host("async + server + topk(0.1)")
     made.handle(b"w0", Envelope(kind, worker, 0, step, 1, note, tuple(torch.ones(n) for n in sizes)))
-    made.care()
+    made.later(0.2)
     made.handle(b"w1", hello(1, "async + server + topk(0.1)", brings=False))
-    assert ears.last.kind == Kind.WELCOME
+    assert made.last.kind == Kind.WELCOME
 
 
 def test_a_fetch_is_held_back_until_it_may_be_answered_and_waiting_is_told() -> None:
-    made, ears = host("bulk + server")
+    made = host("bulk + server")
     made.handle(b"w0", push(0, 1, number=5))
-    assert ears.last.kind == Kind.WELCOME, "nothing yet"
-    made.members[0].request.told -= 2  # type: ignore[union-attr]
-    made.care()
-    assert (ears.last.kind, ears.last.number) == (Kind.WAIT, 5)
+    assert made.last.kind == Kind.WELCOME, "nothing yet"
+    made.later(1.1)
+    assert (made.last.kind, made.last.number) == (Kind.WAIT, 5)
     made.handle(b"w1", push(1, 1, number=8))
-    replies = {peer: e for peer, e in ears.sent if e.kind == Kind.REPLY}
+    replies = {peer: e for peer, e in made.sent if e.kind == Kind.REPLY}
     assert {peer: e.number for peer, e in replies.items()} == {b"w0": 5, b"w1": 8}
     assert made.shard is not None
     given = replies[b"w0"].tensors[0]
@@ -398,7 +421,7 @@ def test_a_fetch_is_held_back_until_it_may_be_answered_and_waiting_is_told() -> 
 
 @pytest.mark.parametrize("text", ["bulk + server", "ssp(1) + server"])
 def test_the_silent_are_not_waited_for_and_may_return(text: str) -> None:
-    made, ears = host(text, patience_s=1.0)
+    made = host(text, liveness_timeout_s=1.0)
     for step in (1, 2, 3):
         made.handle(b"w0", push(0, step, number=step))
         if made.members[0].request is not None:
@@ -406,28 +429,28 @@ def test_the_silent_are_not_waited_for_and_may_return(text: str) -> None:
     assert made.shard is not None
     reached = made.shard.done[0]
     assert (made.members[0].request is not None, reached) == (True, step)
-    made.members[1].seen -= 2
-    made.care()
-    assert (ears.last.kind, ears.last.number) == (Kind.REPLY, step)
+    made.later(2.0, alive=[0])
+    assert made.said == ["worker 1 has been silent for 1 s; the others go on without it"]
+    assert (made.last.kind, made.last.number) == (Kind.REPLY, step)
     assert 1 not in made.shard.done
     made.handle(b"w1", push(1, 1, number=4))
     assert made.shard.done[1] == reached, "it goes on with the slowest"
-    assert (ears.last.kind, ears.last.step) == (Kind.REPLY, reached)
+    assert (made.last.kind, made.last.step) == (Kind.REPLY, reached)
 
 
 def test_who_comes_late_but_is_waited_for_misses_nothing() -> None:
-    made, ears = host("bulk + server", world=3)
+    made = host("bulk + server", world=3)
     for worker in (0, 1):
         made.handle(b"w%d" % worker, push(worker, 1))
     made.handle(b"w2", hello(2, "bulk + server", 3, brings=False))
-    assert (ears.last.kind, ears.last.step) == (Kind.WELCOME, 0)
+    assert (made.last.kind, made.last.step) == (Kind.WELCOME, 0)
     made.handle(b"w2", push(2, 1))
     assert made.shard is not None
-    assert made.shard.ages == {0: 3}
+    assert made.shard.staleness == {0: 3}
 
 
 def test_what_a_shard_holds_for_a_worker_is_bounded() -> None:
-    made, _ = host("bulk + server")
+    made = host("bulk + server")
     for number in range(50):
         made.handle(b"w0", push(0, 1 + number % 3, number=number))
     assert made.shard is not None
@@ -436,20 +459,20 @@ def test_what_a_shard_holds_for_a_worker_is_bounded() -> None:
 
 
 def test_the_dead_are_not_waited_for_once_an_observer_has_said_so() -> None:
-    made, ears = host("bulk + server")
+    made = host("bulk + server")
     made.handle(b"w0", push(0, 1))
     made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, note={"gone": 1, "unseen": True}))
     assert made.members[0].request is not None, "somebody is worker 1"
     made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, note={"gone": 1}))
     assert made.members[0].request is None
-    answer = next(e for _, e in reversed(ears.sent) if e.kind == Kind.ANSWER)
+    answer = next(e for _, e in reversed(made.sent) if e.kind == Kind.ANSWER)
     assert answer.note["figures"]["here"] == [0]
     made.handle(b"w0", Envelope(Kind.ORDER, 0, note={"gone": 0}))
-    assert ears.last.kind == Kind.REFUSAL
+    assert made.last.kind == Kind.REFUSAL
 
 
 def test_who_ends_sooner_than_the_others_has_lost_nothing() -> None:
-    made, _ = host("ssp(9) + server")
+    made = host("ssp(9) + server")
     for worker, steps in ((0, 2), (1, 5)):
         for step in range(1, steps + 1):
             made.handle(b"w%d" % worker, push(worker, step, number=step))
@@ -461,67 +484,61 @@ def test_who_ends_sooner_than_the_others_has_lost_nothing() -> None:
 
 
 def test_a_shard_that_was_stopped_itself_blames_nobody() -> None:
-    made, _ = host("bulk + server", patience_s=5.0)
-    made._cared -= 100
-    for member in made.members.values():
-        member.seen -= 100
-    made.care()
+    made = host("bulk + server", liveness_timeout_s=5.0)
+    made.clock += 100  # without a timer
+    made.later(0.2)
     assert made.shard is not None
     assert sorted(made.shard.done) == [0, 1]
 
 
 def test_a_number_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None:
-    made, ears = host()
+    made = host()
     made.handle(b"wx", hello(1, brings=False))
-    assert ears.last.note["reason"] == "taken"
+    assert made.last.note["reason"] == "taken"
     message = hello(1, brings=False)
     made.handle(b"wx", Envelope(Kind.HELLO, 1, note={**message.note, "replaces": True}))
-    assert ears.last.kind == Kind.WELCOME
+    assert made.last.kind == Kind.WELCOME
     made.handle(b"w1", push(1, 1))
-    assert ears.last.note["reason"] == "replaced"
+    assert made.last.note["reason"] == "replaced"
 
 
 @pytest.mark.parametrize("total", [None, 40])
 def test_what_was_computed_before_a_missed_meeting_is_lost_and_its_worker_goes_on(total: int | None) -> None:
-    ears = Ears()
-    made = Desk(ears, 0, patience_s=1.0)  # type: ignore[arg-type]
+    made = Host(liveness_timeout_s=1.0)
     for worker in (0, 1):
         message = hello(worker, "stale(4) + server")
         note = {**message.note, "total": total, "per_epoch": total}
         made.handle(b"w%d" % worker, Envelope(Kind.HELLO, worker, note=note, tensors=message.tensors))
         made.handle(b"w%d" % worker, Envelope(Kind.FETCH, worker, number=1, note={"fetch": True, "want": 4}))
-    own = ears.last.note.get("hands", [])
-    made.members[1].seen -= 2
-    made.care()
-    made.handle(b"w0", push(0, 4, number=2, note={"hands": [0, 1, 2, 3]}))
+    own = made.last.note.get("batch_ids", [])
+    made.later(2.0, alive=[0])
+    made.handle(b"w0", push(0, 4, number=2, note={"batch_ids": [0, 1, 2, 3]}))
     assert made.shard is not None
     mean = weights(made.shard)
-    made.handle(b"w1", push(1, 6, number=2, note={"seen": 0, "hands": own}, tensors=(torch.full((50,), 9.0),)))
-    assert (ears.last.kind, ears.last.number, ears.last.note["seen"]) == (Kind.REPLY, 2, 1)
-    assert torch.equal(ears.last.tensors[0], mean), "the present weights"
+    made.handle(b"w1", push(1, 6, number=2, note={"seen": 0, "batch_ids": own}, tensors=(torch.full((50,), 9.0),)))
+    assert (made.last.kind, made.last.number, made.last.note["seen"]) == (Kind.REPLY, 2, 1)
+    assert torch.equal(made.last.tensors[0], mean), "the present weights"
     assert torch.equal(weights(made.shard), mean)
     assert made.lost == (2 if total is None else 4)
     made.handle(b"w1", push(1, 7, number=3, note={"seen": 1}))
-    assert made.shard._came.keys() == {1}  # type: ignore[attr-defined]
+    assert made.shard._arrived.keys() == {1}  # type: ignore[attr-defined]
 
 
-def test_a_restarted_shard_is_as_far_as_its_snapshot_and_counts_what_was_lost(tmp_path: Path) -> None:
-    made, _ = host("async + server", snapshots=Snapshots(tmp_path, 0))
+def test_a_restarted_shard_is_as_far_as_its_snapshot_and_counts_what_was_lost() -> None:
+    made = host("async + server", snapshot_s=1.0)
     for step in (1, 2, 3):
         made.handle(b"w0", push(0, step))
-    made._save()
+    made.later(1.1)
     for step in (4, 5):
         made.handle(b"w0", push(0, step))
-    assert made.shard is not None
-    again, ears = Desk(Ears(), 0, snapshots=Snapshots(tmp_path, 0)), Ears()  # type: ignore[arg-type]
-    again.listener = ears  # type: ignore[assignment]
+    again = Host(made.saved)
     assert again.shard is not None
     assert again.shard.version == 3
     again.handle(b"w0", push(0, 6))
-    assert ears.last.note["reason"] == "hello"
+    assert again.last.note["reason"] == "hello"
     message = hello(0, "async + server", brings=False)
     again.handle(b"w0", Envelope(Kind.HELLO, 0, note={**message.note, "pushed": 5}))
-    assert (ears.last.kind, ears.last.step) == (Kind.WELCOME, 5)
+    assert (again.last.kind, again.last.step) == (Kind.WELCOME, 5)
     assert again.lost == 2
     again.handle(b"w0", push(0, 6))
     assert again.shard.version == 4
@@ -549,29 +566,28 @@ def test_no_changed_byte_of_a_snapshot_goes_unnoticed(place: int, change: int) -
         unsealed(bytes(content))
 
 
-def test_a_wish_that_is_granted_while_something_else_is_asked_is_not_lost() -> None:
+def test_weights_that_come_while_something_else_is_requested_are_not_lost() -> None:
     """Otherwise an epoch would be recorded at the end of the training only, with its figures."""
     strategy = Strategy.parse("async + server")
     with Listener("tcp://127.0.0.1:0", JOB) as shard:
         observer = Observer([shard.address], JOB, layout(), Slices.of(strategy, layout()), 1 << 20, None)
         try:
-            observer.wish(3)
-            peer, wish = shard.receive(10.0) or (b"", Envelope(Kind.BEAT))
-            assert (wish.kind, wish.note["epoch"]) == (Kind.FETCH, 3)
-            shard.send(peer, Envelope(Kind.REPLY, number=wish.number, note={"figures": {"progress": 12}}))
-            shard.send(peer, Envelope(Kind.ANSWER, number=wish.number + 1, note={"figures": {"progress": 15}}))
+            observer.request_weights(3)
+            peer, asked = shard.receive(10.0) or (b"", Envelope(Kind.BEAT))
+            assert (asked.kind, asked.note["epoch"]) == (Kind.FETCH, 3)
+            shard.send(peer, Envelope(Kind.REPLY, number=asked.number, note={"figures": {"progress": 12}}))
+            shard.send(peer, Envelope(Kind.ANSWER, number=asked.number + 1, note={"figures": {"progress": 15}}))
             assert observer.status(10.0) == {"progress": 15}
-            granted = observer.granted(0.0)
-            assert granted is not None
-            assert granted.note["figures"] == {"progress": 12}
-            assert observer.granted(0.0) is None, "it is granted once"
+            received = observer.receive_weights(0.0)
+            assert received is not None
+            assert received.note["figures"] == {"progress": 12}
+            assert observer.receive_weights(0.0) is None, "they come once"
         finally:
             observer.close()
 
 
 def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
-    ears = Ears()
-    made = Desk(ears, 0)  # type: ignore[arg-type]
+    made = Host()
     for worker in (0, 1):
         message = hello(worker, "bulk + server")
         made.handle(
@@ -585,18 +601,18 @@ def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
             made.handle(b"w%d" % worker, push(worker, step, number=step))
         assert made.shard is not None
         truths.append(weights(made.shard))
-    shown = [e for peer, e in ears.sent if peer == b"o"]
+    shown = [e for peer, e in made.sent if peer == b"o"]
     assert [e.number for e in shown] == [77]
     assert torch.equal(shown[0].tensors[0], truths[1])
     assert shown[0].note["figures"]["progress"] == 4
     made.handle(b"o", Envelope(Kind.FETCH, OBSERVER, number=78, note={"epoch": 2, "within_s": 1e6}))
-    assert torch.equal(ears.last.tensors[0], truths[2])
+    assert torch.equal(made.last.tensors[0], truths[2])
 
 
 # --- clients -----------------------------------------------------------------------------------------------------------------
 
 
-class Shards(Desks):
+class Shards(ShardServers):
     """What ``after`` says is done once a message was handled."""
 
     def __init__(self, count: int, after: Callable[[Shards, int, Envelope], None]) -> None:
@@ -604,16 +620,17 @@ class Shards(Desks):
         self.heard: Counter[tuple[int, Kind]] = Counter()
         self._after = after
 
-    def handle(self, place: int, peer: bytes, message: Envelope) -> None:
-        super().handle(place, peer, message)
+    def handle(self, place: int, sender: bytes, message: Envelope, now: float) -> Effects:
+        effects = super().handle(place, sender, message, now)
         self.heard[place, message.kind] += 1
         self._after(self, place, message)
+        return effects
 
-    def client(self, strategy: str, worker: int, **options: Any) -> Client:
-        return Client(self.addresses, JOB, Strategy.parse(strategy), layout(), worker, 2, **options)
+    def worker(self, strategy: str, worker: int, **options: Any) -> ServerRuntime:
+        return self.runtime(strategy, layout(), worker, 2, **options)
 
 
-def test_of_two_that_come_at_once_one_founds_all_shards() -> None:
+def test_of_two_that_come_at_once_one_initializes_all_shards() -> None:
     text = "async + server(shards=2)"
     slices = Slices.of(Strategy.parse(text), layout())
 
@@ -621,13 +638,13 @@ def test_of_two_that_come_at_once_one_founds_all_shards() -> None:
         """Another worker is a little faster at the first shard and much slower at the second."""
         if shards.heard[place, Kind.HELLO] == (1, 3)[place]:
             brought = slices_of(slices, place, [torch.zeros(1, 50)])
-            shards.desks[place].handle(b"wother", Envelope(Kind.HELLO, 0, note=hello(0, text).note, tensors=brought))
+            shards.tell(place, b"wother", Envelope(Kind.HELLO, 0, note=hello(0, text).note, tensors=brought))
 
     with Shards(2, other) as shards:
-        client = shards.client(text, 1)
-        client.hello([torch.ones(1, 50)], SGD)
-        client.goodbye()
-        assert [float(desk.shard.weights[0].abs().sum()) for desk in shards.desks if desk.shard is not None] == [0.0, 0.0]
+        worker = shards.worker(text, 1)
+        worker.join([torch.ones(1, 50)], SGD)
+        worker.leave()
+        assert [float(server.shard.weights[0].abs().sum()) for server in shards.servers if server.shard is not None] == [0.0, 0.0]
 
 
 def test_a_call_to_a_meeting_is_heard_while_a_mini_batch_is_waited_for() -> None:
@@ -636,37 +653,42 @@ def test_a_call_to_a_meeting_is_heard_while_a_mini_batch_is_waited_for() -> None
     def other(shards: Shards, place: int, message: Envelope) -> None:
         """Another worker comes to the meeting before this one has its mini-batch."""
         if message.kind == Kind.FETCH and message.note["fetch"]:
-            shards.desks[0].handle(b"wother", hello(0, text))
-            shards.desks[0].handle(b"wother", push(0, 4))
+            shards.tell(0, b"wother", hello(0, text))
+            shards.tell(0, b"wother", push(0, 4))
 
     with Shards(1, other) as shards:
-        client, rows = shards.client(text, 1, total=40, per_epoch=40), [torch.ones(1, 50)]
-        client.hello(rows, SGD)
-        client.fetch(0)
-        client.land(rows)
-        assert eventually(lambda: shards.desks[0].shard.called)  # type: ignore[union-attr]
-        assert client.take() == 0, "the call came before the answer to this"
-        assert client.called()
-        client.push(1, [row[0] for row in rows], [0.1], True, client.versions)
-        client.land(rows)
-        assert not client.called()
-        client.goodbye()
+        worker, rows = shards.worker(text, 1, total=40, per_epoch=40), [torch.ones(1, 50)]
+        worker.join(rows, SGD)
+        assert eventually(lambda: bool(shards.servers[0].shard.called()))  # type: ignore[union-attr]
+        assert worker.next_batch() == 0
+        worker.before_update([torch.zeros(50)])
+        assert worker.steps_locally
+        rows[0] += 4.0
+        worker.after_update([0.1], None)
+        server = shards.servers[0]
+        assert server.shard is not None
+        assert (server.shard.version, server.shard.done[1]) == (1, 1), "it came after its first step of four"
+        torch.testing.assert_close(rows[0], torch.full((1, 50), (4 * 1.0 + 1 * 5.0) / 5), msg="and has the mean")
+        worker.before_update([torch.zeros(50)])
+        worker.after_update([0.1], None)
+        assert server.shard.done[1] == 1, "it is not called again"
+        worker.leave()
 
 
 def test_what_was_lost_is_what_the_shard_lost_that_lost_most() -> None:
     text = "async + server(shards=2)"
     with Shards(2, lambda *_: None) as shards:
-        client = shards.client(text, 0, total=8, per_epoch=8)
-        client.hello([torch.ones(1, 50)], SGD)
-        shards.desks[1].lost = 3
-        observer = client.observer()
-        observer.wish(0)
-        first = observer.granted(10.0)
+        worker = shards.worker(text, 0, total=8, per_epoch=8)
+        worker.join([torch.ones(1, 50)], SGD)
+        shards.servers[1].lost = 3
+        observer = worker.observer()
+        observer.request_weights(0)
+        first = observer.receive_weights(10.0)
         assert first is not None
-        assert observer.truth(first, 0) is not None
+        assert observer.global_weights(first, 0) is not None
         assert observer.lost == 3
         observer.close()
-        client.goodbye()
+        worker.leave()
 
 
 # --- slowing down ------------------------------------------------------------------------------------------------------------
@@ -713,7 +735,7 @@ def test_a_worker_that_waits_for_all_is_slowed_before_its_exchange(
 def test_standing_still_is_waiting_or_transfer(spans: list[tuple[float, float, float]]) -> None:
     account = Account()
     for blocked, held, hidden in spans:
-        account.stood(blocked, held, hidden)
+        account.stalled(blocked, held, hidden)
     assert math.isclose(account.wait_s + account.transfer_s, sum(blocked for blocked, _, _ in spans), abs_tol=1e-9)
 
 

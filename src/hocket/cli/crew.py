@@ -1,7 +1,7 @@
 """Shards and workers of one run on this machine, started, watched and evaluated by this process.
 
 Unlike torch's launcher it does not end all when one dies: a worker that is lost is reported (and replaced, where asked), a shard
-that dies is started again from its snapshot. After every epoch this process fetches the truth, evaluates and records it.
+that dies is started again from its snapshot. After every epoch this process fetches the global weights, evaluates and records them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch import Tensor
 
 from hocket.cluster.join import without_launcher
 from hocket.data import load
+from hocket.drivers.observer import Observer
+from hocket.drivers.start import Child, address_of, end_child, start_shard
 from hocket.errors import HocketError, NonFiniteGradient
 from hocket.messages import Envelope, Keys
 from hocket.models import build
-from hocket.server.account import ages_since, entry_of
-from hocket.server.observer import Observer
-from hocket.server.slices import Slices
-from hocket.server.start import Child, address_of, end_child, start_shard
-from hocket.server.wire import link_bytes
-from hocket.train.free_job import recipe_for
+from hocket.programs.account import entry_of, staleness_since
+from hocket.programs.server.slices import Slices
+from hocket.programs.server.wire import link_bytes
+from hocket.train.free_job import optimizer_spec_for
 from hocket.train.free_worker import Post, dealing_of
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress, accuracy_of
@@ -55,6 +55,12 @@ class Care:
     snapshot_s: float = 5.0
     replace: bool = False
     keys: Path | None = None
+    record: Path | None = None
+    """A folder for recordings of all that happens to workers and shards, to replay the run."""
+
+    def record_of(self, process: str) -> Path | None:
+        """The file of one process."""
+        return None if self.record is None else self.record / f"{process}.jsonl"
 
 
 class Told(Protocol):
@@ -81,7 +87,7 @@ class Crew:
         optimizer = settings.make_optimizer(list(self.model.parameters()))
         self.layout = layout_for(self.model, optimizer, self.strategy, settings.bucket_bytes, settings.first_bucket_bytes)
         self.slices = Slices.of(self.strategy, self.layout, settings.workers)
-        recipe_for(self.strategy, optimizer)  # refuses what shards cannot run
+        optimizer_spec_for(self.strategy, optimizer)  # refuses what shards cannot run
         self.dealing = dealing_of(settings, self.data)
         self.epochs = -(-self.dealing.steps // len(self.dealing.partition))
         self.metrics: list[dict[str, Any]] = []
@@ -133,7 +139,16 @@ class Crew:
     def _shard(self, place: int, bind: str) -> Child:
         care = self.care
         return start_shard(
-            place, self._job, bind, care.keys, care.patience_s, self._folder, care.snapshot_s, self._most_bytes, stays=True
+            place,
+            self._job,
+            bind,
+            care.keys,
+            care.patience_s,
+            self._folder,
+            care.snapshot_s,
+            self._most_bytes,
+            stays=True,
+            record=care.record_of(f"shard-{place}"),
         )
 
     def _worker(self) -> subprocess.Popen[str]:
@@ -143,6 +158,7 @@ class Crew:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
 
     def _post(self, worker: int, replaces: bool) -> None:
+        record = self.care.record_of(f"worker-{worker}")
         post = Post(
             asdict(self.settings),
             worker,
@@ -153,6 +169,7 @@ class Crew:
             None if self.care.keys is None else str(self.care.keys),
             self.care.patience_s,
             replaces,
+            None if record is None else str(record),
         )
         pipe = self._workers[worker].stdin
         assert pipe is not None
@@ -246,14 +263,14 @@ class Crew:
 
     def _observe(self, observer: Observer, watch: Callable[[Progress], None], on_epoch: Callable[[dict[str, Any]], None]) -> None:
         epoch, looked = 1, time.monotonic()
-        observer.wish(epoch)
+        observer.request_weights(epoch)
         while epoch <= self.epochs:
             over = all(process.poll() is not None for process in self._workers.values())
-            first = observer.granted(3.0 if over else 0.1)
+            first = observer.receive_weights(3.0 if over else 0.1)
             again = self._tend(observer)
             if first is None:
                 if again or over:  # with all workers gone there is only what there is
-                    observer.wish(epoch, waits=again)
+                    observer.request_weights(epoch, waits=again)
                 elif time.monotonic() - looked > 1.0:
                     looked = time.monotonic()
                     for worker in self._dead:  # a shard may have started, or started again, since it died
@@ -263,7 +280,7 @@ class Crew:
             if self._epoch_ends(observer, first, epoch, on_epoch):
                 epoch += 1
             if epoch <= self.epochs:
-                observer.wish(epoch)
+                observer.request_weights(epoch)
 
     def _progress(self, observer: Observer, epoch: int, watch: Callable[[Progress], None]) -> None:
         status = observer.status(0.2)
@@ -272,7 +289,7 @@ class Crew:
 
     def _epoch_ends(self, observer: Observer, first: Envelope, epoch: int, on_epoch: Callable[[dict[str, Any]], None]) -> bool:
         """Evaluate and record an epoch; False when a shard did not answer."""
-        found = observer.truth(first, epoch)
+        found = observer.global_weights(first, epoch)
         if found is None:
             return False
         figures, before = first.note["figures"], self._before
@@ -281,7 +298,7 @@ class Crew:
         accuracy = self._evaluate(*found)
         took = max((w["seconds"] for w in figures["workers"].values()), default=0.0)
         metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": max(took - self._took, 0.0)}
-        metrics["staleness"] = ages_since(figures["ages"], before["ages"])
+        metrics["staleness"] = staleness_since(figures["ages"], before["ages"])
         metrics["lost"] = max(observer.lost - before["lost"], 0)
         self._before, self._took = {**figures, "lost": max(observer.lost, before["lost"])}, took
         self.metrics.append(metrics)

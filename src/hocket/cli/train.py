@@ -26,7 +26,7 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.errors import HocketError
 from hocket.models import build
-from hocket.server.wire import PATIENCE_S, SNAPSHOT_S
+from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.split.pipeline.schedules import SCHEDULES
 from hocket.strategy import Strategy
@@ -91,7 +91,9 @@ def command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     keys: Annotated[Path | None, typer.Option(help="Servers: keys made by `hocket keys`.")] = None,
     snapshot: Annotated[float, typer.Option(help="Servers: seconds between snapshots, 0 for none.")] = SNAPSHOT_S,
-    patience: Annotated[float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")] = PATIENCE_S,
+    patience: Annotated[
+        float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")
+    ] = LIVENESS_TIMEOUT_S,
     replace: Annotated[bool, typer.Option("--replace", help="Servers, gossip: start another worker for one that died.")] = False,
 ) -> None:
     """Train a model with one strategy, on real processes or on virtual workers."""
@@ -171,7 +173,7 @@ def command(
 
 def _refuse_care(what: str, keys: Path | None, snapshot: float, patience: float, replace: bool) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
-    given = {"--keys": keys is not None, "--snapshot": snapshot != SNAPSHOT_S, "--patience": patience != PATIENCE_S}
+    given = {"--keys": keys is not None, "--snapshot": snapshot != SNAPSHOT_S, "--patience": patience != LIVENESS_TIMEOUT_S}
     if named := [option for option, is_given in {**given, "--replace": replace}.items() if is_given]:
         raise HocketError(f"{', '.join(named)}: {what} has no use for it; leave it out (real processes that do not wait have).")
 

@@ -11,7 +11,8 @@ Where an algorithm is a sequence with waits in between (join, then fetch, then a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,10 @@ class Program:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.addresses: Mapping[int, str] = {}
+        """Where peers are, for error messages; set by drivers that know it."""
+        self.transport_rejected: Callable[[], Counter[str]] = Counter
+        """What the driver's transport has rejected before it came here, by reason; set by drivers that have one."""
         self._effects: Effects = []
         self._task: Task | None = None
         self._until: Until | None = None
@@ -134,7 +139,19 @@ class Program:
             self.on_timer(name)
         return self._done()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from, where the program can be saved."""
+        raise NotImplementedError
+
+    def describe_peer(self, peer: int) -> str:
+        """A peer's name in error messages, with its address where that is known."""
+        address = self.addresses.get(peer)
+        return f"{self.peer_kind} {peer}" + ("" if address is None else f" at {address}")
+
     # --- for programs --------------------------------------------------------------------------------------------------------
+
+    peer_kind = "Peer"
+    """What a peer that has a number is called in error messages."""
 
     def on_message(self, sender: Address, message: Envelope) -> None:
         """What a message does."""

@@ -30,9 +30,9 @@ from torch import Tensor
 from hocket.cluster.base import Cluster
 from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.processes import ProcessCluster
+from hocket.drivers.start import Child, address_of, end_child, own_address
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener
-from hocket.server.start import Child, address_of, end_child, own_address
 from hocket.strategy import Strategy
 from hocket.topology import Server
 

@@ -1,7 +1,7 @@
 """When workers talk: one file per method."""
 
 from hocket.sync.asynchronous import Async
-from hocket.sync.base import Free, Moment, Sync, ServerAction
+from hocket.sync.base import Free, Moment, ServerAction, Sync
 from hocket.sync.bulk import Bulk
 from hocket.sync.diloco import DiLoCo
 from hocket.sync.downpour import Downpour

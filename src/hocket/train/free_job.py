@@ -1,10 +1,11 @@
 """``parallelize`` for workers that talk to servers: an ordinary loop, pushes and fetches behind the optimiser's own hooks.
 
-- Before the optimiser's step the gradients, clipped or accumulated as the loop did it, are added to what will be pushed; weights
-  asked for earlier land; where the step is not a local one the gradients are hidden, so that the optimiser does nothing.
-- After it the worker pushes and asks as its synchronisation says (``Sync.turn``) and, unless that overlaps, waits for the answer.
+- Before the optimiser's step the gradients, clipped or accumulated as the loop did it, go to the worker's program, and weights that
+  were requested earlier are applied; unless the step is a local one the gradients are hidden, so that the optimiser does nothing.
+- After it the program pushes and fetches (:class:`~hocket.programs.server.worker.ServerWorker`).
 
-The truth is on the shards, and so is the optimiser; the rates are this worker's. A parameter that was not used counts as zeros.
+The weights are on the shards, and so is the optimiser; the learning rates are this worker's. A parameter that was not used counts
+as zeros.
 """
 
 from __future__ import annotations
@@ -21,34 +22,28 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.ledger import Entry
 from hocket.cluster.virtual import VirtualCluster
-from hocket.errors import HocketError, WorkerLost
-from hocket.server.account import Account, entry_of
-from hocket.server.client import Client
-from hocket.server.observer import Observer
-from hocket.server.recipe import Recipe
+from hocket.drivers.server_runtime import ServerRuntime
+from hocket.errors import HocketError
+from hocket.programs.account import Account
+from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.strategy import Strategy
-from hocket.sync import Bulk, Stale
-from hocket.topology import Gossip, Server
+from hocket.topology import Gossip
 from hocket.train.job import adopt, check_equal, check_job, check_optimizer, layout_for, refuse_newcomers
 from hocket.train.watch import NonFinite
 
-Connect = Callable[[Layout], Client]
-_STATUS_S = 5.0
-"""So long a shard has to say where it stands."""
+Connect = Callable[[Layout], ServerRuntime]
 
 
-def recipe_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> Recipe:
+def optimizer_spec_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The optimiser of the shards; under ``stale`` and in pairs the workers keep theirs, whatever it is."""
-    if isinstance(strategy.sync, Stale) or isinstance(strategy.topology, Gossip):
-        return Recipe("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
-    server = strategy.topology
-    return Recipe.of(optimizer, server.optimizer if isinstance(server, Server) else None)
+    if strategy.sync.averages_weights or isinstance(strategy.topology, Gossip):
+        return OptimizerSpec("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
+    return OptimizerSpec.of(optimizer, strategy.topology.server_optimizer)
 
 
 def serves_itself(strategy: Strategy) -> bool:
-    """Whether even a single worker needs its servers: they have an optimiser or a rate of their own."""
-    server = strategy.topology
-    return isinstance(server, Server) and not server.sums and (server.optimizer is not None or server.rate != 1)
+    """Whether even a single worker needs its servers: they have an optimiser or a learning rate of their own."""
+    return strategy.topology.server_optimizer is not None or strategy.topology.lr_factor != 1
 
 
 @dataclass
@@ -60,39 +55,18 @@ class _Where:
 
 
 class FreeLedger:
-    """Everybody's figures as the shards know them; any worker may ask at any time."""
+    """All workers' figures as the shards know them; any worker may ask at any time."""
 
-    def __init__(self, job: FreeJob) -> None:
-        self._job = job
-        self._known: dict[str, dict[str, Any]] = {}
-        self._ages: dict[str, int] = {}
-        self._lost: dict[int, int] = {}
+    def __init__(self, runtime: ServerRuntime) -> None:
+        self._runtime = runtime
 
     def summary(self) -> dict[str, Any]:
-        """Everything so far: seconds are means over workers, ``bytes_sent`` is the sum over workers, both ways.
-
-        ``staleness`` counts the pushes that are in the first shard's weights by their age (under ``stale`` there are none).
-        ``lost`` counts mini-batches, as the shard sees it that has lost most: those of workers that died, those of pushes that a
-        restarted shard does not remember, and under ``bulk`` and ``ssp`` the steps that a worker missed while away.
-        """
-        entry = self.total()
-        return {**vars(entry), "lost": max(self._lost.values(), default=0), "staleness": dict(self._ages)}
+        """Everything so far (:meth:`~hocket.drivers.server_runtime.ServerRuntime.summary`)."""
+        return self._runtime.summary()
 
     def total(self) -> Entry:
         """Seconds, bytes and exchanges so far."""
-        self.refresh()
-        return entry_of(self._known)[0]
-
-    def refresh(self) -> None:
-        """Ask all shards, as long as they are there; of one that does not answer there is what it said last."""
-        job = self._job
-        if job.attached:
-            with job.paused():
-                statuses = job.client.statuses(_STATUS_S)
-            if statuses[0] is not None:
-                self._known, self._ages = dict(statuses[0]["workers"]), dict(statuses[0]["ages"])
-            self._lost |= {place: int(status["lost"]) for place, status in enumerate(statuses) if status is not None}
-        self._known[str(job.client.worker)] = job.client.account.describe()
+        return self._runtime.total()
 
 
 class FreeJob:
@@ -127,30 +101,20 @@ class FreeJob:
         check_optimizer(model, optimizer)
         cluster = VirtualCluster(1) if cluster is None else cluster
         check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
-        recipe = recipe_for(strategy, optimizer)
+        spec = optimizer_spec_for(strategy, optimizer)
         named = dict(model.named_parameters())
         self._params = [[named[s.name] for s in b.slots] for b in self.layout.buckets]
         self.weights = [b.empty(1) for b in self.layout.buckets]
         self._ours = adopt(model, self.layout, self._params, self.weights, cluster)
         self._buffers = [b for b in model.buffers() if b.is_floating_point()]
-        self._sums: list[Tensor] = []
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
-        self._overlap = bool(getattr(strategy.sync, "overlap", False))
-        self._together = isinstance(strategy.sync, Bulk) or strategy.sync.lead == 0
-        self._meets = isinstance(strategy.sync, Stale)
-        self._since = 0
-        """Steps since the last meeting, where workers meet."""
-        self.client = connect(self.layout)
-        self.step = self.client.hello(self.weights, recipe)
-        """Steps done; a worker that was away goes on with the others."""
-        self._seen = self.client.versions
-        self.client.fetch(self.step, self._want())
-        self._land()
-        where = _Where(self.client.account, range(self.client.worker, self.client.worker + 1))
-        self._nonfinite = NonFinite(nonfinite, self.layout, where)
-        self.ledger = FreeLedger(self)
+        self._together = strategy.sync.max_staleness == 0
+        self.runtime = connect(self.layout)
+        self.runtime.join(self.weights, spec)
+        worker = self.runtime.config.worker
+        self._nonfinite = NonFinite(nonfinite, self.layout, _Where(self.runtime.account, range(worker, worker + 1)))
+        self.ledger = FreeLedger(self.runtime)
         self._handles = self._hook()
-        self.client.account.begin()
 
     # --- what users call ---------------------------------------------------------------------------------------------------
 
@@ -159,41 +123,22 @@ class FreeJob:
         """Whether the job is still on the model."""
         return bool(self._handles)
 
+    @property
+    def step(self) -> int:
+        """Steps done; a worker that was away goes on with the others."""
+        return self.runtime.step
+
     def state_dict(self) -> dict[str, Any]:
-        raise HocketError("The truth is on the shards: save the model that job.averaged() gives instead.")
+        raise HocketError("The weights are on the shards: save the model that job.averaged() gives instead.")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise HocketError("The truth is on the shards: load weights into the model before hocket.parallelize(…) instead.")
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time does not count: something is done beside the training."""
-        self.client.account.pause()
-        try:
-            yield
-        finally:
-            self.client.account.resume()
-
-    @contextmanager
-    def observed(self) -> Iterator[Observer]:
-        """A look at the shards beside the training."""
-        observer = self.client.observer()
-        with self.paused():
-            try:
-                yield observer
-            finally:
-                observer.close()
+        raise HocketError("The weights are on the shards: load them into the model before hocket.parallelize(…) instead.")
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """The truth as the shards have it now, for evaluation and checkpoints; any worker may enter alone."""
-        with self.observed() as observer:
-            observer.wish(0)
-            first = observer.granted(self.client.give_up_s)
-            found = None if first is None else observer.truth(first, 0)
-            if found is None:
-                raise WorkerLost("A shard does not answer, so there is no truth to look at.")
-            rows, buffers = found
+        """The weights as the shards have them now, for evaluation and checkpoints; any worker may enter alone."""
+        with self.runtime.paused():
+            rows, buffers = self.runtime.global_weights()
             kept = [t.clone() for t in (*self.weights, *self._buffers)]
             for own, new in zip(self.weights, rows, strict=True):
                 own.copy_(new)
@@ -205,31 +150,21 @@ class FreeJob:
                     tensor.data.copy_(old)
 
     def finish(self) -> nn.Module:
-        """End the training: push what is left, and wait for the last truth, the same on all workers; all must call it."""
-        self.flush()
+        """End the training: push what is left, and wait for the final weights, the same on all workers; all must call it."""
         if self._handles:
-            self.client.fetch(self.step, final=True)
-            self._land()
-            self._set_buffers(self.client.buffers())
-            self.ledger.refresh()  # all have ended by now, and the shards stay until this worker leaves too
+            self._set_buffers(self.runtime.finish())
         self.detach()
         return self.model
 
     def flush(self) -> None:
-        """Land what was asked for, and push what has not been pushed yet."""
-        if self._handles and self._since:
-            self._meet()
-        if self._handles and self.client.open:
-            self._land()
-        if self._handles and self._sums:
-            self._push(fetch=False, want=0)
-            self._land()
+        """Apply what was requested, and push what has not been pushed yet."""
+        if self._handles:
+            self.runtime.flush()
 
     def detach(self) -> None:
         """Remove all hooks and leave; the model goes on alone, from the weights it has."""
         if self._handles:
-            self.client.account.pause()
-            self.client.goodbye()
+            self.runtime.leave()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -250,18 +185,10 @@ class FreeJob:
 
     def _before_step(self) -> None:
         refuse_newcomers(self.optimizer, self._ours)
-        if self.check and (self._meets or self.strategy.sync.turn(self.step + 1).local):  # its own optimiser will read them
+        if self.check and self.runtime.steps_locally:  # its own optimiser will read them
             self._nonfinite.check_local(self._params, self.step + 1)
-        fresh = self._gradients()
-        self._seen = self.client.versions
-        if self.client.open:
-            self._land()
-        if self._meets:
-            return
-        for total, rows in zip(self._sums, fresh, strict=False):
-            total += rows
-        self._sums = self._sums or fresh
-        if not self.strategy.sync.turn(self.step + 1).local:
+        self.runtime.before_update([rows[0] for rows in self._gradients()])
+        if not self.runtime.steps_locally:
             self._hidden = [(p, p.grad) for params in self._params for p in params]
             for p, _ in self._hidden:
                 p.grad = None
@@ -270,19 +197,9 @@ class FreeJob:
         for p, gradient in self._hidden:
             p.grad = gradient
         self._hidden = []
-        self.step += 1
-        if self._meets:
-            self._since += 1
-            if self._since == self.strategy.sync.period or self.client.called():
-                self._meet()
-            return
-        turn = self.strategy.sync.turn(self.step)
-        if turn.push:
-            self._push(turn.fetch, self._want())
-        elif turn.fetch:
-            self.client.fetch(self.step, self._want())
-        if turn.fetch and not self._overlap:
-            self._land()
+        lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        buffers = torch.cat([b.detach().flatten().float() for b in self._buffers]) if self._buffers else None
+        self.runtime.after_update(lrs, buffers)
 
     def _gradients(self) -> list[Tensor]:
         """This step's gradients as rows of their own: those that are sent must not be written to any more."""
@@ -299,34 +216,6 @@ class FreeJob:
                 rows.mul_(self.weight)
         self._nonfinite.judge(self._nonfinite.found)
         return fresh
-
-    def _push(self, fetch: bool, want: int) -> None:
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        buffers = torch.cat([b.detach().flatten().float() for b in self._buffers]).cpu() if self._buffers else None
-        self.client.push(self.step, [rows[0] for rows in self._sums], rates, fetch, self._seen, want, buffers)
-        self._sums = []
-
-    def _meet(self) -> None:
-        """Bring these weights to the others, and take the mean."""
-        self._sums = [rows.clone() for rows in self.weights]
-        self._push(True, self._want())
-        self._land()
-        self._since = 0
-
-    def _land(self) -> None:
-        reached = self.client.land(self.weights)
-        if reached > self.step:  # it was away, and the others went on
-            self.step, self._sums = reached, []
-
-    def _want(self) -> int:
-        """Mini-batches to ask for now: up to the step at which the next answer lands."""
-        sync, talk = self.strategy.sync, self.step + 1
-        if self._meets:
-            return self.client.wanted(sync.period)
-        while not (sync.turn(talk).push or sync.turn(talk).fetch):
-            talk += 1
-        later = self._overlap or not sync.turn(talk).fetch
-        return self.client.wanted(talk - self.step + later)
 
     def _set_buffers(self, flat: Tensor | None) -> None:
         if flat is None:

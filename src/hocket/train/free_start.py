@@ -20,10 +20,9 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.layout import Layout
 from hocket.cluster.processes import ProcessCluster
+from hocket.drivers.start import Child, address_of, end_child, own_address, start_shard
 from hocket.errors import HocketError
-from hocket.server.slices import shards_of
-from hocket.server.start import Child, address_of, end_child, own_address, start_shard
-from hocket.server.wire import link_bytes
+from hocket.programs.server.wire import link_bytes
 from hocket.strategy import Strategy
 
 _started = 0
@@ -71,7 +70,7 @@ def _network() -> str:
 
 def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, patience_s: float) -> Servers:
     """Start this process's share of the shards and learn of the others'; all processes of the cluster must call it."""
-    shards = shards_of(strategy, cluster.size)
+    shards = strategy.topology.num_shards(cluster.size)
     rank, processes = (cluster.rank, cluster.processes) if isinstance(cluster, ProcessCluster) else (0, 1)
     store, job, bind = common_ground(cluster)
     most = link_bytes(strategy, layout)

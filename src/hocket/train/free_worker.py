@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from hocket.cluster.layout import Layout
 from hocket.data import DataSet, Partition, load
 from hocket.data.dealing import Dealing, Hand
+from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
 from hocket.messages import Keys
 from hocket.models import build, loss_for
 from hocket.noise import step_keys
-from hocket.server.client import Client
+from hocket.programs.account import Account
+from hocket.programs.server.requests import WorkerConfig
 from hocket.topology import Gossip
 from hocket.train.engines.loop import forked, random_modules
 from hocket.train.free_job import FreeJob
@@ -45,6 +48,8 @@ class Post:
     keys: str | None = None
     patience_s: float = 10.0
     replaces: bool = False
+    record: str | None = None
+    """A file for all that happens to the worker, to replay the run."""
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,11 +75,11 @@ def work(post: Post) -> None:
     base = [float(group["lr"]) for group in optimizer.param_groups]
     at = factor(settings.schedule, dealing.steps, round(settings.warmup * len(dealing.partition)))
     job = _enter(post, settings, model, optimizer, dealing)
-    throttle = Throttle(settings.slowdown_of(job.client.worker))
+    throttle, account = Throttle(settings.slowdown_of(post.worker)), _account_of(job)
     x, y = (t.to(device) for t in data.train)
     dtype, random = AUTOCAST[settings.autocast], bool(random_modules(model))
     model.train()
-    while (hand := _next(job, dealing)) is not None:
+    while (hand := _next(job, post.worker, dealing)) is not None:
         throttle.begin()
         key = step_keys(settings.seed, hand.step, settings.workers)[hand.slot : hand.slot + 1]
         inputs = x[hand.indices.to(device)]
@@ -91,7 +96,7 @@ def work(post: Post) -> None:
         loss.backward()
         if settings.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        job.client.account.add_loss(float(loss.detach()))
+        account.add_loss(float(loss.detach()))
         throttle.end()
         optimizer.step()
     job.flush()
@@ -109,31 +114,36 @@ def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.op
     if isinstance(strategy.topology, Gossip):
         place = Place(post.worker, settings.workers, job, keys=keys, patience_s=post.patience_s, joins=post.replaces)
         return DealtPairsJob(model, optimizer, strategy, place, post.addresses[0], **options)
-    return FreeJob(
-        model,
-        optimizer,
-        strategy,
-        lambda layout: Client(
-            post.addresses,
-            job,
-            strategy,
-            layout,
-            post.worker,
-            settings.workers,
-            settings.seed,
-            keys,
-            post.patience_s,
-            total=len(dealing),
-            per_epoch=dealing.per_epoch,
-            replaces=post.replaces,
-        ),
-        **options,
+    return FreeJob(model, optimizer, strategy, lambda layout: _connect(post, settings, layout, dealing), **options)
+
+
+def _connect(post: Post, settings: Settings, layout: Layout, dealing: Dealing) -> ServerRuntime:
+    config = WorkerConfig(
+        settings.check(),
+        layout,
+        post.worker,
+        settings.workers,
+        settings.seed,
+        post.patience_s,
+        total=len(dealing),
+        per_epoch=dealing.per_epoch,
+        replaces=post.replaces,
     )
+    keys = None if post.keys is None else Keys.read(post.keys)
+    return ServerRuntime(post.addresses, bytes.fromhex(post.job), config, keys, None if post.record is None else Path(post.record))
 
 
-def _next(job: _Job, dealing: Dealing) -> Hand | None:
-    own = job.strategy.sync.own_share
-    number = dealing.own(job.client.worker, job.step) if own else job.client.take()
+def _account_of(job: _Job) -> Account:
+    return job.runtime.account if isinstance(job, FreeJob) else job.client.account
+
+
+def _next(job: _Job, worker: int, dealing: Dealing) -> Hand | None:
+    if job.strategy.sync.static_partition:
+        number: int | None = dealing.own(worker, job.step)
+        if isinstance(job, FreeJob):
+            job.runtime.record_batch(number)
+    else:
+        number = job.runtime.next_batch() if isinstance(job, FreeJob) else job.client.take()
     return None if number is None or number >= len(dealing) else dealing.hand(number)
 
 
@@ -142,4 +152,4 @@ def read_post(told: Any) -> Post:
     try:
         return Post(**told)
     except TypeError:
-        raise HocketError(f"A worker was told something else than its post: {str(told)[:200]}.") from None
+        raise HocketError(f"Invalid worker configuration from the launcher: {str(told)[:200]}.") from None

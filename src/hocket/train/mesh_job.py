@@ -25,8 +25,8 @@ from hocket.cluster.layout import Layout
 from hocket.cluster.processes import ProcessCluster
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import NoCompression
+from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
-from hocket.server.client import Client
 from hocket.split import Mesh, Part, Place, settle
 from hocket.split.born import bring_to_life
 from hocket.split.dropout import Draws, prepare_dropout
@@ -73,7 +73,7 @@ class MeshJob:
         plan: Mapping[str, str] | None = None,
         cut: Sequence[str] | None = None,
         measure: str | None = None,
-        connect: Callable[[Layout, Place, Cluster], Client] | None = None,
+        connect: Callable[[Layout, Place, Cluster], ServerRuntime] | None = None,
         accumulate: int = 1,
         nonfinite: str = "raise",
         seed: int = 0,

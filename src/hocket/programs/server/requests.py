@@ -78,6 +78,8 @@ class ShardLink:
 class ShardRequests(Program):
     """Joins the shards and keeps requests alive; :class:`~hocket.programs.server.worker.ServerWorker` says what to request."""
 
+    peer_kind = "Shard"
+
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__()
         self.config = config
@@ -131,7 +133,7 @@ class ShardRequests(Program):
         self._greeting = link.place
         while True:
             if self.now - begun > self.config.give_up_s:
-                raise WorkerLost(f"Shard {link.place} has not answered for {self.config.give_up_s:g} s.")
+                raise WorkerLost(f"{self.describe_peer(link.place)} has not answered for {self.config.give_up_s:g} s.")
             if self.now - asked >= _SILENCE_S:
                 asked = self.now
                 self._say_hello(link, brings)
@@ -214,11 +216,11 @@ class ShardRequests(Program):
             if link.request is None or link.reply is not None:
                 continue
             if self.now - link.heard > self.config.give_up_s:
-                raise WorkerLost(f"Shard {link.place} has not answered for {self.config.give_up_s:g} s.")
+                raise WorkerLost(f"{self.describe_peer(link.place)} has not answered for {self.config.give_up_s:g} s.")
             if self.now - max(link.heard, link.greeted) > _SILENCE_S:
                 self._say_hello(link, brings=False)
         if self.open:
             self._set_timer(_RETRY, self.now + _RETRY_S)
 
     def _refusal(self, link: ShardLink, message: Envelope) -> HocketError:
-        return HocketError(f"Shard {link.place}: {message.note.get('sentence')}")
+        return HocketError(f"{self.describe_peer(link.place)}: {message.note.get('sentence')}")

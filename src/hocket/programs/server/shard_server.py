@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from hocket.messages.frame import Envelope, Kind
-from hocket.programs.base import Address, Effects, Rejected
+from hocket.programs.base import Address, Effects, Finished, Rejected
 from hocket.programs.server.epoch_snapshots import EpochSnapshot, SnapshotRequest
 from hocket.programs.server.members import Member, Request
 from hocket.programs.server.membership import Membership
@@ -116,6 +116,8 @@ class ShardServer(Membership):
         known = [m for m in self.members.values() if m.incarnation]
         long_s = _LONG * self.liveness_timeout_s
         self.over = not self.stays and bool(known) and all(m.left or now - m.seen > long_s for m in known)
+        if self.over:
+            self._effects.append(Finished())
 
     # --- pushes and fetches --------------------------------------------------------------------------------------------------
 
@@ -264,7 +266,7 @@ class ShardServer(Membership):
             "ages": {str(age): count for age, count in sorted(self.shard.staleness.items())},
             "workers": {str(w): m.figures for w, m in self.members.items() if m.figures},
             "here": sorted(self.shard.done),
-            "refused": dict(self.rejected),
+            "refused": dict(self.rejected + self.transport_rejected()),
         }
 
     def _look_at_epoch(self) -> None:

@@ -1,4 +1,4 @@
-"""A look at the shards from outside: where the job stands, the truth after an epoch, and word of who is dead."""
+"""An observer of the shards: it asks where the job stands and for the weights after an epoch, and reports dead workers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
 from hocket.messages import Caller, Envelope, Keys, Kind
-from hocket.server.slices import Slices
-from hocket.server.wire import OBSERVER
+from hocket.programs.server.slices import Slices
+from hocket.programs.server.wire import OBSERVER
 
 
 class Observer:
-    """Watches the shards without taking part: status, the truth, and telling them who is dead."""
+    """Asks the shards for status and weights, and tells them which workers are dead; it takes no part in the training."""
 
     def __init__(
         self, addresses: Sequence[str], job: bytes, layout: Layout, slices: Slices, most_bytes: int, keys: Keys | None
@@ -25,10 +25,10 @@ class Observer:
         self.layout, self.slices = layout, slices
         self.callers = [Caller(a, job, keys, b"o" + secrets.token_bytes(8), most_bytes) for a in addresses]
         self._number = 0
-        self._wish: int | None = None
-        self._granted: Envelope | None = None
+        self._requested: int | None = None
+        self._received: Envelope | None = None
         self.lost = 0
-        """Mini-batches lost, at the truth looked at last, as the shard sees it that has lost most."""
+        """Mini-batches lost, when the weights were last fetched, on the shard that has lost most."""
 
     def tell(self, **order: Any) -> None:
         """Give all shards an order; nobody waits for the answer."""
@@ -37,37 +37,37 @@ class Observer:
 
     def status(self, timeout_s: float) -> dict[str, Any] | None:
         """Where the job stands, as shard 0 sees it."""
-        self.ask()
-        return self.told(timeout_s)
+        self.request_status()
+        return self.receive_status(timeout_s)
 
-    def ask(self) -> None:
-        """Ask shard 0 where the job stands; :meth:`told` has the answer."""
+    def request_status(self) -> None:
+        """Ask shard 0 where the job stands; :meth:`receive_status` has the answer."""
         self._number += 1
         self.callers[0].send(Envelope(Kind.ORDER, OBSERVER, number=self._number, note={"order": "status"}), 0.0)
 
-    def told(self, timeout_s: float) -> dict[str, Any] | None:
-        """What was asked last; None when nobody answers in time."""
+    def receive_status(self, timeout_s: float) -> dict[str, Any] | None:
+        """The answer to :meth:`request_status`; None when it does not come in time."""
         answer = self._receive(0, self._number, timeout_s)
         return None if answer is None else answer.note.get("figures")
 
-    def wish(self, epoch: int, waits: bool = True) -> None:
-        """Ask shard 0 for the truth after an epoch (from 1; 0: as it is now); :meth:`granted` tells when it is there.
+    def request_weights(self, epoch: int, waits: bool = True) -> None:
+        """Ask shard 0 for the weights after an epoch (from 1; 0: as they are now); :meth:`receive_weights` has its part.
 
-        Without ``waits`` the truth as it is now will do, where the epoch has not come to its end.
+        Without ``waits`` the weights as they are now will do, where the epoch has not come to its end.
         """
         self._number += 1
-        self._wish, self._granted = self._number, None
+        self._requested, self._received = self._number, None
         note = {"epoch": epoch, "within_s": 1e6 if epoch and waits else 0.0}
         self.callers[0].send(Envelope(Kind.FETCH, OBSERVER, number=self._number, note=note), 0.0)
 
-    def granted(self, timeout_s: float) -> Envelope | None:
-        """Shard 0's part of what was wished for, as soon as it is there."""
-        if self._wish is None:
+    def receive_weights(self, timeout_s: float) -> Envelope | None:
+        """Shard 0's part of the weights that were requested last; None when it does not come in time."""
+        if self._requested is None:
             return None
-        found, self._granted = self._granted or self._receive(0, self._wish, timeout_s), None
+        found, self._received = self._received or self._receive(0, self._requested, timeout_s), None
         return found
 
-    def truth(self, first: Envelope, epoch: int, within_s: float = 2.0) -> tuple[list[Tensor], Tensor | None] | None:
+    def global_weights(self, first: Envelope, epoch: int, within_s: float = 2.0) -> tuple[list[Tensor], Tensor | None] | None:
         """The weights ``[1, values]`` per bucket and the mean buffers, given shard 0's part; None when a shard does not answer."""
         parts = [first]
         for place in range(1, len(self.callers)):
@@ -97,8 +97,8 @@ class Observer:
                 return None
             if answer.number == number and answer.kind in (Kind.REPLY, Kind.ANSWER):
                 return answer
-            if answer.number == self._wish and answer.kind == Kind.REPLY:
-                self._granted = answer  # it came while something else was asked
+            if answer.number == self._requested and answer.kind == Kind.REPLY:
+                self._received = answer  # it came while something else was requested
             if answer.kind == Kind.REFUSAL and answer.number in (0, number):
                 raise HocketError(f"Shard {place} at {self.callers[place].address}: {answer.note.get('sentence')}")
         return None

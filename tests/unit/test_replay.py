@@ -1,0 +1,205 @@
+"""A recorded real run replays to the same bits: the programs are given the same events again, without sockets and clocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.layout import layout_of
+from hocket.drivers.record import Recorder, read_record
+from hocket.drivers.server_runtime import ServerRuntime
+from hocket.drivers.shard_process import start_serving
+from hocket.messages import Envelope, Kind, Listener
+from hocket.programs.base import Effects, Program, Send
+from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.requests import WorkerConfig
+from hocket.programs.server.shard_server import ShardServer
+from hocket.programs.server.worker import ServerWorker
+from hocket.strategy import Strategy
+
+JOB = bytes(range(16))
+LAYOUT = layout_of(nn.Linear(9, 5).named_parameters())
+SGD = OptimizerSpec("sgd", ({"lr": 0.1, "momentum": 0.9},))
+WORKERS, BATCHES = 3, 30
+
+
+def gradient(rows: Sequence[Tensor], batch: int) -> list[Tensor]:
+    """Of a made-up loss that depends on the mini-batch."""
+    noise = torch.randn(rows[0].shape[1], generator=torch.Generator().manual_seed(batch))
+    return [(rows[0][0] - noise).sin()]
+
+
+def steps_of(worker: ServerWorker, number: int | None) -> int | None:
+    """The mini-batch of the next step, where every worker has its own part."""
+    if not worker.sync.static_partition:
+        return number
+    return own if (own := worker.step * WORKERS + worker.config.worker) < BATCHES else None
+
+
+def train(runtime: ServerRuntime, rows: list[Tensor]) -> None:
+    runtime.join(rows, SGD)
+    while True:
+        static = runtime.program.sync.static_partition
+        number = runtime.record_batch(steps_of(runtime.program, None)) if static else runtime.next_batch()
+        if number is None:
+            break
+        runtime.before_update(gradient(rows, number))
+        if runtime.steps_locally:
+            rows[0] -= 0.1 * gradient(rows, number)[0]
+        runtime.after_update([0.1], None)
+    runtime.finish()
+    runtime.leave()
+
+
+class Real:
+    """Workers and shards, each in a thread of its own, on links of this machine."""
+
+    def __init__(self, text: str, folder: Path) -> None:
+        strategy = Strategy.parse(text)
+        self.servers = [ShardServer(place) for place in range(strategy.topology.num_shards(WORKERS))]
+        listeners = [Listener("tcp://127.0.0.1:0", JOB) for _ in self.servers]
+        drivers = [
+            start_serving(server, listeners[place], recorder=Recorder(folder / f"shard-{place}"))
+            for place, server in enumerate(self.servers)
+        ]
+        addresses = [listener.address for listener in listeners]
+        self.configs = [WorkerConfig(strategy, LAYOUT, w, WORKERS, 5, total=BATCHES, per_epoch=BATCHES) for w in range(WORKERS)]
+        runtimes = [ServerRuntime(addresses, JOB, c, record=folder / f"worker-{c.worker}") for c in self.configs]
+        self.workers = [runtime.program for runtime in runtimes]
+        self.rows = [[torch.full((1, 50), 0.1)] for _ in runtimes]
+        threads = [threading.Thread(target=driver.serve) for driver in drivers]
+        threads += [threading.Thread(target=train, args=(runtime, rows)) for runtime, rows in zip(runtimes, self.rows, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for driver in drivers:
+            driver.close()
+
+
+class Replay:
+    """The same programs anew; each goes on with its recording as far as the messages that it needs have been sent."""
+
+    def __init__(self, configs: Sequence[WorkerConfig], shards: int, folder: Path) -> None:
+        self.servers = [ShardServer(place) for place in range(shards)]
+        self.workers = [ServerWorker(config) for config in configs]
+        self.rows = [[torch.full((1, 50), 0.1)] for _ in configs]
+        self.sent: dict[tuple[Any, Any], list[Envelope]] = {}
+        self.identities: dict[str, int] = {}
+        records = {("worker", w): read_record(folder / f"worker-{w}") for w in range(len(configs))}
+        records |= {("shard", s): read_record(folder / f"shard-{s}") for s in range(shards)}
+        for (_, number), events in records.items():
+            if "identity" in events[0]:
+                self.identities[events[0]["identity"]] = number
+        going = {node: self._run(node, iter(events)) for node, events in records.items()}
+        while going:
+            progress = {node: next(run, None) for node, run in going.items()}
+            going = {node: run for node, run in going.items() if progress[node] is not None}
+            assert not going or any(progress[node] for node in going), "all wait for messages that nobody has sent"
+
+    def _run(self, node: tuple[str, int], events: Iterator[dict[str, Any]]) -> Iterator[int]:
+        """Gives how many events were handled, whenever a message is missing."""
+        handled = 0
+        kind, number = node
+        program: Program = self.workers[number] if kind == "worker" else self.servers[number]
+        batch = 0
+        for event in events:
+            what, now = event["event"], event.get("now", 0.0)
+            if what == "message":
+                while (message := self._find(node, event)) is None:
+                    yield handled
+                    handled = 0
+                sender = bytes.fromhex(event["sender"]) if isinstance(event["sender"], str) else event["sender"]
+                self._send(node, program.message(sender, message, now))
+            elif what == "timer":
+                self._send(node, program.timer(event["name"], now))
+            elif what == "start" and isinstance(program, ShardServer):
+                self._send(node, program.start(now))
+            elif what == "batch":
+                assert isinstance(program, ServerWorker)
+                batch = event["id"]
+                assert program.sync.static_partition or program.next_batch() == batch
+            elif what == "call":
+                assert isinstance(program, ServerWorker)
+                self._send(node, self._call(program, event, batch, self.rows[number]))
+            handled += 1
+
+    def _call(self, worker: ServerWorker, event: dict[str, Any], batch: int, rows: list[Tensor]) -> Effects:
+        name, now = event["name"], event["now"]
+        if name == "join":
+            return worker.join(rows, SGD, now)
+        if name == "before_update":
+            return worker.before_update(gradient(rows, batch), now)
+        if name == "after_update":
+            if worker.steps_locally:
+                rows[0] -= 0.1 * gradient(rows, batch)[0]
+            return worker.after_update(event["arguments"][0], None, now)
+        if name.startswith("account."):
+            getattr(worker.account, name.removeprefix("account."))(now)
+            return []
+        return getattr(worker, name)(now)
+
+    def _send(self, node: tuple[str, int], effects: Effects) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                to = ("shard", effect.to) if isinstance(effect.to, int) else ("worker", self.identities.get(effect.to.hex(), -1))
+                self.sent.setdefault((node, to), []).append(effect.message)
+
+    def _find(self, node: tuple[str, int], event: dict[str, Any]) -> Envelope | None:
+        if "note" in event:
+            return Envelope(Kind[event["kind"]], event["worker"], 0, event["step"], event["number"], event["note"])
+        sender = event["sender"]
+        source = ("shard", sender) if isinstance(sender, int) else ("worker", self.identities[sender])
+        waiting = self.sent.get((source, node), [])
+        for place, message in enumerate(waiting):
+            if (message.kind.name, message.step, message.number, message.tensor_bytes) == tuple(
+                event[name] for name in ("kind", "step", "number", "bytes")
+            ):
+                del waiting[: place + 1]  # those before it were lost
+                return message
+        return None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "async + server(2)",
+        "async(overlap=True) + server(2) + topk(0.2) | qsgd(4)",
+        "async(adaptive) + server + sign",
+        "ssp(1) + server(2)",
+        "bulk + server(2)",
+        "downpour(2, 3) + server(2, fetch=bf16)",
+        "stale(2) + server(2)",
+        "stale(3)",
+    ],
+)
+def test_a_recorded_run_replays_to_the_same_bits(text: str, tmp_path: Path) -> None:
+    real = Real(text, tmp_path)
+    again = Replay(real.configs, len(real.servers), tmp_path)
+    for one, other in zip(real.servers, again.servers, strict=True):
+        assert one.shard is not None
+        assert other.shard is not None
+        assert _same(one.shard.state_dict(), other.shard.state_dict())
+        assert (one.progress, one.lost, one.pushed) == (other.progress, other.lost, other.pushed)
+    for one, other in zip(real.workers, again.workers, strict=True):
+        assert torch.equal(one.rows[0], other.rows[0])
+        assert (one.step, one.account.bytes_sent) == (other.step, other.account.bytes_sent)
+        assert one.account.wait_s == other.account.wait_s
+        assert _same(one._encoder.state_dict(), other._encoder.state_dict()), "what the code holds back"
+    assert real.servers[0].progress == BATCHES
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
