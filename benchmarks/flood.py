@@ -153,13 +153,13 @@ def _serve(there: Any) -> None:
     torch.set_num_threads(1)
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
         there.send(listener.address)
-        Desk(listener, 0, patience_s=120.0, stays=True).run()
+        Desk(listener, 0, liveness_timeout_s=120.0, stays=True).run()
 
 
 def _work(worker: int, address: str) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    work(Post(SETTINGS, worker, [address], JOB.hex(), patience_s=120.0))
+    work(Post(SETTINGS, worker, [address], JOB.hex(), liveness_timeout_s=120.0))
 
 
 # --- strangers -----------------------------------------------------------------------------------------------------------------

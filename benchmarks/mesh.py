@@ -82,7 +82,7 @@ def memory(arguments: argparse.Namespace) -> None:
             for t in (p, p.grad, *optimizer.state[p].values())
             if isinstance(t, Tensor)
         )
-        most = float(cluster.collect(torch.tensor([[float(held)]])).max())
+        most = float(cluster.all_gather_metrics(torch.tensor([[float(held)]])).max())
         job.finish()
         if cluster.workers.start == 0:
             print(f"{mesh!s:22} {most / 2**20:7.2f} MiB at most of {whole / 2**20:.2f}: {most * size / whole:.3f}× whole / {size}")

@@ -52,9 +52,9 @@ def train(case: str, width: int, layers: int, batch: int, steps: int, folder: Pa
         model = mlp(64, 10, (width,) * layers)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     if case == "memory":
-        from hocket.split.born import bring_to_life
+        from hocket.split.born import materialize
 
-        bring_to_life(model)
+        materialize(model)
     else:
         offloaded = hocket.offload(model, optimizer, folder=folder, keep=int(case.split("=")[1].split()[0]))
     x, y = torch.randn(batch, 64), torch.randint(10, (batch,))

@@ -29,7 +29,7 @@ class EveryKthBlock(Codec):
     name: ClassVar[str] = "every_kth_block"
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         return True
 
     def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:

@@ -1,6 +1,6 @@
 """Hocket: one model trained by many workers, over links that are not infinitely fast."""
 
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.compression import DGC, QSGD, Cast, Chain, LowRank, Natural, NoCompression, RandomK, Sign, Ternary, Threshold, TopK
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.sandblaster import Sandblaster, SandblasterRun
@@ -51,7 +51,7 @@ __all__ = [
     "Server",
     "Shard",
     "Sign",
-    "Spec",
+    "ClusterSpec",
     "Stale",
     "Strategy",
     "Ternary",

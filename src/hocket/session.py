@@ -23,7 +23,7 @@ from hocket.messages import Keys
 from hocket.server.client import Client
 from hocket.server.wire import DEFAULT_JOB, job_id
 from hocket.split import Mesh, Place
-from hocket.split.born import bring_to_life
+from hocket.split.born import materialize
 from hocket.split.mesh import forget
 from hocket.split.sharded import refuse_shard
 from hocket.strategy import Strategy
@@ -50,7 +50,7 @@ class _Session:
     started: list[Servers] = []  # noqa: RUF012
     job: bytes = DEFAULT_JOB
     keys: Path | None = None
-    patience_s: float = 10.0
+    liveness_timeout_s: float = 10.0
     worker: int = 0
     world: int = 1
 
@@ -61,7 +61,7 @@ def init(
     seed: int = 0,
     exact: bool = False,
     timeout_s: float = 1800.0,
-    patience_s: float = 10.0,
+    liveness_timeout_s: float = 10.0,
     servers: str | None = None,
     keys: str | Path | None = None,
     job: str | None = None,
@@ -71,7 +71,7 @@ def init(
     """Join torchrun, mpirun, Slurm or Ray, or a process group that exists already; alone: one worker.
 
     ``device`` decides the backend unless one is given: NCCL for CUDA, Gloo for CPU. ``seed`` is for partition and codecs. ``exact``
-    makes means sum in worker order (slower, bit-equal to virtual workers). A worker silent for ``patience_s`` counts as lost.
+    makes means sum in worker order (slower, bit-equal to virtual workers). A worker silent for ``liveness_timeout_s`` counts as lost.
 
     Strategies with servers start them as children, unless ``servers`` names some that run already (``python -m
     hocket.server.host``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were given one.
@@ -79,9 +79,9 @@ def init(
     between machines.
     """
     leave()
-    _Session.cluster = join(backend, device, None, exact, timeout_s, patience_s)
+    _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s)
     cluster = _Session.cluster
-    _Session.seed, _Session.patience_s = seed, patience_s
+    _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
     _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]
     _Session.keys = None if keys is None else Path(keys)
     if isinstance(cluster, ProcessCluster):
@@ -120,8 +120,8 @@ def parallelize(
     nonfinite: str = "raise",
     check: bool = True,
     steps: int | None = None,
-    bucket_bytes: int | None = None,
-    first_bucket_bytes: int | None = None,
+    bucket_cap_bytes: int | None = None,
+    first_bucket_cap_bytes: int | None = None,
     mesh: Mesh | str | None = None,
     loss: Callable[[Any, Tensor], Tensor] | None = None,
     sample: Tensor | None = None,
@@ -137,8 +137,8 @@ def parallelize(
 
     ``accumulate`` backward passes make a step. ``scaler`` is the GradScaler, if one is used: all workers then skip together.
     ``nonfinite`` gradients raise or are left out. ``check=False`` drops the small agreement per exchange on unused parameters and
-    non-finite gradients. ``steps`` is the planned number of steps, if known. Buckets are closed at ``bucket_bytes``
-    (25 MiB), the first one already at ``first_bucket_bytes`` (1 MiB); top-k and its kin have a single one unless told otherwise.
+    non-finite gradients. ``steps`` is the planned number of steps, if known. Buckets are closed at ``bucket_cap_bytes``
+    (25 MiB), the first one already at ``first_bucket_cap_bytes`` (1 MiB); top-k and its kin have a single one unless told otherwise.
 
     A ``mesh`` splits the model itself: ``Mesh(data=2, pipeline=2, tensor=2)`` or ``"data=2,pipeline=2"``; the strategy works
     between replicas. Operations are split by ``plan`` (module names to kinds; found by itself). Layers are cut after the modules
@@ -159,8 +159,8 @@ def parallelize(
         "check": check,
         "seed": _Session.seed,
         "scaler": scaler,
-        "cap_bytes": bucket_bytes,
-        "first_cap_bytes": first_bucket_bytes,
+        "bucket_cap_bytes": bucket_cap_bytes,
+        "first_bucket_cap_bytes": first_bucket_cap_bytes,
     }
     job: Job | FreeJob | PairsJob | MeshJob | FSDPJob
     if mesh is not None and shard == "full" and not Mesh.parse(mesh).splits:
@@ -187,7 +187,7 @@ def parallelize(
 
         refuse_split_options(None, {**said, "schedule": schedule})
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
-        bring_to_life(model, seed=_Session.seed, device=_Session.cluster.device)
+        materialize(model, seed=_Session.seed, device=_Session.cluster.device)
     if _Session.servers is not None and (not parsed.free or isinstance(parsed.topology, Gossip)):
         raise HocketError(
             f"{parsed} has no servers, but hocket.init named some; leave servers= out, or use for example async + server."
@@ -200,7 +200,7 @@ def parallelize(
         full = {name: options[name] for name in ("accumulate", "nonfinite", "check", "seed", "scaler")}
         job = FSDPJob(model, optimizer, parsed, _Session.cluster, **full)
     elif parsed.free and isinstance(parsed.topology, Gossip) and _Session.world > 1:
-        place = place_in(_Session.cluster, _Session.keys, _Session.patience_s)
+        place = place_in(_Session.cluster, _Session.keys, _Session.liveness_timeout_s)
         job = PairsJob(model, optimizer, parsed, place, _Session.cluster, **options)
     elif parsed.free and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
         job = FreeJob(model, optimizer, parsed, lambda layout: _connect(parsed, layout), _Session.cluster, **options)
@@ -244,14 +244,16 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None)
     servers = (
         Servers(session.servers, session.job)
         if session.servers is not None
-        else start_servers(strategy, layout, cluster, session.keys, session.patience_s)
+        else start_servers(strategy, layout, cluster, session.keys, session.liveness_timeout_s)
     )
     session.started.append(servers)
     if isinstance(cluster, ProcessCluster):
         cluster.heartbeat.stop()  # from here on nobody waits for others, nor ends with them
     keys = None if session.keys is None else Keys.read(session.keys)
-    patience_s = session.patience_s
-    return Client(servers.addresses, servers.job, strategy, layout, session.worker, session.world, session.seed, keys, patience_s)
+    liveness_timeout_s = session.liveness_timeout_s
+    return Client(
+        servers.addresses, servers.job, strategy, layout, session.worker, session.world, session.seed, keys, liveness_timeout_s
+    )
 
 
 def shard(loader: Iterable[Any], epoch: int | None = None) -> Shard:

@@ -129,12 +129,10 @@ class Strategy:
             )
         if isinstance(self.sync, Local) and self.sync.mean == "after" and not self.weights:
             return "mean=after is about weights; leave it out, or use exchange=weights"
-        if self.sync.rest_stays and not (self.weights and self.topology.uniform and compressor.rest_stays):
-            return (
-                "rest=weights is about what a code with feedback, such as topk, holds back of weights under allreduce; leave it out"
-            )
+        if self.sync.residual_stays and not (self.weights and self.topology.uniform and compressor.residual_stays):
+            return "residual=weights is about what a code with feedback, such as topk, holds back of weights under allreduce; leave it out"
         if compressor.for_gradients_only and self.weights:
-            instead = f"use bulk, exchange=gradients, or topk({DGC().share})"
+            instead = f"use bulk, exchange=gradients, or topk({DGC().density})"
             return f"{compressor.name} accumulates gradients and cannot carry weights; {instead}"
         feedback = getattr(compressor, "feedback", None)
         if feedback is True and not compressor.biased:
@@ -204,10 +202,18 @@ def _chained(specs: list[Any]) -> Compressor:
         raise HocketError("A chain has two links, what and how precisely, for example topk(0.01) | qsgd(4).")
     first, second = specs
     if isinstance(first, DGC) and isinstance(second, Precision):
-        return DGC(first.share, first.warmup, first.momentum, first.clip, second)
+        return DGC(first.density, first.warmup, first.momentum, first.clip, second)
     return Chain(first, second)
 
 
+_ALIASES = {
+    "local": {"rest": "residual"},
+    "server": {"rate": "lr"},
+    "topk": {"share": "density"},
+    "randomk": {"share": "density"},
+    "dgc": {"share": "density"},
+}
+"""Older names of arguments, which are still read; the canonical text has the new ones."""
 _KNOWN: dict[str, type] = {**sync.METHODS, **topology.METHODS, **compression.METHODS}
 
 
@@ -223,7 +229,9 @@ def _spec(term: Term) -> Any:
     if len(term.arguments) > len(names):
         raise HocketError(f"{term.name} takes at most {len(names)} arguments ({', '.join(names)}), got {len(term.arguments)}.")
     values = dict(zip(names, term.arguments, strict=False))
-    for name, value in term.options:
+    aliases = _ALIASES.get(term.name, {})
+    for given, value in term.options:
+        name = aliases.get(given, given)
         if name not in names:
             takes = f"It takes {', '.join(names)}" if names else "It takes none"
             raise HocketError(f"{term.name} has no argument '{name}'{nearest(name, names) or '.'} {takes}.")
@@ -249,7 +257,7 @@ def _text(spec: Any) -> str:
     if isinstance(spec, Chain):
         return f"{write(spec.first)} | {write(spec.second)}"
     if isinstance(spec, DGC) and spec.precision is not None:
-        return f"{write(DGC(spec.share, spec.warmup, spec.momentum, spec.clip))} | {write(spec.precision)}"
+        return f"{write(DGC(spec.density, spec.warmup, spec.momentum, spec.clip))} | {write(spec.precision)}"
     return write(spec) if hasattr(spec, "__dataclass_fields__") else str(spec)
 
 

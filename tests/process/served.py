@@ -131,7 +131,7 @@ def unfinished(rank: int, folder: str) -> None:
 
 def one_stops(rank: int, folder: str) -> None:
     """Worker 1 stops before the workers compare their models."""
-    hocket.init(device="cpu", patience_s=2.0)
+    hocket.init(device="cpu", liveness_timeout_s=2.0)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     model = net()
@@ -187,11 +187,11 @@ class Service:
         folder: Path,
         settings: Settings,
         snapshot_s: float = 0.0,
-        patience_s: float = 10.0,
+        liveness_timeout_s: float = 10.0,
         keys: Any = None,
     ) -> None:
         self.nursery, self.folder, self.settings, self.keys = nursery, folder, settings, keys
-        self.snapshot_s, self.patience_s = snapshot_s, patience_s
+        self.snapshot_s, self.liveness_timeout_s = snapshot_s, liveness_timeout_s
         self.job = secrets.token_bytes(16)
         self.strategy = settings.check()
         self.data = load("digits")
@@ -221,13 +221,23 @@ class Service:
             assert eventually(lambda group=group: None not in group.poll())
 
     def start_shard(self, place: int, bind: str = "tcp://127.0.0.1:0") -> Group:
-        arguments = ["--place", str(place), "--job", self.job.hex(), "--bind", bind, "--patience", str(self.patience_s), "--stay"]
+        arguments = [
+            "--place",
+            str(place),
+            "--job",
+            self.job.hex(),
+            "--bind",
+            bind,
+            "--liveness-timeout",
+            str(self.liveness_timeout_s),
+            "--stay",
+        ]
         arguments += ["--snapshots", str(self.folder / "snapshots"), "--snapshot", str(self.snapshot_s)]
         return self._start("process.served:shard", f"shard-{place}", arguments=arguments)
 
     def start_worker(self, k: int, replaces: bool = False, **changes: Any) -> Group:
         settings = asdict(self.settings) | changes
-        post = Post(settings, k, self.addresses, self.job.hex(), patience_s=self.patience_s, replaces=replaces)
+        post = Post(settings, k, self.addresses, self.job.hex(), liveness_timeout_s=self.liveness_timeout_s, replaces=replaces)
         return self._start("process.served:worker", f"worker-{k}", post=post.describe())
 
     def _start(self, function: str, name: str, **arguments: Any) -> Group:

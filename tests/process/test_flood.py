@@ -18,7 +18,7 @@ from hocket.cluster.layout import Layout
 from hocket.messages import Caller, Envelope, Kind, pack
 from hocket.messages.frame import REASONS
 from hocket.server.milestones import Milestones, Wish
-from hocket.server.recipe import Recipe
+from hocket.server.recipe import OptimizerSpec
 from hocket.server.wire import OBSERVER, WORKER_MARK, terms_of
 from hocket.strategy import Strategy
 from hocket.train.job import layout_for
@@ -65,7 +65,7 @@ class Served:
         self.caller, self.worker = Caller(address, JOB, identity=WORKER_MARK + b"%d" % worker, high_water=high_water), worker
         self.terms = terms_of(strategy, layout, 0, 2)
 
-    def hello(self, weights: torch.Tensor, recipe: Recipe) -> None:
+    def hello(self, weights: torch.Tensor, recipe: OptimizerSpec) -> None:
         note: dict[str, Any] = {"terms": self.terms, "pushed": 0, "recipe": recipe.describe(), "groups": [0]}
         note |= {"total": None, "per_epoch": None}
         assert self.ask(Envelope(Kind.HELLO, self.worker, note=note, tensors=(weights,))).kind == Kind.WELCOME
@@ -83,7 +83,7 @@ class Served:
 
 @pytest.mark.parametrize("who", ["a worker", "an observer"])
 def test_one_who_asks_and_never_reads_costs_a_bounded_memory_and_nobody_else(nursery: Nursery, tmp_path: Path, who: str) -> None:
-    arguments = ["--job", JOB.hex(), "--patience", "60", "--stay"]
+    arguments = ["--job", JOB.hex(), "--liveness-timeout", "60", "--stay"]
     group = nursery.start("process.served:shard", 1, tmp_path, arguments=arguments)
     path = tmp_path / "0.out"
     assert eventually(lambda: path.exists() and path.read_text().endswith("\n"))
@@ -92,7 +92,7 @@ def test_one_who_asks_and_never_reads_costs_a_bounded_memory_and_nobody_else(nur
     optimizer, strategy = torch.optim.SGD(model.parameters(), 0.1), Strategy.parse("async + server")
     layout = layout_for(model, optimizer, strategy, None, None)
     quick, slow = Served(address, 0, layout, strategy, 16), Served(address, 1, layout, strategy, 1)
-    recipe = Recipe.of(optimizer)
+    recipe = OptimizerSpec.of(optimizer)
     for one in (quick, slow):
         one.hello(torch.zeros(VALUES), recipe)
     for step in range(1, 21):

@@ -41,12 +41,12 @@ from hocket.server.holding import Holding, Mean
 from hocket.server.peers import Peers, agree, join
 from hocket.strategy import Strategy
 from hocket.topology.partners import answerer, target
-from hocket.train.free_worker import Post, dealing_of
+from hocket.train.free_worker import Post, batch_sequence
 from hocket.train.pairs_job import PairsJob, Place
 from hocket.train.run import Settings
 from process.cases import batch, net, sgd
 from process.launch import ENVIRON, Group, Nursery, eventually
-from process.paired import PATIENCE_S
+from process.paired import LIVENESS_TIMEOUT_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -74,15 +74,17 @@ def test_callers_reach_answerers_only_so_no_chain_of_waiting_has_two_links(
 class Crowd:
     """Workers as threads of this process: their doors, links and exchanges are the real ones, their steps take no time."""
 
-    def __init__(self, workers: int, kind: str, patience_s: float = 20.0, keys: list[Keys] | None = None) -> None:
+    def __init__(self, workers: int, kind: str, liveness_timeout_s: float = 20.0, keys: list[Keys] | None = None) -> None:
         self.begun = [torch.arange(6.0) * (w + 1) + w for w in range(workers)]
         self.holdings = [Holding([row[:4], row[4:]]) for row in self.begun]
         own = [None] * workers if keys is None else keys
         listeners = [Listener("tcp://127.0.0.1:0", JOB, own[w]) for w in range(workers)]
         self.addresses = [listener.address for listener in listeners]
         halves = kind == "pushsum"
-        self.doors = [Doorkeeper(listeners[w], self.holdings[w], w, workers, halves, patience_s) for w in range(workers)]
-        self.peers = [Peers(self.addresses, JOB, w, own[w], 1 << 22, patience_s, self.doors[w].newcomers) for w in range(workers)]
+        self.doors = [Doorkeeper(listeners[w], self.holdings[w], w, workers, halves, liveness_timeout_s) for w in range(workers)]
+        self.peers = [
+            Peers(self.addresses, JOB, w, own[w], 1 << 22, liveness_timeout_s, self.doors[w].newcomers) for w in range(workers)
+        ]
         self.exchanges = [(Halves if halves else Calls)(self.peers[w], self.holdings[w], kind, 3) for w in range(workers)]
         self.means: dict[int, Mean] = {}
 
@@ -168,7 +170,7 @@ def test_doors_with_keys_let_in_those_who_have_them() -> None:
         crowd.train([[0.0] * 3, [0.0] * 3])
         assert crowd.means[0].mass == 2.0
     with (
-        Crowd(2, "rotating", patience_s=5.0, keys=[keys, Keys.make()]) as crowd,
+        Crowd(2, "rotating", liveness_timeout_s=5.0, keys=[keys, Keys.make()]) as crowd,
         pytest.raises(HocketError, match="keys of its job"),
     ):
         crowd.peers[0].greet()
@@ -178,7 +180,7 @@ def test_doors_with_keys_let_in_those_who_have_them() -> None:
 
 def test_what_is_not_answered_is_taken_back() -> None:
     """A half for one who is gone goes back to who sent it."""
-    with Crowd(2, "pushsum", patience_s=1.0) as crowd:
+    with Crowd(2, "pushsum", liveness_timeout_s=1.0) as crowd:
         crowd.doors[1].close()
         crowd.exchanges[0].start()
         crowd.exchanges[0].drain()
@@ -189,7 +191,7 @@ def test_what_is_not_answered_is_taken_back() -> None:
 
 
 def test_a_door_that_was_away_soon_takes_again_however_often_it_is_called() -> None:
-    with Crowd(2, "rotating", patience_s=0.5) as crowd, Caller(crowd.addresses[1], JOB) as caller:
+    with Crowd(2, "rotating", liveness_timeout_s=0.5) as crowd, Caller(crowd.addresses[1], JOB) as caller:
 
         def push(number: int) -> bool:
             caller.send(Envelope(Kind.PUSH, 0, number=number, tensors=tuple(crowd.holdings[0].x)), 1.0)
@@ -210,7 +212,7 @@ def test_a_door_that_was_away_soon_takes_again_however_often_it_is_called() -> N
 
 
 def test_who_was_silent_for_a_while_takes_part_in_the_end() -> None:
-    with Crowd(2, "rotating", patience_s=1.0) as crowd:
+    with Crowd(2, "rotating", liveness_timeout_s=1.0) as crowd:
         with crowd.holdings[0].lock:
             assert crowd.peers[1].ask_all(Kind.FETCH, 1) == {}
         assert crowd.peers[1].silent == {0}
@@ -236,7 +238,7 @@ def test_who_has_the_mean_stays_until_it_has_arrived() -> None:
 
 
 def test_a_stranger_on_the_port_of_a_dead_worker_ends_nobody() -> None:
-    with Crowd(2, "rotating", patience_s=0.5) as crowd:
+    with Crowd(2, "rotating", liveness_timeout_s=0.5) as crowd:
         crowd.peers[0].greet()
         crowd.doors[1]._known.clear()  # it dies, and says no goodbye
         crowd.doors[1].close()
@@ -282,16 +284,16 @@ def test_halves_that_come_back_make_no_gradient_old() -> None:
 class Newcomer:
     """Takes the place of ``worker`` in a crowd: a door, links and weights of its own; it has not joined yet."""
 
-    def __init__(self, crowd: Crowd, worker: int, kind: str, patience_s: float = 20.0) -> None:
+    def __init__(self, crowd: Crowd, worker: int, kind: str, liveness_timeout_s: float = 20.0) -> None:
         workers = len(crowd.addresses)
         self.crowd, self.worker, halves = crowd, worker, kind == "pushsum"
         self.holding = Holding([torch.full((4,), 99.0), torch.full((2,), 99.0)])
         self.holding.joined = False
         listener = Listener("tcp://127.0.0.1:0", JOB)
         self.address = listener.address
-        self.door = Doorkeeper(listener, self.holding, worker, workers, halves, patience_s)
+        self.door = Doorkeeper(listener, self.holding, worker, workers, halves, liveness_timeout_s)
         known = [None if w == worker else a for w, a in enumerate(crowd.addresses)]
-        self.peers = Peers(known, JOB, worker, None, 1 << 22, patience_s, self.door.newcomers)
+        self.peers = Peers(known, JOB, worker, None, 1 << 22, liveness_timeout_s, self.door.newcomers)
         self.exchanges = (Halves if halves else Calls)(self.peers, self.holding, kind, 3)
 
     def __enter__(self) -> Newcomer:
@@ -358,7 +360,7 @@ def test_a_newcomer_begins_at_the_mean_and_takes_nothing_from_anybody(kind: str,
 
 
 def test_who_joins_gives_and_takes_nothing_before_it_has_weights_and_needs_somebody_who_has() -> None:
-    with Crowd(2, "rotating", patience_s=1.0) as crowd:
+    with Crowd(2, "rotating", liveness_timeout_s=1.0) as crowd:
         die(crowd, 0)
         die(crowd, 1)
         with Newcomer(crowd, 0, "rotating", 1.0) as caller, Newcomer(crowd, 1, "rotating", 1.0) as answerer:
@@ -376,7 +378,7 @@ def test_who_joins_gives_and_takes_nothing_before_it_has_weights_and_needs_someb
 
 
 def test_who_joins_when_the_others_have_agreed_has_what_they_agreed_on() -> None:
-    with Crowd(2, "rotating", patience_s=1.0) as crowd:
+    with Crowd(2, "rotating", liveness_timeout_s=1.0) as crowd:
         die(crowd, 1)
         agreed = threading.Thread(target=crowd._work, args=(0, []), daemon=True)
         agreed.start()
@@ -390,7 +392,7 @@ def test_who_joins_when_the_others_have_agreed_has_what_they_agreed_on() -> None
 
 
 def test_who_was_away_when_another_joined_is_told_where_it_is() -> None:
-    with Crowd(3, "pushsum", patience_s=1.0) as crowd:
+    with Crowd(3, "pushsum", liveness_timeout_s=1.0) as crowd:
         die(crowd, 2)
         with Newcomer(crowd, 2, "pushsum", 1.0) as newcomer:
             newcomer.peers._give_up(0)  # as when it does not answer
@@ -515,7 +517,7 @@ def test_a_stopped_worker_ends_nobody_and_may_return(nursery: Nursery, tmp_path:
         os.kill(group.pids[1], signal.SIGSTOP)
     try:
         begun = time.monotonic()
-        assert eventually(lambda: time.monotonic() - begun > PATIENCE_S + 0.5)
+        assert eventually(lambda: time.monotonic() - begun > LIVENESS_TIMEOUT_S + 0.5)
         for group in groups:
             assert all_go_on(group, [0, 2]), group.said()
         (groups[2].folder / "enough").touch()
@@ -554,7 +556,7 @@ def no_children() -> Iterator[None]:
 @pytest.mark.usefixtures("no_children")
 def test_the_command_trains_and_survives_the_loss_of_a_worker(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch", "32", "--slowdown", "4"]
-    run += ["--strategy", "async + gossip", "--workers", "3", "--epochs", "20", "--patience", "2", "--out", str(tmp_path)]
+    run += ["--strategy", "async + gossip", "--workers", "3", "--epochs", "20", "--liveness-timeout", "2", "--out", str(tmp_path)]
     with subprocess.Popen(run, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert eventually((tmp_path / "metrics.jsonl").exists, LIMIT_S)
@@ -621,7 +623,7 @@ def test_another_takes_the_place_of_a_killed_worker(
     monkeypatch.setattr("hocket.cli.train.PairsCrew", Kept)
     monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
     arguments = ["--strategy", text, "--model", "process.served:small", "--batch", "32", "--workers", "3", "--epochs", "6"]
-    arguments += ["--replace", "--patience", "2", "--lr", "0.05", "--out", str(tmp_path)]
+    arguments += ["--replace", "--liveness-timeout", "2", "--lr", "0.05", "--out", str(tmp_path)]
     ended = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
     assert ended.exit_code == 0
     assert f"worker {victim} was ended by SIGKILL; another takes its place" in capfd.readouterr().err + ended.output
@@ -646,7 +648,7 @@ def test_another_takes_the_place_of_a_killed_worker(
 @pytest.mark.usefixtures("no_children")
 def test_where_all_have_died_there_is_nothing_to_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
-    crew = Watched(replaced("async + gossip", 2), torch.device("cpu"), None, None, Care(patience_s=2.0, replace=True))
+    crew = Watched(replaced("async + gossip", 2), torch.device("cpu"), None, None, Care(liveness_timeout_s=2.0, replace=True))
     crew.victims = (0, 1)
     with pytest.raises(HocketError, match="no other worker is alive to take weights from: start again"):
         crew.run(lambda _: None, lambda _: None)
@@ -654,7 +656,7 @@ def test_where_all_have_died_there_is_nothing_to_go_on_from(monkeypatch: pytest.
 
 def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp_path: Path) -> None:
     given = Settings(strategy="async + gossip(pushsum)", model="process.served:small", batch=32, workers=3, epochs=8, lr=0.05)
-    total = len(dealing_of(given, load("digits")))
+    total = len(batch_sequence(given, load("digits")))
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
         clerk = Clerk(listener, 3, total)
         posts = [Post(asdict(given), w, [listener.address], JOB.hex()) for w in range(3)]
@@ -755,7 +757,7 @@ def test_a_clerk_goes_on_with_the_sums_of_a_worker_that_was_replaced_and_deals_n
 
 def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_tell_the_mean_is_not_waited_for() -> None:
     settings = Settings(strategy="async + gossip", model="process.served:small", batch=32, workers=2, epochs=2)
-    crew = PairsCrew(settings, torch.device("cpu"), None, None, Care(patience_s=0.2))
+    crew = PairsCrew(settings, torch.device("cpu"), None, None, Care(liveness_timeout_s=0.2))
     try:
         with Listener("tcp://127.0.0.1:0", JOB) as silent:
             assert crew._look([silent.address, None]) is None

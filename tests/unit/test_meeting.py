@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.server.meeting import MeetingShard
-from hocket.server.recipe import Recipe
+from hocket.server.recipe import OptimizerSpec
 from hocket.sync import Stale
 
 SIZE = 5
 
 
 def _shard(workers: int) -> MeetingShard:
-    recipe = Recipe("sgd", ({"lr": 0.1},))
+    recipe = OptimizerSpec("sgd", ({"lr": 0.1},))
     return MeetingShard([torch.zeros(SIZE)], [0], recipe, Stale(4), range(workers))
 
 

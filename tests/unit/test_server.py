@@ -23,10 +23,10 @@ from hocket.messages import Envelope, Kind, Listener
 from hocket.server.account import Account, entry_of
 from hocket.server.client import Client
 from hocket.server.desk import Desk
-from hocket.server.members import Dealer
+from hocket.server.members import BatchDispatcher
 from hocket.server.observer import Observer
-from hocket.server.outbox import Outbox
-from hocket.server.recipe import Recipe
+from hocket.server.outbox import PushEncoder
+from hocket.server.recipe import OptimizerSpec
 from hocket.server.shard import Shard
 from hocket.server.slices import Slices
 from hocket.server.snapshots import Snapshots, sealed, unsealed
@@ -37,7 +37,7 @@ from hocket.train import throttle
 from hocket.train.job import layout_for
 from hocket.train.replicas import LiveReplica
 
-SGD = Recipe("sgd", ({"lr": 0.1, "momentum": 0.9},))
+SGD = OptimizerSpec("sgd", ({"lr": 0.1, "momentum": 0.9},))
 RATES = [0.1]
 
 
@@ -195,7 +195,7 @@ def test_a_shard_goes_on_from_its_state_as_if_it_had_never_stopped(sync: Sync, t
 
 @given(st.integers(0, 30), st.lists(st.tuples(st.sampled_from("dpg"), st.integers(0, 2), st.integers(1, 4)), max_size=60))
 def test_every_mini_batch_is_done_once_or_held_or_there_to_be_dealt(total: int, moves: list[tuple[str, int, int]]) -> None:
-    dealer = Dealer(total)
+    dealer = BatchDispatcher(total)
     held: dict[int, list[int]] = {0: [], 1: [], 2: []}
     done: list[int] = []
     for move, worker, count in moves:
@@ -224,9 +224,9 @@ def layout() -> Layout:
 
 def test_options_about_how_to_compute_stay_with_the_worker() -> None:
     model = nn.Linear(3, 2)
-    plain = Recipe.of(torch.optim.Adam(model.parameters(), 0.1))
+    plain = OptimizerSpec.of(torch.optim.Adam(model.parameters(), 0.1))
     for name in ("fused", "foreach", "differentiable"):
-        assert Recipe.of(torch.optim.Adam(model.parameters(), 0.1, **{name: True})) == plain
+        assert OptimizerSpec.of(torch.optim.Adam(model.parameters(), 0.1, **{name: True})) == plain
 
 
 def test_a_link_has_room_for_buffers() -> None:
@@ -250,7 +250,7 @@ def test_a_push_arrives_as_the_code_says(code: str, shards: int) -> None:
     strategy = Strategy.parse(f"async + server({shards})" + (f" + {code}" if code != "none" else ""))
     slices = Slices.of(strategy, layout())
     flat = torch.randn(50, generator=torch.Generator().manual_seed(1))
-    outbox = Outbox(strategy, slices, 1, 4, seed=3)
+    outbox = PushEncoder(strategy, slices, 1, 4, seed=3)
     found = torch.zeros(50)
     for s, messages in enumerate(outbox.encode(7, [flat])):
         shapes, tensors = as_tensors(messages)
@@ -398,7 +398,7 @@ def test_a_fetch_is_held_back_until_it_may_be_answered_and_waiting_is_told() -> 
 
 @pytest.mark.parametrize("text", ["bulk + server", "ssp(1) + server"])
 def test_the_silent_are_not_waited_for_and_may_return(text: str) -> None:
-    made, ears = host(text, patience_s=1.0)
+    made, ears = host(text, liveness_timeout_s=1.0)
     for step in (1, 2, 3):
         made.handle(b"w0", push(0, step, number=step))
         if made.members[0].request is not None:
@@ -461,7 +461,7 @@ def test_who_ends_sooner_than_the_others_has_lost_nothing() -> None:
 
 
 def test_a_shard_that_was_stopped_itself_blames_nobody() -> None:
-    made, _ = host("bulk + server", patience_s=5.0)
+    made, _ = host("bulk + server", liveness_timeout_s=5.0)
     made._cared -= 100
     for member in made.members.values():
         member.seen -= 100
@@ -484,7 +484,7 @@ def test_a_number_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None
 @pytest.mark.parametrize("total", [None, 40])
 def test_what_was_computed_before_a_missed_meeting_is_lost_and_its_worker_goes_on(total: int | None) -> None:
     ears = Ears()
-    made = Desk(ears, 0, patience_s=1.0)  # type: ignore[arg-type]
+    made = Desk(ears, 0, liveness_timeout_s=1.0)  # type: ignore[arg-type]
     for worker in (0, 1):
         message = hello(worker, "stale(4) + server")
         note = {**message.note, "total": total, "per_epoch": total}

@@ -143,7 +143,7 @@ def test_ten_modern_is_the_same_ten_with_weights_feedback_momentum_warm_up_and_t
         assert (old.compression == NoCompression()) == (new.compression == NoCompression())
         if new.compression != NoCompression():
             assert new.compression == Threshold(keep=0.05)
-            assert new.compression.remembers
+            assert new.compression.uses_error_feedback
     outline = of_preset(preset("ten-modern"))
     assert (outline.common().momentum, outline.common().schedule, outline.common().warmup) == (0.9, "cosine", 5.0)
     assert outline.changed(epochs=20).common().warmup == 2.0
@@ -800,7 +800,7 @@ OTHER: dict[str, Any] = {
     **{"scale_lr": True, "batch": 7, "epochs": 3, "max_steps": 11, "clip": 0.25, "autocast": "bf16", "augment": False},
     **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
     **{"cluster": "1gbit", "slowdown": "1,4", "share": "speed"},
-    **{"bucket_bytes": 1000, "first_bucket_bytes": 100},
+    **{"bucket_cap_bytes": 1000, "first_bucket_cap_bytes": 100},
     **{"mesh": "pipeline=2,tensor=2", "pipe": "interleaved", "micro": 4, "cut": "1, 2", "virtual_stages": 3, "measure": "flops"},
     **{"plan_file": "plan.toml", "shard": "state"},
 }

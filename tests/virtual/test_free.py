@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import hocket
 from hocket.cluster import VirtualCluster
 from hocket.cluster.message import framed
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet, identity
 from hocket.errors import HocketError
 from hocket.messages import Envelope, Kind
@@ -30,9 +30,9 @@ from hocket.train.loop import Plan
 from virtual.methods import COMPRESSION, FREE
 from virtual.world import Tiny, seeded, sgd
 
-UNEVEN = Spec(step_s=0.01, slowdown=(1, 1, 1, 4), jitter=0.1, bandwidth=1e7, latency_s=1e-4)
-EVEN = Spec(step_s=1.0)
-SLOW = Spec(step_s=0.01, bandwidth=1e4, latency_s=1e-4)
+UNEVEN = ClusterSpec(step_s=0.01, slowdown=(1, 1, 1, 4), jitter=0.1, bandwidth=1e7, latency_s=1e-4)
+EVEN = ClusterSpec(step_s=1.0)
+SLOW = ClusterSpec(step_s=0.01, bandwidth=1e4, latency_s=1e-4)
 """A message takes longer than many steps."""
 
 
@@ -42,7 +42,9 @@ def _data(samples: int = 96) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 4, generator=generator) + 2 * F.one_hot(y, 4), y
 
 
-def _simulate(strategy: str, workers: int = 4, spec: Spec = UNEVEN, epochs: int = 2, **options: Any) -> hocket.train.simulate.Run:
+def _simulate(
+    strategy: str, workers: int = 4, spec: ClusterSpec = UNEVEN, epochs: int = 2, **options: Any
+) -> hocket.train.simulate.Run:
     given_ = {"optimizer": sgd(0.1, momentum=0.9), "batch": 4, **options}
     return hocket.simulate(
         given_.pop("model", Tiny),
@@ -61,7 +63,7 @@ def _weights(run: Any) -> Tensor:
 
 
 def _training(
-    strategy: str, workers: int = 4, spec: Spec = UNEVEN, epochs: int = 2, make: Callable = Tiny, **plan: Any
+    strategy: str, workers: int = 4, spec: ClusterSpec = UNEVEN, epochs: int = 2, make: Callable = Tiny, **plan: Any
 ) -> FreeTraining:
     cluster = VirtualCluster(workers, spec=spec)
     model = seeded(make)
@@ -106,7 +108,7 @@ def test_pushes_that_wait_for_each_other_equal_bulk(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["async", "downpour(2, 3)", "ssp(2)"])
 def test_the_number_of_shards_changes_nothing_but_time(strategy: str) -> None:
-    free = Spec(step_s=0.01, slowdown=(1, 1, 1, 4), jitter=0.1)
+    free = ClusterSpec(step_s=0.01, slowdown=(1, 1, 1, 4), jitter=0.1)
     one, three = _simulate(f"{strategy} + server", spec=free), _simulate(f"{strategy} + server(3)", spec=free)
     assert torch.equal(_weights(one), _weights(three))
 
@@ -120,7 +122,7 @@ def test_the_same_seed_gives_the_same_run(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "spec"), [*((text, UNEVEN) for text in FREE), ("async + gossip(pushsum)", SLOW)])
-def test_resume_equals_never_having_stopped(strategy: str, spec: Spec) -> None:
+def test_resume_equals_never_having_stopped(strategy: str, spec: ClusterSpec) -> None:
     whole = _training(strategy, spec=spec, epochs=3)
     list(whole.run())
     first = _training(strategy, spec=spec, epochs=3)
@@ -183,7 +185,7 @@ def test_seconds_add_up(strategy: str) -> None:
         assert m["bytes_sent"] > 0
 
 
-def _seconds(strategy: str, spec: Spec, **options: Any) -> float:
+def _seconds(strategy: str, spec: ClusterSpec, **options: Any) -> float:
     return sum(m["seconds"] for m in _simulate(strategy, spec=spec, epochs=8, batch=2, **options).metrics)
 
 
@@ -193,7 +195,7 @@ def test_a_slow_worker_holds_up_those_who_wait_for_it_and_nobody_else() -> None:
     (A little more than four times: otherwise it depends on who is first by a hair whether the slow one begins another step before
     a meeting.)
     """
-    spec = Spec(step_s=1.0, slowdown=(1, 1, 1, 4.01))
+    spec = ClusterSpec(step_s=1.0, slowdown=(1, 1, 1, 4.01))
     bulk = _seconds("bulk + server", spec)
     assert bulk == pytest.approx(4.01 * 12 * 8)
     assert bulk / _seconds("async", spec) == pytest.approx(3.25, abs=0.1)
@@ -203,7 +205,7 @@ def test_a_slow_worker_holds_up_those_who_wait_for_it_and_nobody_else() -> None:
 
 
 def test_ssp_hides_transient_stragglers() -> None:
-    spec = Spec(step_s=1.0, stragglers=0.1, straggle=5)
+    spec = ClusterSpec(step_s=1.0, stragglers=0.1, straggle=5)
     assert _seconds("bulk + server", spec) / _seconds("ssp(4)", spec) > 1.3
 
 
@@ -255,14 +257,14 @@ def test_equal_workers_hear_of_one_other_between_two_gradients(strategy: str, fi
 
 
 def test_a_shared_server_is_the_bottleneck_and_shards_widen_it() -> None:
-    spec = Spec(step_s=1e-3, bandwidth=1e6)
+    spec = ClusterSpec(step_s=1e-3, bandwidth=1e6)
     one, two, four = (_seconds(f"async + server({n})", spec, model=lambda: nn.Linear(4, 4000)) for n in (1, 2, 4))
     assert one / two == pytest.approx(2, abs=0.1)
     assert two / four > 1.4  # here the workers' own links begin to be the limit
 
 
 def test_overlap_hides_the_transfer() -> None:
-    spec = Spec(step_s=0.1, bandwidth=1e5, latency_s=1e-3)
+    spec = ClusterSpec(step_s=0.1, bandwidth=1e5, latency_s=1e-3)
     waiting, overlapping = _simulate("async", spec=spec).ledger, _simulate("async(overlap=True)", spec=spec).ledger
     assert overlapping.seconds < waiting.seconds
     assert overlapping.transfer_hidden_s > 0
@@ -271,7 +273,7 @@ def test_overlap_hides_the_transfer() -> None:
 
 def test_every_epoch_has_its_loss_where_links_are_slow() -> None:
     """All of the last epoch was computed before the one before it had arrived; together they are the losses of all mini-batches."""
-    slow = Spec(step_s=1e-3, bandwidth=1e4)
+    slow = ClusterSpec(step_s=1e-3, bandwidth=1e4)
     training = _training("downpour(1, 1)", workers=24, spec=slow, epochs=3)
     found: list[float] = []
     computed = training.scheme.computed
@@ -310,7 +312,7 @@ def test_a_warm_start_is_made_by_one_worker_alone() -> None:
 
 
 def test_a_meeting_takes_the_mean_weighted_by_steps() -> None:
-    training = _training("stale(4)", workers=2, spec=Spec(step_s=1.0, slowdown=(1, 3)))
+    training = _training("stale(4)", workers=2, spec=ClusterSpec(step_s=1.0, slowdown=(1, 3)))
     scheme, crowd = training.scheme, training.replicas
     seen: list[tuple[list[int], list[Tensor]]] = []
     seconds = scheme._seconds  # type: ignore[attr-defined]
@@ -340,7 +342,7 @@ def test_a_meeting_takes_the_mean_weighted_by_steps() -> None:
 @given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7), st.integers(0, 3))
 def test_partners_always_find_each_other(workers: int, slowdown: list[float], bandwidth: float, seed: int) -> None:
     """Whatever the speeds: the training ends (nobody waits for ever), and averaging alone keeps the mean of the weights."""
-    spec = Spec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    spec = ClusterSpec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
     training = _training("async + gossip", workers, spec, epochs=1, seed=seed)
     crowd = training.replicas
     generator = torch.Generator().manual_seed(seed)
@@ -368,7 +370,7 @@ def test_partners_always_find_each_other(workers: int, slowdown: list[float], ba
 @pytest.mark.parametrize("bandwidth", [1e4, 1e9])
 def test_every_call_that_was_answered_is_an_exchange(bandwidth: float) -> None:
     """Whether the caller stood still for it or not, as on real processes."""
-    spec = Spec(step_s=0.01, slowdown=(1.0, 2.0), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    spec = ClusterSpec(step_s=0.01, slowdown=(1.0, 2.0), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
     training = _training("async + gossip", 4, spec, epochs=2)
     counted = sum(metrics["exchanges"] for metrics in training.run())
     callers = training.scheme.workers  # type: ignore[attr-defined]
@@ -380,7 +382,7 @@ def test_every_call_that_was_answered_is_an_exchange(bandwidth: float) -> None:
 @given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7))
 def test_push_sum_loses_nothing(workers: int, slowdown: list[float], bandwidth: float) -> None:
     """Whatever the speeds: masses add up to N, values to what they were, with what is on its way; all tend to the same."""
-    spec = Spec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    spec = ClusterSpec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
     training = _training("async + gossip(pushsum)", workers, spec, epochs=1)
     scheme: Any = training.scheme
     noise = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in scheme.x]
@@ -429,7 +431,7 @@ class _Links:
 @given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7))
 def test_push_sum_is_that_of_real_workers(workers: int, slowdown: list[float], bandwidth: float) -> None:
     """Real ones whose gradients and messages come at the same moments send the same halves, and hold, count and send the same."""
-    spec = Spec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    spec = ClusterSpec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
     training = _training("async + gossip(pushsum)", workers, spec, epochs=1)
     scheme: Any = training.scheme
     generator = torch.Generator().manual_seed(1)
@@ -481,7 +483,7 @@ def test_push_sum_is_that_of_real_workers(workers: int, slowdown: list[float], b
 @given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7))
 def test_push_sum_leaves_nobody_with_little_mass(workers: int, slowdown: list[float], bandwidth: float) -> None:
     """However long halves are on their way: who has less than 1/2 gives none, and to one worker there is one half at a time."""
-    spec = Spec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    spec = ClusterSpec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
     training = _training("async + gossip(pushsum)", workers, spec, epochs=1)
     scheme: Any = training.scheme
     least: list[float] = []

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import hocket
-from hocket.cluster import Message, Team, VirtualCluster, layout_of
+from hocket.cluster import Message, Subgroups, VirtualCluster, layout_of
 from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, ring_bytes
 from hocket.errors import HocketError
 from hocket.program import Program
@@ -237,8 +237,8 @@ CODED = [c for c in COMPRESSION if c != "none"]
 class _Bare(VirtualCluster):
     """Counts what is in the messages, frames and headers aside."""
 
-    def _count_mean(self, rows: torch.Tensor, team: Team) -> None:
-        self.ledger.sent += 2 * (team.size - 1) * rows.shape[1] * rows.element_size() // team.size
+    def _count_mean(self, rows: torch.Tensor, subgroups: Subgroups) -> None:
+        self.ledger.sent += 2 * (subgroups.size - 1) * rows.shape[1] * rows.element_size() // subgroups.size
 
     def _count_messages(self, message: Message, copies: torch.Tensor | int) -> None:
         self.ledger.sent += (message.payload_bytes() * copies).view(self.rows, -1).sum(1)

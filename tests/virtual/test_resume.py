@@ -1,4 +1,4 @@
-"""Resuming equals never having stopped, bit for bit, whatever the strategy remembers."""
+"""Resuming equals never having stopped, bit for bit, whatever the strategy uses_error_feedback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TABLE = [
     "bulk", "bulk + topk(0.1)", "bulk + threshold(keep=0.2)", "bulk + lowrank(1)", "bulk + dgc(0.1, warmup=6)", "bulk + sign",
     "bulk + qsgd(4)", "bulk + randomk(0.2)", "bulk + dgc(0.1) | qsgd(4)", "bulk + threshold(keep=0.2) | ternary",
     "local(3)", "local(3) + topk(0.1)", "local(2) + gossip", "local(2, mean=after) + sign",
-    "local(3, rest=weights) + topk(0.1) | qsgd(4)",
+    "local(3, residual=weights) + topk(0.1) | qsgd(4)",
     "local(2) + gossip + exchange=gradients",
     "gossip", "gossip + topk(0.1)", "gossip(exponential) + qsgd(2)", "gossip(random)", "gossip(ring) + lowrank(1)",
     "gossip + threshold(keep=0.2)", "gossip + topk(0.1) + exchange=gradients", "postlocal(2, 4)", "postlocal(2, 4) + topk(0.1)",

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hocket
 from hocket.cluster import VirtualCluster
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet, identity
 from hocket.data.partition import Partition
 from hocket.errors import HocketError
@@ -27,7 +27,7 @@ from virtual.world import FEATURES, Tiny, seeded, sgd
 SLOWDOWN = (1.0, 1.0, 1.0, 4.0)
 FAST, BOUND = 0.01, 4 / 3.25
 """Seconds of a fast worker's step, and how many times as long a round takes at best: N / Σ 1/s."""
-SPEC = Spec(step_s=FAST, slowdown=SLOWDOWN, bandwidth=1e12, latency_s=0.0)
+SPEC = ClusterSpec(step_s=FAST, slowdown=SLOWDOWN, bandwidth=1e12, latency_s=0.0)
 
 
 def samples(count: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def test_seconds_fall_to_those_of_workers_that_all_take_equally_long() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_shares_add_up_and_nobody_is_left_out(seed: int) -> None:
-    spec = Spec(step_s=FAST, slowdown=(1, 2.5, 1, 300), jitter=0.3, stragglers=0.05)
+    spec = ClusterSpec(step_s=FAST, slowdown=(1, 2.5, 1, 300), jitter=0.3, stragglers=0.05)
     for metrics in trained(cluster=spec, seed=seed, epochs=5).metrics:
         assert sum(metrics["shares"]) == 40
         assert min(metrics["shares"]) >= 1
@@ -94,7 +94,7 @@ def test_it_learns_as_much_as_with_even_shares_in_less_time(strategy: str) -> No
 
 @pytest.mark.parametrize("strategy", ["bulk + topk(0.2)", "local(3)", "gossip", "diloco(2)"])
 def test_a_training_that_was_stopped_is_the_one_that_was_not(strategy: str) -> None:
-    spec = Spec(step_s=FAST, slowdown=SLOWDOWN, jitter=0.3)  # other shares in every epoch
+    spec = ClusterSpec(step_s=FAST, slowdown=SLOWDOWN, jitter=0.3)  # other shares in every epoch
 
     def training() -> Any:
         data = DataSet("d", samples(450), samples(100), 3, identity)
@@ -120,7 +120,10 @@ def test_a_training_that_was_stopped_is_the_one_that_was_not(strategy: str) -> N
 
 
 def test_links_do_not_change_what_is_computed() -> None:
-    runs = [trained(cluster=Spec(step_s=0.003, slowdown=SLOWDOWN, bandwidth=b, latency_s=a)) for b, a in ((1e12, 0.0), (1e6, 1e-3))]
+    runs = [
+        trained(cluster=ClusterSpec(step_s=0.003, slowdown=SLOWDOWN, bandwidth=b, latency_s=a))
+        for b, a in ((1e12, 0.0), (1e6, 1e-3))
+    ]
     assert [m["shares"] for m in runs[0].metrics] == [m["shares"] for m in runs[1].metrics]
     assert torch.equal(*map(weights_of, runs))
 
@@ -132,7 +135,7 @@ def test_an_incomplete_round_and_an_early_end_are_shared_out_too() -> None:
 
 
 def test_a_last_round_in_which_all_have_as_little_as_the_slowest_costs_as_little() -> None:
-    run = trained(workers=2, count=22, epochs=2, cluster=Spec(step_s=FAST, slowdown=(1000, 1)))
+    run = trained(workers=2, count=22, epochs=2, cluster=ClusterSpec(step_s=FAST, slowdown=(1000, 1)))
     assert run.metrics[-1]["shares"] == [1, 19]
     assert run.metrics[-1]["seconds"] == pytest.approx(2 * 1000 * FAST / 10)  # 1 and 19 samples, then 1 and 1
 

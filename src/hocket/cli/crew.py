@@ -35,7 +35,7 @@ from hocket.server.slices import Slices
 from hocket.server.start import Child, address_of, end_child, start_shard
 from hocket.server.wire import link_bytes
 from hocket.train.free_job import recipe_for
-from hocket.train.free_worker import Post, dealing_of
+from hocket.train.free_worker import Post, batch_sequence
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress, accuracy_of
 from hocket.train.record import Record
@@ -51,7 +51,7 @@ _MOST_RESTARTS = 10
 class Care:
     """How a crew deals with faults."""
 
-    patience_s: float = 10.0
+    liveness_timeout_s: float = 10.0
     snapshot_s: float = 5.0
     replace: bool = False
     keys: Path | None = None
@@ -79,10 +79,10 @@ class Crew:
         self.data = load(settings.data, data_dir)
         self.model = seeded(lambda: build(settings.model, self.data), settings.seed).to(device)
         optimizer = settings.make_optimizer(list(self.model.parameters()))
-        self.layout = layout_for(self.model, optimizer, self.strategy, settings.bucket_bytes, settings.first_bucket_bytes)
+        self.layout = layout_for(self.model, optimizer, self.strategy, settings.bucket_cap_bytes, settings.first_bucket_cap_bytes)
         self.slices = Slices.of(self.strategy, self.layout, settings.workers)
         recipe_for(self.strategy, optimizer)  # refuses what shards cannot run
-        self.dealing = dealing_of(settings, self.data)
+        self.dealing = batch_sequence(settings, self.data)
         self.epochs = -(-self.dealing.steps // len(self.dealing.partition))
         self.metrics: list[dict[str, Any]] = []
         self._most_bytes = link_bytes(self.strategy, self.layout)
@@ -133,7 +133,7 @@ class Crew:
     def _shard(self, place: int, bind: str) -> Child:
         care = self.care
         return start_shard(
-            place, self._job, bind, care.keys, care.patience_s, self._folder, care.snapshot_s, self._most_bytes, stays=True
+            place, self._job, bind, care.keys, care.liveness_timeout_s, self._folder, care.snapshot_s, self._most_bytes, stays=True
         )
 
     def _worker(self) -> subprocess.Popen[str]:
@@ -151,7 +151,7 @@ class Crew:
             self._device_of(worker),
             None if self.data_dir is None else str(self.data_dir),
             None if self.care.keys is None else str(self.care.keys),
-            self.care.patience_s,
+            self.care.liveness_timeout_s,
             replaces,
         )
         pipe = self._workers[worker].stdin

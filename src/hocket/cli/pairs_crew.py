@@ -112,14 +112,14 @@ class PairsCrew(Crew):
         if not clerk.means:
             return False
         here = set(clerk.means[min(clerk.means)].here)
-        most_s = 2 * self.care.patience_s + self.settings.workers * self._like.bytes / _SLOWEST_BYTES_PER_S
+        most_s = 2 * self.care.liveness_timeout_s + self.settings.workers * self._like.bytes / _SLOWEST_BYTES_PER_S
         return here <= clerk.means.keys() | clerk.gone or time.monotonic() - self._heard > most_s
 
     def _look(self, addresses: list[str | None] | None) -> Mean | None:
         """The mean of what all who answer hold now; None where nobody does."""
         assert addresses is not None
         if self._peers is None:
-            self._peers = Peers(addresses, self._job, OBSERVER, self._keys, self._most_bytes, self.care.patience_s)
+            self._peers = Peers(addresses, self._job, OBSERVER, self._keys, self._most_bytes, self.care.liveness_timeout_s)
         for worker, address in enumerate(addresses):
             if address != self._peers.addresses[worker]:
                 self._peers.move(worker, address)

@@ -256,7 +256,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
     """End a training and its workers: it is asked first."""
     before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        for number_, patience_s in ((signal.SIGINT, _LEAVE_S), (signal.SIGTERM, _LEAVE_S), (signal.SIGKILL, None)):
+        for number_, liveness_timeout_s in ((signal.SIGINT, _LEAVE_S), (signal.SIGTERM, _LEAVE_S), (signal.SIGKILL, None)):
             if process.poll() is not None:
                 return
             if number_ == signal.SIGKILL:
@@ -264,7 +264,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
             else:
                 process.send_signal(number_)
             try:
-                process.wait(patience_s)
+                process.wait(liveness_timeout_s)
             except subprocess.TimeoutExpired:
                 continue
     finally:

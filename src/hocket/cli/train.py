@@ -26,7 +26,7 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.errors import HocketError
 from hocket.models import build
-from hocket.server.wire import PATIENCE_S, SNAPSHOT_S
+from hocket.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.split.pipeline.schedules import SCHEDULES
 from hocket.strategy import Strategy
@@ -75,8 +75,8 @@ def command(
     cluster: Annotated[str | None, typer.Option(help=CLUSTER)] = None,
     slowdown: Annotated[str | None, typer.Option(help=SLOWDOWN)] = None,
     share: Annotated[str, typer.Option(help="A worker's part of a round: even, or by its speed so far (speed).")] = "even",
-    bucket_bytes: Annotated[int | None, typer.Option(help="Largest bucket (default: by strategy).")] = None,
-    first_bucket_bytes: Annotated[int | None, typer.Option(help="Largest first bucket (default: by strategy).")] = None,
+    bucket_cap_bytes: Annotated[int | None, typer.Option(help="Largest bucket (default: by strategy).")] = None,
+    first_bucket_cap_bytes: Annotated[int | None, typer.Option(help="Largest first bucket (default: by strategy).")] = None,
     mesh: Annotated[str | None, typer.Option(help=MESH)] = None,
     pipe: Annotated[str | None, typer.Option(help=f"Schedule of the stages: {', '.join(SCHEDULES)} (default: 1f1b).")] = None,
     micro: Annotated[int | None, typer.Option(help="Micro-batches per mini-batch (default: twice as many as stages).")] = None,
@@ -91,7 +91,9 @@ def command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     keys: Annotated[Path | None, typer.Option(help="Servers: keys made by `hocket keys`.")] = None,
     snapshot: Annotated[float, typer.Option(help="Servers: seconds between snapshots, 0 for none.")] = SNAPSHOT_S,
-    patience: Annotated[float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")] = PATIENCE_S,
+    patience: Annotated[
+        float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")
+    ] = LIVENESS_TIMEOUT_S,
     replace: Annotated[bool, typer.Option("--replace", help="Servers, gossip: start another worker for one that died.")] = False,
 ) -> None:
     """Train a model with one strategy, on real processes or on virtual workers."""
@@ -129,8 +131,8 @@ def command(
         cluster=cluster,
         slowdown=slowdown,
         share=share,
-        bucket_bytes=bucket_bytes,
-        first_bucket_bytes=first_bucket_bytes,
+        bucket_cap_bytes=bucket_cap_bytes,
+        first_bucket_cap_bytes=first_bucket_cap_bytes,
         mesh=mesh,
         pipe=pipe,
         micro=micro,
@@ -160,7 +162,7 @@ def command(
             what = "under another launcher" if joined else "with --resume" if resume else f"with --processes {processes}"
             raise HocketError(f"{parsed} starts its own shards and workers and cannot run {what}; leave that out.")
         if snapshot < 0 or patience <= 0:
-            raise HocketError(f"--snapshot {snapshot:g} --patience {patience:g}: seconds are above 0 (--snapshot 0: none).")
+            raise HocketError(f"--snapshot {snapshot:g} --liveness-timeout {patience:g}: seconds are above 0 (--snapshot 0: none).")
         _run_crew(settings, device_of(device), data_dir, out, Care(patience, snapshot, replace, keys))
         return
     _refuse_care(f"{parsed} on virtual workers" if virtual else str(parsed), keys, snapshot, patience, replace)
@@ -171,7 +173,7 @@ def command(
 
 def _refuse_care(what: str, keys: Path | None, snapshot: float, patience: float, replace: bool) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
-    given = {"--keys": keys is not None, "--snapshot": snapshot != SNAPSHOT_S, "--patience": patience != PATIENCE_S}
+    given = {"--keys": keys is not None, "--snapshot": snapshot != SNAPSHOT_S, "--liveness-timeout": patience != LIVENESS_TIMEOUT_S}
     if named := [option for option, is_given in {**given, "--replace": replace}.items() if is_given]:
         raise HocketError(f"{', '.join(named)}: {what} has no use for it; leave it out (real processes that do not wait have).")
 

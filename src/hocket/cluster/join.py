@@ -95,7 +95,7 @@ def join(
     workers: int | None = None,
     exact: bool = False,
     timeout_s: float = 1800.0,
-    patience_s: float = 10.0,
+    liveness_timeout_s: float = 10.0,
 ) -> Cluster:
     """The cluster this process belongs to; alone: one worker, or ``workers`` virtual ones."""
     place = find_place(os.environ)
@@ -113,7 +113,7 @@ def join(
     per_host = place.per_host if place is not None and dist.get_world_size() % place.per_host == 0 else None
     if per_host is not None and workers is not None:
         per_host = per_host * workers // dist.get_world_size() if workers % dist.get_world_size() == 0 else None
-    return ProcessCluster(workers, device, exact, per_host, patience_s)
+    return ProcessCluster(workers, device, exact, per_host, liveness_timeout_s)
 
 
 def _on_cuda(device: torch.device | str | None) -> bool:

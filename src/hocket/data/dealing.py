@@ -27,10 +27,10 @@ class Hand:
     """Whose it is in that round under ``bulk``."""
 
 
-class Dealing:
+class BatchSequence:
     """The mini-batches of ``steps`` rounds of ``partition``, by number.
 
-    >>> dealing = Dealing(Partition(samples=11, workers=2, batch=4, seed=0), steps=4)
+    >>> dealing = BatchSequence(Partition(samples=11, workers=2, batch=4, seed=0), steps=4)
     >>> len(dealing), [(len(h.indices), h.epoch, h.step) for h in map(dealing.hand, (0, 3, 4))]
     (8, [(4, 0, 0), (1, 0, 1), (4, 1, 2)])
     """

@@ -8,7 +8,7 @@
 ``step`` is the evaluation in all of them. Evaluations and orders are numbered upwards from the clock, so that what belongs to a
 coordinator before this one is out of date everywhere.
 
-A worker is known by the ticket it was given. When it is silent for ``patience_s`` it is lost, and what it did that does not count
+A worker is known by the ticket it was given. When it is silent for ``liveness_timeout_s`` it is lost, and what it did that does not count
 yet goes to others. Should it speak again, it gets another ticket, and with that forgets what it held under the first. Shards
 hold the truth: without one of them a coordinator ends, and another goes on from what all of them have on disk.
 """
@@ -48,11 +48,17 @@ class ProcessWorld:
         *,
         backups: bool = True,
         exact: bool = False,
-        patience_s: float = 5.0,
+        liveness_timeout_s: float = 5.0,
         remedy: str = GO_ON,
     ) -> None:
         self._remedy = remedy
-        self._listener, self._portions, self._backups, self._exact, self._patience = listener, portions, backups, exact, patience_s
+        self._listener, self._portions, self._backups, self._exact, self._patience = (
+            listener,
+            portions,
+            backups,
+            exact,
+            liveness_timeout_s,
+        )
         self._begun = time.monotonic()
         self._counts, self._bytes = Counts(), 0
         self._shards: dict[int, bytes] = {}

@@ -63,7 +63,7 @@ class Plan:
     shards: int
     backups: bool
     exact: bool
-    patience_s: float
+    liveness_timeout_s: float
     remedy: str
 
     def facts(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class Log:
 def launch(
     job: Sandblaster,
     folder: Path | None = None,
-    patience_s: float = 5.0,
+    liveness_timeout_s: float = 5.0,
     restarts: int = 3,
     watch: Callable[[Company], None] = lambda _: None,
     on_iteration: Callable[[dict[str, Any]], None] = lambda _: None,
@@ -169,7 +169,7 @@ def launch(
             job.shards,
             job.backups,
             job.exact,
-            patience_s,
+            liveness_timeout_s,
             NOTHING_KEPT if folder is None else GO_ON,
         )
         _check_folder(plan)
@@ -250,7 +250,7 @@ def be_coordinator(plan: Plan) -> None:
                 plan.shards,
                 backups=plan.backups,
                 exact=plan.exact,
-                patience_s=plan.patience_s,
+                liveness_timeout_s=plan.liveness_timeout_s,
                 remedy=plan.remedy,
             )
             _converse(plan, world)

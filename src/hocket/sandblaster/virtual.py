@@ -21,7 +21,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.errors import HocketError, WorkerLost
 from hocket.sandblaster.figures import Figures
 from hocket.sandblaster.lbfgs import Evaluate
@@ -36,7 +36,7 @@ COORDINATOR = "coordinator"
 class Links:
     """One link per node, by name; bytes that touched the coordinator are counted apart."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: ClusterSpec) -> None:
         self.spec = spec
         self.bytes_coordinator = self.bytes_shards = 0
         self._out: dict[str, float] = defaultdict(float)
@@ -74,7 +74,7 @@ class VirtualWorld:
     def __init__(
         self,
         objective: Objective,
-        spec: Spec,
+        spec: ClusterSpec,
         workers: int,
         shards: int,
         *,

@@ -22,7 +22,7 @@ from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener
 from hocket.server.account import Account, added, ages_of
 from hocket.server.holding import Mean
-from hocket.server.members import Dealer
+from hocket.server.members import BatchDispatcher
 
 _GIVE_UP_S = 60
 """Without a word from the clerk."""
@@ -34,7 +34,7 @@ class Clerk:
 
     def __init__(self, listener: Listener, workers: int, total: int) -> None:
         self.listener, self.workers = listener, workers
-        self.dealer = Dealer(total)
+        self.dealer = BatchDispatcher(total)
         self.figures: dict[str, dict[str, Any]] = {}
         self.means: dict[int, Mean] = {}
         """What workers that have ended say that all have agreed on."""

@@ -24,10 +24,10 @@ from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind
 from hocket.server.account import Account
 from hocket.server.observer import Observer
-from hocket.server.outbox import Outbox
-from hocket.server.recipe import Recipe
+from hocket.server.outbox import PushEncoder
+from hocket.server.recipe import OptimizerSpec
 from hocket.server.slices import Slices
-from hocket.server.wire import MOST_HANDS, PATIENCE_S, WORKER_MARK, as_tensors, link_bytes, slices_of, terms_of
+from hocket.server.wire import LIVENESS_TIMEOUT_S, MAX_BATCH_IDS, WORKER_MARK, as_tensors, link_bytes, slices_of, terms_of
 from hocket.strategy import Strategy
 
 GIVE_UP_S = 60.0
@@ -68,7 +68,7 @@ class Client:
         world: int,
         seed: int = 0,
         keys: Keys | None = None,
-        patience_s: float = PATIENCE_S,
+        liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
         give_up_s: float = GIVE_UP_S,
         total: int | None = None,
         per_epoch: int | None = None,
@@ -78,7 +78,7 @@ class Client:
         self.slices = Slices.of(strategy, layout, world)
         if len(addresses) != self.slices.shards:
             raise HocketError(f"{strategy} has {self.slices.shards} shards, but {len(addresses)} addresses are given.")
-        self.patience_s, self.give_up_s = patience_s, give_up_s
+        self.liveness_timeout_s, self.give_up_s = liveness_timeout_s, give_up_s
         self._job, self._keys = job, keys
         self._total, self._per_epoch, self._replaces = total, per_epoch, replaces
         self.account = Account()
@@ -91,16 +91,16 @@ class Client:
         self._call = -1  # the version of the weights whose holders were called last
         self._pushed = 0
         self._rows: Sequence[Tensor] = ()
-        self._recipe: Recipe | None = None
+        self._recipe: OptimizerSpec | None = None
         most, token = link_bytes(strategy, layout), secrets.token_bytes(8)
         dialled = [Caller(a, job, keys, WORKER_MARK + token, most, redial_s=_REDIAL_S) for a in addresses]
         self.peers = [Peer(s, caller) for s, caller in enumerate(dialled)]
         self._beats = _Beats([Caller(a, job, keys, b"b" + token, high_water=2, redial_s=_REDIAL_S) for a in addresses])
-        self._outbox: Outbox | None = None
+        self._outbox: PushEncoder | None = None
 
     # --- coming and going ----------------------------------------------------------------------------------------------------
 
-    def hello(self, rows: Sequence[Tensor], recipe: Recipe) -> int:
+    def hello(self, rows: Sequence[Tensor], recipe: OptimizerSpec) -> int:
         """Join with these weights (rows ``[1, values]``), which the first worker brings; the step to go on from."""
         self._rows, self._recipe = rows, recipe
         steps, founder = [], False
@@ -108,7 +108,7 @@ class Client:
             since, brings = time.monotonic(), founder
             while not (welcome := self._greet(peer, brings)).note["weights"]:
                 # Whose weights the first shard took brings them to all, so that they are of one worker.
-                brings = brings or peer.place == 0 or time.monotonic() - since > self.patience_s
+                brings = brings or peer.place == 0 or time.monotonic() - since > self.liveness_timeout_s
                 if not brings:
                     time.sleep(0.05)
             steps.append(welcome.step)
@@ -117,7 +117,7 @@ class Client:
         for peer, step in zip(self.peers, steps, strict=True):
             if step < self._pushed:
                 self._greet(peer, False)
-        self._outbox = Outbox(self.strategy, self.slices, self.worker, self.world, self.seed)
+        self._outbox = PushEncoder(self.strategy, self.slices, self.worker, self.world, self.seed)
         self._beats.start(self.worker)
         return self._pushed
 
@@ -154,7 +154,7 @@ class Client:
                 peer.offset_s = float(answer.note["at"]) - (asked + peer.sign) / 2
                 return answer
             if answer.kind == Kind.REFUSAL:
-                if answer.note.get("reason") == "taken" and now - begun < self.patience_s + _SILENCE_S:
+                if answer.note.get("reason") == "taken" and now - begun < self.liveness_timeout_s + _SILENCE_S:
                     continue  # whom we replace has not been missed yet
                 raise HocketError(f"Shard {peer.place} at {peer.caller.address}: {answer.note.get('sentence')}")
 
@@ -306,7 +306,7 @@ class Client:
 
     def wanted(self, steps: int) -> int:
         """How many mini-batches to ask for so that ``steps`` lie ready."""
-        return 0 if self._total is None else max(0, min(steps - len(self.hands), MOST_HANDS))
+        return 0 if self._total is None else max(0, min(steps - len(self.hands), MAX_BATCH_IDS))
 
     # --- waiting -------------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ ORDER      from an observer: status, or a worker that is known to be dead      A
 =========  ==================================================================  =============================================
 
 While an answer is held back, WAIT is sent every second, so that silence means that the shard is gone. A worker that is silent for
-``patience_s`` is no longer waited for; with its next message it is back, and goes on with the slowest where nobody may be far
+``liveness_timeout_s`` is no longer waited for; with its next message it is back, and goes on with the slowest where nobody may be far
 ahead. Wrong terms, workers, steps and shapes are refused, counted in ``refused``, and never touch the weights.
 
 Bytes on both ways are counted by the worker: what it sends, and what is sent to it.
@@ -40,16 +40,16 @@ from torch import Tensor
 from hocket.errors import HocketError
 from hocket.messages import Envelope, Kind, Listener
 from hocket.server.meeting import MeetingShard
-from hocket.server.members import Dealer, Member, Request
+from hocket.server.members import BatchDispatcher, Member, Request
 from hocket.server.milestones import Milestone, Milestones, Wish
-from hocket.server.recipe import Recipe
+from hocket.server.recipe import OptimizerSpec
 from hocket.server.shard import Shard
 from hocket.server.snapshots import Snapshots
 from hocket.server.wire import (
     FETCH,
-    MOST_HANDS,
+    LIVENESS_TIMEOUT_S,
+    MAX_BATCH_IDS,
     OBSERVER,
-    PATIENCE_S,
     SNAPSHOT_S,
     WORKER_MARK,
     Terms,
@@ -84,19 +84,19 @@ class Desk:
         self,
         listener: Listener,
         place: int,
-        patience_s: float = PATIENCE_S,
+        liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
         snapshots: Snapshots | None = None,
         snapshot_s: float = SNAPSHOT_S,
         stays: bool = False,
     ) -> None:
         """``stays``: it does not end when all workers have left."""
-        self.listener, self.place, self.patience_s, self.stays = listener, place, patience_s, stays
+        self.listener, self.place, self.liveness_timeout_s, self.stays = listener, place, liveness_timeout_s, stays
         self.snapshots, self.snapshot_s = snapshots, snapshot_s
         self.refused: Counter[str] = Counter()
         self.shard: Shard | None = None
         self.terms: Terms = {}
         self.members: dict[int, Member] = {}
-        self.dealer: Dealer | None = None
+        self.dealer: BatchDispatcher | None = None
         self.pushed = 0
         """Mini-batches whose gradients have come."""
         self.lost = 0
@@ -161,8 +161,8 @@ class Desk:
             return
         for worker, member in self.members.items():
             member.seen += deaf_s  # while we were stopped ourselves nobody was silent
-            patience_s = self.patience_s if member.life else max(self.patience_s, _FIRST_PATIENCE_S)
-            if worker in self.shard.done and now - member.seen > patience_s:
+            liveness_timeout_s = self.liveness_timeout_s if member.life else max(self.liveness_timeout_s, _FIRST_PATIENCE_S)
+            if worker in self.shard.done and now - member.seen > liveness_timeout_s:
                 self._say(f"worker {worker} has been silent for {now - member.seen:.0f} s; the others go on without it")
                 self._gone(worker)
             request = member.request
@@ -173,7 +173,7 @@ class Desk:
         if self.snapshots is not None and self.snapshot_s > 0 and now - self._saved >= self.snapshot_s:
             self._save()
         known = [m for m in self.members.values() if m.life]
-        self.over = not self.stays and bool(known) and all(m.left or now - m.seen > _LONG * self.patience_s for m in known)
+        self.over = not self.stays and bool(known) and all(m.left or now - m.seen > _LONG * self.liveness_timeout_s for m in known)
 
     # --- who comes and goes --------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Desk:
             member.answered = -1
             self._give_back(worker)
         member.life, member.seen, member.request, member.ended, member.left = life, time.monotonic(), None, False, False
-        if not self._strategy.sync.own_share:  # otherwise they are found by counting what was skipped
+        if not self._strategy.sync.static_partition:  # otherwise they are found by counting what was skipped
             self.lost += max(pushed - member.reached, 0)
         self._join(worker, pushed)
         welcome = {"weights": True, "at": time.monotonic(), "founder": peer == self._founder}
@@ -216,15 +216,15 @@ class Desk:
     def _start(self, terms: Terms, charter: dict[str, Any], weights: list[Tensor]) -> None:
         strategy = Strategy.parse(terms["strategy"])
         server = strategy.topology
-        recipe, workers = Recipe.read(charter["recipe"]), range(terms["world"])
-        rate = server.rate if isinstance(server, Server) else 1.0
+        recipe, workers = OptimizerSpec.read(charter["recipe"]), range(terms["world"])
+        rate = server.lr if isinstance(server, Server) else 1.0
         kind = MeetingShard if isinstance(strategy.sync, Stale) else Shard
         self.shard = kind(weights, charter["groups"], recipe, strategy.sync, workers, rate)
         self.terms, self._charter, self._strategy = terms, charter, strategy
         self.members = {worker: Member() for worker in workers}
         self.milestones = Milestones(charter["per_epoch"], charter["total"], self.milestones.wishes)
-        if self.place == 0 and charter["total"] is not None and not strategy.sync.own_share:
-            self.dealer = Dealer(charter["total"])
+        if self.place == 0 and charter["total"] is not None and not strategy.sync.static_partition:
+            self.dealer = BatchDispatcher(charter["total"])
 
     def _member(self, worker: int) -> Member:
         if worker not in self.members:
@@ -251,7 +251,7 @@ class Desk:
         assert self.shard is not None
         member, others = self.members[worker], self.shard.done
         step = max(member.reached, pushed)
-        if others and worker not in others and (self.shard.together or self.shard.sync.lead < math.inf):
+        if others and worker not in others and (self.shard.together or self.shard.sync.max_staleness < math.inf):
             step = max(step, min(others.values()))
         member.reached = self.shard.join(worker, step)
         self._look_at_epoch()
@@ -338,7 +338,7 @@ class Desk:
 
     def _request(self, peer: bytes, message: Envelope) -> Request:
         note = message.note
-        want = max(0, min(int(note.get("want", 0)), MOST_HANDS))
+        want = max(0, min(int(note.get("want", 0)), MAX_BATCH_IDS))
         return Request(peer, message.number, message.step, bool(note.get("fetch")), bool(note.get("final")), want)
 
     def _release(self) -> None:
@@ -393,7 +393,7 @@ class Desk:
             return 0
         if self.dealer is not None:
             return self.dealer.counted
-        if not self._strategy.sync.own_share:
+        if not self._strategy.sync.static_partition:
             return self.pushed
         done = self.shard.done
         floor = min(done.values()) if done else max(m.reached for m in self.members.values())
@@ -403,7 +403,7 @@ class Desk:
     @property
     def all_lost(self) -> int:
         """Mini-batches lost, also those of workers that were away, where everybody has a share of its own."""
-        return self.lost + (max(self.progress - self.pushed, 0) if self._strategy.sync.own_share else 0)
+        return self.lost + (max(self.progress - self.pushed, 0) if self._strategy.sync.static_partition else 0)
 
     def figures(self) -> dict[str, Any]:
         """Where the job stands, as plain data."""
@@ -496,5 +496,5 @@ class Desk:
             self.members[worker].figures = json.loads(state["figures"][worker])
             self.members[worker].ended = worker in state["ended"]
         if state["dealer"] is not None:
-            self.dealer = Dealer(**state["dealer"])
+            self.dealer = BatchDispatcher(**state["dealer"])
         self.pushed, self.lost, self.milestones.done = state["counters"]

@@ -19,7 +19,7 @@ from hocket.errors import HocketError
 from hocket.messages import Keys, Listener
 from hocket.server.desk import Desk
 from hocket.server.snapshots import Snapshots
-from hocket.server.wire import DEFAULT_JOB, PATIENCE_S, SNAPSHOT_S, job_id
+from hocket.server.wire import DEFAULT_JOB, LIVENESS_TIMEOUT_S, SNAPSHOT_S, job_id
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bind", default="tcp://127.0.0.1:0", help="where to listen; beyond this machine only with --keys")
     parser.add_argument("--job", help="the id of the job: 32 hexadecimal digits, the same for all its processes")
     parser.add_argument("--keys", type=Path, help="a file made by `hocket keys`")
-    parser.add_argument("--patience", type=float, default=PATIENCE_S, help="seconds of silence after which a worker is given up")
+    parser.add_argument(
+        "--liveness-timeout", type=float, default=LIVENESS_TIMEOUT_S, help="seconds of silence after which a worker is given up"
+    )
     parser.add_argument("--snapshots", type=Path, help="a folder for snapshots")
     parser.add_argument("--snapshot", type=float, default=SNAPSHOT_S, help="seconds between snapshots; 0 for none")
     parser.add_argument("--most-bytes", type=int, default=1 << 28, help="the largest message")
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if given.place < 0 or given.patience <= 0:
             raise HocketError(
-                f"--place {given.place} --patience {given.patience:g}: shards count from 0, patience is above 0 seconds."
+                f"--place {given.place} --liveness-timeout {given.patience:g}: shards count from 0, patience is above 0 seconds."
             )
         keys = None if given.keys is None else Keys.read(given.keys)
         snapshots = None if given.snapshots is None or given.snapshot <= 0 else Snapshots(given.snapshots, given.place)

@@ -48,10 +48,10 @@ class Member:
     buffers: Tensor | None = None
 
 
-class Dealer:
+class BatchDispatcher:
     """Mini-batches by number, ``total`` of them: who is free takes the next; those of a worker that is gone go to others.
 
-    >>> dealer = Dealer(4)
+    >>> dealer = BatchDispatcher(4)
     >>> dealer.deal(0, 2), dealer.deal(1, 1), dealer.done(0, [0]), dealer.gone(0), dealer.deal(1, 5), dealer.deal(1, 1)
     ([0, 1], [2], 1, 1, [1, 3], [])
     """

@@ -27,17 +27,17 @@ _OWN = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class OptimizerSpec:
     """What builds an optimiser over one parameter list per group."""
 
     name: str
     groups: tuple[Options, ...]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, instead: str | None = None) -> Recipe:
+    def of(cls, optimizer: Optimizer, instead: str | None = None) -> OptimizerSpec:
         """The recipe of ``optimizer``; with ``instead`` that one with its own options and only the rate and weight decay of this.
 
-        >>> Recipe.of(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1, momentum=0.9)).groups[0]["momentum"]
+        >>> OptimizerSpec.of(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1, momentum=0.9)).groups[0]["momentum"]
         0.9
         """
         name = type(optimizer).__name__.lower()
@@ -63,7 +63,7 @@ class Recipe:
         return {"name": self.name, "groups": list(self.groups)}
 
     @classmethod
-    def read(cls, data: Options) -> Recipe:
+    def read(cls, data: Options) -> OptimizerSpec:
         """From :meth:`describe`; anything else is refused."""
         groups = data.get("groups")
         if data.get("name") not in OPTIMIZERS or not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):

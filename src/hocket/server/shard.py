@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hocket.server.recipe import Recipe
+from hocket.server.recipe import OptimizerSpec
 from hocket.sync.base import COMPENSATIONS, Sync
 from hocket.sync.bulk import Bulk
 
@@ -32,7 +32,7 @@ class Shard:
         self,
         weights: Sequence[Tensor],
         groups: Sequence[int],
-        recipe: Recipe,
+        recipe: OptimizerSpec,
         sync: Sync,
         workers: Iterable[int],
         rate: float = 1.0,
@@ -43,7 +43,7 @@ class Shard:
         for parameter, group in zip(self.parameters, groups, strict=True):
             held[group].append(parameter)
         self.optimizer = recipe.build(held)
-        self.together = isinstance(sync, Bulk) or sync.lead == 0
+        self.together = isinstance(sync, Bulk) or sync.max_staleness == 0
         self.done: dict[int, int] = dict.fromkeys(workers, 0)
         """How many steps each worker that is here has pushed."""
         self.version = 0
@@ -78,7 +78,7 @@ class Shard:
             self._rates = rates
             self._step_together()
             return True
-        # After a restart from a snapshot a worker may have seen more than this shard remembers.
+        # After a restart from a snapshot a worker may have seen more than this shard uses_error_feedback.
         age = max(self.version - (self._given.get(worker, 0) if seen is None else seen), 0)
         self.ages[age] += 1
         if self._compensation in ("taylor", "adaptive"):
@@ -92,7 +92,7 @@ class Shard:
             return False  # the first one warms up alone
         if self.together:
             return step <= self.slowest  # then all pushes of that step are in the weights
-        return step - self.slowest <= self.sync.lead
+        return step - self.slowest <= self.sync.max_staleness
 
     @property
     def slowest(self) -> int:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from hocket.errors import HocketError
-from hocket.server.wire import PATIENCE_S, SNAPSHOT_S
+from hocket.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 
 Child = subprocess.Popen[str]
 
@@ -23,7 +23,7 @@ def start_shard(
     job: bytes,
     bind: str = "tcp://127.0.0.1:0",
     keys: Path | None = None,
-    patience_s: float = PATIENCE_S,
+    liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
     snapshots: Path | None = None,
     snapshot_s: float = SNAPSHOT_S,
     most_bytes: int = 1 << 28,
@@ -31,7 +31,7 @@ def start_shard(
 ) -> Child:
     """Shard ``place`` of a job; :func:`address_of` tells where it listens. It ends when its input closes, so keep the handle."""
     command = [sys.executable, "-m", "hocket.server.host", "--child", "--place", str(place), "--job", job.hex(), "--bind", bind]
-    command += ["--patience", str(patience_s), "--snapshot", str(snapshot_s), "--most-bytes", str(most_bytes)]
+    command += ["--liveness-timeout", str(liveness_timeout_s), "--snapshot", str(snapshot_s), "--most-bytes", str(most_bytes)]
     for option, value in (("--keys", keys), ("--snapshots", snapshots)):
         if value is not None:
             command += [option, str(value)]

@@ -17,10 +17,10 @@ from hocket.strategy import Strategy
 from hocket.topology import Server
 from hocket.version import __version__
 
-PATIENCE_S = 10.0
+LIVENESS_TIMEOUT_S = 10.0
 """After so long without a word a worker is no longer waited for."""
 SNAPSHOT_S = 5.0
-MOST_HANDS = 4096
+MAX_BATCH_IDS = 4096
 """Mini-batches that one answer can name."""
 OBSERVER = -1
 """Sends orders and asks for the truth, but takes no part."""

@@ -1,6 +1,6 @@
 """Models that are born in parts: built without memory, then given weights module by module, whatever part of them is held here.
 
-Under :func:`deferred` a model has shapes and no values (PyTorch's ``meta`` device). :func:`bring_to_life` makes the weights of one
+Under :func:`deferred` a model has shapes and no values (PyTorch's ``meta`` device). :func:`materialize` makes the weights of one
 module at a time, whole and on the CPU, by the module's own ``reset_parameters``; takes the part that this process holds; and drops
 the rest. The random numbers are a hash of the seed and the module's name, so the weights are the same for every split, and memory
 peaks at what is held and one module.
@@ -54,7 +54,7 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def bring_to_life(
+def materialize(
     module: nn.Module,
     parts: Parts | None = None,
     seed: int = 0,
@@ -69,7 +69,7 @@ def bring_to_life(
 
     >>> with deferred():
     ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    >>> bring_to_life(model, {"0.weight": Part((4, 4), 0, ((0, 2),)), "0.bias": Part((4,), 0, ((0, 2),))})
+    >>> materialize(model, {"0.weight": Part((4, 4), 0, ((0, 2),)), "0.bias": Part((4,), 0, ((0, 2),))})
     >>> model[0].weight.shape, bool(model[1].weight.isfinite().all())
     (torch.Size([2, 4]), True)
     """

@@ -171,7 +171,7 @@ class ShardedState:
         packed = self._packed()
         with self.cluster.uncounted():
             own = _blob(packed["state"])
-            sizes = self.cluster.collect(torch.tensor([[own.numel()]])).flatten().tolist()
+            sizes = self.cluster.all_gather_metrics(torch.tensor([[own.numel()]])).flatten().tolist()
             for owner in range(1, self.cluster.size):
                 heard = self._heard_by_first(own, owner, sizes[owner])
                 if heard is not None:
@@ -213,7 +213,7 @@ class ShardedState:
             return
         exchange = self.cluster.exchange()
         for owner, rows in self._pieces:
-            exchange.submit(partial(self.cluster.spread, rows, owner))
+            exchange.submit(partial(self.cluster.broadcast, rows, owner))
         exchange.wait()
 
     def _restore(self) -> None:
@@ -249,7 +249,7 @@ class ShardedState:
         sources = torch.full((1, self.cluster.size), -1)
         sources[0, 0] = owner
         rows = own if worker == owner else torch.empty(size if worker == 0 else 0, dtype=torch.uint8)
-        heard = self.cluster.start(lambda: self.cluster.hear(Message((rows.unsqueeze(0),)), sources))()
+        heard = self.cluster.start(lambda: self.cluster.neighbor_exchange(Message((rows.unsqueeze(0),)), sources))()
         return heard.parts[0][0] if worker == 0 else None
 
 
@@ -310,7 +310,7 @@ class FullShards:
         self.model, self.optimizer, self.cluster = model, optimizer, cluster
         for tensor in (*model.parameters(), *model.buffers()):
             rows = tensor.data.reshape(1, -1).clone()
-            cluster.broadcast(rows)
+            cluster.synchronize(rows)
             tensor.data.copy_(rows.view(tensor.shape))
         assert cluster.group is not None
         self.mesh = DeviceMesh.from_group(cluster.group, cluster.device.type)

@@ -19,7 +19,7 @@ from hocket.split.mesh import Place
 from hocket.split.parts import Part, Parts
 
 
-def gather_wholes(held: Mapping[str, Tensor], parts: Parts, place: Place) -> dict[str, Tensor] | None:
+def gather_full_state(held: Mapping[str, Tensor], parts: Parts, place: Place) -> dict[str, Tensor] | None:
     """All tensors of a replica as wholes, on its first process; ``None`` on its others. All processes of the job must call it.
 
     A tensor without a part is whole wherever it is; the first process that holds it sends it.
@@ -90,7 +90,7 @@ class WholeOptimizer:
         ``known``: the state of the parameters held here, by number, where the optimiser itself has a part of it.
         """
         tensors, plain = self._split_state(known)
-        gathered = gather_wholes(tensors, {key: self._part(key, t, parts) for key, t in tensors.items()}, place)
+        gathered = gather_full_state(tensors, {key: self._part(key, t, parts) for key, t in tensors.items()}, place)
         everyone: list[Any] = [plain]
         if place.mesh.splits:
             everyone = [None] * dist.get_world_size()

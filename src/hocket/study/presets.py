@@ -120,7 +120,7 @@ def _frontier(workers: int, steps: int) -> list[Entry]:
         "local(4) + topk(0.01) | qsgd(4)",
         "bulk + topk(0.01) | qsgd(4)",
         "local(2) + topk(0.02) | qsgd(4)",
-        "local(2, rest=weights) + topk(0.02) | qsgd(4)",
+        "local(2, residual=weights) + topk(0.02) | qsgd(4)",
         "local(4) + topk(0.05) | qsgd(4)",
         "local(16) + sign",
         "local(16) + topk(0.01) | qsgd(4)",

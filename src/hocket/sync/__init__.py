@@ -1,7 +1,7 @@
 """When workers talk: one file per method."""
 
 from hocket.sync.asynchronous import Async
-from hocket.sync.base import Free, Moment, Sync, Turn
+from hocket.sync.base import Free, Moment, ServerAction, Sync
 from hocket.sync.bulk import Bulk
 from hocket.sync.diloco import DiLoCo
 from hocket.sync.downpour import Downpour
@@ -25,6 +25,6 @@ __all__ = [
     "PostLocal",
     "Stale",
     "Sync",
-    "Turn",
+    "ServerAction",
     "proven_period",
 ]

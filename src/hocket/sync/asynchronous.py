@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hocket.errors import HocketError
-from hocket.sync.base import Free, Turn, compensation
+from hocket.sync.base import Free, ServerAction, compensation
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,5 @@ class Async(Free):
                 "overlap gradients are older than these; leave one of the two out."
             )
 
-    def turn(self, step: int) -> Turn:
-        return Turn()
+    def server_action(self, step: int) -> ServerAction:
+        return ServerAction()

@@ -31,7 +31,7 @@ class Moment(Enum):
 
 
 @dataclass(frozen=True)
-class Turn:
+class ServerAction:
     """What a worker that talks to servers does after a gradient; the gradient is always added to what it will push."""
 
     push: bool = True
@@ -52,17 +52,17 @@ class Sync(ABC):
     """Whether weights are exchanged unless told otherwise (gossip always defaults to weights)."""
     free: ClassVar[bool] = False
     """Whether workers go on without waiting for everybody: then they are programs of their own that send messages."""
-    own_share: ClassVar[bool] = True
+    static_partition: ClassVar[bool] = True
     """Whether every worker has its own share of an epoch; otherwise who is free takes the next mini-batch."""
 
     @property
-    def lead(self) -> float:
+    def max_staleness(self) -> float:
         """On a server: how many steps a worker may be ahead of the slowest."""
         return 0.0
 
-    def turn(self, step: int) -> Turn:
+    def server_action(self, step: int) -> ServerAction:
         """On a server: what a worker does after its ``step``-th gradient (from 1)."""
-        return Turn()
+        return ServerAction()
 
     @property
     def period(self) -> int:
@@ -70,8 +70,8 @@ class Sync(ABC):
         return 1
 
     @property
-    def rest_stays(self) -> bool:
-        """Whether what a code with feedback holds back of exchanged weights stays in them, not in a memory."""
+    def residual_stays(self) -> bool:
+        """Whether what a code with feedback holds back of exchanged weights stays in them, not in the compressor's state."""
         return False
 
     @abstractmethod
@@ -82,12 +82,12 @@ class Sync(ABC):
         """Whether all replicas stand at the same weights after ``step``, from which displacements count anew."""
         return False
 
-    def land(self, mixed: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def apply(self, mixed: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """What the weights become, given the mixed weights (an outer optimiser may have a say)."""
-        return mixed, memory
+        return mixed, state
 
-    def start_memory(self, rows: Tensor) -> dict[str, Tensor]:
-        """What :meth:`land` remembers, before the first step."""
+    def init_state(self, rows: Tensor) -> dict[str, Tensor]:
+        """What :meth:`apply` uses_error_feedback, before the first step."""
         return {}
 
 
@@ -97,14 +97,14 @@ class Free(Sync):
 
     default_weights: ClassVar[bool] = False
     free: ClassVar[bool] = True
-    own_share: ClassVar[bool] = False
+    static_partition: ClassVar[bool] = False
 
     @property
-    def lead(self) -> float:
+    def max_staleness(self) -> float:
         return math.inf
 
     def moment(self, step: int, weights: bool) -> Moment:
-        return Moment.GRADIENTS if self.turn(step).push else Moment.NEVER
+        return Moment.GRADIENTS if self.server_action(step).push else Moment.NEVER
 
 
 COMPENSATIONS = {"none": 0.0, "rate": 0.0, "taylor": 0.04, "adaptive": 2.0}

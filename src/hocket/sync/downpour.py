@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hocket.errors import HocketError
-from hocket.sync.base import Free, Turn, whole
+from hocket.sync.base import Free, ServerAction, whole
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,6 @@ class Downpour(Free):
     def period(self) -> int:
         return self.push
 
-    def turn(self, step: int) -> Turn:
+    def server_action(self, step: int) -> ServerAction:
         fetch = step % self.fetch == 0
-        return Turn(push=step % self.push == 0, fetch=fetch, local=self.overlap or not fetch)
+        return ServerAction(push=step % self.push == 0, fetch=fetch, local=self.overlap or not fetch)

@@ -22,7 +22,7 @@ class SSP(Free):
     strength: float | None = None
     overlap: bool = False
     name: ClassVar[str] = "ssp"
-    own_share: ClassVar[bool] = True
+    static_partition: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server, NeurIPS 2013"
     )
@@ -41,5 +41,5 @@ class SSP(Free):
             raise HocketError("ssp(0) is bulk: its gradients are never old, so there is nothing to overlap or to compensate.")
 
     @property
-    def lead(self) -> float:
+    def max_staleness(self) -> float:
         return float(self.s)

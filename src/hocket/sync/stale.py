@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hocket.sync.base import Free, Moment, Turn, whole
+from hocket.sync.base import Free, Moment, ServerAction, whole
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Stale(Free):
     def period(self) -> int:
         return self.s
 
-    def turn(self, step: int) -> Turn:
-        return Turn(push=False, fetch=False, local=True)
+    def server_action(self, step: int) -> ServerAction:
+        return ServerAction(push=False, fetch=False, local=True)
 
     def moment(self, step: int, weights: bool) -> Moment:
         return Moment.AFTER if step % self.s == 0 else Moment.NEVER

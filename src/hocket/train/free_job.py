@@ -2,7 +2,7 @@
 
 - Before the optimiser's step the gradients, clipped or accumulated as the loop did it, are added to what will be pushed; weights
   asked for earlier land; where the step is not a local one the gradients are hidden, so that the optimiser does nothing.
-- After it the worker pushes and asks as its synchronisation says (``Sync.turn``) and, unless that overlaps, waits for the answer.
+- After it the worker pushes and asks as its synchronisation says (``Sync.server_action``) and, unless that overlaps, waits for the answer.
 
 The truth is on the shards, and so is the optimiser; the rates are this worker's. A parameter that was not used counts as zeros.
 """
@@ -25,7 +25,7 @@ from hocket.errors import HocketError, WorkerLost
 from hocket.server.account import Account, entry_of
 from hocket.server.client import Client
 from hocket.server.observer import Observer
-from hocket.server.recipe import Recipe
+from hocket.server.recipe import OptimizerSpec
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, Stale
 from hocket.topology import Gossip, Server
@@ -37,18 +37,18 @@ _STATUS_S = 5.0
 """So long a shard has to say where it stands."""
 
 
-def recipe_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> Recipe:
+def recipe_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The optimiser of the shards; under ``stale`` and in pairs the workers keep theirs, whatever it is."""
     if isinstance(strategy.sync, Stale) or isinstance(strategy.topology, Gossip):
-        return Recipe("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
+        return OptimizerSpec("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
     server = strategy.topology
-    return Recipe.of(optimizer, server.optimizer if isinstance(server, Server) else None)
+    return OptimizerSpec.of(optimizer, server.optimizer if isinstance(server, Server) else None)
 
 
 def serves_itself(strategy: Strategy) -> bool:
     """Whether even a single worker needs its servers: they have an optimiser or a rate of their own."""
     server = strategy.topology
-    return isinstance(server, Server) and not server.sums and (server.optimizer is not None or server.rate != 1)
+    return isinstance(server, Server) and not server.sums and (server.optimizer is not None or server.lr != 1)
 
 
 @dataclass
@@ -110,8 +110,8 @@ class FreeJob:
         check: bool = True,
         seed: int = 0,
         scaler: Any = None,
-        cap_bytes: int | None = None,
-        first_cap_bytes: int | None = None,
+        bucket_cap_bytes: int | None = None,
+        first_bucket_cap_bytes: int | None = None,
         apart: Mapping[str, str] | None = None,
     ) -> None:
         """``connect`` makes the link to the shards; ``cluster`` is where workers agree on the model before they start, if any."""
@@ -121,7 +121,7 @@ class FreeJob:
         self.model, self.optimizer, self.strategy, self.accumulate, self.check = model, optimizer, strategy, accumulate, check
         self.weight = 1.0
         """This worker's share of the next exchange (set by :func:`hocket.shard`); it counts where pushes make one update."""
-        self.layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes, apart)
+        self.layout = layout_for(model, optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes, apart)
         if not self.layout.buckets:
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
         check_optimizer(model, optimizer)
@@ -136,7 +136,7 @@ class FreeJob:
         self._sums: list[Tensor] = []
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
         self._overlap = bool(getattr(strategy.sync, "overlap", False))
-        self._together = isinstance(strategy.sync, Bulk) or strategy.sync.lead == 0
+        self._together = isinstance(strategy.sync, Bulk) or strategy.sync.max_staleness == 0
         self._meets = isinstance(strategy.sync, Stale)
         self._since = 0
         """Steps since the last meeting, where workers meet."""
@@ -250,7 +250,9 @@ class FreeJob:
 
     def _before_step(self) -> None:
         refuse_newcomers(self.optimizer, self._ours)
-        if self.check and (self._meets or self.strategy.sync.turn(self.step + 1).local):  # its own optimiser will read them
+        if self.check and (
+            self._meets or self.strategy.sync.server_action(self.step + 1).local
+        ):  # its own optimiser will read them
             self._nonfinite.check_local(self._params, self.step + 1)
         fresh = self._gradients()
         self._seen = self.client.versions
@@ -261,7 +263,7 @@ class FreeJob:
         for total, rows in zip(self._sums, fresh, strict=False):
             total += rows
         self._sums = self._sums or fresh
-        if not self.strategy.sync.turn(self.step + 1).local:
+        if not self.strategy.sync.server_action(self.step + 1).local:
             self._hidden = [(p, p.grad) for params in self._params for p in params]
             for p, _ in self._hidden:
                 p.grad = None
@@ -276,12 +278,12 @@ class FreeJob:
             if self._since == self.strategy.sync.period or self.client.called():
                 self._meet()
             return
-        turn = self.strategy.sync.turn(self.step)
-        if turn.push:
-            self._push(turn.fetch, self._want())
-        elif turn.fetch:
+        action = self.strategy.sync.server_action(self.step)
+        if action.push:
+            self._push(action.fetch, self._want())
+        elif action.fetch:
             self.client.fetch(self.step, self._want())
-        if turn.fetch and not self._overlap:
+        if action.fetch and not self._overlap:
             self._land()
 
     def _gradients(self) -> list[Tensor]:
@@ -323,9 +325,9 @@ class FreeJob:
         sync, talk = self.strategy.sync, self.step + 1
         if self._meets:
             return self.client.wanted(sync.period)
-        while not (sync.turn(talk).push or sync.turn(talk).fetch):
+        while not (sync.server_action(talk).push or sync.server_action(talk).fetch):
             talk += 1
-        later = self._overlap or not sync.turn(talk).fetch
+        later = self._overlap or not sync.server_action(talk).fetch
         return self.client.wanted(talk - self.step + later)
 
     def _set_buffers(self, flat: Tensor | None) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hocket.data import DataSet, Partition, load
-from hocket.data.dealing import Dealing, Hand
+from hocket.data.dealing import BatchSequence, Hand
 from hocket.errors import HocketError
 from hocket.messages import Keys
 from hocket.models import build, loss_for
@@ -43,19 +43,19 @@ class Post:
     device: str = "cpu"
     data_dir: str | None = None
     keys: str | None = None
-    patience_s: float = 10.0
+    liveness_timeout_s: float = 10.0
     replaces: bool = False
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def dealing_of(settings: Settings, data: DataSet) -> Dealing:
+def batch_sequence(settings: Settings, data: DataSet) -> BatchSequence:
     """All mini-batches of a run."""
     plan = settings.plan()
     partition = Partition(len(data.train[0]), settings.workers, plan.batch, plan.seed, plan.rounds)
     total = len(partition) * plan.epochs
-    return Dealing(partition, total if plan.max_steps is None else min(total, plan.max_steps))
+    return BatchSequence(partition, total if plan.max_steps is None else min(total, plan.max_steps))
 
 
 def work(post: Post) -> None:
@@ -64,7 +64,7 @@ def work(post: Post) -> None:
     settings.check()
     device = torch.device(post.device)
     data = load(settings.data, None if post.data_dir is None else Path(post.data_dir))
-    dealing, loss_of = dealing_of(settings, data), loss_for(data)
+    dealing, loss_of = batch_sequence(settings, data), loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
@@ -98,16 +98,18 @@ def work(post: Post) -> None:
     job.detach()
 
 
-def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, dealing: Dealing) -> _Job:
+def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, dealing: BatchSequence) -> _Job:
     strategy, keys, job = settings.check(), None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
     options: dict[str, Any] = {
         "nonfinite": settings.nonfinite,
         "seed": settings.seed,
-        "cap_bytes": settings.bucket_bytes,
-        "first_cap_bytes": settings.first_bucket_bytes,
+        "bucket_cap_bytes": settings.bucket_cap_bytes,
+        "first_bucket_cap_bytes": settings.first_bucket_cap_bytes,
     }
     if isinstance(strategy.topology, Gossip):
-        place = Place(post.worker, settings.workers, job, keys=keys, patience_s=post.patience_s, joins=post.replaces)
+        place = Place(
+            post.worker, settings.workers, job, keys=keys, liveness_timeout_s=post.liveness_timeout_s, joins=post.replaces
+        )
         return DealtPairsJob(model, optimizer, strategy, place, post.addresses[0], **options)
     return FreeJob(
         model,
@@ -122,7 +124,7 @@ def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.op
             settings.workers,
             settings.seed,
             keys,
-            post.patience_s,
+            post.liveness_timeout_s,
             total=len(dealing),
             per_epoch=dealing.per_epoch,
             replaces=post.replaces,
@@ -131,8 +133,8 @@ def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.op
     )
 
 
-def _next(job: _Job, dealing: Dealing) -> Hand | None:
-    own = job.strategy.sync.own_share
+def _next(job: _Job, dealing: BatchSequence) -> Hand | None:
+    own = job.strategy.sync.static_partition
     number = dealing.own(job.client.worker, job.step) if own else job.client.take()
     return None if number is None or number >= len(dealing) else dealing.hand(number)
 

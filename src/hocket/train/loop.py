@@ -160,7 +160,7 @@ class Training:
         if not losses:
             return math.nan
         own = [[math.fsum(column) / len(losses)] for column in torch.stack(losses, 1).tolist()]
-        everyone = self.cluster.collect(torch.tensor(own, dtype=torch.float64))
+        everyone = self.cluster.all_gather_metrics(torch.tensor(own, dtype=torch.float64))
         return math.fsum(everyone.flatten().tolist()) / self.cluster.size
 
     def _indices(self, rounds: list[Round]) -> list[list[Tensor] | Tensor]:
@@ -213,7 +213,7 @@ class Training:
             right, seen = accuracy_of(model, self._share(), self.data)
         rows = torch.zeros(self.cluster.rows, 2, dtype=torch.float64)
         rows[0] = torch.tensor([right, seen])
-        right, seen = self.cluster.collect(rows).sum(0).tolist()
+        right, seen = self.cluster.all_gather_metrics(rows).sum(0).tolist()
         return right / seen if seen else None
 
     def _share(self) -> tuple[Tensor, Tensor]:
@@ -227,7 +227,7 @@ class Training:
         if self.cluster.size == 1 or not _countable(self._test[1]):
             return None
         own = [r / n for r, n in (accuracy_of(model, self._test_pair(), self.data) for model in self.replicas.each())]
-        return float(self.cluster.collect(torch.tensor(own, dtype=torch.float64).unsqueeze(1)).min())
+        return float(self.cluster.all_gather_metrics(torch.tensor(own, dtype=torch.float64).unsqueeze(1)).min())
 
     def _test_pair(self) -> tuple[Tensor, Tensor]:
         return self._test[0], self._test[1]

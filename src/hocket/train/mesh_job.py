@@ -28,7 +28,7 @@ from hocket.compression import NoCompression
 from hocket.errors import HocketError
 from hocket.server.client import Client
 from hocket.split import Mesh, Part, Place, settle
-from hocket.split.born import bring_to_life
+from hocket.split.born import materialize
 from hocket.split.dropout import Draws, prepare_dropout
 from hocket.split.picture import draw, holding_of, in_flight, saved_bytes, state_copies
 from hocket.split.pipeline import Cut, Pipeline, cut_model
@@ -37,7 +37,7 @@ from hocket.split.pipeline.timeline import Span, Timeline, gather
 from hocket.split.sharded import ShardedState
 from hocket.split.tensor import explain_plan, split_tensor
 from hocket.split.tied import Tied
-from hocket.split.wholes import WholeOptimizer, gather_wholes, take_parts
+from hocket.split.wholes import WholeOptimizer, gather_full_state, take_parts
 from hocket.strategy import Strategy
 from hocket.train.free_job import FreeJob
 from hocket.train.job import Job, check_equal, check_job, layout_for
@@ -124,7 +124,7 @@ class MeshJob:
             if schedule == ASYNCHRONOUS:
                 self.pipe.update = self._update
         _forget(model, self.module)
-        bring_to_life(self.module, self.parts, seed, model, world.device)
+        materialize(self.module, self.parts, seed, model, world.device)
         held = self._parameters()
         self.whole_optimizer.point_at(held)
         gc.collect()  # traces hold whole weights in cycles
@@ -309,7 +309,7 @@ class MeshJob:
         replica has the optimiser's. All processes must call it.
         """
         self.drain()
-        model = gather_wholes(self._held(), self.parts, self.place)
+        model = gather_full_state(self._held(), self.parts, self.place)
         state, sharded = None, self._sharded
         if sharded is not None:  # the whole of this part lies with the first replica
             packed = sharded.consolidate()
@@ -453,7 +453,7 @@ def _spread(model: nn.Module, world: Cluster) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             rows = tensor.data.reshape(1, -1).clone()
-            world.broadcast(rows)
+            world.synchronize(rows)
             tensor.data.copy_(rows.view(tensor.shape))
 
 

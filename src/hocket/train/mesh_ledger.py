@@ -34,7 +34,7 @@ class MeshLedger:
         for name in ("pipeline", "tensor"):
             toll = self._place.axes[name].toll.take()
             figures += [float(toll.bytes_sent), float(toll.exchanges), toll.seconds]
-        everyone = self._world.collect(torch.tensor([figures], dtype=torch.float64))
+        everyone = self._world.all_gather_metrics(torch.tensor([figures], dtype=torch.float64))
         sums, means = everyone.sum(0).tolist(), everyone.mean(0).tolist()
         for name, value in zip(_SECONDS, means, strict=False):
             setattr(entry, name, value)

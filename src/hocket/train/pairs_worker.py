@@ -21,7 +21,7 @@ class DealtPairsJob(PairsJob):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, place: Place, clerk: str, **options: Any
     ) -> None:
-        layout = layout_for(model, optimizer, strategy, options["cap_bytes"], options["first_cap_bytes"])
+        layout = layout_for(model, optimizer, strategy, options["bucket_cap_bytes"], options["first_bucket_cap_bytes"])
         self.client = ClerkLink(clerk, place.job, place.worker, place.keys, link_bytes(strategy, layout), place.joins)
         super().__init__(model, optimizer, strategy, replace(place, meet=self.client.meet), **options)
         self.client.account = self.holding.account

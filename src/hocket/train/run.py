@@ -16,7 +16,7 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
 from hocket.cluster.processes import ProcessCluster
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, nearest
@@ -79,8 +79,8 @@ class Settings:
     cluster: str | None = None
     slowdown: str | None = None
     share: str = "even"
-    bucket_bytes: int | None = None
-    first_bucket_bytes: int | None = None
+    bucket_cap_bytes: int | None = None
+    first_bucket_cap_bytes: int | None = None
     mesh: str | None = None
     """How each worker's model is split: ``pipeline=2,tensor=2``; workers are replicas."""
     pipe: str | None = None
@@ -173,11 +173,11 @@ class Settings:
                 f"--shard full cuts every parameter between --workers by itself; leave --mesh out, or use --shard state with "
                 f"{self.mesh}."
             )
-        own = (self.share != "even", self.slowdown is not None, self.exact, self.bucket_bytes, self.first_bucket_bytes)
+        own = (self.share != "even", self.slowdown is not None, self.exact, self.bucket_cap_bytes, self.first_bucket_cap_bytes)
         if self.shard == "full" and any(own):
             raise HocketError(
-                "--shard full leaves all exchanges to PyTorch's FSDP2; leave --share, --slowdown, --exact, --bucket-bytes and "
-                "--first-bucket-bytes out, or use --shard state."
+                "--shard full leaves all exchanges to PyTorch's FSDP2; leave --share, --slowdown, --exact, --bucket-cap-bytes and "
+                "--first-bucket-cap-bytes out, or use --shard state."
             )
 
     def points(self) -> list[str] | None:
@@ -192,7 +192,7 @@ class Settings:
         """How operations are split, by modules' names or patterns, if that is given."""
         return None if self.plan_file is None else read_plan(self.plan_file)
 
-    def spec(self) -> Spec | None:
+    def spec(self) -> ClusterSpec | None:
         """The cluster whose seconds virtual workers predict, if one is described."""
         slowdown = None if self.slowdown is None else _factors(self.slowdown)
         if not self.virtual:
@@ -208,7 +208,7 @@ class Settings:
             if slowdown is not None:
                 raise HocketError(f"--slowdown {self.slowdown}: virtual workers have a clock only with --cluster, such as 1gbit.")
             return None
-        spec = Spec.parse(name)
+        spec = ClusterSpec.parse(name)
         return spec if slowdown is None else spec.slowed(slowdown)
 
     def slowdown_of(self, worker: int) -> float:
@@ -268,8 +268,8 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: 
         "clip": settings.clip,
         "autocast": AUTOCAST[settings.autocast],
         "nonfinite": settings.nonfinite,
-        "cap_bytes": settings.bucket_bytes,
-        "first_cap_bytes": settings.first_bucket_bytes,
+        "bucket_cap_bytes": settings.bucket_cap_bytes,
+        "first_bucket_cap_bytes": settings.first_bucket_cap_bytes,
     }
 
     def engine(layout: Layout) -> Engine:
@@ -329,7 +329,7 @@ def _sharded(
     if cluster.rows != 1 or not isinstance(cluster, ProcessCluster):
         raise HocketError(f"--shard {settings.shard}: a worker that keeps a part has a process of its own; leave --processes out.")
     if settings.shard == "full":
-        full = {name: value for name, value in options.items() if not name.endswith("cap_bytes")}
+        full = {name: value for name, value in options.items() if not name.endswith("bucket_cap_bytes")}
         return FullReplica(model, loss, settings.make_optimizer, strategy, cluster, **full)
     slowdown = settings.slowdown_of(cluster.workers.start)
     return StateReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, **options)
@@ -396,7 +396,7 @@ def run(
     if record is not None and resume:
         record.check_resumed(_repeated(settings))
         late = _go_on(settings, cluster, training, record)
-        reached = cluster.collect(torch.full((cluster.rows, 1), training.step)).flatten().tolist()
+        reached = cluster.all_gather_metrics(torch.full((cluster.rows, 1), training.step)).flatten().tolist()
         if len(set(reached)) > 1:
             raise HocketError(f"The checkpoints in {out} are of different steps ({min(reached)} to {max(reached)}); start anew.")
     # A run that goes on split otherwise is described so only when there is a checkpoint of that kind.
@@ -431,7 +431,7 @@ def _go_on(settings: Settings, cluster: Cluster, training: Training | FreeTraini
         state["replicas"]["whole"] = record.load(first=True)["replicas"]["whole"]
     if settings.mesh is not None and not other:  # a cut that is measured may be elsewhere this time
         fits = training.replicas.fits(state["replicas"])  # type: ignore[attr-defined]
-        other = bool(cluster.any(torch.tensor([[not fits]], device=cluster.device)))
+        other = bool(cluster.all_reduce_any(torch.tensor([[not fits]], device=cluster.device)))
     if other:
         training.load_whole(record.load_whole())
     else:

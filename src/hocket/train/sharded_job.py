@@ -76,7 +76,7 @@ class FSDPJob:
             for name, buffer in self.model.named_buffers():
                 if name in values and buffer.is_floating_point():
                     rows = buffer.detach().reshape(1, -1).clone()
-                    self.cluster.start(partial(self.cluster.mean, rows, self.cluster.everybody))()
+                    self.cluster.start(partial(self.cluster.mean, rows, self.cluster.world))()
                     values[name] = rows.view(buffer.shape)
         model.load_state_dict(values, assign=True)
         return model.train(self.model.training)
@@ -172,7 +172,7 @@ class FSDPJob:
         """NaN and Inf in parts of gradients: all workers raise, or leave that parameter's gradient out."""
         named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         flags = [not bool(torch.isfinite(_local(grad)).all()) for _, grad in named]
-        agreed = self.cluster.any(torch.tensor([flags or [False]], device=self.cluster.device)).tolist()
+        agreed = self.cluster.all_reduce_any(torch.tensor([flags or [False]], device=self.cluster.device)).tolist()
         bad = [(name, grad) for (name, grad), flag in zip(named, agreed, strict=False) if flag]
         if not bad:
             return
@@ -193,7 +193,7 @@ class ComputedLedger(LedgerView):
 
     def close_epoch(self) -> Entry:
         entry = super().close_epoch()
-        everyone = self._cluster.collect(torch.tensor([[self.computed_bytes]]))
+        everyone = self._cluster.all_gather_metrics(torch.tensor([[self.computed_bytes]]))
         self.computed_bytes = 0
         entry.bytes_sent += int(everyone.sum())
         entry.compute_s = entry.wait_s = entry.transfer_s = entry.transfer_hidden_s = None

@@ -14,7 +14,7 @@ from torch import nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.ledger import Entry
-from hocket.cluster.spec import PRESETS, Spec
+from hocket.cluster.spec import PRESETS, ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data.base import DataSet, identity
 from hocket.data.tensors import as_tensors
@@ -67,12 +67,12 @@ def simulate(
     device: torch.device | str = "cpu",
     engine: str = "auto",
     host_size: int | None = None,
-    cluster: str | Path | Spec | None = None,
+    cluster: str | Path | ClusterSpec | None = None,
     last: str = "even",
     share: str = "even",
     evaluate: bool = True,
-    cap_bytes: int | None = None,
-    first_cap_bytes: int | None = None,
+    bucket_cap_bytes: int | None = None,
+    first_bucket_cap_bytes: int | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
 ) -> Run:
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
@@ -81,7 +81,7 @@ def simulate(
     ``optimizer`` on its own ``batch`` samples; means, gossip and compression are those of ``strategy``, the same code that real
     processes run.
 
-    ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.Spec`): seconds are then
+    ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.ClusterSpec`): seconds are then
     predicted for it; without it they are None. With it, ``share="speed"`` deals each round out by the workers' speeds in the epoch
     before, instead of evenly.
 
@@ -98,7 +98,7 @@ def simulate(
     train = as_tensors(train_set)
     test = train if test_set is None else as_tensors(test_set)
     data = DataSet("simulated", train, test, 0, identity)
-    spec = Spec.parse(cluster) if cluster is not None else PRESETS[DEFAULT_CLUSTER] if parsed.free else None
+    spec = ClusterSpec.parse(cluster) if cluster is not None else PRESETS[DEFAULT_CLUSTER] if parsed.free else None
     training = train_rows(
         model,
         loss,
@@ -111,8 +111,8 @@ def simulate(
         autocast=autocast,
         nonfinite=nonfinite,
         engine=engine,
-        cap_bytes=cap_bytes,
-        first_cap_bytes=first_cap_bytes,
+        bucket_cap_bytes=bucket_cap_bytes,
+        first_bucket_cap_bytes=first_bucket_cap_bytes,
     )
     mention_period(parsed, training.steps, workers)
     for _ in training.run(watch):

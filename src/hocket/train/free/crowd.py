@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.data.base import DataSet
-from hocket.data.dealing import Dealing, Hand
+from hocket.data.dealing import BatchSequence, Hand
 from hocket.noise import step_keys
 from hocket.strategy import Strategy
 from hocket.train.engines import Engine, VmapEngine, stack_buffers
@@ -40,14 +40,14 @@ class Crowd:
         engine: Any,
         clip: float | None = None,
         nonfinite: str = "raise",
-        cap_bytes: int | None = None,
-        first_cap_bytes: int | None = None,
+        bucket_cap_bytes: int | None = None,
+        first_bucket_cap_bytes: int | None = None,
     ) -> None:
         self.model, self.strategy, self.cluster, self.clip = model.to(cluster.device), strategy, cluster, clip
         self.factory = optimizer
         self.optimizer = optimizer(list(model.parameters()))
         check_job(model, self.optimizer, strategy, 1, nonfinite)
-        self.layout: Layout = layout_for(model, self.optimizer, strategy, cap_bytes, first_cap_bytes)
+        self.layout: Layout = layout_for(model, self.optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes)
         rows = cluster.size
         self.weights = [b.spaced(rows) for b in self.layout.buckets]
         self.grads = [b.empty(rows) for b in self.layout.buckets]
@@ -76,7 +76,9 @@ class Crowd:
         """A worker begins a step on these samples, at the weights that it has."""
         self._pending[worker] = hand
 
-    def settle(self, worker: int, data: DataSet, tensors: tuple[Tensor, ...], dealing: Dealing, seed: int, augment: bool) -> None:
+    def settle(
+        self, worker: int, data: DataSet, tensors: tuple[Tensor, ...], dealing: BatchSequence, seed: int, augment: bool
+    ) -> None:
         """Make sure that a worker's gradient is computed, along with those of all who are pending."""
         if worker not in self._pending:
             return
@@ -98,7 +100,7 @@ class Crowd:
         self._pending.clear()
 
     def _batch(
-        self, worker: int, hand: Hand, data: DataSet, tensors: tuple[Tensor, ...], dealing: Dealing, seed: int, augment: bool
+        self, worker: int, hand: Hand, data: DataSet, tensors: tuple[Tensor, ...], dealing: BatchSequence, seed: int, augment: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, y = (t[hand.indices.to(t.device)] for t in tensors)
         key = step_keys(seed, hand.step, dealing.partition.workers)[hand.slot : hand.slot + 1]

@@ -8,18 +8,18 @@ once.
 from __future__ import annotations
 
 from hocket.cluster.message import Message, framed
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 
 
 class Links:
     """``ends`` links of the cluster ``spec``; ``sent[end]`` counts bytes.
 
-    >>> links = Links(Spec(bandwidth=100.0, latency_s=1.0), 3)
+    >>> links = Links(ClusterSpec(bandwidth=100.0, latency_s=1.0), 3)
     >>> links.send(0.0, 0, 2, 200), links.send(0.0, 1, 2, 200)  # the second waits at the receiver's link
     (3.0, 5.0)
     """
 
-    def __init__(self, spec: Spec, ends: int) -> None:
+    def __init__(self, spec: ClusterSpec, ends: int) -> None:
         self.spec = spec
         self.out, self.into, self.sent = [0.0] * ends, [0.0] * ends, [0] * ends
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import FRAME_BYTES, Message, framed
-from hocket.server.outbox import Outbox, read
-from hocket.server.recipe import Recipe
+from hocket.server.outbox import PushEncoder, read
+from hocket.server.recipe import OptimizerSpec
 from hocket.server.shard import Shard
 from hocket.server.slices import Slices
 from hocket.server.wire import FETCH
@@ -58,7 +58,7 @@ class ServerScheme(Scheme):
         self.overlap = bool(getattr(self.sync, "overlap", False))
         self.slices = Slices.of(strategy, crowd.layout)
         self.fetch = FETCH[server.fetch]
-        recipe = Recipe.of(crowd.optimizer, server.optimizer)
+        recipe = OptimizerSpec.of(crowd.optimizer, server.optimizer)
         groups = [b.group for b in crowd.layout.buckets]
         first = [w[0] for w in crowd.weights]
         self.shards = [
@@ -68,11 +68,11 @@ class ServerScheme(Scheme):
                 recipe,
                 self.sync,
                 range(crowd.rows),
-                server.rate,
+                server.lr,
             )
             for s in range(server.shards)
         ]
-        self.outboxes = [Outbox(strategy, self.slices, w, crowd.rows, self.seed) for w in range(crowd.rows)]
+        self.outboxes = [PushEncoder(strategy, self.slices, w, crowd.rows, self.seed) for w in range(crowd.rows)]
         none = [0] * len(self.shards)
         self.workers = [_Progress(fetched=list(none), seen=list(none)) for _ in range(crowd.rows)]
         self.held: list[list[tuple[int, int, float]]] = [[] for _ in self.shards]
@@ -100,7 +100,7 @@ class ServerScheme(Scheme):
         self._go_on(worker, now)
 
     def _go_on(self, worker: int, now: float) -> None:
-        own, crowd, turn = self.workers[worker], self.crowd, self.sync.turn(self.workers[worker].step)
+        own, crowd, action = self.workers[worker], self.crowd, self.sync.server_action(self.workers[worker].step)
         seen = list(own.seen)  # of the weights that this gradient was computed at, whatever lands now
         if own.ready:
             self._take_over(worker)
@@ -109,15 +109,15 @@ class ServerScheme(Scheme):
         for total, rows in zip(self.sums, crowd.grads, strict=True):
             total[worker].add_(rows[worker], alpha=weight)
         rates = self.training.rates(worker)
-        if turn.local:
+        if action.local:
             crowd.step_alone(worker, rates)
-        if turn.fetch:
+        if action.fetch:
             self._await(worker, now)
-        if turn.push:
-            self._push(worker, now, rates, seen, turn.fetch)
-        elif turn.fetch:
+        if action.push:
+            self._push(worker, now, rates, seen, action.fetch)
+        elif action.fetch:
             self._ask(worker, now)
-        if turn.fetch and not self.overlap:
+        if action.fetch and not self.overlap:
             return
         own.waits = False
         self.training.begin(worker, now)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
-from hocket.cluster.spec import PRESETS, Spec
+from hocket.cluster.spec import PRESETS, ClusterSpec
 from hocket.data.base import DataSet
-from hocket.data.dealing import Dealing, Hand
+from hocket.data.dealing import BatchSequence, Hand
 from hocket.data.partition import Partition
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
@@ -67,13 +67,13 @@ class FreeTraining:
             raise HocketError(f"{samples} samples give no round for {size} workers; use fewer workers or more data.")
         total = len(partition) * plan.epochs
         self.steps = total if plan.max_steps is None else min(total, plan.max_steps)
-        self.dealing = Dealing(partition, self.steps)
+        self.dealing = BatchSequence(partition, self.steps)
         self._factor = factor(plan.schedule, self.steps, round(plan.warmup_epochs * len(partition)))
         self._base = [float(g["lr"]) for g in replicas.optimizer.param_groups]
         self._train = tuple(t.to(cluster.device) for t in data.train)
         self._test = tuple(t.to(cluster.device) for t in data.test)
         clock = cluster.clock
-        self.spec: Spec = PRESETS[DEFAULT_CLUSTER] if clock is None else clock.spec
+        self.spec: ClusterSpec = PRESETS[DEFAULT_CLUSTER] if clock is None else clock.spec
         flops = 0.0
         if self.spec.step_s is None:
             x, y = (t[:2] for t in data.train)
@@ -110,7 +110,7 @@ class FreeTraining:
 
     def begin(self, worker: int, now: float) -> bool:
         """A worker takes its next mini-batch and computes; it stops where there is none (False)."""
-        number = self.dealing.own(worker, self._begun[worker]) if self.strategy.sync.own_share else self._next
+        number = self.dealing.own(worker, self._begun[worker]) if self.strategy.sync.static_partition else self._next
         if number >= len(self.dealing):
             self._over.add(worker)
             self.scheme.over(worker, now)
