@@ -169,7 +169,15 @@ def originals(layout: Layout) -> list[list[bytes]]:
     """Messages as workers and observers send them, of nobody who belongs to the job."""
     terms = terms_of(Strategy.parse(SETTINGS["strategy"]), layout, 0, WORKERS)
     gradients = tuple(torch.randn(bucket.size) for bucket in layout.buckets)
-    push = {"parts": [[1, 0]] * len(gradients), "rates": [0.1], "fetch": True, "seen": 3, "hands": [1], "want": 1, "buffers": False}
+    push = {
+        "parts": [[1, 0]] * len(gradients),
+        "rates": [0.1],
+        "fetch": True,
+        "seen": 3,
+        "batch_ids": [1],
+        "want": 1,
+        "buffers": False,
+    }
     made = [
         Envelope(Kind.HELLO, 0, note={"terms": terms, "pushed": 0, "replaces": False}),
         Envelope(Kind.HELLO, 1, note={"terms": {**terms, "model": "x"}, "pushed": 2**62, "replaces": False}, tensors=gradients),

@@ -52,7 +52,7 @@ def train(case: str, width: int, layers: int, batch: int, steps: int, folder: Pa
         model = mlp(64, 10, (width,) * layers)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     if case == "memory":
-        from hocket.split.born import materialize
+        from hocket.split.materialize import materialize
 
         materialize(model)
     else:

@@ -23,8 +23,8 @@ def train(mesh: hocket.Mesh, batch: int, steps: int) -> tuple[float, float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     own = batch // mesh.data
     sample = torch.zeros(own, 3, 32, 32)
-    micro = 4 if mesh.pipeline > 1 else None
-    job = hocket.parallelize(model, optimizer, mesh=mesh, loss=cross_entropy, sample=sample, micro=micro)
+    num_microbatches = 4 if mesh.pipeline > 1 else None
+    job = hocket.parallelize(model, optimizer, mesh=mesh, loss=cross_entropy, sample=sample, num_microbatches=num_microbatches)
     draw = torch.Generator().manual_seed(job.place.data.place)
     begun = time.perf_counter()
     for _ in range(steps):

@@ -5,8 +5,8 @@ from hocket.compression import DGC, QSGD, Cast, Chain, LowRank, Natural, NoCompr
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.sandblaster import Sandblaster, SandblasterRun
 from hocket.session import Shard, init, leave, parallelize, shard
-from hocket.split.born import deferred
 from hocket.split.branches import Branches
+from hocket.split.materialize import deferred
 from hocket.split.mesh import Mesh
 from hocket.split.offload import Offload, offload
 from hocket.strategy import Strategy

@@ -17,13 +17,13 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
 from hocket.cluster.layout import Layout
 from hocket.cluster.processes import ProcessCluster
-from hocket.data.shard import shard_length, shard_loader
+from hocket.data.distribute import distribute_loader, distributed_length
 from hocket.errors import HocketError
 from hocket.messages import Keys
 from hocket.server.client import Client
 from hocket.server.wire import DEFAULT_JOB, job_id
-from hocket.split import Mesh, Place
-from hocket.split.born import materialize
+from hocket.split import Mesh, MeshCoordinate
+from hocket.split.materialize import materialize
 from hocket.split.mesh import forget
 from hocket.split.sharded import refuse_shard
 from hocket.strategy import Strategy
@@ -32,7 +32,7 @@ from hocket.train.free_job import FreeJob, serves_itself
 from hocket.train.free_start import Servers, start_servers
 from hocket.train.job import Job
 from hocket.train.pairs_job import PairsJob
-from hocket.train.pairs_start import place_in
+from hocket.train.pairs_start import peer_config
 
 if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
     from hocket.train.mesh_job import MeshJob
@@ -126,8 +126,8 @@ def parallelize(
     loss: Callable[[Any, Tensor], Tensor] | None = None,
     sample: Tensor | None = None,
     schedule: str = "1f1b",
-    micro: int | None = None,
-    virtual: int | None = None,
+    num_microbatches: int | None = None,
+    stages_per_rank: int | None = None,
     plan: Mapping[str, str] | None = None,
     cut: Sequence[str] | None = None,
     measure: str | None = None,
@@ -142,8 +142,8 @@ def parallelize(
 
     A ``mesh`` splits the model itself: ``Mesh(data=2, pipeline=2, tensor=2)`` or ``"data=2,pipeline=2"``; the strategy works
     between replicas. Operations are split by ``plan`` (module names to kinds; found by itself). Layers are cut after the modules
-    named in ``cut`` (found by itself, for inputs like ``sample``), each process having ``virtual`` stages, and run by ``schedule``
-    with ``micro`` micro-batches; ``loss`` is a function of output and target. Then call ``job.train(x, y)``, or
+    named in ``cut`` (found by itself, for inputs like ``sample``), each process having ``stages_per_rank`` stages, and run by ``schedule``
+    with ``num_microbatches`` micro-batches; ``loss`` is a function of output and target. Then call ``job.train(x, y)``, or
     ``job.backward(x, y)`` and your own step. What layers cost is measured (``measure="seconds"``) or counted (``"flops"``: the same
     cut every time).
 
@@ -171,8 +171,8 @@ def parallelize(
             "loss": loss,
             "sample": sample,
             "schedule": schedule,
-            "micro": micro,
-            "virtual": virtual,
+            "num_microbatches": num_microbatches,
+            "stages_per_rank": stages_per_rank,
             "plan": plan,
             "cut": cut,
             "measure": measure,
@@ -181,7 +181,7 @@ def parallelize(
         job = _on_mesh(model, optimizer, parsed, Mesh.parse(mesh), {**split, **options})
         _Session.jobs.append(job)
         return job
-    said = {"micro": micro, "virtual": virtual, "plan": plan, "cut": cut, "measure": measure}
+    said = {"num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank, "plan": plan, "cut": cut, "measure": measure}
     if schedule != "1f1b" or any(value is not None for value in said.values()):
         from hocket.train.mesh_checks import refuse_split_options
 
@@ -200,7 +200,7 @@ def parallelize(
         full = {name: options[name] for name in ("accumulate", "nonfinite", "check", "seed", "scaler")}
         job = FSDPJob(model, optimizer, parsed, _Session.cluster, **full)
     elif parsed.free and isinstance(parsed.topology, Gossip) and _Session.world > 1:
-        place = place_in(_Session.cluster, _Session.keys, _Session.liveness_timeout_s)
+        place = peer_config(_Session.cluster, _Session.keys, _Session.liveness_timeout_s)
         job = PairsJob(model, optimizer, parsed, place, _Session.cluster, **options)
     elif parsed.free and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
         job = FreeJob(model, optimizer, parsed, lambda layout: _connect(parsed, layout), _Session.cluster, **options)
@@ -227,7 +227,7 @@ def _on_mesh(
         )
     if strategy.free and (mesh.data > 1 or serves_itself(strategy)):
 
-        def connect(layout: Layout, place: Place, cluster: Cluster) -> Client:
+        def connect(layout: Layout, place: MeshCoordinate, cluster: Cluster) -> Client:
             _Session.worker, _Session.world = place.data.place, place.data.size
             return _connect(strategy, layout, cluster)
 
@@ -276,7 +276,7 @@ class Shard:
 
     def __len__(self) -> int:
         """Batches in an epoch (of a loader that has a length)."""
-        return shard_length(self.loader, _Session.world if _Session.cluster is not None else 1)
+        return distributed_length(self.loader, _Session.world if _Session.cluster is not None else 1)
 
     def __iter__(self) -> Iterator[Any]:
         if _Session.cluster is None:
@@ -287,7 +287,7 @@ class Shard:
             _, epoch = _Session.epochs.get(id(self.loader), (self.loader, 0))
             _Session.epochs[id(self.loader)] = (self.loader, epoch + 1)
         try:
-            for batch, weight in shard_loader(self.loader, _Session.world, _Session.worker, _Session.seed, epoch):
+            for batch, weight in distribute_loader(self.loader, _Session.world, _Session.worker, _Session.seed, epoch):
                 for job in _Session.jobs:
                     job.weight = weight
                 yield batch

@@ -26,7 +26,7 @@ from hocket.server.wire import link_bytes
 from hocket.train.free_worker import Post, read_post, work
 from hocket.train.job import layout_for
 from hocket.train.loop import accuracy_of
-from hocket.train.replicas import lent
+from hocket.train.replicas import swapped_weights
 from hocket.train.run import Settings
 from hocket.train.simulate import seeded
 from process.cases import batch, flat, net, sgd
@@ -281,7 +281,7 @@ class Service:
         return found[0]
 
     def accuracy(self) -> float:
-        with lent(self.model, self.layout, self.truth(), {}):
+        with swapped_weights(self.model, self.layout, self.truth(), {}):
             right, seen = accuracy_of(self.model, (self.data.test[0], self.data.test[1]), self.data)
         return right / seen
 

@@ -260,7 +260,7 @@ def runs(rank: int) -> dict[str, Any]:
         return training
 
     state, full = {"shard": "state"}, {"shard": "full"}
-    stages = {"mesh": "pipeline=2", "workers": 1, "pipe": "gpipe", "micro": 2}
+    stages = {"mesh": "pipeline=2", "workers": 1, "pipe": "gpipe", "num_microbatches": 2}
     ways = {
         "plain": [{}],
         "state": [state, state, {**state, "mesh": "data=2"}],

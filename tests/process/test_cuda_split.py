@@ -27,7 +27,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((s, "equal", {"name": "gpt", "mesh": "pipeline=2", "schedule": s}) for s in ("naive", "gpipe", "interleaved", "zero-bubble")),
     *((f"dream {name}", "equal", {"name": name, "mesh": "pipeline=2", "schedule": "pipedream"}) for name in ("mlp", "gpt")),
     *((s, "equal", {"name": "gpt", "mesh": "data=2", "strategy": s}) for s in ("local(2) + gossip", "bulk + topk(0.2)")),
-    ("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "micro": 1, "schedule": "gpipe"}),
+    ("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "num_microbatches": 1, "schedule": "gpipe"}),
     ("state on a mesh", "equal", {"name": "mlp", "mesh": "data=2", "shard": "state"}),
     ("sharded state", "sharded", {"shard": "state"}),
     ("untouched", "untouched", {"mesh": "tensor=2"}),

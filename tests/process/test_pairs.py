@@ -42,7 +42,7 @@ from hocket.server.peers import Peers, agree, join
 from hocket.strategy import Strategy
 from hocket.topology.partners import answerer, target
 from hocket.train.free_worker import Post, batch_sequence
-from hocket.train.pairs_job import PairsJob, Place
+from hocket.train.pairs_job import PairsJob, PeerConfig
 from hocket.train.run import Settings
 from process.cases import batch, net, sgd
 from process.launch import ENVIRON, Group, Nursery, eventually
@@ -259,7 +259,7 @@ def test_a_stranger_on_the_port_of_a_dead_worker_ends_nobody() -> None:
 def test_gradients_of_one_who_is_alone_are_never_old(text: str) -> None:
     model = net()
     optimizer = sgd(model)
-    job = PairsJob(model, optimizer, Strategy.parse(text), Place(0, 2, JOB, meet=lambda address: [address, None]))
+    job = PairsJob(model, optimizer, Strategy.parse(text), PeerConfig(0, 2, JOB, meet=lambda address: [address, None]))
     for t in range(5):
         x, y = batch(t, 0)
         optimizer.zero_grad()
@@ -585,13 +585,13 @@ class Watched(PairsCrew):
     clerk: Clerk
 
     def _serve(self, clerk: Clerk, *rest: Any) -> None:
-        self.clerk, deal = clerk, clerk.dealer.deal
+        self.clerk, deal = clerk, clerk.dispatcher.deal
 
         def gated(worker: int, count: int) -> list[int]:
             waits = self._replaced < len(self.victims) or clerk.gone
-            return [] if waits and clerk.dealer.following > clerk.dealer.total // 2 else deal(worker, count)
+            return [] if waits and clerk.dispatcher.following > clerk.dispatcher.total // 2 else deal(worker, count)
 
-        clerk.dealer.deal = gated  # type: ignore[method-assign]
+        clerk.dispatcher.deal = gated  # type: ignore[method-assign]
         super()._serve(clerk, *rest)
 
     def _epoch_ends(self, *given: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -629,7 +629,7 @@ def test_another_takes_the_place_of_a_killed_worker(
     assert f"worker {victim} was ended by SIGKILL; another takes its place" in capfd.readouterr().err + ended.output
     (crew,) = crews
     clerk = crew.clerk
-    assert clerk.dealer.counted == clerk.dealer.total, "every mini-batch was done"
+    assert clerk.dispatcher.counted == clerk.dispatcher.total, "every mini-batch was done"
     assert not clerk.gone
     assert all(mean.here == [0, 1, 2] for mean in clerk.means.values()), "the new one took part to the end"
     assert clerk.figures[str(victim)]["losses"] > 0
@@ -642,7 +642,7 @@ def test_another_takes_the_place_of_a_killed_worker(
     assert min(line["lost_exchanges"] for line in lines) >= 0
     done = sum(count for line in lines for count in line["staleness"].values())
     assert done == sum(clerk.ages.values())
-    assert clerk.dealer.total <= done <= clerk.dealer.total + clerk.lost, "what the dead one held may have been done twice"
+    assert clerk.dispatcher.total <= done <= clerk.dispatcher.total + clerk.lost, "what the dead one held may have been done twice"
 
 
 @pytest.mark.usefixtures("no_children")
@@ -672,7 +672,7 @@ def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp
             assert eventually(over, LIMIT_S), [group.said() for group in groups]
     for group in groups:
         assert group.wait(LIMIT_S) == [0], group.said()
-    assert clerk.dealer.counted == total
+    assert clerk.dispatcher.counted == total
     assert clerk.lost == 0
     assert sum(account["losses"] for account in clerk.figures.values()) == total
     assert sum(clerk.ages.values()) == total
@@ -715,7 +715,7 @@ def test_a_clerk_tells_who_waits_and_deals_what_a_dead_worker_held_to_the_end() 
         assert served(clerk, pool, links[1].take) == 2
         clerk.tell(gone=0)
         assert [served(clerk, pool, links[1].take) for _ in range(3)] == [0, 1, None]
-        assert clerk.dealer.counted == 3
+        assert clerk.dispatcher.counted == 3
         assert clerk.lost == 2
         for link in links:
             link._caller.close(0)
@@ -741,15 +741,15 @@ def test_a_clerk_goes_on_with_the_sums_of_a_worker_that_was_replaced_and_deals_n
         with Caller(listener.address, JOB) as dead, Caller(listener.address, JOB) as newcomer:
             ask(dead, Kind.HELLO, address="there")
             first = {"ages": {"0": 5, "2": 1}, "lost": 4, "bytes_sent": 100, "loss": 3.0, "losses": 2}
-            assert ask(dead, Kind.FETCH, done=[], ledger=first).note["hands"] == [0]
+            assert ask(dead, Kind.FETCH, done=[], ledger=first).note["batch_ids"] == [0]
             clerk.tell(gone=0)
-            assert ask(dead, Kind.FETCH, done=[0], ledger={**first, "ages": {"0": 6, "2": 1}}).note["hands"] == []
+            assert ask(dead, Kind.FETCH, done=[0], ledger={**first, "ages": {"0": 6, "2": 1}}).note["batch_ids"] == []
             welcome = ask(newcomer, Kind.HELLO, address="here", replaces=True)
             assert welcome.note["addresses"] == ["here", None]
             assert clerk.gone == {1}
             assert (clerk.ages, clerk.lost_exchanges) == ({"0": 6, "2": 1}, 4)
             again = {"ages": {"0": 1}, "lost": 1, "bytes_sent": 100, "loss": 1.0, "losses": 2}
-            assert ask(newcomer, Kind.FETCH, done=[], ledger=again).note["hands"] == [0]
+            assert ask(newcomer, Kind.FETCH, done=[], ledger=again).note["batch_ids"] == [0]
             assert (clerk.ages, clerk.lost_exchanges) == ({"0": 7, "2": 1}, 5)
             entry, loss = entry_of(clerk.figures, {"0": first})
             assert (entry.bytes_sent, loss) == (100, 0.5)

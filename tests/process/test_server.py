@@ -288,7 +288,14 @@ def test_a_flood_of_garbage_changes_no_bit_of_a_training(nursery: Nursery, tmp_p
 def _stranger(chance: random.Random) -> Envelope:
     """Well-formed, of the right job, and from nobody who belongs to it."""
     kind = chance.choice(list(Kind))
-    whole = {"terms": chance.choice([{}, 5, None]), "pushed": 1e308, "rates": [1], "parts": [[1, 0]], "hands": ["x"], "epoch": "x"}
+    whole = {
+        "terms": chance.choice([{}, 5, None]),
+        "pushed": 1e308,
+        "rates": [1],
+        "parts": [[1, 0]],
+        "batch_ids": ["x"],
+        "epoch": "x",
+    }
     note = {name: value for name, value in whole.items() if chance.random() < 0.7}
     step = chance.randrange(-5, 50)
     return Envelope(kind, chance.randrange(-3, 5), step=step, number=chance.randrange(9), note=note, tensors=(torch.ones(3),))

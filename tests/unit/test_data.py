@@ -37,11 +37,11 @@ from hocket.data import (
     as_tensors,
     cifar,
     digits,
+    distribute_loader,
     files,
     load,
     mnist,
     shakespeare,
-    shard_loader,
     stacked,
 )
 from hocket.data.base import identity
@@ -166,7 +166,7 @@ def shares(loader: Any, workers: int, epoch: int = 0) -> list[list[tuple[list[in
     def samples(batch: Any) -> list[int]:
         return (batch[0] if isinstance(batch, list | tuple) else batch).tolist()
 
-    return [[(samples(b), w) for b, w in shard_loader(loader, workers, i, seed=5, epoch=epoch)] for i in range(workers)]
+    return [[(samples(b), w) for b, w in distribute_loader(loader, workers, i, seed=5, epoch=epoch)] for i in range(workers)]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -213,12 +213,12 @@ def test_a_sampler_of_the_users_own_is_kept():
 
 def test_shard_keeps_collate_and_refuses_what_is_sharded_already():
     loader = DataLoader(range(8), batch_size=2, shuffle=True, collate_fn=tuple)
-    assert all(isinstance(batch, tuple) for batch, _ in shard_loader(loader, 2, 0, 0, 0))
+    assert all(isinstance(batch, tuple) for batch, _ in distribute_loader(loader, 2, 0, 0, 0))
     with pytest.raises(HocketError, match="DistributedSampler") as error:
-        shard_loader(DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0)), 2, 0, 0, 0)
+        distribute_loader(DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0)), 2, 0, 0, 0)
     one_sentence(error)
     with pytest.raises(HocketError, match="between 0 and 1"):
-        shard_loader(loader, 2, 2, 0, 0)
+        distribute_loader(loader, 2, 2, 0, 0)
 
 
 def test_shard_keeps_the_processes_that_load():

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from hocket.errors import HocketError
 from hocket.models import cross_entropy, gpt, mlp
 from hocket.split.blocks import blocks_of
-from hocket.split.born import deferred, materialize
+from hocket.split.materialize import deferred, materialize
 from hocket.split.offload import Offload, offload, refuse_offloaded
 
 STEPS = 5

@@ -195,24 +195,24 @@ def test_a_shard_goes_on_from_its_state_as_if_it_had_never_stopped(sync: Sync, t
 
 @given(st.integers(0, 30), st.lists(st.tuples(st.sampled_from("dpg"), st.integers(0, 2), st.integers(1, 4)), max_size=60))
 def test_every_mini_batch_is_done_once_or_held_or_there_to_be_dealt(total: int, moves: list[tuple[str, int, int]]) -> None:
-    dealer = BatchDispatcher(total)
+    dispatcher = BatchDispatcher(total)
     held: dict[int, list[int]] = {0: [], 1: [], 2: []}
     done: list[int] = []
     for move, worker, count in moves:
         if move == "d":
-            held[worker] += dealer.deal(worker, count)
+            held[worker] += dispatcher.deal(worker, count)
         elif move == "p":
             own, held[worker] = held[worker][:count], held[worker][count:]
-            assert dealer.done(worker, own) == len(own)
-            assert dealer.done(worker, own) == 0, "once"
+            assert dispatcher.done(worker, own) == len(own)
+            assert dispatcher.done(worker, own) == 0, "once"
             done += own
         else:
-            assert dealer.gone(worker) == len(held[worker])
+            assert dispatcher.gone(worker) == len(held[worker])
             held[worker] = []
-    rest = dealer.deal(0, total + 1)
+    rest = dispatcher.deal(0, total + 1)
     assert sorted([*done, *rest, *(n for numbers in held.values() for n in numbers)]) == list(range(total))
-    assert dealer.counted == len(done)
-    assert dealer.empty
+    assert dispatcher.counted == len(done)
+    assert dispatcher.empty
 
 
 # --- what travels ------------------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_what_is_wrong_is_refused_and_counted_and_touches_nothing(what: str) -> 
 
 @given(
     st.dictionaries(
-        st.sampled_from(["parts", "rates", "seen", "fetch", "want", "hands", "ledger", "buffers", "final", "terms", "pushed"]),
+        st.sampled_from(["parts", "rates", "seen", "fetch", "want", "batch_ids", "ledger", "buffers", "final", "terms", "pushed"]),
         st.recursive(st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=3), st.lists, max_leaves=4),
     ),
     st.sampled_from(list(Kind)),
@@ -490,13 +490,13 @@ def test_what_was_computed_before_a_missed_meeting_is_lost_and_its_worker_goes_o
         note = {**message.note, "total": total, "per_epoch": total}
         made.handle(b"w%d" % worker, Envelope(Kind.HELLO, worker, note=note, tensors=message.tensors))
         made.handle(b"w%d" % worker, Envelope(Kind.FETCH, worker, number=1, note={"fetch": True, "want": 4}))
-    own = ears.last.note.get("hands", [])
+    own = ears.last.note.get("batch_ids", [])
     made.members[1].seen -= 2
     made.care()
-    made.handle(b"w0", push(0, 4, number=2, note={"hands": [0, 1, 2, 3]}))
+    made.handle(b"w0", push(0, 4, number=2, note={"batch_ids": [0, 1, 2, 3]}))
     assert made.shard is not None
     mean = weights(made.shard)
-    made.handle(b"w1", push(1, 6, number=2, note={"seen": 0, "hands": own}, tensors=(torch.full((50,), 9.0),)))
+    made.handle(b"w1", push(1, 6, number=2, note={"seen": 0, "batch_ids": own}, tensors=(torch.full((50,), 9.0),)))
     assert (ears.last.kind, ears.last.number, ears.last.note["seen"]) == (Kind.REPLY, 2, 1)
     assert torch.equal(ears.last.tensors[0], mean), "the present weights"
     assert torch.equal(weights(made.shard), mean)

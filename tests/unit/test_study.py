@@ -801,12 +801,12 @@ OTHER: dict[str, Any] = {
     **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
     **{"cluster": "1gbit", "slowdown": "1,4", "share": "speed"},
     **{"bucket_cap_bytes": 1000, "first_bucket_cap_bytes": 100},
-    **{"mesh": "pipeline=2,tensor=2", "pipe": "interleaved", "micro": 4, "cut": "1, 2", "virtual_stages": 3, "measure": "flops"},
+    **{"mesh": "pipeline=2,tensor=2", "pipe": "interleaved", "micro": 4, "cut": "1, 2", "stages_per_rank": 3, "measure": "flops"},
     **{"plan_file": "plan.toml", "shard": "state"},
 }
 SPLIT = ("pipe", "micro", "cut", "measure", "plan_file")
 BESIDE = {  # what a setting needs to make sense
-    **{"cluster": ("virtual",), "virtual_stages": ("mesh", "pipe")},
+    **{"cluster": ("virtual",), "stages_per_rank": ("mesh", "pipe")},
     **dict.fromkeys(SPLIT, ("mesh",)),
 }
 
@@ -815,7 +815,7 @@ BESIDE = {  # what a setting needs to make sense
 def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert set(OTHER) == set(asdict(Settings())), "a new setting needs a value here"
     assert not any(OTHER[name] == value for name, value in asdict(Settings()).items())
-    split = (*SPLIT, "mesh", "virtual_stages", "shard")  # real workers only
+    split = (*SPLIT, "mesh", "stages_per_rank", "shard")  # real workers only
     chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - set(split) if changed == "all" else ())}
     settings = Settings(**{name: value for name, value in OTHER.items() if name in chosen})
     got: list[Settings] = []

@@ -146,7 +146,7 @@ def test_a_training_that_is_over_can_be_made_longer(strategy: str) -> None:
     longer.load_state_dict(short.state_dict())
     list(longer.run())
     assert [m["epoch"] for m in longer.metrics] == [1, 2, 3]
-    assert longer.scheme.counted() == 3 * longer.dealing.per_epoch
+    assert longer.scheme.counted() == 3 * longer.sequence.per_epoch
     assert min(longer._begun) > max(1, min(short._begun)), "everybody goes on"
 
 
@@ -155,8 +155,8 @@ def test_how_many_gradients_are_computed_at_a_time_decides_nothing(strategy: str
     lazy, eager = _training(strategy), _training(strategy)
     begin = eager.replicas.begin
 
-    def at_once(worker: int, hand: Any) -> None:
-        begin(worker, hand)
+    def at_once(worker: int, minibatch: Any) -> None:
+        begin(worker, minibatch)
         eager.settle(worker)
 
     eager.replicas.begin = at_once  # type: ignore[method-assign]
@@ -241,11 +241,11 @@ GOSSIP = ("async + gossip", "async + gossip(ring)", "async + gossip(random)", "a
 def test_without_servers_the_age_of_a_gradient_is_what_came_from_others_meanwhile(strategy: str) -> None:
     """Every gradient has one, and one who is alone hears of nobody."""
     alone, many = (_training(strategy, workers) for workers in (1, 4))
-    assert [m["staleness"] for m in alone.run()] == [{"0": alone.dealing.per_epoch}] * 2
+    assert [m["staleness"] for m in alone.run()] == [{"0": alone.sequence.per_epoch}] * 2
     found = list(many.run())
-    assert sum(count for m in found for count in m["staleness"].values()) == len(many.dealing)
+    assert sum(count for m in found for count in m["staleness"].values()) == len(many.sequence)
     heard = sum(int(age) * count for m in found for age, count in m["staleness"].items())
-    assert 0 < heard <= len(many.dealing) * (2 if strategy in GOSSIP[:3] else 1), "one call or one half for each gradient"
+    assert 0 < heard <= len(many.sequence) * (2 if strategy in GOSSIP[:3] else 1), "one call or one half for each gradient"
 
 
 @pytest.mark.parametrize(("strategy", "first"), [("async + gossip", "1"), ("async + gossip(pushsum)", "0")])
@@ -551,7 +551,7 @@ def test_batch_statistics_belong_to_each_worker() -> None:
     training = _training("async", make=norm)
     list(training.run())
     tracked = training.replicas.buffers["1.num_batches_tracked"].tolist()
-    assert sum(tracked) == len(training.dealing)
+    assert sum(tracked) == len(training.sequence)
     assert tracked[0] > 2 * tracked[3]
 
 

@@ -39,7 +39,7 @@ from hocket.train.free_worker import Post, batch_sequence
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress, accuracy_of
 from hocket.train.record import Record
-from hocket.train.replicas import lent
+from hocket.train.replicas import swapped_weights
 from hocket.train.run import Settings, describe_run
 from hocket.train.simulate import seeded
 from hocket.train.watch import check_weights
@@ -82,8 +82,8 @@ class Crew:
         self.layout = layout_for(self.model, optimizer, self.strategy, settings.bucket_cap_bytes, settings.first_bucket_cap_bytes)
         self.slices = Slices.of(self.strategy, self.layout, settings.workers)
         recipe_for(self.strategy, optimizer)  # refuses what shards cannot run
-        self.dealing = batch_sequence(settings, self.data)
-        self.epochs = -(-self.dealing.steps // len(self.dealing.partition))
+        self.sequence = batch_sequence(settings, self.data)
+        self.epochs = -(-self.sequence.steps // len(self.sequence.partition))
         self.metrics: list[dict[str, Any]] = []
         self._most_bytes = link_bytes(self.strategy, self.layout)
         self._keys = None if care.keys is None else Keys.read(care.keys)
@@ -118,7 +118,7 @@ class Crew:
         if self.record is not None:
             where = {"kind": "processes", "workers": self.settings.workers, "processes": processes, "device": str(self.device)}
             where |= {"backend": "zeromq", "step_s": None}
-            self.record.write_run(describe_run(self.settings, where, self.dealing.steps, self.layout))
+            self.record.write_run(describe_run(self.settings, where, self.sequence.steps, self.layout))
 
     def _start(self) -> None:
         self._write_run(self.settings.workers + self.slices.shards)
@@ -268,7 +268,7 @@ class Crew:
     def _progress(self, observer: Observer, epoch: int, watch: Callable[[Progress], None]) -> None:
         status = observer.status(0.2)
         if status is not None:
-            watch(Progress(epoch - 1, self.epochs, int(status["progress"]) // self.settings.workers, self.dealing.steps))
+            watch(Progress(epoch - 1, self.epochs, int(status["progress"]) // self.settings.workers, self.sequence.steps))
 
     def _epoch_ends(self, observer: Observer, first: Envelope, epoch: int, on_epoch: Callable[[dict[str, Any]], None]) -> bool:
         """Evaluate and record an epoch; False when a shard did not answer."""
@@ -295,7 +295,7 @@ class Crew:
         parts = () if flat is None else flat.split([b.numel() for b in floating.values()])
         buffers = {n: part.view(b.shape).to(b) for (n, b), part in zip(floating.items(), parts, strict=False)}
         x, y = (t.to(self.device) for t in self.data.test)
-        with lent(self.model, self.layout, [row.to(self.device) for row in rows], buffers):
+        with swapped_weights(self.model, self.layout, [row.to(self.device) for row in rows], buffers):
             right, seen = accuracy_of(self.model, (x, y), self.data)
         return right / seen if seen else None
 

@@ -20,7 +20,7 @@ from hocket.cli.launch import launch
 from hocket.cli.leaving import leaving
 from hocket.cli.pairs_crew import PairsCrew
 from hocket.cluster.base import Cluster
-from hocket.cluster.join import find_place, join
+from hocket.cluster.join import find_launcher, join
 from hocket.cluster.spec import PRESETS
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
@@ -79,9 +79,11 @@ def command(
     first_bucket_cap_bytes: Annotated[int | None, typer.Option(help="Largest first bucket (default: by strategy).")] = None,
     mesh: Annotated[str | None, typer.Option(help=MESH)] = None,
     pipe: Annotated[str | None, typer.Option(help=f"Schedule of the stages: {', '.join(SCHEDULES)} (default: 1f1b).")] = None,
-    micro: Annotated[int | None, typer.Option(help="Micro-batches per mini-batch (default: twice as many as stages).")] = None,
+    num_microbatches: Annotated[
+        int | None, typer.Option(help="Micro-batches per mini-batch (default: twice as many as stages).")
+    ] = None,
     cut: Annotated[str | None, typer.Option(help="Modules after which to cut, with commas between them (default: found).")] = None,
-    virtual_stages: Annotated[int | None, typer.Option(help="Stages of each process (default: by schedule).")] = None,
+    stages_per_rank: Annotated[int | None, typer.Option(help="Stages of each process (default: by schedule).")] = None,
     measure: Annotated[str | None, typer.Option(help=MEASURE)] = None,
     plan: Annotated[Path | None, typer.Option("--plan", "--plan-file", help=PLAN)] = None,
     shard: Annotated[str | None, typer.Option(help=SHARD)] = None,
@@ -99,7 +101,7 @@ def command(
     """Train a model with one strategy, on real processes or on virtual workers."""
     plain_notes()
     sys.path.insert(0, os.getcwd())  # for module:factory
-    place = find_place(os.environ)
+    place = find_launcher(os.environ)
     joined = place is not None and not virtual
     replicas = None if mesh is None else Mesh.parse(mesh).data
     size = workers if workers is not None else replicas or (place.processes if joined and place is not None else 1)
@@ -135,9 +137,9 @@ def command(
         first_bucket_cap_bytes=first_bucket_cap_bytes,
         mesh=mesh,
         pipe=pipe,
-        micro=micro,
+        num_microbatches=num_microbatches,
         cut=cut,
-        virtual_stages=virtual_stages,
+        stages_per_rank=stages_per_rank,
         measure=measure,
         plan_file=None if plan is None else str(plan),
         shard=shard,
@@ -231,7 +233,7 @@ def _run_crew(settings: Settings, device: torch.device, data_dir: Path | None, o
         crew = (PairsCrew if paired else Crew)(settings, device, data_dir, out, care)
         with Display(str(crew.strategy), True, settings.epochs) as display:
             metrics = crew.run(display.step, display.epoch)
-    steps, workers = crew.dealing.steps, settings.workers
+    steps, workers = crew.sequence.steps, settings.workers
     shards = "1 shard" if crew.slices.shards == 1 else f"{crew.slices.shards} shards"
     who = f"{workers} workers" if paired else f"{workers} workers and {shards}"
     title = f"{settings.model} on {settings.data}, {who}, {steps} steps"

@@ -91,7 +91,7 @@ def _table_note(rows: Sequence[Row]) -> str:
         )
     if any(r.lost and r.lost.mean > 0 for r in rows):
         note += " “Lost batches” are mini-batches whose gradients were lost through faults; they count as done."
-    if any(r.tolls for r in rows):
+    if any(r.comm_stats for r in rows):
         note += (
             " Where models are split, a worker is a replica, which several processes hold: its bytes are those of all of them along"
             " all axes, and what they wait for along pipeline and tensor is part of the seconds but not of “wait”."

@@ -86,7 +86,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Toll:
+class CommFigures:
     """What went along one axis of a mesh: bytes of all processes, and the seconds that a process waited, on average."""
 
     bytes_sent: Figure | None
@@ -120,7 +120,7 @@ class Row:
     """How old gradients were, where workers do not go in step."""
     lost: Figure | None = None
     """Mini-batches whose gradients were lost through faults."""
-    tolls: dict[str, Toll] = field(default_factory=dict)
+    comm_stats: dict[str, CommFigures] = field(default_factory=dict)
     """By axis, where models are split."""
     bubble: Figure | None = None
     """The share of time in which the processes of a pipeline had nothing to do."""
@@ -284,19 +284,19 @@ def _row(runs: list[Run]) -> Row:
         curve=_curve(runs),
         ages=Ages.of(line for run in runs for line in run.lines),
         lost=total("lost"),
-        tolls=_tolls(runs) if mesh else {},
+        comm_stats=_comm_stats(runs) if mesh else {},
         bubble=Figure.of([run.measured.bubble_share if run.measured else None for run in runs]),
         measured=next((run.measured for run in runs if run.measured), None),
     )
 
 
-def _tolls(runs: list[Run]) -> dict[str, Toll]:
+def _comm_stats(runs: list[Run]) -> dict[str, CommFigures]:
     """The axes that something is known of."""
     found = {}
     for axis in AXES:
-        toll = Toll(*(Figure.of([run.along(axis, name) for run in runs]) for name in ("bytes_sent", "seconds")))
-        if toll.bytes_sent or toll.seconds:
-            found[axis] = toll
+        figures = CommFigures(*(Figure.of([run.along(axis, name) for run in runs]) for name in ("bytes_sent", "seconds")))
+        if figures.bytes_sent or figures.seconds:
+            found[axis] = figures
     return found
 
 

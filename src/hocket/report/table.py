@@ -190,7 +190,7 @@ def _mb(row: Row) -> float | None:
 
 
 def _sent_along(row: Row, axis: str) -> Figure | None:
-    return row.tolls[axis].bytes_sent if axis in row.tolls else None
+    return row.comm_stats[axis].bytes_sent if axis in row.comm_stats else None
 
 
 def _state(row: Row) -> str:

@@ -83,8 +83,8 @@ class Client:
         self._total, self._per_epoch, self._replaces = total, per_epoch, replaces
         self.account = Account()
         self.over = False
-        """Whether all mini-batches have been dealt; ``hands`` may hold some of them."""
-        self.hands: deque[int] = deque()
+        """Whether all mini-batches have been dealt; ``batch_ids`` may hold some of them."""
+        self.batch_ids: deque[int] = deque()
         self._taken: list[int] = []
         self._number = 0
         self._sent = 0.0
@@ -222,7 +222,7 @@ class Client:
             note = {"parts": parts, "rates": list(rates), "fetch": fetch, "seen": seen[peer.place]}
             size = sum(int(m.payload_bytes().sum()) for m in messages)
             if peer.place == 0:
-                note |= {"hands": self._taken, "want": want, "buffers": buffers is not None}
+                note |= {"batch_ids": self._taken, "want": want, "buffers": buffers is not None}
                 if buffers is not None:
                     tensors.append(buffers)
                     size += buffers.numel() * buffers.element_size()
@@ -284,7 +284,7 @@ class Client:
         # What moved before we stood still for it was hidden, as far as the shard's clock tells.
         self.account.stood(blocked, held, max(min(moved, begun) - self._sent - held, 0.0))
         note = asked[0].reply.note if asked and asked[0].reply is not None else {}
-        self.hands.extend(note.get("hands", []))
+        self.batch_ids.extend(note.get("batch_ids", []))
         self.over = bool(note.get("over", self.over))
         self._pushed = max(self._pushed, reached)
         return reached
@@ -296,17 +296,17 @@ class Client:
 
     def take(self) -> int | None:
         """The number of the next mini-batch; None when there is none left."""
-        while not self.hands and not self.over and not self.open:
+        while not self.batch_ids and not self.over and not self.open:
             self.fetch(self._pushed, want=1, weights=False)
             self.land(())
-        if not self.hands:
+        if not self.batch_ids:
             return None
-        self._taken.append(self.hands.popleft())
+        self._taken.append(self.batch_ids.popleft())
         return self._taken[-1]
 
     def wanted(self, steps: int) -> int:
         """How many mini-batches to ask for so that ``steps`` lie ready."""
-        return 0 if self._total is None else max(0, min(steps - len(self.hands), MAX_BATCH_IDS))
+        return 0 if self._total is None else max(0, min(steps - len(self.batch_ids), MAX_BATCH_IDS))
 
     # --- waiting -------------------------------------------------------------------------------------------------------------
 

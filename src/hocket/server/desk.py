@@ -96,7 +96,7 @@ class Desk:
         self.shard: Shard | None = None
         self.terms: Terms = {}
         self.members: dict[int, Member] = {}
-        self.dealer: BatchDispatcher | None = None
+        self.dispatcher: BatchDispatcher | None = None
         self.pushed = 0
         """Mini-batches whose gradients have come."""
         self.lost = 0
@@ -224,7 +224,7 @@ class Desk:
         self.members = {worker: Member() for worker in workers}
         self.milestones = Milestones(charter["per_epoch"], charter["total"], self.milestones.wishes)
         if self.place == 0 and charter["total"] is not None and not strategy.sync.static_partition:
-            self.dealer = BatchDispatcher(charter["total"])
+            self.dispatcher = BatchDispatcher(charter["total"])
 
     def _member(self, worker: int) -> Member:
         if worker not in self.members:
@@ -264,7 +264,7 @@ class Desk:
         self._look_at_epoch()
 
     def _give_back(self, worker: int) -> int:
-        return 0 if self.dealer is None else self.dealer.gone(worker)
+        return 0 if self.dispatcher is None else self.dispatcher.gone(worker)
 
     def _beat(self, peer: bytes, message: Envelope) -> None:
         with contextlib.suppress(Turned):  # it may come before the hello
@@ -291,13 +291,13 @@ class Desk:
             gradients, rates = self._read(shard, message), [float(rate) for rate in note["rates"]]
             if len(rates) != len(shard.optimizer.param_groups):
                 raise ValueError(f"{len(rates)} rates for {len(shard.optimizer.param_groups)} groups")
-            seen, hands = note.get("seen"), [int(hand) for hand in note.get("hands", [])]
+            seen, batch_ids = note.get("seen"), [int(batch_id) for batch_id in note.get("batch_ids", [])]
             if self.place == 0:
                 member.figures = dict(note.get("ledger", {}))
             if shard.push(worker, step, gradients, rates, None if seen is None else int(seen)):
-                self.pushed += step - member.reached if self.dealer is None else self.dealer.done(worker, hands)
+                self.pushed += step - member.reached if self.dispatcher is None else self.dispatcher.done(worker, batch_ids)
             else:
-                self.lost += step - member.reached if self.dealer is None else self.dealer.gone(worker, hands)
+                self.lost += step - member.reached if self.dispatcher is None else self.dispatcher.gone(worker, batch_ids)
             member.reached = step
             self._look_at_epoch()
         member.request = self._request(peer, message)
@@ -361,12 +361,12 @@ class Desk:
 
     def _reply(self, worker: int, member: Member, request: Request) -> None:
         assert self.shard is not None
-        if self.dealer is not None and member.answered != request.number:
-            member.dealt = self.dealer.deal(worker, request.want)
+        if self.dispatcher is not None and member.answered != request.number:
+            member.dealt = self.dispatcher.deal(worker, request.want)
         member.answered = request.number
         note: dict[str, Any] = {"held": time.monotonic() - request.since, "at": time.monotonic(), "seen": self.shard.version}
-        if self.dealer is not None:
-            note["hands"], note["over"] = member.dealt, self.dealer.empty
+        if self.dispatcher is not None:
+            note["batch_ids"], note["over"] = member.dealt, self.dispatcher.empty
         tensors: tuple[Tensor, ...] = ()
         if request.fetch:
             self.shard.give(worker)
@@ -391,8 +391,8 @@ class Desk:
         """Mini-batches that are done with, whether they had their effect or were lost."""
         if self.shard is None:
             return 0
-        if self.dealer is not None:
-            return self.dealer.counted
+        if self.dispatcher is not None:
+            return self.dispatcher.counted
         if not self._strategy.sync.static_partition:
             return self.pushed
         done = self.shard.done
@@ -481,7 +481,7 @@ class Desk:
                 "reached": {w: m.reached for w, m in self.members.items()},
                 "ended": [w for w, m in self.members.items() if m.ended],
                 "figures": {w: json.dumps(m.figures) for w, m in self.members.items()},
-                "dealer": None if self.dealer is None else self.dealer.state_dict(),
+                "dispatcher": None if self.dispatcher is None else self.dispatcher.state_dict(),
                 "counters": [self.pushed, self.lost, self.milestones.done],
             }
         )
@@ -495,6 +495,6 @@ class Desk:
             self.members[worker].reached = reached
             self.members[worker].figures = json.loads(state["figures"][worker])
             self.members[worker].ended = worker in state["ended"]
-        if state["dealer"] is not None:
-            self.dealer = BatchDispatcher(**state["dealer"])
+        if state["dispatcher"] is not None:
+            self.dispatcher = BatchDispatcher(**state["dispatcher"])
         self.pushed, self.lost, self.milestones.done = state["counters"]

@@ -51,8 +51,8 @@ class Member:
 class BatchDispatcher:
     """Mini-batches by number, ``total`` of them: who is free takes the next; those of a worker that is gone go to others.
 
-    >>> dealer = BatchDispatcher(4)
-    >>> dealer.deal(0, 2), dealer.deal(1, 1), dealer.done(0, [0]), dealer.gone(0), dealer.deal(1, 5), dealer.deal(1, 1)
+    >>> dispatcher = BatchDispatcher(4)
+    >>> dispatcher.deal(0, 2), dispatcher.deal(1, 1), dispatcher.done(0, [0]), dispatcher.gone(0), dispatcher.deal(1, 5), dispatcher.deal(1, 1)
     ([0, 1], [2], 1, 1, [1, 3], [])
     """
 

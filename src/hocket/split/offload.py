@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from hocket.errors import HocketError
 from hocket.split.blocks import blocks_of
-from hocket.split.born import materialize
+from hocket.split.materialize import materialize
 from hocket.split.slow import Disk, Pinned, Slow, return_memory_at_once
 
 _OFFLOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()

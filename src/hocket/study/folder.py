@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.errors import HocketError
-from hocket.study.plan import EACH, Planned, Study, settle
+from hocket.study.plan import EACH, Planned, Study, assign_folders
 from hocket.train.record import CannotWrite, versions, write_whole
 from hocket.train.run import Settings
 
@@ -80,7 +80,7 @@ class Folder:
             before: dict[str, Any] = {}
         else:
             before = self._load(path)
-            study = replace(study, runs=settle(study.runs, self._folders(before, study)))
+            study = replace(study, runs=assign_folders(study.runs, self._folders(before, study)))
         content = {
             "title": study.title,
             "preset": study.preset,

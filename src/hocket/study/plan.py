@@ -132,7 +132,7 @@ def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
     if not runs:
         raise HocketError("The study has no runs; give it strategies.")
     notes = [*_notes(runs), *(f"{name} was left out: its workers or seeds are none of the study's." for name in idle if idle[name])]
-    return Study(outline.title, settle(runs), outline.preset, tuple(notes), outline.within)
+    return Study(outline.title, assign_folders(runs), outline.preset, tuple(notes), outline.within)
 
 
 def _with_clock(outline: Outline, data_set: Callable[[str], DataSet]) -> Settings:
@@ -158,11 +158,11 @@ def rounds_of(settings: Settings, data: DataSet) -> int:
         return 1
 
 
-def settle(runs: Iterable[Planned], taken: Mapping[str, str] | None = None) -> tuple[Planned, ...]:
+def assign_folders(runs: Iterable[Planned], taken: Mapping[str, str] | None = None) -> tuple[Planned, ...]:
     """Every run with a folder of its own; ``taken`` has the folders of runs that have one already, by what they are."""
     held = dict(taken or {})
     used = set(held.values())
-    settled = []
+    assigned = []
     for run in runs:
         folder = held.get(repr(run.described()))
         if folder is None:
@@ -171,8 +171,8 @@ def settle(runs: Iterable[Planned], taken: Mapping[str, str] | None = None) -> t
             while folder in used:
                 folder, number = f"{plain}-{number}", number + 1
             used.add(folder)
-        settled.append(replace(run, folder=folder))
-    return tuple(settled)
+        assigned.append(replace(run, folder=folder))
+    return tuple(assigned)
 
 
 def slug(settings: Settings) -> str:

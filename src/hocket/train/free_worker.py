@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hocket.data import DataSet, Partition, load
-from hocket.data.dealing import BatchSequence, Hand
+from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.errors import HocketError
 from hocket.messages import Keys
 from hocket.models import build, loss_for
@@ -22,7 +22,7 @@ from hocket.server.client import Client
 from hocket.topology import Gossip
 from hocket.train.engines.loop import forked, random_modules
 from hocket.train.free_job import FreeJob
-from hocket.train.pairs_job import Place
+from hocket.train.pairs_job import PeerConfig
 from hocket.train.pairs_worker import DealtPairsJob
 from hocket.train.run import AUTOCAST, Settings
 from hocket.train.schedule import factor
@@ -64,30 +64,30 @@ def work(post: Post) -> None:
     settings.check()
     device = torch.device(post.device)
     data = load(settings.data, None if post.data_dir is None else Path(post.data_dir))
-    dealing, loss_of = batch_sequence(settings, data), loss_for(data)
+    sequence, loss_of = batch_sequence(settings, data), loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
-    at = factor(settings.schedule, dealing.steps, round(settings.warmup * len(dealing.partition)))
-    job = _enter(post, settings, model, optimizer, dealing)
+    at = factor(settings.schedule, sequence.steps, round(settings.warmup * len(sequence.partition)))
+    job = _enter(post, settings, model, optimizer, sequence)
     throttle = Throttle(settings.slowdown_of(job.client.worker))
     x, y = (t.to(device) for t in data.train)
     dtype, random = AUTOCAST[settings.autocast], bool(random_modules(model))
     model.train()
-    while (hand := _next(job, dealing)) is not None:
+    while (minibatch := _next(job, sequence)) is not None:
         throttle.begin()
-        key = step_keys(settings.seed, hand.step, settings.workers)[hand.slot : hand.slot + 1]
-        inputs = x[hand.indices.to(device)]
+        key = step_keys(settings.seed, minibatch.step, settings.workers)[minibatch.slot : minibatch.slot + 1]
+        inputs = x[minibatch.indices.to(device)]
         if settings.augment and data.augment is not None:
             inputs = data.augment(inputs.unsqueeze(0), key)[0]
         for group, rate in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = rate * at(hand.step)
-        job.weight = hand.weight
+            group["lr"] = rate * at(minibatch.step)
+        job.weight = minibatch.weight
         optimizer.zero_grad()
         with forked(random, device), torch.autocast(device.type, dtype, enabled=dtype is not None):
             if random:
                 torch.manual_seed(int(key[0]))
-            loss = loss_of(model(data.prepare(inputs)), y[hand.indices.to(device)])
+            loss = loss_of(model(data.prepare(inputs)), y[minibatch.indices.to(device)])
         loss.backward()
         if settings.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
@@ -98,7 +98,7 @@ def work(post: Post) -> None:
     job.detach()
 
 
-def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, dealing: BatchSequence) -> _Job:
+def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence) -> _Job:
     strategy, keys, job = settings.check(), None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
     options: dict[str, Any] = {
         "nonfinite": settings.nonfinite,
@@ -107,7 +107,7 @@ def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.op
         "first_bucket_cap_bytes": settings.first_bucket_cap_bytes,
     }
     if isinstance(strategy.topology, Gossip):
-        place = Place(
+        place = PeerConfig(
             post.worker, settings.workers, job, keys=keys, liveness_timeout_s=post.liveness_timeout_s, joins=post.replaces
         )
         return DealtPairsJob(model, optimizer, strategy, place, post.addresses[0], **options)
@@ -125,18 +125,18 @@ def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.op
             settings.seed,
             keys,
             post.liveness_timeout_s,
-            total=len(dealing),
-            per_epoch=dealing.per_epoch,
+            total=len(sequence),
+            per_epoch=sequence.per_epoch,
             replaces=post.replaces,
         ),
         **options,
     )
 
 
-def _next(job: _Job, dealing: BatchSequence) -> Hand | None:
+def _next(job: _Job, sequence: BatchSequence) -> MiniBatch | None:
     own = job.strategy.sync.static_partition
-    number = dealing.own(job.client.worker, job.step) if own else job.client.take()
-    return None if number is None or number >= len(dealing) else dealing.hand(number)
+    number = sequence.own(job.client.worker, job.step) if own else job.client.take()
+    return None if number is None or number >= len(sequence) else sequence.minibatch(number)
 
 
 def read_post(told: Any) -> Post:

@@ -22,11 +22,11 @@ DEFAULT_SCHEDULE = "1f1b"
 def refuse_split_options(mesh: Mesh | None, given: dict[str, Any]) -> None:
     """Refuse options that say how to split what is not split; ``given`` are those of ``parallelize``.
 
-    >>> refuse_split_options(Mesh(tensor=2), {"micro": 4})
+    >>> refuse_split_options(Mesh(tensor=2), {"num_microbatches": 4})
     Traceback (most recent call last):
-    hocket.errors.HocketError: micro= is about stages, but the mesh tensor=2 has one; add pipeline=2, for example.
+    hocket.errors.HocketError: num_microbatches= is about stages, but the mesh tensor=2 has one; add pipeline=2, for example.
     """
-    staged = {name: given.get(name) for name in ("micro", "virtual", "cut", "measure")}
+    staged = {name: given.get(name) for name in ("num_microbatches", "stages_per_rank", "cut", "measure")}
     staged["schedule"] = None if given.get("schedule", DEFAULT_SCHEDULE) == DEFAULT_SCHEDULE else given["schedule"]
     for name, value in staged.items():
         if value is not None and (mesh is None or mesh.pipeline == 1):
@@ -35,13 +35,15 @@ def refuse_split_options(mesh: Mesh | None, given: dict[str, Any]) -> None:
     if given.get("plan") is not None and (mesh is None or mesh.tensor == 1):
         where = "there is no mesh" if mesh is None else f"the mesh {mesh} has no tensor axis"
         raise HocketError(f"plan= is about splitting operations, but {where}; add tensor=2, for example.")
-    micro = given.get("micro")
-    if micro is not None and (not isinstance(micro, int) or isinstance(micro, bool) or micro < 1):
-        raise HocketError(f"micro={micro!r}: the number of micro-batches is a whole number of at least 1.")
+    num_microbatches = given.get("num_microbatches")
+    if num_microbatches is not None and (
+        not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1
+    ):
+        raise HocketError(f"micro={num_microbatches!r}: the number of micro-batches is a whole number of at least 1.")
     if mesh is not None and mesh.pipeline > 1:
         find(staged["schedule"] or DEFAULT_SCHEDULE)
-        if staged["schedule"] == ASYNCHRONOUS and micro is not None:
-            raise HocketError(f"{ASYNCHRONOUS} takes whole mini-batches, one after another; leave micro= out.")
+        if staged["schedule"] == ASYNCHRONOUS and num_microbatches is not None:
+            raise HocketError(f"{ASYNCHRONOUS} takes whole mini-batches, one after another; leave num_microbatches= out.")
 
 
 def refuse_on_mesh(
@@ -57,7 +59,7 @@ def refuse_on_mesh(
     if given.get("accumulate", 1) != 1 or given.get("scaler") is not None or given.get("nonfinite", "raise") != "raise":
         raise HocketError(
             f"On the mesh {mesh} a step is one backward pass, and gradients that are not finite end it; leave accumulate=, "
-            "scaler= and nonfinite= out (micro-batches are micro=)."
+            "scaler= and nonfinite= out (micro-batches are num_microbatches=)."
         )
     if mesh.pipeline > 1 and (given.get("loss") is None or given.get("sample") is None):
         raise HocketError(

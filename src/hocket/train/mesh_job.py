@@ -27,9 +27,10 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import NoCompression
 from hocket.errors import HocketError
 from hocket.server.client import Client
-from hocket.split import Mesh, Part, Place, settle
-from hocket.split.born import materialize
+from hocket.split import Mesh, MeshCoordinate, Part, init_mesh
 from hocket.split.dropout import Draws, prepare_dropout
+from hocket.split.full_state import WholeOptimizer, gather_full_state, take_parts
+from hocket.split.materialize import materialize
 from hocket.split.picture import draw, holding_of, in_flight, saved_bytes, state_copies
 from hocket.split.pipeline import Cut, Pipeline, cut_model
 from hocket.split.pipeline.schedules import find
@@ -37,7 +38,6 @@ from hocket.split.pipeline.timeline import Span, Timeline, gather
 from hocket.split.sharded import ShardedState
 from hocket.split.tensor import explain_plan, split_tensor
 from hocket.split.tied import Tied
-from hocket.split.wholes import WholeOptimizer, gather_full_state, take_parts
 from hocket.strategy import Strategy
 from hocket.train.free_job import FreeJob
 from hocket.train.job import Job, check_equal, check_job, layout_for
@@ -68,12 +68,12 @@ class MeshJob:
         loss: Loss | None = None,
         sample: Tensor | None = None,
         schedule: str = DEFAULT_SCHEDULE,
-        micro: int | None = None,
-        virtual: int | None = None,
+        num_microbatches: int | None = None,
+        stages_per_rank: int | None = None,
         plan: Mapping[str, str] | None = None,
         cut: Sequence[str] | None = None,
         measure: str | None = None,
-        connect: Callable[[Layout, Place, Cluster], Client] | None = None,
+        connect: Callable[[Layout, MeshCoordinate, Cluster], Client] | None = None,
         accumulate: int = 1,
         nonfinite: str = "raise",
         seed: int = 0,
@@ -82,17 +82,27 @@ class MeshJob:
     ) -> None:
         """``connect`` makes the link to the shards of this part of the model, where the strategy has some."""
         check_job(model, optimizer, strategy, accumulate, nonfinite)
-        split = {"schedule": schedule, "micro": micro, "virtual": virtual, "plan": plan, "cut": cut, "measure": measure}
+        split = {
+            "schedule": schedule,
+            "num_microbatches": num_microbatches,
+            "stages_per_rank": stages_per_rank,
+            "plan": plan,
+            "cut": cut,
+            "measure": measure,
+        }
         refuse_split_options(mesh, split)
         given = {"loss": loss, "sample": sample, "accumulate": accumulate, "nonfinite": nonfinite, "scaler": options.get("scaler")}
         refuse_on_mesh(mesh, optimizer, strategy, world, shard, connect is not None, given)
-        self.place = settle(mesh, world.device.type)
+        self.place = init_mesh(mesh, world.device.type)
         if isinstance(world, ProcessCluster):
             for axis in self.place.axes.values():
                 axis.explain = world.heartbeat.explain
         self.mesh, self.loss, self.optimizer, self.strategy, self.world = mesh, loss, optimizer, strategy, world
         check_equal(
-            model, layout_for(model, optimizer, strategy, None, None), world, [str(strategy), f"mesh={mesh}", f"{schedule} {micro}"]
+            model,
+            layout_for(model, optimizer, strategy, None, None),
+            world,
+            [str(strategy), f"mesh={mesh}", f"{schedule} {num_microbatches}"],
         )
         _spread(model, world)
         self.whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -112,14 +122,14 @@ class MeshJob:
         if mesh.pipeline > 1:
             assert loss is not None
             assert sample is not None
-            virtual = find(schedule).virtual if virtual is None else virtual
-            micro = micro or 2 * mesh.pipeline
+            stages_per_rank = find(schedule).stages_per_rank if stages_per_rank is None else stages_per_rank
+            num_microbatches = num_microbatches or 2 * mesh.pipeline
             unborn = any(p.is_meta for p in model.parameters())
             measure = measure or ("flops" if unborn or mesh.tensor > 1 else "seconds")
-            part = sample if schedule == ASYNCHRONOUS else sample[: max(1, len(sample) // micro)]
-            self.cut = cut_model(model, part, mesh.pipeline * virtual, measure, points=cut)
+            part = sample if schedule == ASYNCHRONOUS else sample[: max(1, len(sample) // num_microbatches)]
+            self.cut = cut_model(model, part, mesh.pipeline * stages_per_rank, measure, points=cut)
             refuse_cut(self.cut, strategy, schedule, shard, connect is not None)
-            self.pipe = Pipeline(self.cut, self.place.pipeline, loss, schedule, micro, draws=self.draws)
+            self.pipe = Pipeline(self.cut, self.place.pipeline, loss, schedule, num_microbatches, draws=self.draws)
             self.module = self.pipe.module
             if schedule == ASYNCHRONOUS:
                 self.pipe.update = self._update
@@ -381,12 +391,12 @@ class MeshJob:
     @contextmanager
     def _untold(self) -> Iterator[None]:
         """What happens inside is not training: no axis counts it."""
-        tolls = {name: replace(axis.toll) for name, axis in self.place.axes.items()}
+        comm_stats = {name: replace(axis.comm_stats) for name, axis in self.place.axes.items()}
         try:
             yield
         finally:
             for name, axis in self.place.axes.items():
-                axis.toll = tolls[name]
+                axis.comm_stats = comm_stats[name]
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -427,7 +437,7 @@ class Facade(nn.Module):
         return self._job[0].predict(x)
 
 
-def _data_cluster(place: Place, world: Cluster) -> Cluster:
+def _data_cluster(place: MeshCoordinate, world: Cluster) -> Cluster:
     """The replicas' processes that hold the same part as this one."""
     if place.data.size == 1:
         return VirtualCluster(1, world.device, timed=True)

@@ -37,7 +37,7 @@ from hocket.train.watch import NonFinite
 
 
 @dataclass(frozen=True)
-class Place:
+class PeerConfig:
     """Where a worker of such a job stands; ``meet`` tells the others its address and learns theirs, in worker order."""
 
     worker: int
@@ -92,7 +92,7 @@ class PairsJob:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         strategy: Strategy,
-        place: Place,
+        place: PeerConfig,
         cluster: Cluster | None = None,
         accumulate: int = 1,
         nonfinite: str = "raise",

@@ -242,7 +242,7 @@ class StackedReplicas:
         self.program.drain()
         with self.cluster.uncounted():
             means = [self._mean(w) for w in self.weights], {n: self._mean_buffer(b) for n, b in self.buffers.items()}
-            with lent(self.model, self.layout, *means):
+            with swapped_weights(self.model, self.layout, *means):
                 yield self.model
 
     def audit(self) -> None:
@@ -260,7 +260,7 @@ class StackedReplicas:
         self.program.drain()
         with self.cluster.uncounted():
             for row in range(self.cluster.rows):
-                with lent(self.model, self.layout, [w[row : row + 1] for w in self.weights], self._buffers_of(row)):
+                with swapped_weights(self.model, self.layout, [w[row : row + 1] for w in self.weights], self._buffers_of(row)):
                     yield self.model
 
     def state_dict(self) -> dict[str, Any]:
@@ -333,7 +333,7 @@ class StackedReplicas:
 
 
 @contextmanager
-def lent(model: nn.Module, layout: Layout, rows: list[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
+def swapped_weights(model: nn.Module, layout: Layout, rows: list[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
     """``model`` with these weights (``[1, values]`` per bucket) and buffers, for a while."""
     named, own = dict(model.named_parameters()), dict(model.named_buffers())
     kept = [(t, t.data) for t in (*named.values(), *own.values())]

@@ -84,10 +84,10 @@ class Settings:
     mesh: str | None = None
     """How each worker's model is split: ``pipeline=2,tensor=2``; workers are replicas."""
     pipe: str | None = None
-    micro: int | None = None
+    num_microbatches: int | None = None
     cut: str | None = None
     """Modules after which to cut, with commas between them."""
-    virtual_stages: int | None = None
+    stages_per_rank: int | None = None
     measure: str | None = None
     plan_file: str | None = None
     shard: str | None = None
@@ -119,7 +119,12 @@ class Settings:
         return 1 if self.mesh is None else Mesh.parse(self.mesh).size // self.workers
 
     def _check_mesh(self, strategy: Strategy) -> None:
-        given = {"pipe": self.pipe, "micro": self.micro, "cut": self.cut, "virtual-stages": self.virtual_stages}
+        given = {
+            "pipe": self.pipe,
+            "num-microbatches": self.num_microbatches,
+            "cut": self.cut,
+            "stages-per-rank": self.stages_per_rank,
+        }
         said = [f"--{name}" for name, value in {**given, "measure": self.measure}.items() if value is not None]
         staged = f"{', '.join(said)} {'are' if len(said) > 1 else 'is'} about a model cut into stages"
         if self.mesh is None:
@@ -157,8 +162,10 @@ class Settings:
         if not all(self.points() or ["none"]):
             raise HocketError(f"--cut '{self.cut}': give names of modules with commas between them, such as blocks.0,blocks.1.")
         if mesh.pipeline > 1:
-            micro = 2 * mesh.pipeline if self.micro is None else self.micro
-            make(self.pipe or DEFAULT_SCHEDULE, mesh.pipeline, micro, self.virtual_stages)  # refuses what cannot be scheduled
+            num_microbatches = 2 * mesh.pipeline if self.num_microbatches is None else self.num_microbatches
+            make(
+                self.pipe or DEFAULT_SCHEDULE, mesh.pipeline, num_microbatches, self.stages_per_rank
+            )  # refuses what cannot be scheduled
 
     def _check_shard(self, strategy: Strategy) -> None:
         if self.shard is None:
@@ -309,9 +316,9 @@ def _on_mesh(
     sample = data.prepare(data.train[0][: settings.batch].to(world.device))
     split: dict[str, Any] = {
         "schedule": settings.pipe or DEFAULT_SCHEDULE,
-        "micro": settings.micro,
+        "num_microbatches": settings.num_microbatches,
         "cut": settings.points(),
-        "virtual": settings.virtual_stages,
+        "stages_per_rank": settings.stages_per_rank,
         "measure": settings.measure,
         "plan": settings.kinds(),
         "shard": settings.shard,

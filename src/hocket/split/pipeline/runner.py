@@ -52,7 +52,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, cut: Cut, axis: Axis, loss_fn: LossFunction, schedule: str = "1f1b", micro: int = 4, draws: Any = None
+        self, cut: Cut, axis: Axis, loss_fn: LossFunction, schedule: str = "1f1b", num_microbatches: int = 4, draws: Any = None
     ) -> None:
         """
         Args:
@@ -61,18 +61,23 @@ class Pipeline:
             loss_fn: The mean loss of an output and its targets.
             schedule: naive, gpipe, 1f1b, interleaved or zero-bubble, for which ``run`` is called with each batch; or pipedream,
                 which is fed mini-batches and updates by itself: set ``update``, call ``feed`` and at the end ``drain``.
-            micro: Micro-batches of a batch. Where they do not divide it, the first ones are larger by one sample.
+            num_microbatches: Micro-batches of a batch. Where they do not divide it, the first ones are larger by one sample.
             draws: Told the first sample of each micro-batch as ``draws.first_sample``.
         """
         if len(cut.stages) % axis.size:
             raise HocketError(
                 f"{len(cut.stages)} stages cannot lie evenly on {axis.size} processes: cut the model into a multiple."
             )
-        self.axis, self.loss_fn, self.micro, self.draws = axis, loss_fn, micro, draws
+        self.axis, self.loss_fn, self.num_microbatches, self.draws = axis, loss_fn, num_microbatches, draws
         self._output, self._last = cut.output, len(cut.stages) - 1  # not the cut itself, which holds all stages
         asynchronous = schedule == "pipedream"
         self._pipedream = PipeDream(cut, axis, loss_fn, draws=draws) if asynchronous else None
-        self.schedule = make(schedule, axis.size, max(micro, axis.size) if asynchronous else micro, len(cut.stages) // axis.size)
+        self.schedule = make(
+            schedule,
+            axis.size,
+            max(num_microbatches, axis.size) if asynchronous else num_microbatches,
+            len(cut.stages) // axis.size,
+        )
         self._actions = self.schedule[axis.place]
         own = range(axis.place, len(cut.stages), axis.size)
         borders = [(), *cut.wires, ()]
@@ -88,7 +93,7 @@ class Pipeline:
         if self._pipedream is not None:
             raise HocketError("pipedream never empties the pipe, so a batch has no end to run to: feed it and drain it.")
         batch = self._split(x, y)
-        self._perform([a for a in self._actions if batch.sizes[a.micro]], batch)
+        self._perform([a for a in self._actions if batch.sizes[a.microbatch]], batch)
         return self.axis.all_reduce(batch.loss)
 
     def feed(self, x: Tensor, y: Tensor) -> Tensor | None:
@@ -144,7 +149,7 @@ class Pipeline:
                 self._forward(post, action, batch, keep)
             elif action.kind == "W":
                 start = time.perf_counter()
-                self._stages[action.stage].backward_weight(action.micro)
+                self._stages[action.stage].backward_weight(action.microbatch)
                 self._done(action, start)
             else:
                 self._backward(post, action)
@@ -198,8 +203,8 @@ class Pipeline:
         if not len(x) or (y is not None and len(y) != len(x)):
             found = f"{len(x)} inputs" if y is None else f"{len(x)} inputs and {len(y)} targets"
             raise HocketError(f"A batch has at least one sample, and as many targets as inputs; got {found}.")
-        parts = x.tensor_split(self.micro)
-        targets = () if y is None else y.tensor_split(self.micro)
+        parts = x.tensor_split(self.num_microbatches)
+        targets = () if y is None else y.tensor_split(self.num_microbatches)
         return _Batch(parts, targets, [len(part) for part in parts], torch.zeros((), device=x.device))
 
     def _shown(self, output: Tensor | None, x: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class ServerScheme(Scheme):
         if own.ready:
             self._take_over(worker)
         together = self.shards[0].together
-        weight = self.training.hand(worker).weight if together else 1.0
+        weight = self.training.minibatch(worker).weight if together else 1.0
         for total, rows in zip(self.sums, crowd.grads, strict=True):
             total[worker].add_(rows[worker], alpha=weight)
         rates = self.training.rates(worker)

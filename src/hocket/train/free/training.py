@@ -20,7 +20,7 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
 from hocket.cluster.spec import PRESETS, ClusterSpec
 from hocket.data.base import DataSet
-from hocket.data.dealing import BatchSequence, Hand
+from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.data.partition import Partition
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
@@ -67,7 +67,7 @@ class FreeTraining:
             raise HocketError(f"{samples} samples give no round for {size} workers; use fewer workers or more data.")
         total = len(partition) * plan.epochs
         self.steps = total if plan.max_steps is None else min(total, plan.max_steps)
-        self.dealing = BatchSequence(partition, self.steps)
+        self.sequence = BatchSequence(partition, self.steps)
         self._factor = factor(plan.schedule, self.steps, round(plan.warmup_epochs * len(partition)))
         self._base = [float(g["lr"]) for g in replicas.optimizer.param_groups]
         self._train = tuple(t.to(cluster.device) for t in data.train)
@@ -110,30 +110,30 @@ class FreeTraining:
 
     def begin(self, worker: int, now: float) -> bool:
         """A worker takes its next mini-batch and computes; it stops where there is none (False)."""
-        number = self.dealing.own(worker, self._begun[worker]) if self.strategy.sync.static_partition else self._next
-        if number >= len(self.dealing):
+        number = self.sequence.own(worker, self._begun[worker]) if self.strategy.sync.static_partition else self._next
+        if number >= len(self.sequence):
             self._over.add(worker)
             self.scheme.over(worker, now)
             return False
         self._over.discard(worker)
         self._next += 1
         self._numbers[worker] = number
-        hand = self.dealing.hand(number)
-        self.replicas.begin(worker, hand)
-        share = len(hand.indices) / self.plan.batch
+        minibatch = self.sequence.minibatch(number)
+        self.replicas.begin(worker, minibatch)
+        share = len(minibatch.indices) / self.plan.batch
         seconds = self.step_s * share * self._slow[worker] * self._disturbance(worker, self._begun[worker])
         self._begun[worker] += 1
         self._computing[worker] = now
         self._put(now + seconds, "computed", worker, 0, None)
         return True
 
-    def hand(self, worker: int) -> Hand:
+    def minibatch(self, worker: int) -> MiniBatch:
         """The mini-batch that a worker took last."""
-        return self.dealing.hand(self._numbers[worker])
+        return self.sequence.minibatch(self._numbers[worker])
 
     def rates(self, worker: int) -> list[float]:
         """The rates of the optimiser's groups at the mini-batch that a worker took last."""
-        at = self._factor(self.hand(worker).step)
+        at = self._factor(self.minibatch(worker).step)
         return [rate * at for rate in self._base]
 
     def send(
@@ -154,18 +154,18 @@ class FreeTraining:
 
     def settle(self, worker: int) -> None:
         """A worker's weights are about to change: its gradient, if it is computing one, belongs to those it has now."""
-        self.replicas.settle(worker, self.data, self._train, self.dealing, self.plan.seed, self.plan.augment)
+        self.replicas.settle(worker, self.data, self._train, self.sequence, self.plan.seed, self.plan.augment)
 
     # --- time ----------------------------------------------------------------------------------------------------------------
 
     def run(self, watch: Callable[[Progress], None] = lambda _: None) -> Iterator[dict[str, Any]]:
         """Train on; yields each epoch's metrics as it ends."""
-        while self.epoch < self.plan.epochs and self.scheme.counted() < len(self.dealing):
+        while self.epoch < self.plan.epochs and self.scheme.counted() < len(self.sequence):
             yield self._run_epoch(watch)
 
     def _run_epoch(self, watch: Callable[[Progress], None]) -> dict[str, Any]:
         begun, seen = time.perf_counter(), self.step
-        enough = min((self.epoch + 1) * self.dealing.per_epoch, len(self.dealing))
+        enough = min((self.epoch + 1) * self.sequence.per_epoch, len(self.sequence))
         while self.scheme.counted() < enough:
             if not self._queue:
                 raise RuntimeError("No worker has anything left to do before the end of the training: please report this.")
@@ -177,11 +177,11 @@ class FreeTraining:
         self.epoch += 1
         check_weights(self.replicas.layout, self.scheme.truth(), self.epoch)
         # Of as many mini-batches as the epoch has, in the order they were computed; where links are slow, some were long before.
-        own = enough - (self.epoch - 1) * self.dealing.per_epoch
+        own = enough - (self.epoch - 1) * self.sequence.per_epoch
         mean_loss = math.fsum(torch.stack(self._losses[:own]).tolist()) / own
         self._losses = self._losses[own:]
         wall = time.perf_counter() - begun
-        over = self.scheme.counted() >= len(self.dealing)
+        over = self.scheme.counted() >= len(self.sequence)
         accuracy = self._evaluate() if self.plan.evaluate or over else None
         metrics = {"epoch": self.epoch, "accuracy": accuracy, "loss": mean_loss, **vars(entry), "wall_s": wall}
         if (ages := self.scheme.ages()) is not None:
@@ -245,7 +245,7 @@ class FreeTraining:
 
     def averaged(self) -> Any:
         """Context manager with the model to evaluate: the servers' truth, or the mean of all workers."""
-        return self.replicas.lent(self.scheme.truth())
+        return self.replicas.swapped_weights(self.scheme.truth())
 
     def _evaluate(self) -> float | None:
         with self.averaged() as model:
@@ -288,6 +288,6 @@ class FreeTraining:
         self._now, self._epoch_begun = state["times"]
         self._spent, self._losses = state["spent"], list(state["losses"])
         self._over = set(state["over"])
-        if self.scheme.counted() < len(self.dealing):
+        if self.scheme.counted() < len(self.sequence):
             for worker in sorted(self._over):
                 self.scheme.again(worker, self._now)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hocket.errors import HocketError
 from hocket.models import cnn, gpt, mlp, resnet20, vgg11
 from hocket.split import Part
-from hocket.split.born import deferred, materialize
+from hocket.split.materialize import deferred, materialize
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: mlp(16, 8, (32, 24)),
@@ -47,7 +47,7 @@ def test_weights_are_the_same_for_every_split(name: str) -> None:
     whole = unborn(name)
     assert all(t.is_meta for t in whole.state_dict().values())
     materialize(whole, seed=3)
-    wholes = values(whole)
+    full_state = values(whole)
     for size in (4,) if name == "vgg11" else (2, 4):
         shapes = {n: tuple(p.shape) for n, p in whole.named_parameters()}
         together = {n: torch.full(shape, torch.nan) for n, shape in shapes.items()}
@@ -59,7 +59,7 @@ def test_weights_are_the_same_for_every_split(name: str) -> None:
             for n, p in model.named_parameters():
                 parts.get(n, Part(shapes[n])).put(p.detach(), together[n])
         for n, found in together.items():
-            assert torch.equal(found, wholes[n])
+            assert torch.equal(found, full_state[n])
 
 
 @pytest.mark.parametrize("name", MODELS)
