@@ -46,7 +46,7 @@ from hocket.train.run import Settings
 
 JOB = bytes(range(32, 48))
 WORKERS, STRANGERS = 2, 8
-SETTINGS: dict[str, Any] = {"strategy": "bulk + server", "model": "flood:small", "batch": 32, "workers": WORKERS, "epochs": 2}
+SETTINGS: dict[str, Any] = {"strategy": "bulk + server", "model": "flood:small", "batch_size": 32, "workers": WORKERS, "epochs": 2}
 BEFORE, UNTIL = 5, 30
 """The flood begins after so many steps; workers that have done so many wait for its end."""
 PACE_S = 0.02

@@ -77,7 +77,7 @@ def measure(strategy: str, cut_s: float, liveness_timeout_s: float, epochs: int)
     with tempfile.TemporaryDirectory() as name, Lab(1 + WORKERS) as lab:
         folder = Path(name)
         Keys.make().write(folder / "keys")
-        settings = {"strategy": strategy, "model": "heal:small", "batch": 32, "workers": WORKERS, "epochs": epochs}
+        settings = {"strategy": strategy, "model": "heal:small", "batch_size": 32, "workers": WORKERS, "epochs": epochs}
         told = {"address": f"tcp://{lab.addresses[0]}:{PORT}", "settings": settings, "liveness_timeout_s": liveness_timeout_s}
         fork = multiprocessing.get_context("fork")  # torch is imported once
         roles = (None, *range(WORKERS))

@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rate", help="of every host's link, in each direction; without it processes share the loopback")
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=10, help="timed together")
     parser.add_argument("--rounds", type=int, default=9)
@@ -51,7 +51,7 @@ def main() -> None:
 
 def launch(processes: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """What process 0 of a world measured."""
-    numbers = [f"--{name}={getattr(options, name)}" for name in ("batch", "hidden", "steps", "rounds")]
+    numbers = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in ("batch-size", "hidden", "steps", "rounds")]
     me = [sys.executable, __file__, "--worker", *numbers]
     if options.rate:
         with Lab(processes, options.rate) as lab:
@@ -74,7 +74,9 @@ def launch(processes: int, options: argparse.Namespace) -> dict[str, dict[str, f
 
 def show(processes: int, found: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
     where = options.rate or "loopback"
-    table = Table(title=f"mlp 3072-{options.hidden}-{options.hidden}-10, batch {options.batch}, {processes} processes, {where}")
+    table = Table(
+        title=f"mlp 3072-{options.hidden}-{options.hidden}-10, batch {options.batch_size}, {processes} processes, {where}"
+    )
     for column in ("", "ms/step", f"to '{BASE}'", "spread", "kB/step", "exchanges"):
         table.add_column(column, justify="right" if column else "left")
     for name, row in found.items():
@@ -139,7 +141,7 @@ def prepare(options: argparse.Namespace, axis) -> dict:
 
     torch.manual_seed(0)
     whole = mlp(3072, 10, (options.hidden, options.hidden))
-    x, y = torch.randn(options.batch, 3072), torch.randint(10, (options.batch,))
+    x, y = torch.randn(options.batch_size, 3072), torch.randint(10, (options.batch_size,))
 
     def stepper(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)

@@ -69,7 +69,7 @@ def main() -> None:
             strategy=strategy,
             workers=arguments.workers,
             optimizer=lambda parameters: torch.optim.SGD(parameters, 0.2),
-            batch=16,
+            batch_size=16,
             epochs=arguments.epochs,
         )
         print(f"{strategy!s:55} accuracy {run.accuracy:.3f}  {run.ledger.bytes_sent / arguments.workers / 1e6:7.2f} MB per worker")

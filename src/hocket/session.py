@@ -1,4 +1,4 @@
-"""The functions a training script calls: ``init``, ``parallelize``, ``shard``."""
+"""The functions a training script calls: ``init``, ``parallelize``, ``distribute``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hocket.server.wire import DEFAULT_JOB, job_id
 from hocket.split import Mesh, MeshCoordinate
 from hocket.split.materialize import materialize
 from hocket.split.mesh import forget
-from hocket.split.sharded import refuse_shard
+from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
 from hocket.topology import Gossip
 from hocket.train.free_job import FreeJob, serves_itself
@@ -65,8 +65,8 @@ def init(
     servers: str | None = None,
     keys: str | Path | None = None,
     job: str | None = None,
-    worker: int | None = None,
-    workers: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
 ) -> Cluster:
     """Join torchrun, mpirun, Slurm or Ray, or a process group that exists already; alone: one worker.
 
@@ -75,10 +75,10 @@ def init(
 
     Strategies with servers start them as children, unless ``servers`` names some that run already (``python -m
     hocket.server.host``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were given one.
-    Then no launcher is needed: this is worker ``worker`` of ``workers``. ``keys`` is the file made by `hocket keys`, for links
+    Then no launcher is needed: this is worker ``rank`` of ``world_size``. ``keys`` is the file made by `hocket keys`, for links
     between machines.
     """
-    leave()
+    shutdown()
     _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s)
     cluster = _Session.cluster
     _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
@@ -87,17 +87,17 @@ def init(
     if isinstance(cluster, ProcessCluster):
         cluster.keys = _Session.keys
     _Session.job = DEFAULT_JOB if job is None else job_id(job)
-    if (worker is None) != (workers is None) or (worker is not None and (servers is None or cluster.size > 1)):
-        raise HocketError("worker= and workers= go together, with servers= and without a launcher, which would tell them.")
+    if (rank is None) != (world_size is None) or (rank is not None and (servers is None or cluster.size > 1)):
+        raise HocketError("rank= and world_size= go together, with servers= and without a launcher, which would tell them.")
     _Session.worker, _Session.world = cluster.workers.start, cluster.size
-    if worker is not None and workers is not None:
-        if not 0 <= worker < workers:
-            raise HocketError(f"worker={worker}, workers={workers}: workers are numbered from 0 to {workers - 1}.")
-        _Session.worker, _Session.world = worker, workers
+    if rank is not None and world_size is not None:
+        if not 0 <= rank < world_size:
+            raise HocketError(f"rank={rank}, world_size={world_size}: workers are numbered from 0 to {world_size - 1}.")
+        _Session.worker, _Session.world = rank, world_size
     return cluster
 
 
-def leave() -> None:
+def shutdown() -> None:
     """Leave the cluster in good order (also done when the program ends)."""
     for job in _Session.jobs:
         if isinstance(getattr(job, "job", job), (FreeJob, PairsJob)):
@@ -131,7 +131,8 @@ def parallelize(
     plan: Mapping[str, str] | None = None,
     cut: Sequence[str] | None = None,
     measure: str | None = None,
-    shard: str | None = None,
+    zero: int = 0,
+    fsdp: bool = False,
 ) -> Job | FreeJob | PairsJob | MeshJob | FSDPJob:
     """Train ``model`` with ``optimizer`` in parallel; the loop stays as it is.
 
@@ -147,7 +148,7 @@ def parallelize(
     ``job.backward(x, y)`` and your own step. What layers cost is measured (``measure="seconds"``) or counted (``"flops"``: the same
     cut every time).
 
-    ``shard="state"`` leaves each worker a part of the optimiser's state (ZeRO-1), ``shard="full"`` a part of everything (PyTorch's
+    ``zero=1`` leaves each worker a part of the optimiser's state (ZeRO-1), ``fsdp=True`` a part of everything (PyTorch's
     FSDP2); both where all replicas are equal after every step.
     """
     if _Session.cluster is None:
@@ -163,7 +164,7 @@ def parallelize(
         "first_bucket_cap_bytes": first_bucket_cap_bytes,
     }
     job: Job | FreeJob | PairsJob | MeshJob | FSDPJob
-    if mesh is not None and shard == "full" and not Mesh.parse(mesh).splits:
+    if mesh is not None and fsdp and not Mesh.parse(mesh).splits:
         Mesh.parse(mesh).check(_Session.cluster.size)
         mesh = None  # replicas alone
     if mesh is not None:
@@ -176,7 +177,8 @@ def parallelize(
             "plan": plan,
             "cut": cut,
             "measure": measure,
-            "shard": shard,
+            "zero": zero,
+            "fsdp": fsdp,
         }
         job = _on_mesh(model, optimizer, parsed, Mesh.parse(mesh), {**split, **options})
         _Session.jobs.append(job)
@@ -192,9 +194,8 @@ def parallelize(
         raise HocketError(
             f"{parsed} has no servers, but hocket.init named some; leave servers= out, or use for example async + server."
         )
-    if shard is not None:
-        refuse_shard(shard, parsed, scaler)
-    if shard == "full" and isinstance(_Session.cluster, ProcessCluster):
+    refuse_sharding(parsed, zero, fsdp, scaler)
+    if fsdp and isinstance(_Session.cluster, ProcessCluster):
         from hocket.train.sharded_job import FSDPJob  # loaded only where it is needed
 
         full = {name: options[name] for name in ("accumulate", "nonfinite", "check", "seed", "scaler")}
@@ -205,7 +206,7 @@ def parallelize(
     elif parsed.free and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
         job = FreeJob(model, optimizer, parsed, lambda layout: _connect(parsed, layout), _Session.cluster, **options)
     else:
-        job = Job(model, optimizer, parsed, _Session.cluster, steps=steps, shard=shard, **options)
+        job = Job(model, optimizer, parsed, _Session.cluster, steps=steps, zero=zero, **options)
     _Session.jobs.append(job)
     return job
 
@@ -256,7 +257,7 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None)
     )
 
 
-def shard(loader: Iterable[Any], epoch: int | None = None) -> Shard:
+def distribute(loader: Iterable[Any], epoch: int | None = None) -> DistributedLoader:
     """This worker's part of ``loader``: rounds of N batches are dealt out evenly, so nobody waits for a batch that is not there.
 
     A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch (they count the iterations over this
@@ -264,12 +265,12 @@ def shard(loader: Iterable[Any], epoch: int | None = None) -> Shard:
     other iterable each worker takes every N-th batch.
     """
     if _Session.cluster is None:
-        raise HocketError("Call hocket.init() before hocket.shard(…).")
-    return Shard(loader, epoch)
+        raise HocketError("Call hocket.init() before hocket.distribute(…).")
+    return DistributedLoader(loader, epoch)
 
 
-class Shard:
-    """What :func:`shard` returns; each iteration over it is one epoch."""
+class DistributedLoader:
+    """What :func:`distribute` returns; each iteration over it is one epoch."""
 
     def __init__(self, loader: Iterable[Any], epoch: int | None) -> None:
         self.loader, self.epoch = loader, epoch
@@ -280,7 +281,7 @@ class Shard:
 
     def __iter__(self) -> Iterator[Any]:
         if _Session.cluster is None:
-            raise HocketError("Call hocket.init() before iterating over hocket.shard(…).")
+            raise HocketError("Call hocket.init() before iterating over hocket.distribute(…).")
         epoch = self.epoch
         if epoch is None:
             # Kept alive with its count: the id of a loader that is gone may come back, on some workers only.
@@ -299,7 +300,7 @@ class Shard:
 def _at_exit() -> None:
     if hasattr(sys, "last_value"):
         return  # died of an exception: say nothing, so that the others notice
-    leave()
+    shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
     # Gloo's threads let go of the last tensors some time after a collective, and abort the process if the interpreter is being

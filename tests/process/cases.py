@@ -190,7 +190,7 @@ def uneven(rank: int) -> dict[str, Any]:
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
     sizes = []
     for epoch in range(2):
-        for xs, ys in hocket.shard(loader):
+        for xs, ys in hocket.distribute(loader):
             sizes.append(len(xs))
             optimizers[0].zero_grad()
             F.cross_entropy(ours(xs), ys).backward()
@@ -213,7 +213,7 @@ def uneven_accumulated(rank: int) -> dict[str, Any]:
     optimizers = sgd(ours), sgd(plain)
     job = hocket.parallelize(ours, optimizers[0], "bulk", accumulate=2)
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
-    for passes, (xs, ys) in enumerate(hocket.shard(loader, epoch=0)):
+    for passes, (xs, ys) in enumerate(hocket.distribute(loader, epoch=0)):
         (F.cross_entropy(ours(xs), ys) / 2).backward()
         if passes % 2:
             optimizers[0].step()

@@ -86,7 +86,7 @@ def learning(rank: int, folder: str, strategies: list[str], epochs: int) -> None
         job = _job(model, optimizer, text)
         seen: list[bool] = []
         for epoch in range(epochs):
-            for x, y in hocket.shard(loader, epoch):
+            for x, y in hocket.distribute(loader, epoch):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
@@ -109,7 +109,7 @@ def between_hosts(keys: str) -> None:
     losses = []
     for epoch in range(4):
         total = []
-        for x, y in hocket.shard(loader, epoch):
+        for x, y in hocket.distribute(loader, epoch):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
@@ -148,7 +148,7 @@ def served(rank: int, folder: str) -> None:
     """There are no servers to name."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    hocket.init(device="cpu", servers="tcp://127.0.0.1:1", worker=0, workers=2)
+    hocket.init(device="cpu", servers="tcp://127.0.0.1:1", rank=0, world_size=2)
     model = net()
     try:
         hocket.parallelize(model, sgd(model), "async + gossip")

@@ -162,7 +162,7 @@ def by_address(rank: int, folder: str, servers: str, workers: int, strategy: str
     """No launcher: servers that run already, and a number for each worker."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    hocket.init(device="cpu", servers=servers, worker=rank, workers=workers)
+    hocket.init(device="cpu", servers=servers, rank=rank, world_size=workers)
     model = net()
     optimizer = sgd(model, momentum=0.0)
     job = hocket.parallelize(model, optimizer, strategy)

@@ -11,7 +11,7 @@ from process.launch import Hocket
 from process.test_cli import metrics_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-SMALL = ["--model", "cnn", "--batch", "120", "--lr", "0.05", "--momentum", "0.9", "--seed", "3"]
+SMALL = ["--model", "cnn", "--batch-size", "120", "--lr", "0.05", "--momentum", "0.9", "--seed", "3"]
 
 
 def test_a_run_goes_on_split_otherwise_and_ends_where_an_unsplit_one_does(hocket: Hocket, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_explain_shows_who_holds_what_and_trains_nothing(hocket: Hocket, tmp_pat
 
 
 def test_workers_may_keep_everything_in_parts(hocket: Hocket, tmp_path: Path) -> None:
-    ended = hocket("train", *SMALL, "--workers", "2", "--shard", "full", "--epochs", "1", "--out", str(tmp_path))
+    ended = hocket("train", *SMALL, "--workers", "2", "--fsdp", "--epochs", "1", "--out", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert "2 workers, all in parts (MB by formula)" in " ".join(ended.stdout.split())
     assert json.loads((tmp_path / "run.json").read_text())["shard"] == "full"

@@ -39,7 +39,7 @@ def rows_after(strategy: str, device: str, engine: str) -> torch.Tensor:
         (x, y),
         strategy=strategy,
         workers=4,
-        batch=8,
+        batch_size=8,
         epochs=2,
         device=device,
         engine=engine,

@@ -18,7 +18,7 @@ from hocket.cluster.layout import Layout
 from hocket.messages import Caller, Envelope, Kind, pack
 from hocket.messages.frame import REASONS
 from hocket.server.milestones import Milestones, Wish
-from hocket.server.recipe import OptimizerSpec
+from hocket.server.optimizer_spec import OptimizerSpec
 from hocket.server.wire import OBSERVER, WORKER_MARK, terms_of
 from hocket.strategy import Strategy
 from hocket.train.job import layout_for

@@ -555,7 +555,18 @@ def no_children() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_children")
 def test_the_command_trains_and_survives_the_loss_of_a_worker(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch", "32", "--slowdown", "4"]
+    run = [
+        sys.executable,
+        "-m",
+        "hocket.cli.main",
+        "train",
+        "--model",
+        "process.served:small",
+        "--batch-size",
+        "32",
+        "--slowdown",
+        "4",
+    ]
     run += ["--strategy", "async + gossip", "--workers", "3", "--epochs", "20", "--liveness-timeout", "2", "--out", str(tmp_path)]
     with subprocess.Popen(run, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
@@ -603,7 +614,7 @@ class Watched(PairsCrew):
 
 
 def replaced(text: str, workers: int) -> Settings:
-    return Settings(strategy=text, model="process.served:small", batch=32, workers=workers, epochs=6, lr=0.05)
+    return Settings(strategy=text, model="process.served:small", batch_size=32, workers=workers, epochs=6, lr=0.05)
 
 
 @pytest.mark.usefixtures("no_children")
@@ -622,7 +633,7 @@ def test_another_takes_the_place_of_a_killed_worker(
 
     monkeypatch.setattr("hocket.cli.train.PairsCrew", Kept)
     monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
-    arguments = ["--strategy", text, "--model", "process.served:small", "--batch", "32", "--workers", "3", "--epochs", "6"]
+    arguments = ["--strategy", text, "--model", "process.served:small", "--batch-size", "32", "--workers", "3", "--epochs", "6"]
     arguments += ["--replace", "--liveness-timeout", "2", "--lr", "0.05", "--out", str(tmp_path)]
     ended = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
     assert ended.exit_code == 0
@@ -655,7 +666,7 @@ def test_where_all_have_died_there_is_nothing_to_go_on_from(monkeypatch: pytest.
 
 
 def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp_path: Path) -> None:
-    given = Settings(strategy="async + gossip(pushsum)", model="process.served:small", batch=32, workers=3, epochs=8, lr=0.05)
+    given = Settings(strategy="async + gossip(pushsum)", model="process.served:small", batch_size=32, workers=3, epochs=8, lr=0.05)
     total = len(batch_sequence(given, load("digits")))
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
         clerk = Clerk(listener, 3, total)
@@ -756,7 +767,7 @@ def test_a_clerk_goes_on_with_the_sums_of_a_worker_that_was_replaced_and_deals_n
 
 
 def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_tell_the_mean_is_not_waited_for() -> None:
-    settings = Settings(strategy="async + gossip", model="process.served:small", batch=32, workers=2, epochs=2)
+    settings = Settings(strategy="async + gossip", model="process.served:small", batch_size=32, workers=2, epochs=2)
     crew = PairsCrew(settings, torch.device("cpu"), None, None, Care(liveness_timeout_s=0.2))
     try:
         with Listener("tcp://127.0.0.1:0", JOB) as silent:

@@ -36,7 +36,7 @@ from process.served import LIMIT_S, Service
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
-SMALL: dict[str, Any] = {"model": "process.served:small", "batch": 32, "workers": 3, "seed": 1}
+SMALL: dict[str, Any] = {"model": "process.served:small", "batch_size": 32, "workers": 3, "seed": 1}
 
 
 def settings(strategy: str, **changes: Any) -> Settings:
@@ -60,7 +60,7 @@ def virtual(given: Settings) -> Tensor:
 
 @pytest.mark.parametrize("strategy", ["bulk + server(shards=2)", "ssp(0) + server(shards=3)"])
 def test_the_classical_scheme_equals_bulk(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
-    options: dict[str, Any] = {"epochs": 2, "momentum": 0.9, "lr": 0.05, "schedule": "cosine", "workers": 2}  # uneven at the end
+    options: dict[str, Any] = {"epochs": 2, "momentum": 0.9, "lr": 0.05, "lr_schedule": "cosine", "workers": 2}  # uneven at the end
     expected = virtual(settings("bulk", virtual=True, engine="loop", **options))
     with Service(nursery, tmp_path, settings(strategy, **options)) as service:
         status = service.ends()
@@ -346,7 +346,7 @@ def test_snapshots_need_a_folder(tmp_path: Path) -> None:
 # --- the command -------------------------------------------------------------------------------------------------------------
 
 
-COMMAND = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch", "32", "--lr", "0.1"]
+COMMAND = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch-size", "32", "--lr", "0.1"]
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -389,7 +389,7 @@ def test_settings_describe_a_cluster_for_virtual_workers_only(tmp_path: Path) ->
 @pytest.mark.parametrize("cluster", ["1gbit", hocket.ClusterSpec.parse("1gbit")])
 def test_simulate_predicts_for_a_cluster(cluster: str | ClusterSpec) -> None:
     x, y = samples(64)
-    run = hocket.simulate(net, F.cross_entropy, (x, y), workers=4, batch=4, cluster=cluster)
+    run = hocket.simulate(net, F.cross_entropy, (x, y), workers=4, batch_size=4, cluster=cluster)
     assert run.ledger.seconds is not None
     assert math.isfinite(run.ledger.seconds)
-    assert hocket.simulate(net, F.cross_entropy, (x, y), workers=4, batch=4).ledger.seconds is None
+    assert hocket.simulate(net, F.cross_entropy, (x, y), workers=4, batch_size=4).ledger.seconds is None

@@ -63,7 +63,12 @@ def one_sentence(error: pytest.ExceptionInfo[HocketError]) -> str:
 
 # --- partition -------------------------------------------------------------------------------------------------------------------
 
-sizes = {"samples": st.integers(1, 300), "workers": st.integers(1, 12), "batch": st.integers(1, 20), "seed": st.integers(0, 2**40)}
+sizes = {
+    "samples": st.integers(1, 300),
+    "workers": st.integers(1, 12),
+    "batch_size": st.integers(1, 20),
+    "seed": st.integers(0, 2**40),
+}
 
 
 @settings(max_examples=150, deadline=None)
@@ -111,7 +116,7 @@ def test_partition_is_the_same_everywhere_and_new_in_every_epoch():
 @settings(max_examples=150, deadline=None)
 @given(
     speeds=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12),
-    batch=st.integers(1, 40),
+    batch_size=st.integers(1, 40),
     more=st.integers(0, 39),
 )
 def test_parts_by_speed_add_up_leave_nobody_out_and_are_done_soonest(speeds, batch, more):
@@ -248,7 +253,7 @@ def test_augment_depends_on_a_rows_own_images_and_key_only():
 
 
 def test_augment_is_a_crop_and_perhaps_a_flip():
-    x = images(rows=2, batch=40, size=8)
+    x = images(rows=2, batch_size=40, size=8)
     y = CropFlip(pad=2)(x, torch.tensor([1, 2]))
     seen = set()
     for image, changed in zip(x.flatten(0, 1), y.flatten(0, 1), strict=True):

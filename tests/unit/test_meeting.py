@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.server.meeting import MeetingShard
-from hocket.server.recipe import OptimizerSpec
+from hocket.server.optimizer_spec import OptimizerSpec
 from hocket.sync import Stale
 
 SIZE = 5

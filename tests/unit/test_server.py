@@ -25,8 +25,8 @@ from hocket.server.client import Client
 from hocket.server.desk import Desk
 from hocket.server.members import BatchDispatcher
 from hocket.server.observer import Observer
-from hocket.server.outbox import PushEncoder
-from hocket.server.recipe import OptimizerSpec
+from hocket.server.optimizer_spec import OptimizerSpec
+from hocket.server.push_encoder import PushEncoder
 from hocket.server.shard import Shard
 from hocket.server.slices import Slices
 from hocket.server.snapshots import Snapshots, sealed, unsealed

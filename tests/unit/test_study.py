@@ -72,7 +72,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(strategies: Sequence[str], **options: Any) -> Outline:
-    settings = {"data": DATA, "model": MODEL, "batch": 3, "epochs": 2, **options.pop("settings", {})}
+    settings = {"data": DATA, "model": MODEL, "batch_size": 3, "epochs": 2, **options.pop("settings", {})}
     return Outline("small", lambda *_: [Entry(s) for s in strategies], settings=settings, **options)
 
 
@@ -129,8 +129,8 @@ def test_ten_is_the_study_that_is_reproduced() -> None:
         if kind is Gossip:
             assert strategy.topology == Gossip(), "partners rotate"
     settings = of_preset(preset("ten")).common()
-    wanted = {"model": "cnn", "optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup": 0.0}
-    wanted |= {"batch": 100, "epochs": 50, "augment": False, "last": "drop", "scale_lr": False}
+    wanted = {"model": "cnn", "optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant", "warmup": 0.0}
+    wanted |= {"batch_size": 100, "epochs": 50, "augment": False, "last": "drop", "scale_lr": False}
     assert {name: getattr(settings, name) for name in wanted} == wanted
     assert preset("ten").lr == 0.01
 
@@ -145,7 +145,7 @@ def test_ten_modern_is_the_same_ten_with_weights_feedback_momentum_warm_up_and_t
             assert new.compression == Threshold(keep=0.05)
             assert new.compression.uses_error_feedback
     outline = of_preset(preset("ten-modern"))
-    assert (outline.common().momentum, outline.common().schedule, outline.common().warmup) == (0.9, "cosine", 5.0)
+    assert (outline.common().momentum, outline.common().lr_schedule, outline.common().warmup) == (0.9, "cosine", 5.0)
     assert outline.changed(epochs=20).common().warmup == 2.0
     assert outline.lr == "auto"
 
@@ -165,7 +165,7 @@ def test_axes_varies_one_axis_at_a_time_and_leaves_out_no_method() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_strategy_of_a_preset_trains(name: str, tmp_path: Path) -> None:
-    outline = of_preset(preset(name)).changed(data=DATA, model=MODEL, batch=3, epochs=2, max_steps=2, lr=0.05)
+    outline = of_preset(preset(name)).changed(data=DATA, model=MODEL, batch_size=3, epochs=2, max_steps=2, lr=0.05)
     outcomes = carried(tmp_path, outline)
     assert len(outcomes) == len(preset(name).entries(4, 2))
     assert [o.failure for o in outcomes if o.failure] == []
@@ -554,7 +554,7 @@ def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> 
 
 def test_engines_that_are_kept_change_nothing() -> None:
     """Compiling takes seconds, so trainings of one model and size share an engine."""
-    base = Settings(workers=4, virtual=True, model="mlp", batch=20, max_steps=4, engine="vmap")
+    base = Settings(workers=4, virtual=True, model="mlp", batch_size=20, max_steps=4, engine="vmap")
     all_settings = [replace(base, strategy=s, seed=seed) for s in ("bulk", "local(2) + gossip") for seed in (0, 1)]
 
     def losses(engines: Any) -> list[Any]:
@@ -646,7 +646,7 @@ def test_no_rate_above_one_that_diverged_is_taken(drawn: dict[float, float | Non
 @given(st.integers(1, 500), st.integers(1, 300), st.booleans())
 def test_a_try_is_a_short_training_with_the_same_shape(rounds: int, epochs: int, capped: bool) -> None:
     steps = rounds * epochs // 2 + 1 if capped else rounds * epochs
-    settings = Settings(epochs=epochs, warmup=epochs / 10, schedule="cosine", momentum=0.9, max_steps=steps if capped else None)
+    settings = Settings(epochs=epochs, warmup=epochs / 10, lr_schedule="cosine", momentum=0.9, max_steps=steps if capped else None)
     tried = short(settings, 0.5, rounds, steps)
     wanted = search_steps(rounds, steps)
     assert wanted <= max(1, steps // 2), "a search must not cost more than what it searches for"
@@ -778,7 +778,7 @@ def test_shares_by_speed_are_a_field_of_a_study_and_leave_the_rate_as_it_is(tmp_
     assert speed.keys() == even.keys()
     assert [(s["chosen"], s["losses"]) for s in speed.values()] == [(e["chosen"], e["losses"]) for e in even.values()]
     path.write_text(base + 'share = "speed"\n')
-    with pytest.raises(HocketError, match=r"mine\.toml, line 8: --share speed: virtual workers have speeds only with --cluster"):
+    with pytest.raises(HocketError, match=r"mine\.toml, line 8: --balance speed: virtual workers have speeds only with --cluster"):
         file.read(path)
 
 
@@ -796,15 +796,22 @@ def test_where_every_rate_diverges_the_run_has_failed(tmp_path: Path) -> None:
 
 OTHER: dict[str, Any] = {
     **{"strategy": "local(4) + gossip + topk(0.1) | qsgd(4)", "workers": 3, "virtual": True, "data": "mnist", "model": "cnn"},
-    **{"optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "weight_decay": 0.0005, "schedule": "cosine", "warmup": 2.5},
-    **{"scale_lr": True, "batch": 7, "epochs": 3, "max_steps": 11, "clip": 0.25, "autocast": "bf16", "augment": False},
+    **{"optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "weight_decay": 0.0005, "lr_schedule": "cosine", "warmup": 2.5},
+    **{"scale_lr": True, "batch_size": 7, "epochs": 3, "max_steps": 11, "clip": 0.25, "autocast": "bf16", "augment": False},
     **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
-    **{"cluster": "1gbit", "slowdown": "1,4", "share": "speed"},
+    **{"cluster": "1gbit", "slowdown": "1,4", "balance": "speed"},
     **{"bucket_cap_bytes": 1000, "first_bucket_cap_bytes": 100},
-    **{"mesh": "pipeline=2,tensor=2", "pipe": "interleaved", "micro": 4, "cut": "1, 2", "stages_per_rank": 3, "measure": "flops"},
-    **{"plan_file": "plan.toml", "shard": "state"},
+    **{
+        "mesh": "pipeline=2,tensor=2",
+        "pipe": "interleaved",
+        "num_microbatches": 4,
+        "cut": "1, 2",
+        "stages_per_rank": 3,
+        "measure": "flops",
+    },
+    **{"plan_file": "plan.toml", "zero": 1, "fsdp": True},
 }
-SPLIT = ("pipe", "micro", "cut", "measure", "plan_file")
+SPLIT = ("pipe", "num_microbatches", "cut", "measure", "plan_file")
 BESIDE = {  # what a setting needs to make sense
     **{"cluster": ("virtual",), "stages_per_rank": ("mesh", "pipe")},
     **dict.fromkeys(SPLIT, ("mesh",)),
@@ -815,7 +822,7 @@ BESIDE = {  # what a setting needs to make sense
 def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert set(OTHER) == set(asdict(Settings())), "a new setting needs a value here"
     assert not any(OTHER[name] == value for name, value in asdict(Settings()).items())
-    split = (*SPLIT, "mesh", "stages_per_rank", "shard")  # real workers only
+    split = (*SPLIT, "mesh", "stages_per_rank", "zero", "fsdp")  # real workers only
     chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - set(split) if changed == "all" else ())}
     settings = Settings(**{name: value for name, value in OTHER.items() if name in chosen})
     got: list[Settings] = []
@@ -849,7 +856,7 @@ def study_command(*arguments: str) -> str:
         (["ten", "--epochs", "0"], ["epochs", "at least 1"]),
         (["ten", "--data", "cifar11"], ["cifar11", "did you mean"]),
         (["ten", "--model", "cn"], ["cn", "did you mean 'cnn'"]),
-        (["ten", "--schedule", "cosin"], ["cosin", "did you mean 'cosine'"]),
+        (["ten", "--lr-schedule", "cosin"], ["cosin", "did you mean 'cosine'"]),
         (["ten", "--last", "evn"], ["evn", "did you mean 'even'"]),
         (["ten", "--within", "-1"], ["--within -1"]),
         (["ten", "--device", "tpu"], ["tpu"]),

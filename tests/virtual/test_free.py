@@ -45,7 +45,7 @@ def _data(samples: int = 96) -> tuple[Tensor, Tensor]:
 def _simulate(
     strategy: str, workers: int = 4, spec: ClusterSpec = UNEVEN, epochs: int = 2, **options: Any
 ) -> hocket.train.simulate.Run:
-    given_ = {"optimizer": sgd(0.1, momentum=0.9), "batch": 4, **options}
+    given_ = {"optimizer": sgd(0.1, momentum=0.9), "batch_size": 4, **options}
     return hocket.simulate(
         given_.pop("model", Tiny),
         F.cross_entropy,
@@ -99,7 +99,7 @@ def test_one_worker_equals_plain_training(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["bulk + server", "bulk + server(3)", "ssp(0) + server(2)"])
 def test_pushes_that_wait_for_each_other_equal_bulk(strategy: str) -> None:
     """Bit for bit, uneven last rounds and all: the shards sum in worker order and run the workers' own optimiser."""
-    bulk, served = _simulate("bulk", batch=7), _simulate(strategy, batch=7)
+    bulk, served = _simulate("bulk", batch_size=7), _simulate(strategy, batch_size=7)
     assert torch.equal(_weights(bulk), _weights(served))
     assert [m["accuracy"] for m in bulk.metrics] == [m["accuracy"] for m in served.metrics]
     for a, b in zip(bulk.metrics, served.metrics, strict=True):
@@ -186,7 +186,7 @@ def test_seconds_add_up(strategy: str) -> None:
 
 
 def _seconds(strategy: str, spec: ClusterSpec, **options: Any) -> float:
-    return sum(m["seconds"] for m in _simulate(strategy, spec=spec, epochs=8, batch=2, **options).metrics)
+    return sum(m["seconds"] for m in _simulate(strategy, spec=spec, epochs=8, batch_size=2, **options).metrics)
 
 
 def test_a_slow_worker_holds_up_those_who_wait_for_it_and_nobody_else() -> None:
@@ -532,7 +532,7 @@ def test_what_a_code_holds_back_is_pushed_later(shards: int) -> None:
     total = torch.zeros_like(training.replicas.grads[0][0])
     sent = torch.zeros_like(total)
     generator = torch.Generator().manual_seed(0)
-    from hocket.server.outbox import read
+    from hocket.server.push_encoder import read
 
     for step in range(1, 6):
         gradient = torch.randn(total.shape, generator=generator)

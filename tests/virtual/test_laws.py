@@ -223,8 +223,8 @@ def test_uneven_last_batches_weigh_by_samples() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(29, FEATURES, generator=generator), torch.randint(0, 3, (29,), generator=generator)
     options = {"optimizer": sgd(LR), "epochs": 2, "evaluate": False}
-    many = hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=3, batch=4, strategy="bulk", **options)
-    one = hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=1, batch=12, **options)
+    many = hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=3, batch_size=4, strategy="bulk", **options)
+    one = hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=1, batch_size=12, **options)
     for a, b in zip(many.model.parameters(), one.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
 

@@ -85,7 +85,7 @@ def test_a_whole_training_resumes_after_an_epoch(strategy: str) -> None:
 
     def training():
         data = DataSet("d", (x, y), (x, y), 3, identity)
-        plan = Plan(epochs=3, batch=4, seed=1, schedule="cosine", warmup_epochs=1)
+        plan = Plan(epochs=3, batch_size=4, seed=1, lr_schedule="cosine", warmup_epochs=1)
         return train_rows(Tiny, F.cross_entropy, sgd(0.1, momentum=0.9), data, Strategy.parse(strategy), VirtualCluster(4), plan)
 
     whole, first, second = training(), training(), training()
@@ -104,7 +104,7 @@ def test_simulate_is_a_function_of_its_seed() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(64, FEATURES, generator=generator), torch.randint(0, 3, (64,), generator=generator)
     runs = [
-        hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=4, batch=4, strategy="gossip + topk(0.2)", seed=seed, epochs=2)
+        hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=4, batch_size=4, strategy="gossip + topk(0.2)", seed=seed, epochs=2)
         for seed in (0, 0, 1)
     ]
     losses = [[m["loss"] for m in r.metrics] for r in runs]

@@ -6,7 +6,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -249,7 +248,7 @@ def predicted_for(settings: Settings) -> str:
     '1gbit'
     """
     spec = settings.spec()
-    return "" if spec is None else cluster_name({**asdict(settings), "spec": spec.describe()})
+    return "" if spec is None else cluster_name({**settings.recorded(), "spec": spec.describe()})
 
 
 def plain_notes() -> None:

@@ -30,7 +30,7 @@ class MiniBatch:
 class BatchSequence:
     """The mini-batches of ``steps`` rounds of ``partition``, by number.
 
-    >>> sequence = BatchSequence(Partition(samples=11, workers=2, batch=4, seed=0), steps=4)
+    >>> sequence = BatchSequence(Partition(samples=11, workers=2, batch_size=4, seed=0), steps=4)
     >>> len(sequence), [(len(h.indices), h.epoch, h.step) for h in map(sequence.minibatch, (0, 3, 4))]
     (8, [(4, 0, 0), (1, 0, 1), (4, 1, 2)])
     """

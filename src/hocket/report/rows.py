@@ -157,7 +157,7 @@ class Row:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """How the model is split, and what workers keep only a part of (``--shard``)."""
+        """How the model is split, and what workers keep only a part of (``--zero``, ``--fsdp``)."""
         return self.mesh, str(self.settings.get("shard") or "")
 
     @property

@@ -24,8 +24,8 @@ from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind
 from hocket.server.account import Account
 from hocket.server.observer import Observer
-from hocket.server.outbox import PushEncoder
-from hocket.server.recipe import OptimizerSpec
+from hocket.server.optimizer_spec import OptimizerSpec
+from hocket.server.push_encoder import PushEncoder
 from hocket.server.slices import Slices
 from hocket.server.wire import LIVENESS_TIMEOUT_S, MAX_BATCH_IDS, WORKER_MARK, as_tensors, link_bytes, slices_of, terms_of
 from hocket.strategy import Strategy

@@ -42,7 +42,7 @@ from hocket.messages import Envelope, Kind, Listener
 from hocket.server.meeting import MeetingShard
 from hocket.server.members import BatchDispatcher, Member, Request
 from hocket.server.milestones import Milestone, Milestones, Wish
-from hocket.server.recipe import OptimizerSpec
+from hocket.server.optimizer_spec import OptimizerSpec
 from hocket.server.shard import Shard
 from hocket.server.snapshots import Snapshots
 from hocket.server.wire import (

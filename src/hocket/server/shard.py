@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hocket.server.recipe import OptimizerSpec
+from hocket.server.optimizer_spec import OptimizerSpec
 from hocket.sync.base import COMPENSATIONS, Sync
 from hocket.sync.bulk import Bulk
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import Message
 from hocket.errors import HocketError
-from hocket.server.outbox import read
+from hocket.server.push_encoder import read
 from hocket.server.slices import Slices
 from hocket.strategy import Strategy
 from hocket.topology import Server

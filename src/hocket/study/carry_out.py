@@ -128,7 +128,7 @@ def check(study: Study, data: Data) -> None:
 
 def _refusal(settings: Settings, data: DataSet) -> str | None:
     try:
-        Partition(len(data.train[0]), settings.workers, settings.batch, settings.seed, settings.plan().rounds)
+        Partition(len(data.train[0]), settings.workers, settings.batch_size, settings.seed, settings.plan().rounds)
     except HocketError as error:
         return str(error)
     return None
@@ -253,7 +253,7 @@ class Search:
         settings = short(self.settings, rate, rounds_of(self.settings, data), steps_of(self.settings, data))
         self.found["epochs"] = settings.epochs
         try:
-            last = self.virtual(replace(settings, virtual=True, cluster=None, slowdown=None, share="even"), None, self.watch)[-1]
+            last = self.virtual(replace(settings, virtual=True, cluster=None, slowdown=None, balance="even"), None, self.watch)[-1]
         except NonFiniteGradient:
             return None, None
         return (last["loss"], last["accuracy"]) if math.isfinite(last["loss"]) else (None, None)

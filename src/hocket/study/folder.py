@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ class Folder:
 
     def _folders(self, before: Mapping[str, Any], study: Study) -> dict[str, str]:
         """The folders of the runs that are there by what they are; refuses a study that is another one."""
-        defaults = asdict(Settings())
+        defaults = Settings().recorded()
         try:
             there = [({**defaults, **run["settings"]}, str(run["folder"])) for run in before["runs"]]
         except (KeyError, TypeError):

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hocket.data import DataSet, Partition
@@ -47,7 +47,7 @@ class Planned:
 
     def described(self) -> dict[str, Any]:
         """The settings as study.json has them: what makes a run the same run."""
-        described = {**asdict(self.settings), "strategy": str(Strategy.parse(self.settings.strategy))}
+        described = {**self.settings.recorded(), "strategy": str(Strategy.parse(self.settings.strategy))}
         return {**described, "lr": AUTO} if self.tuned else described
 
 
@@ -153,7 +153,9 @@ def steps_of(settings: Settings, data: DataSet) -> int:
 def rounds_of(settings: Settings, data: DataSet) -> int:
     """How many steps an epoch has; at least 1, so that what cannot run is refused when it is run."""
     try:
-        return max(1, len(Partition(len(data.train[0]), settings.workers, settings.batch, settings.seed, settings.plan().rounds)))
+        return max(
+            1, len(Partition(len(data.train[0]), settings.workers, settings.batch_size, settings.seed, settings.plan().rounds))
+        )
     except HocketError:
         return 1
 

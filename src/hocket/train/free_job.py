@@ -25,7 +25,7 @@ from hocket.errors import HocketError, WorkerLost
 from hocket.server.account import Account, entry_of
 from hocket.server.client import Client
 from hocket.server.observer import Observer
-from hocket.server.recipe import OptimizerSpec
+from hocket.server.optimizer_spec import OptimizerSpec
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, Stale
 from hocket.topology import Gossip, Server
@@ -120,7 +120,7 @@ class FreeJob:
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         self.model, self.optimizer, self.strategy, self.accumulate, self.check = model, optimizer, strategy, accumulate, check
         self.weight = 1.0
-        """This worker's share of the next exchange (set by :func:`hocket.shard`); it counts where pushes make one update."""
+        """This worker's share of the next exchange (set by :func:`hocket.distribute`); it counts where pushes make one update."""
         self.layout = layout_for(model, optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes, apart)
         if not self.layout.buckets:
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")

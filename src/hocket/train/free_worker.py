@@ -22,10 +22,10 @@ from hocket.server.client import Client
 from hocket.topology import Gossip
 from hocket.train.engines.loop import forked, random_modules
 from hocket.train.free_job import FreeJob
+from hocket.train.lr_schedule import factor
 from hocket.train.pairs_job import PeerConfig
 from hocket.train.pairs_worker import DealtPairsJob
 from hocket.train.run import AUTOCAST, Settings
-from hocket.train.schedule import factor
 from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
 
@@ -53,7 +53,7 @@ class Post:
 def batch_sequence(settings: Settings, data: DataSet) -> BatchSequence:
     """All mini-batches of a run."""
     plan = settings.plan()
-    partition = Partition(len(data.train[0]), settings.workers, plan.batch, plan.seed, plan.rounds)
+    partition = Partition(len(data.train[0]), settings.workers, plan.batch_size, plan.seed, plan.rounds)
     total = len(partition) * plan.epochs
     return BatchSequence(partition, total if plan.max_steps is None else min(total, plan.max_steps))
 
@@ -68,7 +68,7 @@ def work(post: Post) -> None:
     model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
-    at = factor(settings.schedule, sequence.steps, round(settings.warmup * len(sequence.partition)))
+    at = factor(settings.lr_schedule, sequence.steps, round(settings.warmup * len(sequence.partition)))
     job = _enter(post, settings, model, optimizer, sequence)
     throttle = Throttle(settings.slowdown_of(job.client.worker))
     x, y = (t.to(device) for t in data.train)

@@ -33,7 +33,7 @@ from hocket.compression import DGC
 from hocket.errors import HocketError
 from hocket.program import Program
 from hocket.split.offload import refuse_offloaded
-from hocket.split.sharded import ShardedState, refuse_shard
+from hocket.split.sharded import ShardedState, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, Local, PostLocal, proven_period
 from hocket.topology import Server
@@ -62,22 +62,21 @@ class Job:
         first_bucket_cap_bytes: int | None = None,
         apart: Mapping[str, str] | None = None,
         hooked: bool = True,
-        shard: str | None = None,
+        zero: int = 0,
     ) -> None:
         """``apart``: kinds of parameters that share no bucket with others. ``hooked=False``: gradients are computed in a way that
-        autograd's hooks do not see; whoever computes them calls :meth:`exchange` when all are there. ``shard="state"``: every
+        autograd's hooks do not see; whoever computes them calls :meth:`exchange` when all are there. ``zero=1``: every
         worker keeps a part of the optimiser's state (``self.sharded``)."""
         if cluster.rows != 1:
             raise HocketError(
                 f"parallelize trains one worker per process, but {cluster.rows} are hosted here; use hocket.simulate."
             )
         check_job(model, optimizer, strategy, accumulate, nonfinite)
-        if shard is not None:
-            refuse_shard(shard, strategy, scaler)
+        refuse_sharding(strategy, zero, fsdp=False, scaler=scaler)
         self.model, self.optimizer, self.strategy, self.cluster = model, optimizer, strategy, cluster
         self.accumulate, self.check = accumulate, check
         self.weight = 1.0
-        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.shard`)."""
+        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.distribute`)."""
         check_device(model, cluster)
         self.layout = layout_for(model, optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes, apart)
         if not self.layout.buckets and hooked:  # a stage of a pipeline may have none
@@ -93,7 +92,7 @@ class Job:
                 f"check={check}",
                 f"seed={seed}",
                 f"scaler={scaler is not None}",
-                f"shard={shard}",
+                f"zero={zero}",
             ],
         )
         # With a scaler overflow is expected: it leads to a skipped step, not to an end.
@@ -119,7 +118,7 @@ class Job:
         """When the last backward pass had computed all gradients (``time.perf_counter``); exchanges may go on after it."""
         self._handles = self._hook(hooked)
         self.sharded: ShardedState | None = None
-        if shard == "state" and cluster.size > 1:
+        if zero and cluster.size > 1:
             self.sharded = ShardedState(model, optimizer, cluster, self.layout, self.weights)
         if scaler is not None:
             self._share_overflow(scaler)

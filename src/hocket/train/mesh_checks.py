@@ -12,7 +12,7 @@ from hocket.errors import HocketError
 from hocket.split import Mesh
 from hocket.split.pipeline import Cut
 from hocket.split.pipeline.schedules import find
-from hocket.split.sharded import SEES_WHOLE, refuse_shard
+from hocket.split.sharded import SEES_WHOLE, refuse_sharding
 from hocket.strategy import Strategy
 
 ASYNCHRONOUS = "pipedream"
@@ -51,7 +51,8 @@ def refuse_on_mesh(
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
     world: Cluster,
-    shard: str | None,
+    zero: int,
+    fsdp: bool,
     served: bool,
     given: dict[str, Any],
 ) -> None:
@@ -66,10 +67,9 @@ def refuse_on_mesh(
             f"The mesh {mesh} cuts the model into stages, which needs loss=, a function of output and target, and sample=, some "
             "inputs."
         )
-    if shard is not None:
-        refuse_shard(shard, strategy, None)
-    if shard == "full" and mesh.splits:
-        raise HocketError(f"shard='full' cuts every parameter, and so does the mesh {mesh}; use shard='state', or data= alone.")
+    refuse_sharding(strategy, zero, fsdp)
+    if fsdp and mesh.splits:
+        raise HocketError(f"fsdp=True cuts every parameter, and so does the mesh {mesh}; use zero=1, or data= alone.")
     if mesh.tensor > 1 and type(optimizer).__name__ in SEES_WHOLE:
         raise HocketError(
             f"{type(optimizer).__name__} looks at whole matrices, of which the mesh {mesh} leaves each process a part; use AdamW "
@@ -79,11 +79,11 @@ def refuse_on_mesh(
         raise HocketError("Stages talk through host memory, which NCCL does not reach; call hocket.init(backend='gloo').")
 
 
-def refuse_cut(cut: Cut, strategy: Strategy, schedule: str, shard: str | None, served: bool) -> None:
+def refuse_cut(cut: Cut, strategy: Strategy, schedule: str, zero: int, served: bool) -> None:
     """Refuse stages that a strategy cannot serve; all processes know all stages, so all refuse together."""
     empty = [k for k, stage in enumerate(cut.stages) if not any(p.requires_grad for p in stage.parameters())]
-    if empty and (served or shard is not None):
-        what = str(strategy) if served else f"shard={shard!r}"
+    if empty and (served or zero):
+        what = str(strategy) if served else f"zero={zero}"
         raise HocketError(
             f"{what} needs something to train in every stage, but stage {empty[0]} has nothing; cut elsewhere (cut=)."
         )

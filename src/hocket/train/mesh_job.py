@@ -77,7 +77,8 @@ class MeshJob:
         accumulate: int = 1,
         nonfinite: str = "raise",
         seed: int = 0,
-        shard: str | None = None,
+        zero: int = 0,
+        fsdp: bool = False,
         **options: Any,
     ) -> None:
         """``connect`` makes the link to the shards of this part of the model, where the strategy has some."""
@@ -92,7 +93,7 @@ class MeshJob:
         }
         refuse_split_options(mesh, split)
         given = {"loss": loss, "sample": sample, "accumulate": accumulate, "nonfinite": nonfinite, "scaler": options.get("scaler")}
-        refuse_on_mesh(mesh, optimizer, strategy, world, shard, connect is not None, given)
+        refuse_on_mesh(mesh, optimizer, strategy, world, zero, fsdp, connect is not None, given)
         self.place = init_mesh(mesh, world.device.type)
         if isinstance(world, ProcessCluster):
             for axis in self.place.axes.values():
@@ -128,7 +129,7 @@ class MeshJob:
             measure = measure or ("flops" if unborn or mesh.tensor > 1 else "seconds")
             part = sample if schedule == ASYNCHRONOUS else sample[: max(1, len(sample) // num_microbatches)]
             self.cut = cut_model(model, part, mesh.pipeline * stages_per_rank, measure, points=cut)
-            refuse_cut(self.cut, strategy, schedule, shard, connect is not None)
+            refuse_cut(self.cut, strategy, schedule, zero, connect is not None)
             self.pipe = Pipeline(self.cut, self.place.pipeline, loss, schedule, num_microbatches, draws=self.draws)
             self.module = self.pipe.module
             if schedule == ASYNCHRONOUS:
@@ -164,7 +165,7 @@ class MeshJob:
         else:
             hooked = self.pipe is None
             self.job = Job(
-                self.module, optimizer, strategy, self.cluster, seed=seed, apart=apart, hooked=hooked, shard=shard, **options
+                self.module, optimizer, strategy, self.cluster, seed=seed, apart=apart, hooked=hooked, zero=zero, **options
             )
         self.layout = self.job.layout
         self._weights: deque[float] = deque()
@@ -177,7 +178,7 @@ class MeshJob:
 
     @property
     def weight(self) -> float:
-        """This replica's share of the next exchange (set by :func:`hocket.shard`)."""
+        """This replica's share of the next exchange (set by :func:`hocket.distribute`)."""
         return self.job.weight
 
     @weight.setter
@@ -315,7 +316,7 @@ class MeshJob:
     def whole_state(self) -> dict[str, Any] | None:
         """Model and optimiser as if they had never been split, on the first process of each replica; ``None`` elsewhere.
 
-        It loads into the unsplit model and optimiser: ``{"model": …, "optimizer": …}``; with ``shard="state"`` only the first
+        It loads into the unsplit model and optimiser: ``{"model": …, "optimizer": …}``; with ``zero=1`` only the first
         replica has the optimiser's. All processes must call it.
         """
         self.drain()

@@ -109,7 +109,7 @@ class PairsJob:
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         self.model, self.optimizer, self.strategy, self.place, self.check = model, optimizer, strategy, place, check
         self.weight = 1.0
-        """Set by :func:`hocket.shard`; every worker's update is its own here, so it counts for nothing."""
+        """Set by :func:`hocket.distribute`; every worker's update is its own here, so it counts for nothing."""
         self.layout: Layout = layout_for(model, optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes)
         if not self.layout.buckets:
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")

@@ -24,8 +24,9 @@ from hocket.models import build, loss_for
 from hocket.split import Mesh
 from hocket.split.pipeline.probe import MEASURES
 from hocket.split.pipeline.schedules import SCHEDULES, make
-from hocket.split.sharded import refuse_shard
+from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
+from hocket.train.balance import check_balance
 from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.free import FreeTraining
 from hocket.train.free.crowd import Crowd
@@ -37,7 +38,6 @@ from hocket.train.mesh_checks import DEFAULT_SCHEDULE
 from hocket.train.plan_file import read_plan
 from hocket.train.record import Record, versions
 from hocket.train.replicas import LiveReplica, Loss, Replicas, StackedReplicas
-from hocket.train.share import check_share
 from hocket.train.simulate import seeded
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -45,6 +45,16 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor")
 }
 Engines = dict[tuple[Any, ...], Engine]
+_RECORDED_AS = {
+    "lr_schedule": "schedule",
+    "batch_size": "batch",
+    "balance": "share",
+    "bucket_cap_bytes": "bucket_bytes",
+    "first_bucket_cap_bytes": "first_bucket_bytes",
+    "num_microbatches": "micro",
+    "stages_per_rank": "virtual_stages",
+}
+"""Settings that run.json and study.json name otherwise: records of older runs stay readable."""
 AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -61,10 +71,10 @@ class Settings:
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
-    schedule: str = "constant"
+    lr_schedule: str = "constant"
     warmup: float = 0.0
     scale_lr: bool = False
-    batch: int = 100
+    batch_size: int = 100
     epochs: int = 1
     max_steps: int | None = None
     clip: float | None = None
@@ -78,7 +88,7 @@ class Settings:
     host_size: int | None = None
     cluster: str | None = None
     slowdown: str | None = None
-    share: str = "even"
+    balance: str = "even"
     bucket_cap_bytes: int | None = None
     first_bucket_cap_bytes: int | None = None
     mesh: str | None = None
@@ -90,8 +100,10 @@ class Settings:
     stages_per_rank: int | None = None
     measure: str | None = None
     plan_file: str | None = None
-    shard: str | None = None
-    """What of the replicas lies in parts: the optimiser's ``state``, or everything (``full``)."""
+    zero: int = 0
+    """1: the optimiser's state is sharded over the workers (ZeRO-1)."""
+    fsdp: bool = False
+    """Weights, gradients and optimiser state are sharded (PyTorch's FSDP2)."""
 
     def check(self) -> Strategy:
         """Refuse what cannot work before anything is started; returns the parsed strategy."""
@@ -106,11 +118,11 @@ class Settings:
         if not self.lr > 0:
             raise HocketError(f"--lr {self.lr}: the rate must be above 0.")
         self.plan()
-        self._check_shard(strategy)
+        self._check_sharding(strategy)
         self._check_mesh(strategy)
-        check_share(self.share, strategy)
-        if self.spec() is None and self.virtual and self.share == "speed":
-            raise HocketError("--share speed: virtual workers have speeds only with --cluster, such as 1gbit.")
+        check_balance(self.balance, strategy)
+        if self.spec() is None and self.virtual and self.balance == "speed":
+            raise HocketError("--balance speed: virtual workers have speeds only with --cluster, such as 1gbit.")
         return strategy
 
     @property
@@ -139,9 +151,9 @@ class Settings:
                 f"--mesh {self.mesh} has {mesh.data} replica{'s' * (mesh.data > 1)}, but --workers says {self.workers}; "
                 "leave --workers out, or make data= the same."
             )
-        if self.virtual or self.share != "even" or self.slowdown is not None or self.autocast == "fp16":
+        if self.virtual or self.balance != "even" or self.slowdown is not None or self.autocast == "fp16":
             raise HocketError(
-                f"--mesh {self.mesh} splits a model over real processes that wait for each other; leave --virtual, --share, "
+                f"--mesh {self.mesh} splits a model over real processes that wait for each other; leave --virtual, --balance, "
                 "--slowdown and --autocast fp16 out."
             )
         if strategy.free and (mesh.data > 1 or serves_itself(strategy)):
@@ -167,25 +179,44 @@ class Settings:
                 self.pipe or DEFAULT_SCHEDULE, mesh.pipeline, num_microbatches, self.stages_per_rank
             )  # refuses what cannot be scheduled
 
-    def _check_shard(self, strategy: Strategy) -> None:
-        if self.shard is None:
+    def _check_sharding(self, strategy: Strategy) -> None:
+        refuse_sharding(strategy, self.zero, self.fsdp)
+        if not self.sharding:
             return
-        refuse_shard(self.shard, strategy)
         if self.virtual:
+            raise HocketError(f"{self.sharding}: virtual workers share one memory, so none is saved; leave it or --virtual out.")
+        if self.fsdp and self.mesh is not None:
             raise HocketError(
-                f"--shard {self.shard}: virtual workers share one memory, so none is saved; leave it or --virtual out."
+                f"--fsdp cuts every parameter between --workers by itself; leave --mesh out, or use --zero 1 with {self.mesh}."
             )
-        if self.shard == "full" and self.mesh is not None:
+        own = (
+            self.balance != "even",
+            self.slowdown is not None,
+            self.exact,
+            self.bucket_cap_bytes,
+            self.first_bucket_cap_bytes,
+        )
+        if self.fsdp and any(own):
             raise HocketError(
-                f"--shard full cuts every parameter between --workers by itself; leave --mesh out, or use --shard state with "
-                f"{self.mesh}."
+                "--fsdp leaves all exchanges to PyTorch's FSDP2; leave --balance, --slowdown, --exact, --bucket-cap-bytes and "
+                "--first-bucket-cap-bytes out, or use --zero 1."
             )
-        own = (self.share != "even", self.slowdown is not None, self.exact, self.bucket_cap_bytes, self.first_bucket_cap_bytes)
-        if self.shard == "full" and any(own):
-            raise HocketError(
-                "--shard full leaves all exchanges to PyTorch's FSDP2; leave --share, --slowdown, --exact, --bucket-cap-bytes and "
-                "--first-bucket-cap-bytes out, or use --shard state."
-            )
+
+    @property
+    def sharding(self) -> str:
+        """The option that shards the replicas, or nothing."""
+        return "--fsdp" if self.fsdp else f"--zero {self.zero}" if self.zero else ""
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings by the names that run.json and study.json have for them.
+
+        >>> Settings(batch_size=20, zero=1).recorded()["batch"], Settings(fsdp=True).recorded()["shard"]
+        (20, 'full')
+        """
+        values = asdict(self)
+        zero, fsdp = values.pop("zero"), values.pop("fsdp")
+        named = {_RECORDED_AS.get(name, name): value for name, value in values.items()}
+        return {**named, "shard": "full" if fsdp else "state" if zero else None}
 
     def points(self) -> list[str] | None:
         """The modules after which to cut, if they are given.
@@ -231,14 +262,14 @@ class Settings:
         """The part that the loop needs."""
         return Plan(
             self.epochs,
-            self.batch,
+            self.batch_size,
             self.seed,
-            self.schedule,
+            self.lr_schedule,
             self.warmup,
             self.max_steps,
             self.augment,
             self.last,
-            share=self.share,
+            balance=self.balance,
         )
 
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -266,7 +297,7 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: 
     """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy = settings.check()
     Partition(
-        len(data.train[0]), settings.workers, settings.batch, settings.seed, settings.plan().rounds
+        len(data.train[0]), settings.workers, settings.batch_size, settings.seed, settings.plan().rounds
     )  # refuses too few samples
     loss = loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
@@ -292,7 +323,7 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: 
         return _on_mesh(settings, strategy, cluster, data, model, loss, options)
     live = cluster.rows == 1 and not settings.virtual
     replicas: Replicas
-    if settings.shard is not None and cluster.size > 1:
+    if settings.sharding and cluster.size > 1:
         replicas = _sharded(settings, strategy, cluster, model, loss, options)
     elif live:
         slowdown = settings.slowdown_of(cluster.workers.start)
@@ -313,7 +344,7 @@ def _on_mesh(
 
     assert settings.mesh is not None
     mesh = Mesh.parse(settings.mesh)
-    sample = data.prepare(data.train[0][: settings.batch].to(world.device))
+    sample = data.prepare(data.train[0][: settings.batch_size].to(world.device))
     split: dict[str, Any] = {
         "schedule": settings.pipe or DEFAULT_SCHEDULE,
         "num_microbatches": settings.num_microbatches,
@@ -321,7 +352,7 @@ def _on_mesh(
         "stages_per_rank": settings.stages_per_rank,
         "measure": settings.measure,
         "plan": settings.kinds(),
-        "shard": settings.shard,
+        "zero": settings.zero,
     }
     replica = MeshReplica(model, loss, settings.make_optimizer, strategy, world, mesh, sample, **split, **options)
     return Training(replica, replica.cluster, data, loss, settings.plan())
@@ -334,8 +365,8 @@ def _sharded(
     from hocket.train.sharded_replica import FullReplica, StateReplica  # loaded only where something is sharded
 
     if cluster.rows != 1 or not isinstance(cluster, ProcessCluster):
-        raise HocketError(f"--shard {settings.shard}: a worker that keeps a part has a process of its own; leave --processes out.")
-    if settings.shard == "full":
+        raise HocketError(f"{settings.sharding}: a worker that keeps a part has a process of its own; leave --processes out.")
+    if settings.fsdp:
         full = {name: value for name, value in options.items() if not name.endswith("bucket_cap_bytes")}
         return FullReplica(model, loss, settings.make_optimizer, strategy, cluster, **full)
     slowdown = settings.slowdown_of(cluster.workers.start)
@@ -434,7 +465,7 @@ def _go_on(settings: Settings, cluster: Cluster, training: Training | FreeTraini
         return False
     other = record.mesh() != settings.mesh
     state = {} if other else record.load()
-    if settings.shard == "full" and not other:
+    if settings.fsdp and not other:
         state["replicas"]["whole"] = record.load(first=True)["replicas"]["whole"]
     if settings.mesh is not None and not other:  # a cut that is measured may be elsewhere this time
         fits = training.replicas.fits(state["replicas"])  # type: ignore[attr-defined]
@@ -479,7 +510,7 @@ def _repeated(settings: Settings) -> dict[str, Any]:
     """What a run must have in common with the one it goes on with. Of files there is what they said: ``spec`` (the
     cluster) and ``plan``."""
     spec = settings.spec()
-    given = {name: value for name, value in asdict(settings).items() if name not in ("cluster", "plan_file")}
+    given = {name: value for name, value in settings.recorded().items() if name not in ("cluster", "plan_file")}
     described = {"plan": settings.kinds(), "spec": None if spec is None else spec.describe()}
     return {**given, "strategy": str(settings.check()), **described}
 

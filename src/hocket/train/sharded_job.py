@@ -1,4 +1,4 @@
-"""``parallelize(…, shard="full")``: the loop stays, weights, gradients and optimiser state lie in parts (PyTorch's FSDP2).
+"""``parallelize(…, fsdp=True)``: the loop stays, weights, gradients and optimiser state lie in parts (PyTorch's FSDP2).
 
 FSDP2 makes all exchanges by itself, inside the forward and the backward pass. So the ledger knows the seconds of training as a
 whole, not what of it was spent waiting; and bytes are computed by formula, not counted at each message. Each backward pass is
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from hocket.cluster.ledger import Entry
 from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError, NonFiniteGradient
-from hocket.split.sharded import FullShards, gathered, part_like, refuse_full_on, refuse_shard
+from hocket.split.sharded import FullShards, gathered, part_like, refuse_fsdp_on, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.job import check_device, check_equal, check_job, check_optimizer, layout_for
 from hocket.train.report import LedgerView
@@ -41,17 +41,17 @@ class FSDPJob:
         seed: int = 0,
         scaler: Any = None,
     ) -> None:
-        refuse_shard("full", strategy, scaler)
-        refuse_full_on(cluster)
+        refuse_sharding(strategy, zero=0, fsdp=True, scaler=scaler)
+        refuse_fsdp_on(cluster)
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         check_device(model, cluster)
         check_optimizer(model, optimizer)
         layout = layout_for(model, optimizer, strategy, None, None)
-        check_equal(model, layout, cluster, [str(strategy), f"accumulate={accumulate}", f"check={check}", "shard=full"])
+        check_equal(model, layout, cluster, [str(strategy), f"accumulate={accumulate}", f"check={check}", "fsdp=True"])
         self.model, self.optimizer, self.strategy, self.cluster = model, optimizer, strategy, cluster
         self.accumulate, self.check, self.nonfinite, self.seed = accumulate, check, nonfinite, seed
         self.weight = 1.0
-        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.shard`)."""
+        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.distribute`)."""
         self.step = 0
         self._backwards = 0
         self.layout = layout

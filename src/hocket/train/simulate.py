@@ -20,6 +20,7 @@ from hocket.data.base import DataSet, identity
 from hocket.data.tensors import as_tensors
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
+from hocket.train.balance import check_balance
 from hocket.train.engines import Engine, choose
 from hocket.train.free import FreeTraining
 from hocket.train.free.crowd import Crowd
@@ -27,7 +28,6 @@ from hocket.train.free.training import DEFAULT_CLUSTER
 from hocket.train.job import mention_period
 from hocket.train.loop import Plan, Progress, Training
 from hocket.train.replicas import Factory, Loss, StackedReplicas
-from hocket.train.share import check_share
 
 
 @dataclass
@@ -55,10 +55,10 @@ def simulate(
     strategy: str | Strategy = "bulk + allreduce",
     workers: int = 4,
     optimizer: Factory = lambda params: torch.optim.SGD(params, 0.1),
-    batch: int = 100,
+    batch_size: int = 100,
     epochs: int = 1,
     seed: int = 0,
-    schedule: str = "constant",
+    lr_schedule: str = "constant",
     warmup_epochs: float = 0.0,
     max_steps: int | None = None,
     clip: float | None = None,
@@ -69,7 +69,7 @@ def simulate(
     host_size: int | None = None,
     cluster: str | Path | ClusterSpec | None = None,
     last: str = "even",
-    share: str = "even",
+    balance: str = "even",
     evaluate: bool = True,
     bucket_cap_bytes: int | None = None,
     first_bucket_cap_bytes: int | None = None,
@@ -78,23 +78,23 @@ def simulate(
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
     ``train_set`` and ``test_set`` are map-style data sets or pairs of tensors (inputs, targets). Every worker steps with
-    ``optimizer`` on its own ``batch`` samples; means, gossip and compression are those of ``strategy``, the same code that real
+    ``optimizer`` on its own ``batch_size`` samples; means, gossip and compression are those of ``strategy``, the same code that real
     processes run.
 
     ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.ClusterSpec`): seconds are then
-    predicted for it; without it they are None. With it, ``share="speed"`` deals each round out by the workers' speeds in the epoch
+    predicted for it; without it they are None. With it, ``balance="speed"`` deals each round out by the workers' speeds in the epoch
     before, instead of evenly.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",
-    ...                workers=8, optimizer=lambda p: torch.optim.SGD(p, 1.0), batch=4, epochs=10)
+    ...                workers=8, optimizer=lambda p: torch.optim.SGD(p, 1.0), batch_size=4, epochs=10)
     >>> run.accuracy > 0.9, run.ledger.bytes_sent > 0
     (True, True)
     """
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise HocketError(f"workers={workers!r}: the number of workers must be a whole number of at least 1.")
     parsed = Strategy.parse(strategy)
-    check_share(share, parsed)
+    check_balance(balance, parsed)
     train = as_tensors(train_set)
     test = train if test_set is None else as_tensors(test_set)
     data = DataSet("simulated", train, test, 0, identity)
@@ -106,7 +106,7 @@ def simulate(
         data,
         parsed,
         VirtualCluster(workers, device, host_size, spec=spec, seed=seed),
-        Plan(epochs, batch, seed, schedule, warmup_epochs, max_steps, True, last, evaluate, share=share),
+        Plan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, evaluate, balance=balance),
         clip=clip,
         autocast=autocast,
         nonfinite=nonfinite,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import FRAME_BYTES, Message, framed
-from hocket.server.outbox import PushEncoder, read
-from hocket.server.recipe import OptimizerSpec
+from hocket.server.optimizer_spec import OptimizerSpec
+from hocket.server.push_encoder import PushEncoder, read
 from hocket.server.shard import Shard
 from hocket.server.slices import Slices
 from hocket.server.wire import FETCH

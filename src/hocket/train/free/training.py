@@ -35,9 +35,9 @@ from hocket.train.free.scheme import Payload, Scheme
 from hocket.train.free.servers import ServerScheme
 from hocket.train.free.stale import Meeting
 from hocket.train.loop import Plan, Progress, accuracy_of
+from hocket.train.lr_schedule import factor
 from hocket.train.replicas import Loss
 from hocket.train.report import LedgerView
-from hocket.train.schedule import factor
 from hocket.train.watch import check_weights
 
 DEFAULT_CLUSTER = "1gbit"
@@ -62,13 +62,13 @@ class FreeTraining:
         self.metrics: list[dict[str, Any]] = []
         self.epoch = 0
         samples, size = len(data.train[0]), cluster.size
-        partition = Partition(samples, size, plan.batch, plan.seed, plan.rounds)
+        partition = Partition(samples, size, plan.batch_size, plan.seed, plan.rounds)
         if not len(partition):
             raise HocketError(f"{samples} samples give no round for {size} workers; use fewer workers or more data.")
         total = len(partition) * plan.epochs
         self.steps = total if plan.max_steps is None else min(total, plan.max_steps)
         self.sequence = BatchSequence(partition, self.steps)
-        self._factor = factor(plan.schedule, self.steps, round(plan.warmup_epochs * len(partition)))
+        self._factor = factor(plan.lr_schedule, self.steps, round(plan.warmup_epochs * len(partition)))
         self._base = [float(g["lr"]) for g in replicas.optimizer.param_groups]
         self._train = tuple(t.to(cluster.device) for t in data.train)
         self._test = tuple(t.to(cluster.device) for t in data.test)
@@ -77,7 +77,7 @@ class FreeTraining:
         flops = 0.0
         if self.spec.step_s is None:
             x, y = (t[:2] for t in data.train)
-            flops = step_flops(replicas.model, loss, data.prepare(x), y, plan.batch)
+            flops = step_flops(replicas.model, loss, data.prepare(x), y, plan.batch_size)
         self.step_s = self.spec.seconds(flops)
         if clock is not None:
             clock.step_s = self.step_s
@@ -120,7 +120,7 @@ class FreeTraining:
         self._numbers[worker] = number
         minibatch = self.sequence.minibatch(number)
         self.replicas.begin(worker, minibatch)
-        share = len(minibatch.indices) / self.plan.batch
+        share = len(minibatch.indices) / self.plan.batch_size
         seconds = self.step_s * share * self._slow[worker] * self._disturbance(worker, self._begun[worker])
         self._begun[worker] += 1
         self._computing[worker] = now
