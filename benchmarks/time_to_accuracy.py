@@ -5,7 +5,7 @@
 
 One worker per host of a lab (see netlab.py), CIFAR-10, SGD with momentum 0.9 and a constant rate (``@0.02`` after a method gives it
 another). DDP trains first, for ``--steps`` steps; its last accuracy is the mark. Every other method trains until its mean model
-reaches the mark, or gives up after ``--liveness-timeout`` times as many steps. All see the same mini-batches. The clock stands still while
+reaches the mark, or gives up after ``--patience`` times as many steps. All see the same mini-batches. The clock stands still while
 the model is evaluated, and counts exchanges under way to their end. Every time is the first at which the mark was seen, DDP's too,
 plus what it takes to average the workers' weights into that model, where they differ.
 """
@@ -195,7 +195,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("HOCKET_DATA"), help="where CIFAR-10 lies")
     parser.add_argument("--steps", type=int, default=500, help="DDP's steps (default 500)")
     parser.add_argument("--every", type=int, default=25, help="steps between evaluations (default 25)")
-    parser.add_argument("--liveness-timeout", type=float, default=2.0, help="give up after this many times DDP's steps (default 2)")
+    parser.add_argument("--patience", type=float, default=2.0, help="give up after this many times DDP's steps (default 2)")
     parser.add_argument("--lr", type=float, default=0.05, help="rate of all methods without one of their own (default 0.05)")
     parser.add_argument("--methods", nargs="+", required=True, help=f"ddp first; then {', '.join(PEERS)}, hocket:<strategy>; @RATE")
     parser.add_argument("--timeout-s", type=float, default=3600.0)

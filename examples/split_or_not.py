@@ -54,7 +54,8 @@ def main() -> None:
         step = f"{split * 1e3:7.1f} ms per step of {arguments.batch_size} samples, {waited * 1e3:.1f} of it waiting"
         print(f"split in {cluster.size}: {step}; {held:.1f} million parameters each")
         print(
-            f"replicas: {whole * 1e3:7.1f} ms per step of {cluster.size * arguments.batch_size} samples; {all_of_it:.1f} million each"
+            f"replicas: {whole * 1e3:7.1f} ms per step of {cluster.size * arguments.batch_size} samples; "
+            f"{all_of_it:.1f} million each"
         )
 
 

@@ -7,7 +7,8 @@ One text for real processes and for virtual workers. The owner of the rows (a jo
 3. the optimiser's update;
 4. ``after_update(weights)``: the step is counted; the next mix is launched; exchanges of updated weights happen here.
 
-Everything a program must remember is in ``gradient_state``, ``weight_state`` and ``outer_state`` (tensors whose first dimension is the rows hosted here) and two counters.
+Everything a program must remember is in ``gradient_state``, ``weight_state`` and ``outer_state`` (tensors whose first dimension is
+the rows hosted here) and two counters.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def init(
     """Join torchrun, mpirun, Slurm or Ray, or a process group that exists already; alone: one worker.
 
     ``device`` decides the backend unless one is given: NCCL for CUDA, Gloo for CPU. ``seed`` is for partition and codecs. ``exact``
-    makes means sum in worker order (slower, bit-equal to virtual workers). A worker silent for ``liveness_timeout_s`` counts as lost.
+    makes means sum in worker order (slower, bit-equal to virtual workers). A worker silent for ``liveness_timeout_s`` counts as
+    lost.
 
     Strategies with servers start them as children, unless ``servers`` names some that run already (``python -m
     hocket.server.host``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were given one.
@@ -139,14 +140,15 @@ def parallelize(
     ``accumulate`` backward passes make a step. ``scaler`` is the GradScaler, if one is used: all workers then skip together.
     ``nonfinite`` gradients raise or are left out. ``check=False`` drops the small agreement per exchange on unused parameters and
     non-finite gradients. ``steps`` is the planned number of steps, if known. Buckets are closed at ``bucket_cap_bytes``
-    (25 MiB), the first one already at ``first_bucket_cap_bytes`` (1 MiB); top-k and its kin have a single one unless told otherwise.
+    (25 MiB), the first one already at ``first_bucket_cap_bytes`` (1 MiB); top-k and its kin have a single one unless told
+    otherwise.
 
     A ``mesh`` splits the model itself: ``Mesh(data=2, pipeline=2, tensor=2)`` or ``"data=2,pipeline=2"``; the strategy works
     between replicas. Operations are split by ``plan`` (module names to kinds; found by itself). Layers are cut after the modules
-    named in ``cut`` (found by itself, for inputs like ``sample``), each process having ``stages_per_rank`` stages, and run by ``schedule``
-    with ``num_microbatches`` micro-batches; ``loss`` is a function of output and target. Then call ``job.train(x, y)``, or
-    ``job.backward(x, y)`` and your own step. What layers cost is measured (``measure="seconds"``) or counted (``"flops"``: the same
-    cut every time).
+    named in ``cut`` (found by itself, for inputs like ``sample``), each process having ``stages_per_rank`` stages, and run by
+    ``schedule`` with ``num_microbatches`` micro-batches; ``loss`` is a function of output and target. Then call ``job.train(x,
+    y)``, or ``job.backward(x, y)`` and your own step. What layers cost is measured (``measure="seconds"``) or counted (``"flops"``:
+    the same cut every time).
 
     ``zero=1`` leaves each worker a part of the optimiser's state (ZeRO-1), ``fsdp=True`` a part of everything (PyTorch's
     FSDP2); both where all replicas are equal after every step.

@@ -130,7 +130,10 @@ class Strategy:
         if isinstance(self.sync, Local) and self.sync.mean == "after" and not self.weights:
             return "mean=after is about weights; leave it out, or use exchange=weights"
         if self.sync.residual_stays and not (self.weights and self.topology.uniform and compressor.residual_stays):
-            return "residual=weights is about what a code with feedback, such as topk, holds back of weights under allreduce; leave it out"
+            return (
+                "residual=weights is about what a code with feedback, such as topk, holds back of weights under allreduce; "
+                "leave it out"
+            )
         if compressor.for_gradients_only and self.weights:
             instead = f"use bulk, exchange=gradients, or topk({DGC().density})"
             return f"{compressor.name} accumulates gradients and cannot carry weights; {instead}"

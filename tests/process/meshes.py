@@ -245,7 +245,8 @@ def refused_sharding(**options: Any) -> dict[str, Any]:
     return {"sentence": ""}
 
 
-CASES = {f.__name__: f for f in (equal, checkpoints, resumed, elsewhere, clipped, untouched, sharded, born, refused, refused_sharding)}
+_ALL = (equal, checkpoints, resumed, elsewhere, clipped, untouched, sharded, born, refused, refused_sharding)
+CASES = {f.__name__: f for f in _ALL}
 
 
 def main(rank: int, folder: str, wanted: list[tuple[str, str, dict[str, Any]]], device: str = "cpu") -> None:

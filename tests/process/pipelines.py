@@ -67,7 +67,7 @@ def sgd(name: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 def whole(name: str, num_microbatches: int = 1) -> tuple[dict[str, Tensor], list[float]]:
-    """The model's state after all steps on one process, and the losses. ``num_microbatches``: one after another, gradients added up."""
+    """The model's state after all steps on one process, and the losses. Micro-batches go one after another, gradients add up."""
     model = build(name)
     optimizer = sgd(name, model.parameters())
     losses = []

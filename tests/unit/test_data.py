@@ -73,15 +73,17 @@ sizes = {
 
 @settings(max_examples=150, deadline=None)
 @given(**sizes, last=st.sampled_from(["even", "drop"]), epoch=st.integers(0, 50), shuffle=st.booleans())
-def test_partition_uses_every_sample_once_apart_from_the_dropped_remainder(samples, workers, batch, seed, last, epoch, shuffle):
-    if samples < (workers * batch if last == "drop" else workers):
+def test_partition_uses_every_sample_once_apart_from_the_dropped_remainder(
+    samples, workers, batch_size, seed, last, epoch, shuffle
+):
+    if samples < (workers * batch_size if last == "drop" else workers):
         with pytest.raises(HocketError):
-            Partition(samples, workers, batch, seed, last)
+            Partition(samples, workers, batch_size, seed, last)
         return
-    partition = Partition(samples, workers, batch, seed, last, shuffle=shuffle)
+    partition = Partition(samples, workers, batch_size, seed, last, shuffle=shuffle)
     rounds = partition.rounds(epoch)
     used = torch.cat([part for r in rounds for part in r.indices]).tolist()
-    rest = samples % (workers * batch)
+    rest = samples % (workers * batch_size)
     dropped = rest if last == "drop" or rest < workers else 0
     assert len(used) == len(set(used)) == samples - dropped
     assert set(used) <= set(range(samples))
@@ -91,7 +93,7 @@ def test_partition_uses_every_sample_once_apart_from_the_dropped_remainder(sampl
     for r in rounds:
         assert len(r.sizes) == workers
         assert min(r.sizes) >= 1
-        assert max(r.sizes) <= batch
+        assert max(r.sizes) <= batch_size
         assert max(r.sizes) - min(r.sizes) <= 1
         assert list(r.sizes) == sorted(r.sizes, reverse=True)
         assert sum(r.weights) == pytest.approx(workers)
@@ -99,7 +101,7 @@ def test_partition_uses_every_sample_once_apart_from_the_dropped_remainder(sampl
         if r.even:
             assert r.weights == [1.0] * workers
             assert torch.equal(stacked(r), torch.cat(r.indices).view(workers, -1))
-    assert all(r.sizes == (batch,) * workers for r in rounds[:-1])
+    assert all(r.sizes == (batch_size,) * workers for r in rounds[:-1])
 
 
 def test_partition_is_the_same_everywhere_and_new_in_every_epoch():
@@ -119,8 +121,8 @@ def test_partition_is_the_same_everywhere_and_new_in_every_epoch():
     batch_size=st.integers(1, 40),
     more=st.integers(0, 39),
 )
-def test_parts_by_speed_add_up_leave_nobody_out_and_are_done_soonest(speeds, batch, more):
-    samples = len(speeds) * batch + more
+def test_parts_by_speed_add_up_leave_nobody_out_and_are_done_soonest(speeds, batch_size, more):
+    samples = len(speeds) * batch_size + more
     parts = proportional(samples, speeds)
     assert sum(parts) == samples
     assert min(parts) >= 1
@@ -253,7 +255,7 @@ def test_augment_depends_on_a_rows_own_images_and_key_only():
 
 
 def test_augment_is_a_crop_and_perhaps_a_flip():
-    x = images(rows=2, batch_size=40, size=8)
+    x = images(rows=2, batch=40, size=8)
     y = CropFlip(pad=2)(x, torch.tensor([1, 2]))
     seen = set()
     for image, changed in zip(x.flatten(0, 1), y.flatten(0, 1), strict=True):

@@ -280,7 +280,7 @@ def test_a_file_is_a_study(tmp_path: Path) -> None:
         ("epochs = 2", "epochs = 0", 6, ["epochs", "at least 1"]),
         ("epochs = 2", "strategy = 'bulk'", 6, ["'strategy'", "did you mean 'strategies'?"]),
         ("epochs = 2", "optimizer = 'sdg'", 6, ["sdg", "did you mean 'sgd'"]),
-        ("epochs = 2", "schedule = 'cosin'", 6, ["cosin", "did you mean 'cosine'"]),
+        ("epochs = 2", "lr_schedule = 'cosin'", 6, ["cosin", "did you mean 'cosine'"]),
         ("epochs = 2", "augment = 1", 6, ["augment is true or false", "1"]),
         ("epochs = 2", "within = -1", 6, ["within", "-1"]),
         ("epochs = 2", "epochs == 2", 6, ["not TOML"]),
@@ -516,7 +516,7 @@ def test_without_space_the_study_ends_and_keeps_what_is_finished(tmp_path: Path,
 
 def test_a_study_of_which_nothing_is_possible_is_refused_before_it_begins(tmp_path: Path) -> None:
     with pytest.raises(
-        HocketError, match=r"None of the 20 runs is possible: 1437 samples do not fill one round of 16 workers with batch 100"
+        HocketError, match=r"None of the 20 runs is possible: 1437 samples do not fill one round of 16 workers with batch_size 100"
     ):
         check(expand(of_preset(preset("ten")).changed((16, 32)), Data()), Data())
     check(expand(of_preset(preset("ten")).changed((4, 32)), Data()), Data())  # some are: the others are recorded as failed
@@ -767,8 +767,8 @@ def test_a_described_cluster_changes_seconds_and_not_the_rate_that_is_found(tmp_
 def test_shares_by_speed_are_a_field_of_a_study_and_leave_the_rate_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     clock = 'cluster = "1gbit"\nslowdown = "1,4"\n'
-    base = f'data = "{DATA}"\nmodel = "{MODEL}"\nbatch = 3\nepochs = 3\nlr = "auto"\nworkers = 2\nstrategies = ["bulk"]\n'
-    path.write_text(base + 'share = "speed"\n' + clock)
+    base = f'data = "{DATA}"\nmodel = "{MODEL}"\nbatch_size = 3\nepochs = 3\nlr = "auto"\nworkers = 2\nstrategies = ["bulk"]\n'
+    path.write_text(base + 'balance = "speed"\n' + clock)
     (outcome,) = carried(tmp_path / "speed", file.read(path))
     assert outcome.failure is None
     assert [m["shares"] for m in outcome.metrics] == [[3, 3], [5, 1], [5, 1]]
@@ -777,7 +777,7 @@ def test_shares_by_speed_are_a_field_of_a_study_and_leave_the_rate_as_it_is(tmp_
     speed, even = (json.loads((tmp_path / name / "rates.json").read_text()) for name in ("speed", "even"))
     assert speed.keys() == even.keys()
     assert [(s["chosen"], s["losses"]) for s in speed.values()] == [(e["chosen"], e["losses"]) for e in even.values()]
-    path.write_text(base + 'share = "speed"\n')
+    path.write_text(base + 'balance = "speed"\n')
     with pytest.raises(HocketError, match=r"mine\.toml, line 8: --balance speed: virtual workers have speeds only with --cluster"):
         file.read(path)
 

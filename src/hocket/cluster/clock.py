@@ -1,4 +1,4 @@
-"""The virtual clock: when each virtual worker would be where, on a cluster described by a :class:`~hocket.cluster.spec.ClusterSpec`.
+"""The virtual clock: when each virtual worker would be where, on a described cluster (:class:`~hocket.cluster.spec.ClusterSpec`).
 
 Each worker has its own time ``now`` and a network that is free from ``net`` on; both are float64 tensors ``[workers]`` on the CPU.
 

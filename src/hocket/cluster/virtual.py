@@ -1,6 +1,7 @@
 """All workers as rows in this process: no sockets, the same bytes and the same results as real processes.
 
-On a described cluster (a :class:`~hocket.cluster.spec.ClusterSpec`) they have a clock, and every verb takes the time it would take there.
+On a described cluster (a :class:`~hocket.cluster.spec.ClusterSpec`) they have a clock, and every verb takes as long as it would
+there.
 """
 
 from __future__ import annotations

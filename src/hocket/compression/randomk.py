@@ -55,7 +55,7 @@ class RandomK(Selection):
         return not self.unbiased
 
     def consensus_step(self, size: int, context: Context) -> float:
-        # A place comes up every 1/density exchanges and until then the same old difference is applied: beyond density/2 it overshoots.
+        # An index comes up every 1/density exchanges, until then the old difference is applied: beyond density/2 it overshoots.
         return 1.0 if self.lossless else min(CONSENSUS_STEP, self.density / 2)
 
     @property

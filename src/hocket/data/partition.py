@@ -1,9 +1,9 @@
 """Who gets which samples: a pure function of (samples, workers, batch_size, seed, epoch), the same on every process.
 
-Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``. Round ``r`` takes the next ``workers · batch_size`` of
-it and worker ``i`` the ``i``-th consecutive part. What is left at the end is shared out as evenly as possible (``last="even"``), so
-that sizes differ by at most one, or dropped: always under ``last="drop"``, and when there are fewer samples left than workers. So
-no worker ever has a round that another has not.
+Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``. Round ``r`` takes the next ``workers ·
+batch_size`` of it and worker ``i`` the ``i``-th consecutive part. What is left at the end is shared out as evenly as possible
+(``last="even"``), so that sizes differ by at most one, or dropped: always under ``last="drop"``, and when there are fewer samples
+left than workers. So no worker ever has a round that another has not.
 
 Where workers differ in speed, rounds can be dealt out in other proportions: as many samples, and no worker without one.
 """
@@ -70,8 +70,8 @@ class Partition:
             raise HocketError(f"{samples} samples are too few for {workers} workers: use at most {samples} workers or more data.")
         if last == "drop" and samples < workers * batch_size:
             raise HocketError(
-                f"{samples} samples do not fill one round of {workers} workers with batch_size {batch_size}, so last='drop' drops all: "
-                f"use a batch_size of at most {samples // workers} or last='even'."
+                f"{samples} samples do not fill one round of {workers} workers with batch_size {batch_size}, so last='drop' drops "
+                f"all: use a batch_size of at most {samples // workers} or last='even'."
             )
         self.samples, self.workers, self.batch_size, self.seed = samples, workers, batch_size, seed
         self.last, self.shuffle = last, shuffle

@@ -45,7 +45,8 @@ def _block(row: Row, several: bool, drawn: bool) -> str:
     parts += [] if row.state == FINISHED else [row.state]
     about = f'<p class="note">{html.escape(" · ".join(parts))}</p>' if parts else ""
     figure = _figure(row, row.measured, drawn) if row.measured else ""
-    return f'<div class="split">\n<h3>{html.escape(row.label)}</h3>{about}\n<div class="sides">{_comm_stats(row)}{figure}</div>\n</div>'
+    sides = f"{_comm_stats(row)}{figure}"
+    return f'<div class="split">\n<h3>{html.escape(row.label)}</h3>{about}\n<div class="sides">{sides}</div>\n</div>'
 
 
 def _comm_stats(row: Row) -> str:

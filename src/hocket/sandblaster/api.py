@@ -73,8 +73,8 @@ class Sandblaster:
     ``static=True`` is the naive split to compare with: one portion each, no copies. ``exact=True`` makes the result the same bit
     for bit, whoever computed what and however many shards there are, given the same number of portions.
 
-    :meth:`run` trains on virtual workers of ``cluster`` (a preset, a file or a ``ClusterSpec``). Those in ``deaths`` die at the given
-    second, which the coordinator finds out ``notice_s`` later. :meth:`launch` trains on real processes.
+    :meth:`run` trains on virtual workers of ``cluster`` (a preset, a file or a ``ClusterSpec``). Those in ``deaths`` die at the
+    given second, which the coordinator finds out ``notice_s`` later. :meth:`launch` trains on real processes.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = Sandblaster(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), l2=0.01, max_iter=8).run()
@@ -161,9 +161,9 @@ class Sandblaster:
     ) -> SandblasterRun:
         """Train on real processes of this machine: a coordinator, ``shards`` and ``workers`` (call it under ``__main__``).
 
-        Workers that die, or are silent for ``liveness_timeout_s``, are done without; a coordinator or shard that is killed is started
-        again, at most ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. ``on_iteration`` sees each
-        iteration's metrics as they come, those before a stop too; accuracy is that of the end. Worker ``i`` takes
+        Workers that die, or are silent for ``liveness_timeout_s``, are done without; a coordinator or shard that is killed is
+        started again, at most ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. ``on_iteration``
+        sees each iteration's metrics as they come, those before a stop too; accuracy is that of the end. Worker ``i`` takes
         ``slowdown[i]`` times as long to compute (repeated over all), for experiments.
         """
         from hocket.sandblaster.launch import launch  # ZeroMQ is not needed before

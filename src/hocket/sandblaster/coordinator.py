@@ -8,8 +8,8 @@
 ``step`` is the evaluation in all of them. Evaluations and orders are numbered upwards from the clock, so that what belongs to a
 coordinator before this one is out of date everywhere.
 
-A worker is known by the ticket it was given. When it is silent for ``liveness_timeout_s`` it is lost, and what it did that does not count
-yet goes to others. Should it speak again, it gets another ticket, and with that forgets what it held under the first. Shards
+A worker is known by the ticket it was given. When it is silent for ``liveness_timeout_s`` it is lost, and what it did that does not
+count yet goes to others. Should it speak again, it gets another ticket, and with that forgets what it held under the first. Shards
 hold the truth: without one of them a coordinator ends, and another goes on from what all of them have on disk.
 """
 

@@ -17,8 +17,8 @@ ORDER      from an observer: status, or a worker that is known to be dead      A
 =========  ==================================================================  =============================================
 
 While an answer is held back, WAIT is sent every second, so that silence means that the shard is gone. A worker that is silent for
-``liveness_timeout_s`` is no longer waited for; with its next message it is back, and goes on with the slowest where nobody may be far
-ahead. Wrong terms, workers, steps and shapes are refused, counted in ``refused``, and never touch the weights.
+``liveness_timeout_s`` is no longer waited for; with its next message it is back, and goes on with the slowest where nobody may be
+far ahead. Wrong terms, workers, steps and shapes are refused, counted in ``refused``, and never touch the weights.
 
 Bytes on both ways are counted by the worker: what it sends, and what is sent to it.
 """

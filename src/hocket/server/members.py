@@ -51,8 +51,8 @@ class Member:
 class BatchDispatcher:
     """Mini-batches by number, ``total`` of them: who is free takes the next; those of a worker that is gone go to others.
 
-    >>> dispatcher = BatchDispatcher(4)
-    >>> dispatcher.deal(0, 2), dispatcher.deal(1, 1), dispatcher.done(0, [0]), dispatcher.gone(0), dispatcher.deal(1, 5), dispatcher.deal(1, 1)
+    >>> batches = BatchDispatcher(4)
+    >>> batches.deal(0, 2), batches.deal(1, 1), batches.done(0, [0]), batches.gone(0), batches.deal(1, 5), batches.deal(1, 1)
     ([0, 1], [2], 1, 1, [1, 3], [])
     """
 

@@ -66,7 +66,8 @@ def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = Non
         return
     if not plain(strategy.compression) or not isinstance(strategy.topology, AllReduce):
         raise HocketError(
-            f"fsdp=True leaves the mean of gradients to PyTorch's FSDP2, which knows no {strategy}; use bulk + allreduce, or zero=1."
+            f"fsdp=True leaves the mean of gradients to PyTorch's FSDP2, which knows no {strategy}; use bulk + allreduce, "
+            "or zero=1."
         )
     if scaler is not None:
         raise HocketError("fsdp=True shards gradients, which a GradScaler judges one by one; use bfloat16, or zero=1.")

@@ -54,7 +54,7 @@ class Hierarchical(Topology):
         size = self.size or cluster.host_size
         if subgroups.size % size:
             raise HocketError(
-                f"hierarchical(size={size}): {subgroups.size} workers do not divide into hosts of {size}; choose a size that divides."
+                f"hierarchical(size={size}): {subgroups.size} workers do not divide into hosts of {size}; choose one that divides."
             )
         return HierarchicalChannel(self, cluster, seed, size)
 

@@ -43,8 +43,8 @@ def check_speeds(cluster: Cluster) -> None:
     """Refuse workers whose speeds cannot be told."""
     if cluster.clock is None and not (cluster.ledger.timed and cluster.rows == 1):
         raise HocketError(
-            "balance=speed needs every worker's own speed: describe a cluster for virtual workers, such as 1gbit, and give each real "
-            "worker a process of its own."
+            "balance=speed needs every worker's own speed: describe a cluster for virtual workers, such as 1gbit, and give each "
+            "real worker a process of its own."
         )
 
 

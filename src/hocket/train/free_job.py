@@ -2,7 +2,7 @@
 
 - Before the optimiser's step the gradients, clipped or accumulated as the loop did it, are added to what will be pushed; weights
   asked for earlier land; where the step is not a local one the gradients are hidden, so that the optimiser does nothing.
-- After it the worker pushes and asks as its synchronisation says (``Sync.server_action``) and, unless that overlaps, waits for the answer.
+- After it the worker pushes and asks as ``Sync.server_action`` says and, unless that overlaps, waits for the answer.
 
 The truth is on the shards, and so is the optimiser; the rates are this worker's. A parameter that was not used counts as zeros.
 """

@@ -17,7 +17,7 @@ Axes = dict[str, dict[str, float]]
 
 
 class MeshLedger:
-    """The data axis has the ledger of its strategy; the comm_stats of the others stand beside it. All processes must ask together."""
+    """The data axis has the ledger of its strategy; those of the others stand beside it. All processes must ask together."""
 
     def __init__(self, inner: LedgerView | FreeLedger, place: MeshCoordinate, world: Cluster) -> None:
         self._inner, self._place, self._world = inner, place, world

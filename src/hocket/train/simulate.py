@@ -78,12 +78,12 @@ def simulate(
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
     ``train_set`` and ``test_set`` are map-style data sets or pairs of tensors (inputs, targets). Every worker steps with
-    ``optimizer`` on its own ``batch_size`` samples; means, gossip and compression are those of ``strategy``, the same code that real
-    processes run.
+    ``optimizer`` on its own ``batch_size`` samples; means, gossip and compression are those of ``strategy``, the same code that
+    real processes run.
 
-    ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.ClusterSpec`): seconds are then
-    predicted for it; without it they are None. With it, ``balance="speed"`` deals each round out by the workers' speeds in the epoch
-    before, instead of evenly.
+    ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.ClusterSpec`): seconds are
+    then predicted for it; without it they are None. With it, ``balance="speed"`` deals each round out by the workers' speeds in the
+    epoch before, instead of evenly.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",

@@ -22,7 +22,7 @@ def find(name: str) -> Method:
 
 
 def make(name: str, stages: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule of that name for ``stages`` processes with ``stages_per_rank`` stages each, and ``num_microbatches`` micro-batches.
+    """The schedule of that name for ``stages`` processes with ``stages_per_rank`` stages each.
 
     >>> for row in make("1f1b", stages=2, num_microbatches=3):
     ...     print(*row)
@@ -51,6 +51,6 @@ def _check(method: Method, stages: int, num_microbatches: int, stages_per_rank: 
     if method.rounds and num_microbatches % size:
         rounds = num_microbatches // stages
         raise HocketError(
-            f"{method.name} takes micro-batches in {rounds} equal rounds for {stages} processes, which {num_microbatches} do not fill: "
-            f"use {rounds * size} or {rounds * (size + 1)}."
+            f"{method.name} takes micro-batches in {rounds} equal rounds for {stages} processes, which {num_microbatches} do not "
+            f"fill: use {rounds * size} or {rounds * (size + 1)}."
         )
