@@ -40,7 +40,7 @@ from hocket.server.observer import Observer
 from hocket.server.slices import Slices
 from hocket.server.wire import OBSERVER, link_bytes, terms_of
 from hocket.strategy import Strategy
-from hocket.train.free_worker import Post, work
+from hocket.train.free_worker import WorkerConfig, work
 from hocket.train.job import layout_for
 from hocket.train.run import Settings
 
@@ -159,7 +159,7 @@ def _serve(there: Any) -> None:
 def _work(worker: int, address: str) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    work(Post(SETTINGS, worker, [address], JOB.hex(), liveness_timeout_s=120.0))
+    work(WorkerConfig(SETTINGS, worker, [address], JOB.hex(), liveness_timeout_s=120.0))
 
 
 # --- strangers -----------------------------------------------------------------------------------------------------------------

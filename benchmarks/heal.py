@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from hocket.messages import Envelope, Keys, Kind, Listener
 from hocket.server.desk import Desk
-from hocket.train.free_worker import Post, work
+from hocket.train.free_worker import WorkerConfig, work
 
 JOB = bytes(range(16, 32))
 PORT = 41500
@@ -122,7 +122,11 @@ def live(namespace: str, worker: int | None, folder: Path, told: dict[str, Any])
         be_shard(folder, told["address"], told["liveness_timeout_s"])
     else:
         keys = str(folder / "keys")
-        work(Post(told["settings"], worker, [told["address"]], JOB.hex(), keys=keys, liveness_timeout_s=told["liveness_timeout_s"]))
+        work(
+            WorkerConfig(
+                told["settings"], worker, [told["address"]], JOB.hex(), keys=keys, liveness_timeout_s=told["liveness_timeout_s"]
+            )
+        )
 
 
 def be_shard(folder: Path, address: str, liveness_timeout_s: float) -> None:

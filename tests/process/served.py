@@ -23,7 +23,7 @@ from hocket.server import host
 from hocket.server.observer import Observer
 from hocket.server.slices import Slices
 from hocket.server.wire import link_bytes
-from hocket.train.free_worker import Post, read_post, work
+from hocket.train.free_worker import WorkerConfig, read_worker_config, work
 from hocket.train.job import layout_for
 from hocket.train.loop import accuracy_of
 from hocket.train.replicas import swapped_weights
@@ -51,7 +51,7 @@ def shard(rank: int, folder: str, arguments: list[str]) -> None:
 
 
 def worker(rank: int, folder: str, post: dict[str, Any]) -> None:
-    work(read_post(post))
+    work(read_worker_config(post))
 
 
 def on_hooks(rank: int, folder: str, strategies: list[str]) -> None:
@@ -237,7 +237,9 @@ class Service:
 
     def start_worker(self, k: int, replaces: bool = False, **changes: Any) -> Group:
         settings = asdict(self.settings) | changes
-        post = Post(settings, k, self.addresses, self.job.hex(), liveness_timeout_s=self.liveness_timeout_s, replaces=replaces)
+        post = WorkerConfig(
+            settings, k, self.addresses, self.job.hex(), liveness_timeout_s=self.liveness_timeout_s, replaces=replaces
+        )
         return self._start("process.served:worker", f"worker-{k}", post=post.describe())
 
     def _start(self, function: str, name: str, **arguments: Any) -> Group:

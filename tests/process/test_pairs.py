@@ -41,7 +41,7 @@ from hocket.server.holding import Holding, Mean
 from hocket.server.peers import Peers, agree, join
 from hocket.strategy import Strategy
 from hocket.topology.partners import answerer, target
-from hocket.train.free_worker import Post, batch_sequence
+from hocket.train.free_worker import WorkerConfig, batch_sequence
 from hocket.train.pairs_job import PairsJob, PeerConfig
 from hocket.train.run import Settings
 from process.cases import batch, net, sgd
@@ -670,7 +670,7 @@ def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp
     total = len(batch_sequence(given, load("digits")))
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
         clerk = Clerk(listener, 3, total)
-        posts = [Post(asdict(given), w, [listener.address], JOB.hex()) for w in range(3)]
+        posts = [WorkerConfig(asdict(given), w, [listener.address], JOB.hex()) for w in range(3)]
         groups = [nursery.start("process.served:worker", 1, tmp_path / str(w), post=posts[w].describe()) for w in range(3)]
         with Caller(listener.address, JOB) as stranger:
             stranger.send(Envelope(Kind.FETCH, 9, number=1), 1.0)

@@ -24,7 +24,7 @@ from hocket.cluster.message import FRAME_BYTES, PIECE_BYTES, ring_bytes
 from hocket.data.base import DataSet, identity
 from hocket.train import loop
 from hocket.train.flops import step_flops
-from hocket.train.loop import Plan, Training
+from hocket.train.loop import Training, TrainingPlan
 from hocket.train.run import Settings
 from hocket.train.simulate import train_rows
 
@@ -55,7 +55,7 @@ def training(
     strategy: str, spec: ClusterSpec | None, workers: int = 4, rounds: float = 8, epochs: int = 1, **more: Any
 ) -> Training:
     """Virtual workers about to train for ``rounds`` steps an epoch."""
-    plan = Plan(epochs, BATCH, more.pop("seed", 0), evaluate=more.pop("evaluate", True), worst=False)
+    plan = TrainingPlan(epochs, BATCH, more.pop("seed", 0), evaluate=more.pop("evaluate", True), worst=False)
     data = DataSet("made up", samples(int(rounds * workers * BATCH)), samples(20), 0, identity)
     cluster = VirtualCluster(workers, more.pop("device", "cpu"), spec=spec, seed=plan.seed)
     sgd: Callable = lambda params: torch.optim.SGD(params, 0.05)  # noqa: E731

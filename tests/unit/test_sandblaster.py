@@ -28,7 +28,7 @@ from hocket.sandblaster.launch import Company
 from hocket.sandblaster.lbfgs import Evaluate, Settings, State, converse, lbfgs
 from hocket.sandblaster.portions import Dispenser
 from hocket.sandblaster.roles import WorkerProcess
-from hocket.sandblaster.vectors import Order, Shard, Tree, combine, cuts, unrounded
+from hocket.sandblaster.vectors import Order, Tree, VectorShard, combine, cuts, unrounded
 from hocket.sandblaster.virtual import VirtualWorld
 from hocket.sandblaster.wolfe import Point, search
 
@@ -209,7 +209,7 @@ class Chaos:
     def __init__(self, data: st.DataObject, portions: int, workers: int, shards: int, exact: bool) -> None:
         self.data, self.exact = data, exact
         self.dispenser = Dispenser(portions, shards, backups=data.draw(st.booleans()), exact=exact)
-        self.shards = [Shard(torch.zeros(1, dtype=torch.float64), exact) for _ in range(shards)]
+        self.shards = [VectorShard(torch.zeros(1, dtype=torch.float64), exact) for _ in range(shards)]
         self.order([("begin", 0, "x")])
         self.alive = list(range(workers))
         self.computing: dict[int, int] = {}
@@ -588,7 +588,7 @@ def test_frozen_batch_statistics_are_fine() -> None:
 
 def test_a_shard_refuses_orders_that_it_does_not_know() -> None:
     with pytest.raises(HocketError, match="knows no order 'fly'"):
-        Shard(torch.zeros(2)).obey([("fly", "x")])
+        VectorShard(torch.zeros(2)).obey([("fly", "x")])
 
 
 def test_the_embedded_digits() -> None:

@@ -18,7 +18,7 @@ from hocket.data.partition import Partition
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.train.balance import by_speed
-from hocket.train.loop import Plan
+from hocket.train.loop import TrainingPlan
 from hocket.train.replicas import LiveReplica, StackedReplicas
 from hocket.train.run import Settings
 from hocket.train.simulate import train_rows
@@ -107,7 +107,7 @@ def test_a_training_that_was_stopped_is_the_one_that_was_not(strategy: str) -> N
 
     def training() -> Any:
         data = DataSet("d", samples(450), samples(100), 3, identity)
-        plan = Plan(epochs=4, batch_size=10, seed=1, balance="speed")
+        plan = TrainingPlan(epochs=4, batch_size=10, seed=1, balance="speed")
         cluster = VirtualCluster(4, spec=spec, seed=1)
         return train_rows(Tiny, F.cross_entropy, sgd(0.1, momentum=0.9), data, Strategy.parse(strategy), cluster, plan)
 
@@ -191,7 +191,7 @@ def test_settings_refuse_before_anything_is_started(given: dict[str, Any], words
 
 def test_several_workers_in_one_process_have_no_speeds() -> None:
     data = DataSet("d", samples(100), samples(100), 3, identity)
-    plan = Plan(batch_size=10, balance="speed")
+    plan = TrainingPlan(batch_size=10, balance="speed")
     with pytest.raises(HocketError, match="a process of its own"):
         train_rows(Tiny, F.cross_entropy, sgd(0.1), data, Strategy.parse("bulk"), VirtualCluster(4, timed=True), plan)
 

@@ -26,7 +26,7 @@ from hocket.strategy import Strategy
 from hocket.train.engines import LoopEngine
 from hocket.train.free import FreeTraining
 from hocket.train.free.crowd import Crowd
-from hocket.train.loop import Plan
+from hocket.train.loop import TrainingPlan
 from virtual.methods import COMPRESSION, FREE
 from virtual.world import Tiny, seeded, sgd
 
@@ -73,7 +73,9 @@ def _training(
 
     x, y = _data()
     crowd = Crowd(model, sgd(0.1, momentum=0.9), Strategy.parse(strategy), cluster, engine=engine)
-    return FreeTraining(crowd, cluster, DataSet("tiny", (x, y), (x, y), 3, identity), F.cross_entropy, Plan(epochs, 4, **plan))
+    return FreeTraining(
+        crowd, cluster, DataSet("tiny", (x, y), (x, y), 3, identity), F.cross_entropy, TrainingPlan(epochs, 4, **plan)
+    )
 
 
 # --- equalities ------------------------------------------------------------------------------------------------------------

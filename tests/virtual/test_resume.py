@@ -14,7 +14,7 @@ from hocket.cluster import VirtualCluster
 from hocket.data.base import DataSet, identity
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
-from hocket.train.loop import Plan
+from hocket.train.loop import TrainingPlan
 from hocket.train.simulate import train_rows
 from virtual.world import FEATURES, Tiny, World, sgd
 
@@ -85,7 +85,7 @@ def test_a_whole_training_resumes_after_an_epoch(strategy: str) -> None:
 
     def training():
         data = DataSet("d", (x, y), (x, y), 3, identity)
-        plan = Plan(epochs=3, batch_size=4, seed=1, lr_schedule="cosine", warmup_epochs=1)
+        plan = TrainingPlan(epochs=3, batch_size=4, seed=1, lr_schedule="cosine", warmup_epochs=1)
         return train_rows(Tiny, F.cross_entropy, sgd(0.1, momentum=0.9), data, Strategy.parse(strategy), VirtualCluster(4), plan)
 
     whole, first, second = training(), training(), training()

@@ -35,7 +35,7 @@ from hocket.server.slices import Slices
 from hocket.server.start import Child, address_of, end_child, start_shard
 from hocket.server.wire import link_bytes
 from hocket.train.free_job import recipe_for
-from hocket.train.free_worker import Post, batch_sequence
+from hocket.train.free_worker import WorkerConfig, batch_sequence
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress, accuracy_of
 from hocket.train.record import Record
@@ -143,7 +143,7 @@ class Crew:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
 
     def _post(self, worker: int, replaces: bool) -> None:
-        post = Post(
+        post = WorkerConfig(
             asdict(self.settings),
             worker,
             self._addresses,

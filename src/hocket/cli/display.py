@@ -230,14 +230,14 @@ def _add_row(table: Table, row: Row) -> None:
         return
     parts = (seconds(None if figure is None else figure.mean) for figure in (row.compute, row.wait, row.transfer))
     sent = 0.0 if row.bytes_sent is None else row.bytes_sent.mean
-    less = "–" if row.times_fewer is None else times_less(row.times_fewer, 1.0)
-    table.add_row(escape(row.label), percent(row.accuracy), percent(row.worst), *parts, megabytes(sent), less)
+    fewer = "–" if row.times_fewer is None else times_fewer(row.times_fewer, 1.0)
+    table.add_row(escape(row.label), percent(row.accuracy), percent(row.worst), *parts, megabytes(sent), fewer)
 
 
 LEGEND = (
     "accuracy: of the mean model; worst: of the worst replica. compute, wait, transfer: seconds, means over workers "
     "(of virtual workers: predicted). "
-    "MB: sent by all workers together; less: how many times less than bulk + allreduce."
+    "MB: sent by all workers together; fewer bytes: how many times fewer than bulk + allreduce."
 )
 
 
@@ -279,10 +279,10 @@ def megabytes(count: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def times_less(baseline: float, count: float) -> str:
-    """How many times less than the baseline.
+def times_fewer(baseline: float, count: float) -> str:
+    """How many times fewer bytes than the baseline.
 
-    >>> times_less(100, 10), times_less(100, 0)
+    >>> times_fewer(100, 10), times_fewer(100, 0)
     ('10×', '–')
     """
     if not count:
@@ -303,7 +303,7 @@ def results_table(title: str) -> Table:
     """An empty table of results."""
     table = Table(title=title, title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, box=SIMPLE_HEAD)
     table.add_column("strategy", overflow="fold", min_width=20)
-    for column in ("accuracy", "worst", "compute", "wait", "transfer", "MB", "less"):
+    for column in ("accuracy", "worst", "compute", "wait", "transfer", "MB", "fewer bytes"):
         table.add_column(column, justify="right", no_wrap=True)
     return table
 
@@ -320,5 +320,5 @@ def add_result(table: Table, strategy: str, metrics: dict[str, Any], total: Entr
         seconds(total.wait_s),
         seconds(total.transfer_s),
         megabytes(total.bytes_sent),
-        times_less(baseline, total.bytes_sent),
+        times_fewer(baseline, total.bytes_sent),
     )

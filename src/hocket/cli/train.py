@@ -286,7 +286,7 @@ def _show(title: str, strategy: str, metrics: list[dict[str, Any]], baseline: in
     add_result(table, strategy, metrics[-1], total_of(metrics), baseline)
     console = Console()
     console.print(table)
-    console.print(LEGEND + " There: computed, not measured.", style="dim")
+    console.print(LEGEND + " Reduction computed against bulk + allreduce, not measured.", style="dim")
     for name, sent, seconds in axes_of(metrics):
         console.print(f"{name} axis: {sent / 1e6:,.1f} MB sent, {seconds:.2f} s waited", style="dim")
     if out is not None:

@@ -62,7 +62,7 @@ class Heard(NamedTuple):
     state: State
 
 
-class Channel(Protocol):
+class MeanChannel(Protocol):
     """A topology on a cluster, as compressors see it."""
 
     @property
@@ -125,7 +125,7 @@ class Compressor:
         return 1.0 if self.lossless else CONSENSUS_STEP
 
     @abstractmethod
-    def mean(self, rows: Tensor, channel: Channel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
         """What this compressor's mean of ``rows`` gives over ``channel``."""
 
 
@@ -146,7 +146,7 @@ class Codec(Compressor):
         """The code for a mean of rows that this one already coded at the same exchange (the second phase of an all-reduce)."""
         return self
 
-    def mean(self, rows: Tensor, channel: Channel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
         return channel.coded(self, rows, state, context)
 
 

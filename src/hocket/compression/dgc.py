@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hocket.compression.base import Channel, Codec, Compressor, Context, Heard, Precision, State, check_density
+from hocket.compression.base import Codec, Compressor, Context, Heard, MeanChannel, Precision, State, check_density
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
 from hocket.errors import HocketError
@@ -66,7 +66,7 @@ class DGC(Compressor):
             return self.density
         return max(self.density, 0.25 ** (1 + exchange * _STAGES // self.warmup))
 
-    def mean(self, rows: Tensor, channel: Channel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
         gradient = rows if self.clip is None else _clipped(rows, self.clip / math.sqrt(max(context.world, 1)))
         u = gradient if "u" not in state else state["u"] * self.momentum + gradient
         v = u.clone() if "v" not in state else state["v"] + u

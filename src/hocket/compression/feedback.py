@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hocket.compression.base import Channel, Compressor, Context, Heard, State
+from hocket.compression.base import Compressor, Context, Heard, MeanChannel, State
 
 
-def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: Channel, state: State, context: Context) -> Heard:
+def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
     """The compressor's mean of ``rows``, with the error of earlier exchanges added where the compressor asks for it."""
     if not compressor.uses_error_feedback:
         return compressor.mean(rows, channel, state, context)

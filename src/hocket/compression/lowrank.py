@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message, there
-from hocket.compression.base import CONSENSUS_STEP, Channel, Codec, Context, Heard, State, flag
+from hocket.compression.base import CONSENSUS_STEP, Codec, Context, Heard, MeanChannel, State, flag
 from hocket.errors import HocketError
 from hocket.noise import fold, uniform
 
@@ -78,7 +78,7 @@ class LowRank(Codec):
             offset += count
         return pieces
 
-    def mean(self, rows: Tensor, channel: Channel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
         if not channel.uniform:
             return channel.coded(self, rows, state, context)
         pieces = self.pieces(rows.shape[1], context)

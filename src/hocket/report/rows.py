@@ -18,7 +18,7 @@ from typing import Any
 
 from hocket.report.ages import Ages
 from hocket.report.figures import rate as rate_text
-from hocket.report.read import FINISHED, Run, number
+from hocket.report.read import FINISHED, RunRecord, number
 from hocket.report.timelines import Measured
 from hocket.split.mesh import AXES
 
@@ -166,9 +166,9 @@ class Row:
         return self.strategy.split(" + ")[0].split("(")[0].strip()
 
 
-def make_rows(runs: Iterable[Run]) -> list[Row]:
+def make_rows(runs: Iterable[RunRecord]) -> list[Row]:
     """Rows of all runs, facet by facet, the best first."""
-    groups: dict[tuple[str, int], list[Run]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[RunRecord]] = defaultdict(list)
     times: Counter[tuple[str, str]] = Counter()
     for run in runs:
         # Seeds of one configuration make a row; the same seed again is another measurement of it, and makes another.
@@ -233,7 +233,7 @@ def _compared(rows: list[Row]) -> list[Row]:
     return compared
 
 
-def _configuration(run: Run) -> str:
+def _configuration(run: RunRecord) -> str:
     # A setting that is None is as good as one that there was not yet.
     settings = {k: v for k, v in run.settings.items() if k not in _NOT_CONFIGURATION and v is not None}
     return json.dumps([run.study, run.state, settings], sort_keys=True, default=str)
@@ -250,7 +250,7 @@ def _facet(settings: dict[str, Any]) -> Facet:
     )
 
 
-def _row(runs: list[Run]) -> Row:
+def _row(runs: list[RunRecord]) -> Row:
     first = runs[0]
     done = first.state == FINISHED
 
@@ -290,7 +290,7 @@ def _row(runs: list[Run]) -> Row:
     )
 
 
-def _comm_stats(runs: list[Run]) -> dict[str, CommFigures]:
+def _comm_stats(runs: list[RunRecord]) -> dict[str, CommFigures]:
     """The axes that something is known of."""
     found = {}
     for axis in AXES:
@@ -300,7 +300,7 @@ def _comm_stats(runs: list[Run]) -> dict[str, CommFigures]:
     return found
 
 
-def _curve(runs: list[Run]) -> tuple[Point, ...]:
+def _curve(runs: list[RunRecord]) -> tuple[Point, ...]:
     """The epochs that all seeds have, with costs summed since the start."""
     tracks = [{line["epoch"]: line for line in run.lines} for run in runs]
     common = sorted(set.intersection(*(set(t) for t in tracks))) if tracks else []

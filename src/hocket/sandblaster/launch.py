@@ -51,7 +51,7 @@ SETTLE_S = 0.5
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What all processes of a run know."""
 
     job: bytes
@@ -159,7 +159,7 @@ def launch(
     """Run ``job`` on processes: metrics, weights and why it ended."""
     with _place(folder) as where:
         point = job.objective().point.cpu()
-        plan = Plan(
+        plan = LaunchPlan(
             secrets.token_bytes(JOB_BYTES),
             where,
             job.settings,
@@ -182,7 +182,7 @@ def launch(
         return found["metrics"], torch.cat(slices), found["state"]["ended"]
 
 
-def _start(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Sequence[float]) -> Company:
+def _start(plan: LaunchPlan, point: Tensor, job: bytes, workers: int, slowdown: Sequence[float]) -> Company:
     context = _context()
 
     def begin(role: Callable[..., None], *arguments: Any) -> BaseProcess:
@@ -209,7 +209,7 @@ def _start(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Sequen
     return company
 
 
-def _watch(company: Company, plan: Plan, restarts: int, watch: Callable[[Company], None], log: Log) -> None:
+def _watch(company: Company, plan: LaunchPlan, restarts: int, watch: Callable[[Company], None], log: Log) -> None:
     try:
         while not company.check(restarts):
             log.read()
@@ -238,7 +238,7 @@ def _context() -> ForkServerContext | SpawnContext:
 # What each process does.
 
 
-def be_coordinator(plan: Plan) -> None:
+def be_coordinator(plan: LaunchPlan) -> None:
     """Hold the conversation, and write down after each iteration where it stands."""
     end_with_parent()
     try:
@@ -260,14 +260,14 @@ def be_coordinator(plan: Plan) -> None:
         raise SystemExit(1) from None
 
 
-def be_shard(plan: Plan, number: int, values: Any, address: str) -> None:
+def be_shard(plan: LaunchPlan, number: int, values: Any, address: str) -> None:
     """Hold a slice of every vector."""
     end_with_parent()
     torch.set_num_threads(1)
     ShardProcess(number, torch.from_numpy(values), plan.exact, address, plan.job, plan.folder).serve()
 
 
-def be_worker(plan: Plan, number: int, job: bytes, address: str, slowdown: float) -> None:
+def be_worker(plan: LaunchPlan, number: int, job: bytes, address: str, slowdown: float) -> None:
     """Compute portions, each in ``slowdown`` times the time it needs."""
     end_with_parent()
     torch.set_num_threads(1)
@@ -275,7 +275,7 @@ def be_worker(plan: Plan, number: int, job: bytes, address: str, slowdown: float
     WorkerProcess(number, sandblaster.objective(), plan.shards, address, plan.job, slowdown).serve()
 
 
-def _converse(plan: Plan, world: ProcessWorld) -> None:
+def _converse(plan: LaunchPlan, world: ProcessWorld) -> None:
     file = plan.folder / STATE_FILE
     state, metrics = State(), []
     if file.exists():
@@ -306,7 +306,7 @@ def _place(folder: Path | None) -> Iterator[Path]:
     yield folder
 
 
-def _check_folder(plan: Plan) -> None:
+def _check_folder(plan: LaunchPlan) -> None:
     file = plan.folder / STATE_FILE
     if not file.exists():
         return
@@ -325,13 +325,13 @@ def _check_folder(plan: Plan) -> None:
             ) from None
 
 
-def _known_address(plan: Plan) -> str:
+def _known_address(plan: LaunchPlan) -> str:
     """Where a coordinator before this one listened, or any free port."""
     file = plan.folder / LINK_FILE
     return json.loads(file.read_text())["address"] if file.exists() else "tcp://127.0.0.1:0"
 
 
-def _address(plan: Plan, coordinator: BaseProcess) -> str:
+def _address(plan: LaunchPlan, coordinator: BaseProcess) -> str:
     deadline = time.monotonic() + START_S
     while not (plan.folder / LINK_FILE).exists():
         if coordinator.exitcode is not None or time.monotonic() > deadline:

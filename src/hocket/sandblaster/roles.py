@@ -24,7 +24,7 @@ from torch import Tensor
 from hocket.messages.frame import Envelope, Kind
 from hocket.messages.link import Caller, Listener
 from hocket.sandblaster.objective import Objective
-from hocket.sandblaster.vectors import Shard, cuts
+from hocket.sandblaster.vectors import VectorShard, cuts
 from hocket.server.snapshots import sealed, unsealed
 from hocket.train.throttle import Throttle
 
@@ -52,11 +52,11 @@ def most_bytes(values: int) -> int:
 
 
 class ShardProcess:
-    """Shard ``number``: a :class:`Shard` between the coordinator's orders and the workers' slices."""
+    """Shard ``number``: a :class:`VectorShard` between the coordinator's orders and the workers' slices."""
 
     def __init__(self, number: int, x: Tensor, exact: bool, coordinator: str, job: bytes, folder: Path) -> None:
         self.number, self.folder = number, folder
-        self.shard = Shard(x, exact)
+        self.shard = VectorShard(x, exact)
         self.moved = 0
         room = most_bytes(len(x))
         self.listener = Listener("tcp://127.0.0.1:0", job, most_bytes=room, high_water=64)

@@ -27,13 +27,13 @@ from hocket.sandblaster.figures import Figures
 from hocket.sandblaster.lbfgs import Evaluate
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.portions import Answer, Counts, Dispenser
-from hocket.sandblaster.vectors import Order, Shard, combine, cuts
+from hocket.sandblaster.vectors import Order, VectorShard, combine, cuts
 
 HEADER_BYTES = 64
 COORDINATOR = "coordinator"
 
 
-class Links:
+class VirtualLinks:
     """One link per node, by name; bytes that touched the coordinator are counted apart."""
 
     def __init__(self, spec: ClusterSpec) -> None:
@@ -90,10 +90,10 @@ class VirtualWorld:
         self.objective, self.spec, self.seed = objective, spec, seed
         self.backups, self.exact = backups, exact
         self.now = 0.0
-        self.links = Links(spec)
+        self.links = VirtualLinks(spec)
         self.counts = Counts()
         self._cuts = cuts(len(objective.point), shards)
-        self.shards = [Shard(objective.point[part], exact) for part in self._cuts]
+        self.shards = [VectorShard(objective.point[part], exact) for part in self._cuts]
         self._workers = [_Worker(f"worker {i}", (deaths or {}).get(i, math.inf)) for i in range(workers)]
         self._factors = spec.factors(workers).tolist()
         self._flops = objective.flops() if spec.step_s is None else 0.0

@@ -33,7 +33,7 @@ _Job = FreeJob | DealtPairsJob
 
 
 @dataclass(frozen=True)
-class Post:
+class WorkerConfig:
     """Where a worker stands, as plain data: what whoever starts it tells it."""
 
     settings: dict[str, Any]
@@ -58,7 +58,7 @@ def batch_sequence(settings: Settings, data: DataSet) -> BatchSequence:
     return BatchSequence(partition, total if plan.max_steps is None else min(total, plan.max_steps))
 
 
-def work(post: Post) -> None:
+def work(post: WorkerConfig) -> None:
     """Train until there is no mini-batch left, and leave."""
     settings = Settings(**post.settings)
     settings.check()
@@ -98,7 +98,9 @@ def work(post: Post) -> None:
     job.detach()
 
 
-def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence) -> _Job:
+def _enter(
+    post: WorkerConfig, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence
+) -> _Job:
     strategy, keys, job = settings.check(), None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
     options: dict[str, Any] = {
         "nonfinite": settings.nonfinite,
@@ -139,9 +141,9 @@ def _next(job: _Job, sequence: BatchSequence) -> MiniBatch | None:
     return None if number is None or number >= len(sequence) else sequence.minibatch(number)
 
 
-def read_post(told: Any) -> Post:
-    """From :meth:`Post.describe`."""
+def read_worker_config(told: Any) -> WorkerConfig:
+    """From :meth:`WorkerConfig.describe`."""
     try:
-        return Post(**told)
+        return WorkerConfig(**told)
     except TypeError:
         raise HocketError(f"A worker was told something else than its post: {str(told)[:200]}.") from None

@@ -37,7 +37,7 @@ from hocket.split.sharded import ShardedState, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, Local, PostLocal, proven_period
 from hocket.topology import Server
-from hocket.train.report import LedgerView
+from hocket.train.ledger_view import LedgerView
 from hocket.train.watch import NonFinite
 
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.backward.__code__

@@ -21,16 +21,16 @@ from hocket.errors import HocketError, nearest
 from hocket.noise import step_keys
 from hocket.train.balance import by_speed, check_balance, check_speeds
 from hocket.train.flops import step_flops
+from hocket.train.ledger_view import LedgerView
 from hocket.train.lr_schedule import factor, scheduler
 from hocket.train.replicas import Loss, Replicas
-from hocket.train.report import LedgerView
 
 _EVALUATION_BATCH = 1000
 _MOST_ON_CUDA, _ROOM = 10_000, 2**34
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How long and on what mini-batches to train."""
 
     epochs: int = 1
@@ -87,7 +87,7 @@ class Training:
     cluster: Cluster
     data: DataSet
     loss: Loss
-    plan: Plan
+    plan: TrainingPlan
     metrics: list[dict[str, Any]] = field(default_factory=list)
     epoch: int = 0
     step: int = 0

@@ -31,7 +31,7 @@ from hocket.split import Mesh, MeshCoordinate, Part, init_mesh
 from hocket.split.dropout import Draws, prepare_dropout
 from hocket.split.full_state import WholeOptimizer, gather_full_state, take_parts
 from hocket.split.materialize import materialize
-from hocket.split.picture import draw, holding_of, in_flight, saved_bytes, state_copies
+from hocket.split.picture import draw, held_bytes, in_flight, saved_bytes, state_copies
 from hocket.split.pipeline import Cut, Pipeline, cut_model
 from hocket.split.pipeline.schedules import find
 from hocket.split.pipeline.timeline import Span, Timeline, gather
@@ -292,7 +292,7 @@ class MeshJob:
 
     def picture(self) -> str:
         """The mesh as text: who holds what, and how many bytes of it."""
-        own = holding_of(self.module, self.optimizer, self._activation_bytes())
+        own = held_bytes(self.module, self.optimizer, self._activation_bytes())
         if self._sharded is not None:
             own = replace(own, state=self._sharded.owned_bytes * state_copies(self.optimizer))
         everyone = [own] * self.mesh.size

@@ -10,7 +10,7 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
 from hocket.split import MeshCoordinate
 from hocket.train.free_job import FreeLedger
-from hocket.train.report import LedgerView
+from hocket.train.ledger_view import LedgerView
 
 _SECONDS = ("seconds", "compute_s", "wait_s", "transfer_s", "transfer_hidden_s")
 Axes = dict[str, dict[str, float]]

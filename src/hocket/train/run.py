@@ -33,7 +33,7 @@ from hocket.train.free.crowd import Crowd
 from hocket.train.free.training import DEFAULT_CLUSTER
 from hocket.train.free_job import serves_itself
 from hocket.train.job import mention_period
-from hocket.train.loop import Plan, Progress, Training
+from hocket.train.loop import Progress, Training, TrainingPlan
 from hocket.train.mesh_checks import DEFAULT_SCHEDULE
 from hocket.train.plan_file import read_plan
 from hocket.train.record import Record, versions
@@ -258,9 +258,9 @@ class Settings:
         """The virtual workers that these settings ask for."""
         return VirtualCluster(self.workers, device, self.host_size, spec=self.spec(), seed=self.seed)
 
-    def plan(self) -> Plan:
+    def plan(self) -> TrainingPlan:
         """The part that the loop needs."""
-        return Plan(
+        return TrainingPlan(
             self.epochs,
             self.batch_size,
             self.seed,

@@ -23,7 +23,7 @@ from hocket.errors import HocketError, NonFiniteGradient
 from hocket.split.sharded import FullShards, gathered, part_like, refuse_fsdp_on, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.job import check_device, check_equal, check_job, check_optimizer, layout_for
-from hocket.train.report import LedgerView
+from hocket.train.ledger_view import LedgerView
 
 
 class FSDPJob:

@@ -26,7 +26,7 @@ from hocket.train.free import FreeTraining
 from hocket.train.free.crowd import Crowd
 from hocket.train.free.training import DEFAULT_CLUSTER
 from hocket.train.job import mention_period
-from hocket.train.loop import Plan, Progress, Training
+from hocket.train.loop import Progress, Training, TrainingPlan
 from hocket.train.replicas import Factory, Loss, StackedReplicas
 
 
@@ -106,7 +106,7 @@ def simulate(
         data,
         parsed,
         VirtualCluster(workers, device, host_size, spec=spec, seed=seed),
-        Plan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, evaluate, balance=balance),
+        TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, evaluate, balance=balance),
         clip=clip,
         autocast=autocast,
         nonfinite=nonfinite,
@@ -127,7 +127,7 @@ def train_rows(
     data: DataSet,
     strategy: Strategy,
     cluster: Cluster,
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     engine: str = "auto",
     autocast: torch.dtype | None = None,

@@ -20,9 +20,9 @@ from hocket.split.axis import Axis
 from hocket.split.pipeline.cut import Cut
 from hocket.split.pipeline.hold import held
 from hocket.split.pipeline.pipedream import PipeDream
-from hocket.split.pipeline.post import Post
 from hocket.split.pipeline.schedules import Action, make
 from hocket.split.pipeline.stage import LossFunction, Stage
+from hocket.split.pipeline.stage_comm import StageComm
 from hocket.split.pipeline.timeline import Span, Timeline, gather
 
 _AHEAD = 2
@@ -138,35 +138,35 @@ class Pipeline:
     # --- actions -----------------------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Sequence[Action], batch: _Batch, keep: bool = True) -> None:
-        post = Post(self.axis, batch.loss.device)
+        comm = StageComm(self.axis, batch.loss.device)
         self.spans = []
         if hasattr(self.draws, "begin"):
             self.draws.begin(self.draws.step)
         for i, action in enumerate(actions):
             for coming in actions[i : i + 1 + _AHEAD]:
-                self._expect(post, coming, batch)
+                self._expect(comm, coming, batch)
             if action.kind == "F":
-                self._forward(post, action, batch, keep)
+                self._forward(comm, action, batch, keep)
             elif action.kind == "W":
                 start = time.perf_counter()
                 self._stages[action.stage].backward_weight(action.microbatch)
                 self._done(action, start)
             else:
-                self._backward(post, action)
-        post.settle()
+                self._backward(comm, action)
+        comm.settle()
 
-    def _expect(self, post: Post, action: Action, batch: _Batch) -> None:
+    def _expect(self, comm: StageComm, action: Action, batch: _Batch) -> None:
         kind, k, j = action
         stage = self._stages[k]
         if kind == "F" and k > 0:
-            post.expect(k - 1, "ahead", j, stage.enter, batch.sizes[j])
+            comm.expect(k - 1, "ahead", j, stage.enter, batch.sizes[j])
         elif kind in "BI" and k < self._last:
-            post.expect(k, "back", j, [w for w in stage.leave if w.grad], batch.sizes[j])
+            comm.expect(k, "back", j, [w for w in stage.leave if w.grad], batch.sizes[j])
 
-    def _forward(self, post: Post, action: Action, batch: _Batch, keep: bool) -> None:
+    def _forward(self, comm: StageComm, action: Action, batch: _Batch, keep: bool) -> None:
         _, k, j = action
         stage = self._stages[k]
-        values = post.take(k - 1, "ahead", j) if k else [batch.x[j]]
+        values = comm.take(k - 1, "ahead", j) if k else [batch.x[j]]
         if self.draws is not None:
             self.draws.first_sample = sum(batch.sizes[:j])
         start = time.perf_counter()
@@ -179,22 +179,22 @@ class Pipeline:
             outputs = stage.forward(j, values, lambda output: self.loss_fn(output, batch.y[j]) * share)
         self._done(action, start)
         if k < self._last:
-            post.send(k, "ahead", j, outputs)
+            comm.send(k, "ahead", j, outputs)
         elif keep:
             batch.loss += outputs[0]
         else:
             batch.outputs += outputs
 
-    def _backward(self, post: Post, action: Action) -> None:
+    def _backward(self, comm: StageComm, action: Action) -> None:
         kind, k, j = action
         stage = self._stages[k]
-        grads = post.take(k, "back", j) if k < self._last else []
-        post.sent(k, "ahead", j)
+        grads = comm.take(k, "back", j) if k < self._last else []
+        comm.sent(k, "ahead", j)
         start = time.perf_counter()
         back = stage.backward(j, grads) if kind == "B" else stage.backward_input(j, grads)
         self._done(action, start)
         if k:
-            post.send(k - 1, "back", j, back)
+            comm.send(k - 1, "back", j, back)
 
     def _done(self, action: Action, start: float) -> None:
         self.spans.append(Span(action, start, time.perf_counter()))

@@ -34,10 +34,10 @@ from hocket.train.free.pushsum import PushSum
 from hocket.train.free.scheme import Payload, Scheme
 from hocket.train.free.servers import ServerScheme
 from hocket.train.free.stale import Meeting
-from hocket.train.loop import Plan, Progress, accuracy_of
+from hocket.train.ledger_view import LedgerView
+from hocket.train.loop import Progress, TrainingPlan, accuracy_of
 from hocket.train.lr_schedule import factor
 from hocket.train.replicas import Loss
-from hocket.train.report import LedgerView
 from hocket.train.watch import check_weights
 
 DEFAULT_CLUSTER = "1gbit"
@@ -56,7 +56,7 @@ def scheme_of(strategy: Strategy) -> type[Scheme]:
 class FreeTraining:
     """The counterpart of :class:`hocket.train.loop.Training`."""
 
-    def __init__(self, replicas: Crowd, cluster: Cluster, data: DataSet, loss: Loss, plan: Plan) -> None:
+    def __init__(self, replicas: Crowd, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
         self.replicas, self.cluster, self.data, self.loss, self.plan = replicas, cluster, data, loss, plan
         self.strategy = replicas.strategy
         self.metrics: list[dict[str, Any]] = []

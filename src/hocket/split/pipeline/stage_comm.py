@@ -21,7 +21,7 @@ _MICROBATCHES, _WIRES = 1 << 10, 1 << 5
 
 
 @dataclass
-class Post:
+class StageComm:
     """A process's messages to and from the stages beside its own."""
 
     axis: Axis
