@@ -169,10 +169,10 @@ def main() -> None:
     try:
         require()
         if not options.json:
-            print(f"one of {WORKERS} workers cut off for {options.cut:g} s, given up after {options.patience:g} s of silence")
+            print(f"one of {WORKERS} workers cut off for {options.cut:g} s, given up after {options.liveness_timeout:g} s of silence")
             print(f"{'strategy':24} {'back after':>11} {'silent':>8} {'done':>13} {'lost':>6}")
         for strategy in options.strategies:
-            found = measure(strategy, options.cut, options.patience, options.epochs)
+            found = measure(strategy, options.cut, options.liveness_timeout, options.epochs)
             done = f"{found.done} of {found.total}"
             line = f"{strategy:24} {found.back_s:9.2f} s {found.silent_s:6.1f} s {done:>13} {found.lost:6}"
             print(json.dumps(asdict(found)) if options.json else line, flush=True)

@@ -153,7 +153,7 @@ CASES: dict[str, Case] = {
 
 
 def train(model: nn.Module, draws: Draws, x: Tensor, y: Tensor, lr: float, axis: Axis) -> tuple[list[float], list[tuple[int, int]]]:
-    """Losses and comm_stats of each step."""
+    """Losses and communication of each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses, comm_stats = [], []
     for step in range(STEPS):

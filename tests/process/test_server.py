@@ -461,7 +461,7 @@ def test_a_shard_of_its_own_refuses_what_cannot_be(arguments: list[str], capsys:
             host.main(arguments)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "shards count from 0, patience is above 0 seconds." in json.loads(capsys.readouterr().out)["error"]
+    assert "shards count from 0, the liveness timeout is above 0 seconds." in json.loads(capsys.readouterr().out)["error"]
 
 
 @pytest.mark.parametrize("arguments", REFUSED)

@@ -43,14 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us hears it and ends us
     torch.set_num_threads(1)
     try:
-        if given.place < 0 or given.patience <= 0:
+        if given.place < 0 or given.liveness_timeout <= 0:
             raise HocketError(
-                f"--place {given.place} --liveness-timeout {given.patience:g}: shards count from 0, patience is above 0 seconds."
+                f"--place {given.place} --liveness-timeout {given.liveness_timeout:g}: shards count from 0, the liveness timeout is above 0 seconds."
             )
         keys = None if given.keys is None else Keys.read(given.keys)
         snapshots = None if given.snapshots is None or given.snapshot <= 0 else Snapshots(given.snapshots, given.place)
         with Listener(given.bind, DEFAULT_JOB if given.job is None else job_id(given.job), keys, given.most_bytes) as listener:
-            desk = Desk(listener, given.place, given.patience, snapshots, given.snapshot, given.stay)
+            desk = Desk(listener, given.place, given.liveness_timeout, snapshots, given.snapshot, given.stay)
             version = None if desk.shard is None else desk.shard.version
             print(json.dumps({"address": listener.address, "version": version}), flush=True)
             desk.run(lambda: given.child and _closed(sys.stdin.fileno()))

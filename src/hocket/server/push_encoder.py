@@ -56,7 +56,7 @@ class PushEncoder:
         return messages
 
     def state_dict(self) -> dict[str, Any]:
-        """What was held back, and what the code uses_error_feedback."""
+        """What was held back, and what the code remembers."""
         return copy.deepcopy({"memory": self.memory, "errors": self.errors})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ class Axis:
         self._blocked(lambda: dist.all_gather(everyone, values, group=self.group))
         return torch.cat(everyone, dim)
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """The first process's values, on all."""
         if self.size == 1 or not tensors:
             return

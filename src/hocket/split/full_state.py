@@ -1,4 +1,4 @@
-"""Split models as full_state: put together for checkpoints, taken apart again when one is loaded.
+"""The full state of split models: put together for checkpoints, taken apart again when one is loaded.
 
 Names are those of the whole model, so what is gathered here loads into a model that was never split, and what such a model saved
 can be loaded by a split one: every process takes its part.

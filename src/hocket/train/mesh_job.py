@@ -105,7 +105,7 @@ class MeshJob:
             world,
             [str(strategy), f"mesh={mesh}", f"{schedule} {num_microbatches}"],
         )
-        _spread(model, world)
+        _broadcast_model(model, world)
         self.whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         """Of the model's parameters before it was split."""
         self._saved = set(model.state_dict())
@@ -406,7 +406,7 @@ class MeshJob:
         coming, self.job.weight = self.job.weight, self._weights.popleft()
         self._exchange()
         self.optimizer.step()
-        self.place.tensor.spread([p.data for p in self._alike])
+        self.place.tensor.broadcast([p.data for p in self._alike])
         self.optimizer.zero_grad()
         self.job.weight = coming
 
@@ -423,7 +423,7 @@ class MeshJob:
         """What several processes of a replica hold is the first one's."""
         if self._parts_drift:
             self.tied.copy_weights()
-        self.place.tensor.spread([p.data for p in self._alike])
+        self.place.tensor.broadcast([p.data for p in self._alike])
 
 
 class Facade(nn.Module):
@@ -457,7 +457,7 @@ def _data_cluster(place: MeshCoordinate, world: Cluster) -> Cluster:
     return found
 
 
-def _spread(model: nn.Module, world: Cluster) -> None:
+def _broadcast_model(model: nn.Module, world: Cluster) -> None:
     """Every process starts from process 0's values (a model that is not born yet has none)."""
     if world.size == 1:
         return
