@@ -169,7 +169,9 @@ def main() -> None:
     try:
         require()
         if not options.json:
-            print(f"one of {WORKERS} workers cut off for {options.cut:g} s, given up after {options.liveness_timeout:g} s of silence")
+            print(
+                f"one of {WORKERS} workers cut off for {options.cut:g} s, given up after {options.liveness_timeout:g} s of silence"
+            )
             print(f"{'strategy':24} {'back after':>11} {'silent':>8} {'done':>13} {'lost':>6}")
         for strategy in options.strategies:
             found = measure(strategy, options.cut, options.liveness_timeout, options.epochs)

@@ -34,9 +34,9 @@ from hocket.study import file
 from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check, finished, sentence
 from hocket.study.folder import Folder, Outcome
 from hocket.study.lines import lines_of
+from hocket.study.lr_search import MOST, best_lr, next_lr, search_steps, short
 from hocket.study.plan import Outline, Planned, Study, expand, of_preset, slug
 from hocket.study.presets import PRESETS, Entry, preset
-from hocket.study.rates import MOST, best_rate, next_rate, search_steps, short
 from hocket.sync import Bulk, Local
 from hocket.topology import AllReduce, Gossip
 from hocket.train import record
@@ -612,7 +612,7 @@ def test_a_training_holds_the_lock_of_its_study(tmp_path: Path) -> None:
 
 def searched(loss: Any, start: float = 0.1) -> dict[float, float]:
     losses: dict[float, float] = {}
-    while (rate := next_rate(losses, start)) is not None:
+    while (rate := next_lr(losses, start)) is not None:
         assert rate not in losses, "no rate is tried twice"
         losses[rate] = loss(rate)
     return losses
@@ -621,7 +621,7 @@ def searched(loss: Any, start: float = 0.1) -> dict[float, float]:
 @given(st.floats(-5, 2), st.floats(-4, 3), st.sampled_from([0.1, 0.001, 1.0]))
 def test_the_search_finds_the_best_rate_it_can_reach_and_never_one_that_diverges(best: float, limit: float, start: float) -> None:
     losses = searched(lambda rate: math.inf if math.log10(rate) > limit else abs(math.log10(rate) - best), start)
-    chosen = best_rate(losses)
+    chosen = best_lr(losses)
     assert 3 <= len(losses) <= MOST
     if chosen is None:
         assert all(math.isinf(loss) for loss in losses.values())
@@ -637,10 +637,10 @@ def test_no_rate_above_one_that_diverged_is_taken(drawn: dict[float, float | Non
     losses = {10**power: math.inf if loss is None else loss for power, loss in drawn.items()}
     limit = min((rate for rate, loss in losses.items() if math.isinf(loss)), default=math.inf)
     sound = {loss for rate, loss in losses.items() if rate < limit}
-    chosen = best_rate(losses)
+    chosen = best_lr(losses)
     assert chosen is None if not sound else (chosen is not None and chosen < limit and losses[chosen] == min(sound))
     holes = searched(lambda rate: math.inf if (rate >= 0.03 and rate != 0.1) else abs(math.log10(rate) + 3))
-    assert best_rate(holes) == 0.001, "the search goes on below a rate that diverged"
+    assert best_lr(holes) == 0.001, "the search goes on below a rate that diverged"
 
 
 @given(st.integers(1, 500), st.integers(1, 300), st.booleans())
@@ -680,7 +680,7 @@ def test_a_rate_that_does_not_hold_is_given_up_for_the_next_lower_one(tmp_path: 
     outcomes = carry_out(folder, study, Data(), script, refused)
     assert [o.failure for o in outcomes] == [None, None]
     assert script.trained == [(0, 0.1), (0, 0.03), (1, 0.03)]
-    assert {o.rate for o in outcomes} == {0.03}
+    assert {o.lr for o in outcomes} == {0.03}
     assert outcomes[0].run["rate"]["given_up"] == {"0.1": end}
 
 
@@ -711,7 +711,7 @@ def test_the_search_is_recorded_shared_by_seeds_and_not_repeated(tmp_path: Path)
     tried: list[float] = []
 
     class Count(Watch):
-        def trying(self, rate: float) -> None:
+        def trying(self, lr: float) -> None:
             tried.append(rate)
 
     outline = small(["bulk", "local(2)"], lr="auto", seeds=(0, 1))
@@ -722,7 +722,7 @@ def test_the_search_is_recorded_shared_by_seeds_and_not_repeated(tmp_path: Path)
     for outcome in outcomes:
         rate = outcome.run["rate"]
         losses = {float(k): v for k, v in rate["losses"].items()}
-        assert rate["chosen"] == outcome.run["lr"] == outcome.rate
+        assert rate["chosen"] == outcome.run["lr"] == outcome.lr
         assert losses[rate["chosen"]] == min(v for v in losses.values() if v is not None)
         assert set(rate["tried"]) == set(rate["losses"])
         assert rate["epochs"] == 1
@@ -744,8 +744,8 @@ def test_a_rate_that_diverges_is_never_chosen(tmp_path: Path) -> None:
     folder, study = begun(tmp_path, small(["bulk"], lr="auto"))
     (outcome,) = carry_out(folder, study, Data(), fragile, refused)
     assert outcome.failure is None
-    assert outcome.rate is not None
-    assert outcome.rate <= 0.05
+    assert outcome.lr is not None
+    assert outcome.lr <= 0.05
     assert outcome.run["rate"]["losses"]["0.1"] is None
 
 
@@ -832,6 +832,16 @@ def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: 
     ended = CliRunner().invoke(cli.app, ["train", *cli_train.arguments(settings)])
     assert ended.exit_code == 0, ended.output
     assert got == [settings]
+
+
+def test_records_keep_their_keys_whatever_the_settings_are_called() -> None:
+    recorded = Settings(**{**OTHER, "fsdp": False}).recorded()
+    renamed = {"schedule": "lr_schedule", "batch": "batch_size", "share": "balance", "micro": "num_microbatches"}
+    renamed |= {"bucket_bytes": "bucket_cap_bytes", "first_bucket_bytes": "first_bucket_cap_bytes"}
+    renamed |= {"virtual_stages": "stages_per_rank"}
+    assert {key: recorded[key] for key in renamed} == {key: OTHER[name] for key, name in renamed.items()}
+    assert recorded["shard"] == "state"
+    assert set(recorded) == (set(OTHER) - set(renamed.values()) - {"zero", "fsdp"}) | set(renamed) | {"shard"}
 
 
 def study_command(*arguments: str) -> str:

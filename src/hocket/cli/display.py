@@ -110,8 +110,8 @@ class StudyDisplay(Watch):
         else:
             self._now, self._share, self._note, self._accuracy = number, 0.0, "", ""
 
-    def trying(self, rate: float) -> None:
-        self._share, self._note = 0.0, f"trying rate {rate:g}"
+    def trying(self, lr: float) -> None:
+        self._share, self._note = 0.0, f"trying rate {lr:g}"
 
     def training(self) -> None:
         self._share, self._note = 0.0, "training"
@@ -201,10 +201,10 @@ def _result(outcome: Outcome) -> str:
     if outcome.failure:
         return f"failed: {outcome.failure}"
     accuracy, sent, took, virtual = _figures(outcome)
-    rate = f", rate {outcome.rate:g}" if outcome.planned.tuned else ""
+    lr = f", rate {outcome.lr:g}" if outcome.planned.tuned else ""
     cluster = cluster_name(outcome.run)
     predicted = f", {virtual} s predicted for {cluster}" if cluster else ""
-    return f"accuracy {accuracy}, {sent} MB, {took} s{predicted}{rate}"
+    return f"accuracy {accuracy}, {sent} MB, {took} s{predicted}{lr}"
 
 
 def study_tables(rows: Sequence[Row]) -> list[Table]:

@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from hocket.report.ages import Ages
-from hocket.report.figures import rate as rate_text
+from hocket.report.figures import lr_text
 from hocket.report.read import FINISHED, RunRecord, number
 from hocket.report.timelines import Measured
 from hocket.split.mesh import AXES
@@ -141,7 +141,7 @@ class Row:
         return None if self.bytes_sent is None else self.bytes_sent.mean / max(1, self.facet.workers)
 
     @property
-    def rate(self) -> float | None:
+    def lr(self) -> float | None:
         """The learning rate."""
         return number(self.settings.get("lr"))
 
@@ -366,8 +366,8 @@ def _labelled(rows: list[Row]) -> list[Row]:
 def _differences(row: Row, group: list[Row]) -> str:
     """In what a row differs from the others of its strategy and state, in a few words."""
     parts = [row.state] if row.state != FINISHED else []
-    if len({r.rate for r in group}) > 1:
-        parts.append(f"rate {rate_text(row.rate)}")
+    if len({r.lr for r in group}) > 1:
+        parts.append(f"rate {lr_text(row.lr)}")
     names = sorted(set.intersection(*(set(r.settings) for r in group)) - _NOT_CONFIGURATION - {"lr", "strategy"})
     for name in names:
         if len({json.dumps(r.settings.get(name), sort_keys=True, default=str) for r in group}) > 1:

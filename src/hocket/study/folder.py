@@ -31,7 +31,7 @@ class Outcome:
     run: Mapping[str, Any]
     metrics: tuple[dict[str, Any], ...]
     failure: str | None = None
-    rate: float | None = None
+    lr: float | None = None
     """The rate it was trained with; None if it failed before one was chosen."""
 
 
@@ -115,28 +115,28 @@ class Folder:
         shutil.rmtree(place, ignore_errors=True)
         return place
 
-    def finish(self, planned: Planned, rate: Mapping[str, Any] | None) -> Outcome:
+    def finish(self, planned: Planned, searched: Mapping[str, Any] | None) -> Outcome:
         """A run has come to its end."""
         place = self.path / planned.folder
         run = json.loads((place / "run.json").read_bytes())
-        self._write_run(place, {**run, **({"rate": rate} if rate else {}), "finished": True})
+        self._write_run(place, {**run, **({"rate": searched} if searched else {}), "finished": True})
         outcome = self.outcome(planned)
         assert outcome is not None
         return outcome
 
-    def fail(self, planned: Planned, failure: str, rate: Mapping[str, Any] | None) -> Outcome:
+    def fail(self, planned: Planned, failure: str, searched: Mapping[str, Any] | None) -> Outcome:
         """A run has failed; the epochs that it finished are kept."""
         place = self.path / planned.folder
         try:
             run = json.loads((place / "run.json").read_bytes())
         except (OSError, ValueError):
-            lr = rate["chosen"] if rate else planned.described()["lr"]
+            lr = searched["chosen"] if searched else planned.described()["lr"]
             run = {**planned.described(), "lr": lr, "versions": versions()}
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CannotWrite(f"make the folder {place}", error) from None
-        self._write_run(place, {**run, **({"rate": rate} if rate else {}), "failure": failure})
+        self._write_run(place, {**run, **({"rate": searched} if searched else {}), "failure": failure})
         outcome = self.outcome(planned)
         assert outcome is not None
         return outcome

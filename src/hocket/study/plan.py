@@ -25,16 +25,16 @@ FIELDS = tuple(f.name for f in fields(Settings))
 EACH = ("strategy", "workers", "seed")
 """Settings in which the runs of a study differ; the others are given once."""
 AUTO = "auto"
-_START_RATES = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop": 0.01, "adafactor": 0.01}
+_START_LRS = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop": 0.01, "adafactor": 0.01}
 
 
-def start_rate(optimizer: str) -> float:
+def start_lr(optimizer: str) -> float:
     """Where a search for the rate starts.
 
-    >>> start_rate("sgd"), start_rate("adamw")
+    >>> start_lr("sgd"), start_lr("adamw")
     (0.1, 0.001)
     """
-    return _START_RATES.get(optimizer, 0.001)
+    return _START_LRS.get(optimizer, 0.001)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _planned(settings: Settings, own: dict[str, Any], lr: float | str) -> Planne
     lr = own.pop("lr", lr)
     settings = replace(settings, **own)
     tuned = lr == AUTO
-    settings = replace(settings, lr=start_rate(settings.optimizer) if tuned else float(lr))
+    settings = replace(settings, lr=start_lr(settings.optimizer) if tuned else float(lr))
     settings.check()
     return Planned("", settings, tuned)
 
