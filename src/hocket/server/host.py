@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if given.place < 0 or given.liveness_timeout <= 0:
             raise HocketError(
-                f"--place {given.place} --liveness-timeout {given.liveness_timeout:g}: shards count from 0, the liveness timeout is "
-                "above 0 seconds."
+                f"--place {given.place} --liveness-timeout {given.liveness_timeout:g}: shards count from 0, the liveness timeout "
+                "is above 0 seconds."
             )
         keys = None if given.keys is None else Keys.read(given.keys)
         snapshots = None if given.snapshots is None or given.snapshot <= 0 else Snapshots(given.snapshots, given.place)
