@@ -61,7 +61,7 @@ def _comm_stats(row: Row) -> str:
         return '<p class="note">No bytes were recorded by axis.</p>'
     heads = '<th scope="col">axis</th><th scope="col" class="number">sent</th><th scope="col" class="number">waited</th>'
     name = html.escape(f"Axes of {row.label}")
-    return f'<table class="comm_stats" aria-label="{name}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    return f'<table class="comm-stats" aria-label="{name}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def _told(figure: Figure | None, scale: float, unit: str) -> str:
