@@ -712,7 +712,7 @@ def test_the_search_is_recorded_shared_by_seeds_and_not_repeated(tmp_path: Path)
 
     class Count(Watch):
         def trying(self, lr: float) -> None:
-            tried.append(rate)
+            tried.append(lr)
 
     outline = small(["bulk", "local(2)"], lr="auto", seeds=(0, 1))
     outcomes = carried(tmp_path, outline, Count())
