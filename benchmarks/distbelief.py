@@ -91,14 +91,14 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     data = load(args.data, args.data_dir)
     x, y = (t[:2] for t in data.train)
     operations = step_flops(build(args.model, data), loss_for(data), data.prepare(x), y, len(data.train[0]))
-    options = ("--epochs", "1", "--batch", str(args.batch), "--no-augment", "--workers", "1", "--device", "cpu")
+    options = ("--epochs", "1", "--batch-size", str(args.batch_size), "--no-augment", "--workers", "1", "--device", "cpu")
     cpu_s = train(folder / "cpu", args, *options, "--lr", str(args.rates[0]), threads=1)[0]["seconds"]
     console.print(f"One thread: {cpu_s:.1f} s per epoch, {operations / cpu_s / 1e9:.1f} GFLOP/s.")
     spec = folder / "lab.toml"
     spec.write_text(
         f'[compute]\nflops = "{operations / cpu_s / 1e9:.4f}G"\njitter = 0.05\n\n[link]\nbandwidth = "1Gbit"\nlatency = "0.1ms"\n'
     )
-    sgd = ("--epochs", str(args.epochs), "--batch", str(args.batch), "--no-augment")
+    sgd = ("--epochs", str(args.epochs), "--batch-size", str(args.batch_size), "--no-augment")
     alone = {
         rate: train(folder / f"alone-{rate:g}", args, *sgd, "--workers", "1", "--device", args.device, "--lr", str(rate))
         for rate in args.rates
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--push", type=int, default=1, help="steps between pushes, and fetches (DistBelief: 1)")
-    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--iterations", type=int, default=80, help="of L-BFGS")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.03, 0.1])

@@ -41,13 +41,13 @@ from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import OBSERVER, job_config, link_bytes
 from hocket.strategy import Strategy
-from hocket.train.free_worker import Post, work
+from hocket.train.free_worker import WorkerConfig, work
 from hocket.train.job import layout_for
 from hocket.train.run import Settings
 
 JOB = bytes(range(32, 48))
 WORKERS, STRANGERS = 2, 8
-SETTINGS: dict[str, Any] = {"strategy": "bulk + server", "model": "flood:small", "batch": 32, "workers": WORKERS, "epochs": 2}
+SETTINGS: dict[str, Any] = {"strategy": "bulk + server", "model": "flood:small", "batch_size": 32, "workers": WORKERS, "epochs": 2}
 BEFORE, UNTIL = 5, 30
 """The flood begins after so many steps; workers that have done so many wait for its end."""
 PACE_S = 0.02
@@ -160,7 +160,7 @@ def _serve(there: Any) -> None:
 def _work(worker: int, address: str) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    work(Post(SETTINGS, worker, [address], JOB.hex(), patience_s=120.0))
+    work(WorkerConfig(SETTINGS, worker, [address], JOB.hex(), liveness_timeout_s=120.0))
 
 
 # --- strangers -----------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 
 Three hosts of a lab (see netlab.py): one shard, two workers, links with keys. When both workers have pushed a few times, the switch
 drops all packets of the second one, in silence, for ``--cut`` seconds. It is back when its next push arrives. A cut that is longer
-than ``--patience`` makes the shard go on without the worker meanwhile.
+than ``--liveness-timeout`` makes the shard go on without the worker meanwhile.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def small() -> nn.Module:
     return nn.Sequential(Paced(), nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))
 
 
-def measure(strategy: str, cut_s: float, patience_s: float, epochs: int) -> Outcome:
+def measure(strategy: str, cut_s: float, liveness_timeout_s: float, epochs: int) -> Outcome:
     """Train, cut, mend, and see how it ends."""
     with tempfile.TemporaryDirectory() as name, Lab(1 + WORKERS) as lab:
         folder = Path(name)
         Keys.make().write(folder / "keys")
-        settings = {"strategy": strategy, "model": "heal:small", "batch": 32, "workers": WORKERS, "epochs": epochs}
-        told = {"address": f"tcp://{lab.addresses[0]}:{PORT}", "settings": settings, "patience_s": patience_s}
+        settings = {"strategy": strategy, "model": "heal:small", "batch_size": 32, "workers": WORKERS, "epochs": epochs}
+        told = {"address": f"tcp://{lab.addresses[0]}:{PORT}", "settings": settings, "liveness_timeout_s": liveness_timeout_s}
         fork = multiprocessing.get_context("fork")  # torch is imported once
         roles = (None, *range(WORKERS))
         family = [fork.Process(target=live, args=(lab.namespace(h), role, folder, told)) for h, role in enumerate(roles)]
@@ -121,13 +121,17 @@ def live(namespace: str, worker: int | None, folder: Path, told: dict[str, Any])
             raise OSError(ctypes.get_errno(), f"{namespace} cannot be entered")
     torch.set_num_threads(1)
     if worker is None:
-        be_shard(folder, told["address"], told["patience_s"])
+        be_shard(folder, told["address"], told["liveness_timeout_s"])
     else:
         keys = str(folder / "keys")
-        work(Post(told["settings"], worker, [told["address"]], JOB.hex(), keys=keys, patience_s=told["patience_s"]))
+        work(
+            WorkerConfig(
+                told["settings"], worker, [told["address"]], JOB.hex(), keys=keys, liveness_timeout_s=told["liveness_timeout_s"]
+            )
+        )
 
 
-def be_shard(folder: Path, address: str, patience_s: float) -> None:
+def be_shard(folder: Path, address: str, liveness_timeout_s: float) -> None:
     """Serve until all workers have left; write how it ended and when the pushes of the one that is cut off came."""
     os.dup2(os.open(folder / "shard.err", os.O_WRONLY | os.O_CREAT), 2)
     pushes: list[list[float]] = [[] for _ in range(WORKERS)]
@@ -153,7 +157,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", default=["async + server", "ssp(4) + server", "bulk + server"])
     parser.add_argument("--cut", type=float, default=10.0, help="seconds without a link (default 10)")
-    parser.add_argument("--patience", type=float, default=5.0, help="after so many seconds the shard goes on without (default 5)")
+    parser.add_argument(
+        "--liveness-timeout", type=float, default=5.0, help="after so many seconds the shard goes on without (default 5)"
+    )
     parser.add_argument("--epochs", type=int, default=30, help="long enough to outlast the cut (default 30)")
     parser.add_argument("--json", action="store_true", help="one line of JSON per strategy")
     return parser.parse_args(arguments)
@@ -165,10 +171,12 @@ def main() -> None:
     try:
         require()
         if not options.json:
-            print(f"one of {WORKERS} workers cut off for {options.cut:g} s, given up after {options.patience:g} s of silence")
+            print(
+                f"one of {WORKERS} workers cut off for {options.cut:g} s, given up after {options.liveness_timeout:g} s of silence"
+            )
             print(f"{'strategy':24} {'back after':>11} {'silent':>8} {'done':>13} {'lost':>6}")
         for strategy in options.strategies:
-            found = measure(strategy, options.cut, options.patience, options.epochs)
+            found = measure(strategy, options.cut, options.liveness_timeout, options.epochs)
             done = f"{found.done} of {found.total}"
             line = f"{strategy:24} {found.back_s:9.2f} s {found.silent_s:6.1f} s {done:>13} {found.lost:6}"
             print(json.dumps(asdict(found)) if options.json else line, flush=True)

@@ -25,7 +25,7 @@ def overhead(arguments: argparse.Namespace) -> None:
     device = torch.device(arguments.device)
     shape = (arguments.vocabulary, arguments.context, arguments.layers, arguments.heads, arguments.width)
     hocket.init(device=device)
-    tokens = torch.randint(0, arguments.vocabulary, (arguments.batch, arguments.context + 1), device=device)
+    tokens = torch.randint(0, arguments.vocabulary, (arguments.batch_size, arguments.context + 1), device=device)
     x, y = tokens[:, :-1], tokens[:, 1:]
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -57,7 +57,7 @@ def overhead(arguments: argparse.Namespace) -> None:
                 seconds[name].append(time.perf_counter() - begun)
             losses[name] = float(loss)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    print(f"{count / 1e6:.1f} million parameters, {arguments.batch} × {arguments.context} tokens on {device}")
+    print(f"{count / 1e6:.1f} million parameters, {arguments.batch_size} × {arguments.context} tokens on {device}")
     ratio = medians["mesh"] / medians["plain"]
     print(f"plain {medians['plain'] * 1e3:.2f} ms, mesh {medians['mesh'] * 1e3:.2f} ms per step: {ratio:.3f}×")
     print(f"losses after the last step: {losses['plain']:.6f} and {losses['mesh']:.6f}")
@@ -82,7 +82,7 @@ def memory(arguments: argparse.Namespace) -> None:
             for t in (p, p.grad, *optimizer.state[p].values())
             if isinstance(t, Tensor)
         )
-        most = float(cluster.collect(torch.tensor([[float(held)]])).max())
+        most = float(cluster.all_gather_metrics(torch.tensor([[float(held)]])).max())
         job.finish()
         if cluster.workers.start == 0:
             print(f"{mesh!s:22} {most / 2**20:7.2f} MiB at most of {whole / 2**20:.2f}: {most * size / whole:.3f}× whole / {size}")
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--vocabulary", type=int, default=16384)
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)

@@ -1,6 +1,6 @@
 """Training with weights in slow memory against training in memory: milliseconds per step and resident memory.
 
-    python benchmarks/offload.py --width 2048 --layers 12 --batch 64 --steps 6
+    python benchmarks/offload.py --width 2048 --layers 12 --batch-size 64 --steps 6
 
 A perceptron with AdamW, each case in a process of its own with one thread. Resident memory is the peak (VmHWM) less what it was
 before the model was built; it includes gradients and activations. Files are likely still in the page cache when they are read
@@ -52,9 +52,9 @@ def train(case: str, width: int, layers: int, batch: int, steps: int, folder: Pa
         model = mlp(64, 10, (width,) * layers)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     if case == "memory":
-        from hocket.split.born import bring_to_life
+        from hocket.split.materialize import materialize
 
-        bring_to_life(model)
+        materialize(model)
     else:
         offloaded = hocket.offload(model, optimizer, folder=folder, keep=int(case.split("=")[1].split()[0]))
     x, y = torch.randn(batch, 64), torch.randint(10, (batch,))
@@ -76,14 +76,14 @@ def train(case: str, width: int, layers: int, batch: int, steps: int, folder: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("width", 2048), ("layers", 12), ("batch", 64), ("steps", 6)):
+    for name, default in (("width", 2048), ("layers", 12), ("batch-size", 64), ("steps", 6)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="where files go")
     parser.add_argument("--cold", action="store_true", help="with files dropped from the page cache before each step, too")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case is not None:
-        found = train(arguments.case, arguments.width, arguments.layers, arguments.batch, arguments.steps, arguments.folder)
+        found = train(arguments.case, arguments.width, arguments.layers, arguments.batch_size, arguments.steps, arguments.folder)
         print(json.dumps(found))
         return
     cases = ["memory", "keep=0", "keep=1", "keep=2", *(["keep=1 cold"] if arguments.cold else [])]

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hocket.models import cross_entropy, vgg11
-from hocket.split import Axis, Mesh, settle
+from hocket.split import Axis, Mesh, init_mesh
 from hocket.split.pipeline import Pipeline, cut_model
 from hocket.split.pipeline.draw import picture
 
@@ -69,20 +69,20 @@ def square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def ours(axis: Axis, schedule: str, micro: int) -> Pipeline:
+def ours(axis: Axis, schedule: str, num_microbatches: int) -> Pipeline:
     """Hocket's pipeline of the even model, cut in its middle."""
     cut = cut_model(even(), torch.zeros(SAMPLES, WIDTH), STAGES, points=[str(2 * LAYERS)])
-    return Pipeline(cut, axis, square, schedule, micro)
+    return Pipeline(cut, axis, square, schedule, num_microbatches)
 
 
 def bubbles(axis: Axis, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The measured bubble of each schedule and number of micro-batches."""
     rows = []
-    for micro in MICROS:
-        row: dict[str, Any] = {"micro": micro, "formula": (STAGES - 1) / (micro + STAGES - 1)}
+    for num_microbatches in MICROS:
+        row: dict[str, Any] = {"micro": num_microbatches, "formula": (STAGES - 1) / (num_microbatches + STAGES - 1)}
         for schedule in ("gpipe", "1f1b"):
-            pipe = ours(axis, schedule, micro)
-            x, y = torch.randn(2, SAMPLES * micro, WIDTH)
+            pipe = ours(axis, schedule, num_microbatches)
+            x, y = torch.randn(2, SAMPLES * num_microbatches, WIDTH)
             found = []
             for step in range(options.steps + 2):
                 dist.barrier()
@@ -95,22 +95,22 @@ def bubbles(axis: Axis, options: argparse.Namespace) -> list[dict[str, Any]]:
             middle = found[len(found) // 2]
             shares = middle.shares()
             row[schedule] = {"bubble": shares.bubble_share, "communication": shares.communication_share}
-            if options.picture and micro == 8 and axis.place == 0:
-                title = f"{schedule}, {STAGES} stages, {micro} micro-batches, measured: {shares.bubble_share:.1%} idle"
+            if options.picture and num_microbatches == 8 and axis.place == 0:
+                title = f"{schedule}, {STAGES} stages, {num_microbatches} micro-batches, measured: {shares.bubble_share:.1%} idle"
                 Path(options.picture).mkdir(parents=True, exist_ok=True)
                 (Path(options.picture) / f"timeline-{schedule}.png").write_bytes(picture(middle, title, "ms"))
         rows.append(row)
     return rows
 
 
-def theirs(schedule: str, micro: int, rank: int) -> tuple[nn.Module, Callable[[Tensor, Tensor], Any]]:
+def theirs(schedule: str, num_microbatches: int, rank: int) -> tuple[nn.Module, Callable[[Tensor, Tensor], Any]]:
     """PyTorch's pipeline of the same model."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     model = even()
     part = model[: 1 + 2 * LAYERS] if rank == 0 else model[1 + 2 * LAYERS :]
     stage = PipelineStage(part, rank, STAGES, torch.device("cpu"))
-    pipe = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule](stage, micro, loss_fn=square)
+    pipe = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule](stage, num_microbatches, loss_fn=square)
     return part, lambda x, y: pipe.step(x) if rank == 0 else pipe.step(target=y)
 
 
@@ -118,10 +118,10 @@ def peers(axis: Axis, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Milliseconds per step of both, in turn, and the ratio."""
     rows = []
     for schedule in ("gpipe", "1f1b"):
-        for micro in (4, 8):
-            pipe = ours(axis, schedule, micro)
-            part, step = theirs(schedule, micro, axis.place)
-            x, y = torch.randn(2, SAMPLES * micro, WIDTH)
+        for num_microbatches in (4, 8):
+            pipe = ours(axis, schedule, num_microbatches)
+            part, step = theirs(schedule, num_microbatches, axis.place)
+            x, y = torch.randn(2, SAMPLES * num_microbatches, WIDTH)
             runs: dict[str, tuple[nn.Module, Callable[..., Any]]] = {"hocket": (pipe.module, pipe.run), "pytorch": (part, step)}
             found: dict[str, list[float]] = {name: [] for name in runs}
             for turn in range(options.rounds + 1):
@@ -131,7 +131,12 @@ def peers(axis: Axis, options: argparse.Namespace) -> list[dict[str, Any]]:
                         found[name].append(1000 * took)
             ratio = statistics.median(a / b for a, b in zip(found["hocket"], found["pytorch"], strict=True))
             rows.append(
-                {"schedule": schedule, "micro": micro, **{n: statistics.median(t) for n, t in found.items()}, "ratio": ratio}
+                {
+                    "schedule": schedule,
+                    "micro": num_microbatches,
+                    **{n: statistics.median(t) for n, t in found.items()},
+                    "ratio": ratio,
+                }
             )
     return rows
 
@@ -156,7 +161,7 @@ def _gathered(value: Any) -> list[Any]:
 
 def hosts(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Samples per second and bytes of DDP, of 1F1B with four micro-batches, and of PipeDream."""
-    place = settle(Mesh(pipeline=dist.get_world_size()))
+    place = init_mesh(Mesh(pipeline=dist.get_world_size()))
     methods = {"ddp": _ddp, "1f1b": _flushed, "pipedream": _pipedream}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
     for _ in range(options.rounds):
@@ -207,7 +212,7 @@ def _staged(axis: Axis, options: argparse.Namespace, schedule: str) -> Pipeline:
     torch.manual_seed(0)
     model, (x, _) = vgg11((3, 32, 32), 10), _images(BATCH)
     cut = cut_model(model, x, axis.size, points=_points(axis.size, options.rate))
-    return Pipeline(cut, axis, cross_entropy, schedule, micro=4)
+    return Pipeline(cut, axis, cross_entropy, schedule, num_microbatches=4)
 
 
 @functools.cache
@@ -265,7 +270,7 @@ def worker(options: argparse.Namespace) -> None:
     if options.hosts:
         found["hosts"] = hosts(options)
     else:
-        axis = settle(Mesh(pipeline=STAGES)).pipeline
+        axis = init_mesh(Mesh(pipeline=STAGES)).pipeline
         found["bubbles"] = bubbles(axis, options)
         found["peers"] = peers(axis, options)
     if dist.get_rank() == 0:

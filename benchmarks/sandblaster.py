@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hocket import Sandblaster, SandblasterRun
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.data import load
 from hocket.models import build, loss_for
 
@@ -31,7 +31,7 @@ SPLITS = {
 
 def measure(options: dict[str, bool], args: argparse.Namespace, seed: int) -> tuple[SandblasterRun, float]:
     """A run, and its seconds per evaluation relative to the ideal."""
-    spec = Spec("lab", step_s=args.step, bandwidth=125e6, latency_s=1e-4, jitter=0.05)
+    spec = ClusterSpec("lab", step_s=args.step, bandwidth=125e6, latency_s=1e-4, jitter=0.05)
     data = load("digits")
     job = Sandblaster(
         lambda: build(args.model, data),

@@ -109,7 +109,7 @@ def work(terms: dict) -> None:
     bind, keys = terms["addresses"][worker], None if terms["keys"] is None else Path(terms["keys"])
     ways = {str(n): Summing(cluster, n, bind, keys, spare=terms["spare"][:n], job=JOB) for n in THEORY}
     values = torch.randn(1, int(terms["megabytes"] * 1e6) // 4)
-    expected = cluster.collect(values).mean(0)
+    expected = cluster.all_gather_metrics(values).mean(0)
     times: dict[str, list[float]] = {"ring": [], **{name: [] for name in ways}}
     for repetition in range(terms["repetitions"] + 1):
         for name in times:
@@ -117,7 +117,7 @@ def work(terms: dict) -> None:
             dist.barrier()
             begun = time.perf_counter()
             if name == "ring":
-                cluster.mean(rows, cluster.everybody)
+                cluster.mean(rows, cluster.world)
             else:
                 ways[name].mean(rows)
             took = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)

@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rate", help="of every host's link, in each direction; without it processes share the loopback")
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=10, help="timed together")
     parser.add_argument("--rounds", type=int, default=9)
@@ -51,7 +51,7 @@ def main() -> None:
 
 def launch(processes: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """What process 0 of a world measured."""
-    numbers = [f"--{name}={getattr(options, name)}" for name in ("batch", "hidden", "steps", "rounds")]
+    numbers = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in ("batch-size", "hidden", "steps", "rounds")]
     me = [sys.executable, __file__, "--worker", *numbers]
     if options.rate:
         with Lab(processes, options.rate) as lab:
@@ -74,7 +74,9 @@ def launch(processes: int, options: argparse.Namespace) -> dict[str, dict[str, f
 
 def show(processes: int, found: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
     where = options.rate or "loopback"
-    table = Table(title=f"mlp 3072-{options.hidden}-{options.hidden}-10, batch {options.batch}, {processes} processes, {where}")
+    table = Table(
+        title=f"mlp 3072-{options.hidden}-{options.hidden}-10, batch {options.batch_size}, {processes} processes, {where}"
+    )
     for column in ("", "ms/step", f"to '{BASE}'", "spread", "kB/step", "exchanges"):
         table.add_column(column, justify="right" if column else "left")
     for name, row in found.items():
@@ -90,39 +92,39 @@ def work(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from hocket.cluster.join import join
-    from hocket.split import Mesh, settle
+    from hocket.split import Mesh, init_mesh
 
     torch.set_num_threads(1)
     join(device="cpu").close()
-    axis = settle(Mesh(tensor=dist.get_world_size())).tensor
+    axis = init_mesh(Mesh(tensor=dist.get_world_size())).tensor
     ways = prepare(options, axis)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    tolls: dict[str, tuple[int, int]] = {}
+    comm_stats: dict[str, tuple[int, int]] = {}
     losses: dict[str, float] = {}
     for turn in range(options.rounds + 1):
         for name, step in ways.items():
-            axis.toll.take()
+            axis.comm_stats.take()
             dist.barrier()
             begun = time.perf_counter()
             for _ in range(options.steps):
                 losses[name] = step()
             took = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            toll = axis.toll.take()
-            tolls[name] = toll.bytes_sent // options.steps, toll.exchanges // options.steps
+            stats = axis.comm_stats.take()
+            comm_stats[name] = stats.bytes_sent // options.steps, stats.exchanges // options.steps
             if turn:  # the first one opens connections
                 times[name].append(float(took) / options.steps * 1e3)
     assert max(losses.values()) - min(losses.values()) < 1e-4, losses
     if axis.place == 0:
-        print(json.dumps({name: measured(name, times, tolls) for name in ways}))
+        print(json.dumps({name: measured(name, times, comm_stats) for name in ways}))
     dist.barrier()
 
 
-def measured(name: str, times: dict[str, list[float]], tolls: dict[str, tuple[int, int]]) -> dict[str, float]:
+def measured(name: str, times: dict[str, list[float]], comm_stats: dict[str, tuple[int, int]]) -> dict[str, float]:
     """Median, the lowest and the highest ratio to the base in one round, and what was sent."""
     ratios = [a / b for a, b in zip(times[name], times[BASE], strict=True)]
     row = {"ms": statistics.median(times[name]), "low": min(ratios), "high": max(ratios)}
-    return row if name == DTENSOR else {**row, "bytes": tolls[name][0], "exchanges": tolls[name][1]}
+    return row if name == DTENSOR else {**row, "bytes": comm_stats[name][0], "exchanges": comm_stats[name][1]}
 
 
 def prepare(options: argparse.Namespace, axis) -> dict:
@@ -139,7 +141,7 @@ def prepare(options: argparse.Namespace, axis) -> dict:
 
     torch.manual_seed(0)
     whole = mlp(3072, 10, (options.hidden, options.hidden))
-    x, y = torch.randn(options.batch, 3072), torch.randint(10, (options.batch,))
+    x, y = torch.randn(options.batch_size, 3072), torch.randint(10, (options.batch_size,))
 
     def stepper(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)

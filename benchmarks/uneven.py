@@ -76,7 +76,7 @@ def train(text: str, epochs: int, base: float, slow: float, batch: int, lr: floa
         out = Path(folder) / "out"
         factors = ",".join(str(base * f) for f in (1.0, 1.0, 1.0, slow))
         command = [sys.executable, "-m", "hocket.cli.main", "train", "--strategy", strategy, "--workers", str(WORKERS)]
-        command += ["--model", "cnn", "--batch", str(batch), "--epochs", str(epochs), "--lr", str(lr), "--slowdown", factors]
+        command += ["--model", "cnn", "--batch-size", str(batch), "--epochs", str(epochs), "--lr", str(lr), "--slowdown", factors]
         command += ["--device", "cpu", "--out", str(out)]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800)
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--base", type=float, default=6.0, help="how many times as long as computing everybody takes")
     parser.add_argument("--slow", type=float, default=4.0, help="how many times slower the slow worker is")
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
     parser.add_argument("--json", type=Path)
@@ -140,7 +140,7 @@ def main() -> None:
     found: dict[str, list[Run]] = {text: [] for text in args.strategies}
     for _ in range(args.rounds):
         for text, runs in found.items():
-            runs.append(train(text, args.epochs, args.base, args.slow, args.batch, args.lr, args.target))
+            runs.append(train(text, args.epochs, args.base, args.slow, args.batch_size, args.lr, args.target))
             print(f"  {text}: {runs[-1]}", file=sys.stderr, flush=True)
     outcomes = summed_up(found)
     seconds = f"s to {args.target:.0%}"

@@ -1,6 +1,6 @@
 """Virtual workers on a CPU: N workers with the loop engine against N plain PyTorch steps one after another.
 
-    PYTHONPATH=src python benchmarks/virtual_cpu.py [--workers 4 8] [--batch 100] [--rounds 15]
+    PYTHONPATH=src python benchmarks/virtual_cpu.py [--workers 4 8] [--batch-size 100] [--rounds 15]
 
 Both sides take one step of N models with their own weights and SGD with momentum: `LoopEngine` + `StackedOptimizer` here, N
 separate models with N optimisers there. One thread; medians over interleaved rounds; the ratio should stay below 1.15.
@@ -89,13 +89,13 @@ def main() -> None:
     """Prints one line per model and number of workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for build in (cnn, mlp):
         for workers in args.workers:
-            x, y = torch.randn(workers, args.batch, 3, 32, 32), torch.randint(0, 10, (workers, args.batch))
+            x, y = torch.randn(workers, args.batch_size, 3, 32, 32), torch.randint(0, 10, (workers, args.batch_size))
             model = build()
             steps = {
                 "plain": plain_workers(model, x, y),

@@ -1,6 +1,6 @@
 """Virtual workers on a GPU: one step of N workers, each with its own weights, against one model on the same images.
 
-    PYTHONPATH=src python benchmarks/virtual_cuda.py [--workers 16 60 210] [--batch 100] [--rounds 30]
+    PYTHONPATH=src python benchmarks/virtual_cuda.py [--workers 16 60 210] [--batch-size 100] [--rounds 30]
 
 A step is the gradients of all workers plus SGD with momentum on the stacked rows; the data is already on the device. Beside it run
 one eager model, one compiled model, and one compiled with CUDA graphs, each with all N x batch images and torch's own SGD. Times
@@ -94,13 +94,13 @@ def main() -> None:
     """Prints one line per number of workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[16, 60, 210])
-    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=30)
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds per step, and virtual / one model")
     for workers in args.workers:
-        x = torch.randn(workers, args.batch, 3, 32, 32, device="cuda")
-        y = torch.randint(0, 10, (workers, args.batch), device="cuda")
+        x = torch.randn(workers, args.batch_size, 3, 32, 32, device="cuda")
+        y = torch.randint(0, 10, (workers, args.batch_size), device="cuda")
         steps = {
             "virtual": virtual_workers(x, y),
             "eager": one_model(x, y, None),

@@ -26,7 +26,7 @@ def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.05)
     arguments = parser.parse_args()
 
@@ -38,7 +38,7 @@ def main() -> None:
     digits = load("digits")
     train_set = TensorDataset(digits.prepare(digits.train[0]), digits.train[1])
     test_set = digits.prepare(digits.test[0]), digits.test[1]
-    loader = DataLoader(train_set, arguments.batch, sampler=DistributedSampler(train_set))
+    loader = DataLoader(train_set, arguments.batch_size, sampler=DistributedSampler(train_set))
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))

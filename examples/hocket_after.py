@@ -24,7 +24,7 @@ def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--strategy", default="local(4) + topk(0.05)")
     arguments = parser.parse_args()
@@ -34,7 +34,7 @@ def main() -> None:
     digits = load("digits")
     train_set = TensorDataset(digits.prepare(digits.train[0]), digits.train[1])
     test_set = digits.prepare(digits.test[0]), digits.test[1]
-    loader = DataLoader(train_set, arguments.batch, shuffle=True)
+    loader = DataLoader(train_set, arguments.batch_size, shuffle=True)
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
@@ -42,7 +42,7 @@ def main() -> None:
     job = hocket.parallelize(model, optimizer, arguments.strategy)
 
     for epoch in range(arguments.epochs):
-        for x, y in hocket.shard(loader):
+        for x, y in hocket.distribute(loader):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()

@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--period", type=int, default=25)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--context", type=int, default=32)
     parser.add_argument("--width", type=int, default=64)
     arguments = parser.parse_args()
@@ -51,7 +51,7 @@ def main() -> None:
     draw = torch.Generator().manual_seed(worker)  # every worker reads elsewhere
     every = max(1, arguments.steps // 10)
     for step in range(1, arguments.steps + 1):
-        starts = torch.randint(len(tokens) - arguments.context - 1, (arguments.batch,), generator=draw).tolist()
+        starts = torch.randint(len(tokens) - arguments.context - 1, (arguments.batch_size,), generator=draw).tolist()
         x = torch.stack([tokens[s : s + arguments.context] for s in starts])
         y = torch.stack([tokens[s + 1 : s + 1 + arguments.context] for s in starts])
         loss = cross_entropy(model(x), y)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import hocket
 from hocket.cluster.message import Message
-from hocket.compression.base import Codec, Context, Memory
+from hocket.compression.base import Codec, Context, State
 from hocket.data import load
 
 
@@ -29,14 +29,14 @@ class EveryKthBlock(Codec):
     name: ClassVar[str] = "every_kth_block"
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         return True
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         turn = context.exchange % self.k
         padded = F.pad(rows, (0, -rows.shape[1] % (self.block * self.k)))
         chosen = padded.view(len(rows), -1, self.k, self.block)[:, :, turn]
-        return Message((chosen.flatten(1),)), memory
+        return Message((chosen.flatten(1),)), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         values = message.parts[0].view(message.rows, -1, self.block)
@@ -69,7 +69,7 @@ def main() -> None:
             strategy=strategy,
             workers=arguments.workers,
             optimizer=lambda parameters: torch.optim.SGD(parameters, 0.2),
-            batch=16,
+            batch_size=16,
             epochs=arguments.epochs,
         )
         print(f"{strategy!s:55} accuracy {run.accuracy:.3f}  {run.ledger.bytes_sent / arguments.workers / 1e6:7.2f} MB per worker")

@@ -40,7 +40,7 @@ runs = {
         strategy=strategy,
         workers=arguments.workers,
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
-        batch=4,
+        batch_size=4,
         epochs=arguments.epochs,
     )
     for strategy in strategies

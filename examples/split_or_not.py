@@ -40,18 +40,23 @@ def seconds_per_step(mesh: hocket.Mesh, hidden: int, batch: int, steps: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=3900)
-    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cluster = hocket.init(device="cpu")
-    split, waited, held = seconds_per_step(hocket.Mesh(tensor=cluster.size), arguments.hidden, arguments.batch, arguments.steps)
+    split, waited, held = seconds_per_step(
+        hocket.Mesh(tensor=cluster.size), arguments.hidden, arguments.batch_size, arguments.steps
+    )
     # All replicas compute the same here, so that the processes disturb each other as much as above.
-    whole, _, all_of_it = seconds_per_step(hocket.Mesh(data=cluster.size), arguments.hidden, arguments.batch, arguments.steps)
+    whole, _, all_of_it = seconds_per_step(hocket.Mesh(data=cluster.size), arguments.hidden, arguments.batch_size, arguments.steps)
     if cluster.workers.start == 0:
-        step = f"{split * 1e3:7.1f} ms per step of {arguments.batch} samples, {waited * 1e3:.1f} of it waiting"
+        step = f"{split * 1e3:7.1f} ms per step of {arguments.batch_size} samples, {waited * 1e3:.1f} of it waiting"
         print(f"split in {cluster.size}: {step}; {held:.1f} million parameters each")
-        print(f"replicas: {whole * 1e3:7.1f} ms per step of {cluster.size * arguments.batch} samples; {all_of_it:.1f} million each")
+        print(
+            f"replicas: {whole * 1e3:7.1f} ms per step of {cluster.size * arguments.batch_size} samples; "
+            f"{all_of_it:.1f} million each"
+        )
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def train(mesh: hocket.Mesh, batch: int, steps: int) -> tuple[float, float]:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     own = batch // mesh.data
     sample = torch.zeros(own, 3, 32, 32)
-    micro = 4 if mesh.pipeline > 1 else None
-    job = hocket.parallelize(model, optimizer, mesh=mesh, loss=cross_entropy, sample=sample, micro=micro)
+    num_microbatches = 4 if mesh.pipeline > 1 else None
+    job = hocket.parallelize(model, optimizer, mesh=mesh, loss=cross_entropy, sample=sample, num_microbatches=num_microbatches)
     draw = torch.Generator().manual_seed(job.place.data.place)
     begun = time.perf_counter()
     for _ in range(steps):
@@ -38,12 +38,12 @@ def train(mesh: hocket.Mesh, batch: int, steps: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=64, help="samples per step, all processes together")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per step, all processes together")
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
     cluster = hocket.init(device="cpu")
     for mesh in (hocket.Mesh(data=cluster.size), hocket.Mesh(pipeline=cluster.size)):
-        speed, sent = train(mesh, arguments.batch, arguments.steps)
+        speed, sent = train(mesh, arguments.batch_size, arguments.steps)
         if cluster.workers.start == 0:
             print(f"{mesh!s:12} {speed:8.1f} samples/s  {sent:8.1f} MB sent per step")
 

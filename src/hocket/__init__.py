@@ -1,12 +1,12 @@
 """Hocket: one model trained by many workers, over links that are not infinitely fast."""
 
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.compression import DGC, QSGD, Cast, Chain, LowRank, Natural, NoCompression, RandomK, Sign, Ternary, Threshold, TopK
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.sandblaster import Sandblaster, SandblasterRun
-from hocket.session import Shard, init, leave, parallelize, shard
-from hocket.split.born import deferred
+from hocket.session import DistributedLoader, distribute, init, parallelize, shutdown
 from hocket.split.branches import Branches
+from hocket.split.materialize import deferred
 from hocket.split.mesh import Mesh
 from hocket.split.offload import Offload, offload
 from hocket.strategy import Strategy
@@ -29,6 +29,7 @@ __all__ = [
     "Cast",
     "Chain",
     "DiLoCo",
+    "DistributedLoader",
     "Downpour",
     "FreeJob",
     "Gossip",
@@ -49,9 +50,8 @@ __all__ = [
     "Sandblaster",
     "SandblasterRun",
     "Server",
-    "Shard",
     "Sign",
-    "Spec",
+    "ClusterSpec",
     "Stale",
     "Strategy",
     "Ternary",
@@ -60,10 +60,10 @@ __all__ = [
     "WorkerLost",
     "__version__",
     "deferred",
+    "distribute",
     "init",
-    "leave",
     "offload",
     "parallelize",
-    "shard",
+    "shutdown",
     "simulate",
 ]

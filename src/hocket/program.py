@@ -7,7 +7,8 @@ One text for real processes and for virtual workers. The owner of the rows (a jo
 3. the optimiser's update;
 4. ``after_update(weights)``: the step is counted; the next mix is launched; exchanges of updated weights happen here.
 
-Everything a program must remember is in ``memory`` (tensors whose first dimension is the rows hosted here) and two counters.
+Everything a program must remember is in ``gradient_state``, ``weight_state`` and ``outer_state`` (tensors whose first dimension is
+the rows hosted here) and two counters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster, Exchange
 from hocket.cluster.layout import Layout
-from hocket.compression.base import Context, Memory, slot_shapes
+from hocket.compression.base import Context, State, slot_shapes
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.sync import Moment
@@ -40,7 +41,7 @@ class Program:
         self.exchanges = 0
         # One worker talks to nobody, whatever the topology.
         topology = AllReduce() if self.alone else strategy.topology
-        self.channel = topology.bind(cluster, cluster.everybody, seed)
+        self.channel = topology.bind(cluster, cluster.world, seed)
         self._workers = torch.arange(cluster.workers.start, cluster.workers.stop)
         self._shapes = [slot_shapes(b) for b in layout.buckets]
         # The share of the gradients that the backward pass has produced when a bucket is complete.
@@ -49,9 +50,9 @@ class Program:
         self._in_flight = False
         self._landing: list[Tensor] | None = None
         self._plain = plain(strategy.compression)
-        self.gradient_memory: list[Memory] = [{} for _ in layout.buckets]
-        self.weight_memory: list[Memory] = [self.channel.start_memory(strategy.compression, _f32(w)) for w in weights]
-        self.outer_memory: list[Memory] = [strategy.sync.start_memory(w) for w in weights]
+        self.gradient_state: list[State] = [{} for _ in layout.buckets]
+        self.weight_state: list[State] = [self.channel.init_state(strategy.compression, _f32(w)) for w in weights]
+        self.outer_state: list[State] = [strategy.sync.init_state(w) for w in weights]
 
     # --- gradients ---------------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ class Program:
     def flags_ready(self, flags: Tensor) -> None:
         """Bool flags ``[rows, k]`` to be combined over all workers, as the last part of the exchange of gradients."""
         assert self._exchange is not None
-        self._exchange.submit(lambda: self.cluster.any(flags))
+        self._exchange.submit(lambda: self.cluster.all_reduce_any(flags))
 
     def gradients_done(self) -> list[Any]:
         """Wait until the gradients handed in are mixed, in place; the exchange's results, combined flags last."""
@@ -85,15 +86,15 @@ class Program:
             results = self._exchange.wait()
             self._exchange = None
             self.exchanges += 1
-            self._land()
+            self._wait_on_clock()
         return results
 
     def _mix_gradients(self, bucket: int, rows: Tensor) -> Any:
         context = self._context(bucket)
         if self.linear:
             return self.channel.mean_later(rows, context)
-        mixed, self.gradient_memory[bucket] = self.channel.gradients(
-            self.strategy.compression, rows if self._plain else _f32(rows), self.gradient_memory[bucket], context
+        mixed, self.gradient_state[bucket] = self.channel.gradients(
+            self.strategy.compression, rows if self._plain else _f32(rows), self.gradient_state[bucket], context
         )
         return rows.copy_(mixed) if mixed is not rows else rows
 
@@ -106,7 +107,7 @@ class Program:
         if not self._in_flight and self._landing is None:
             self._launch(weights)  # the very first step of a period of one: nothing could be launched earlier
         self.drain()
-        self._land()
+        self._wait_on_clock()
         assert self._landing is not None
         for rows, mixed in zip(weights, self._landing, strict=True):
             rows.copy_(mixed)
@@ -119,7 +120,7 @@ class Program:
         if moment is Moment.AFTER:
             self._exchange_now(weights)
         if self.strategy.sync.rebases(self.step) and self.channel.uniform:
-            self.weight_memory = [self.channel.rebase(m, _f32(w)) for m, w in zip(self.weight_memory, weights, strict=True)]
+            self.weight_state = [self.channel.rebase(m, _f32(w)) for m, w in zip(self.weight_state, weights, strict=True)]
         if not self.alone and self.strategy.moment(self.step + 1) is Moment.BEFORE:
             self._launch(weights)
 
@@ -131,10 +132,10 @@ class Program:
             self._exchange, self._in_flight = None, False
             self.exchanges += 1
 
-    def _land(self) -> None:
+    def _wait_on_clock(self) -> None:
         """The mix is needed now; a drain alone (for an evaluation, a checkpoint) costs no virtual time."""
         if self.cluster.clock is not None:
-            self.cluster.clock.land()
+            self.cluster.clock.wait()
 
     def _launch(self, weights: list[Tensor]) -> None:
         self._exchange = self.cluster.exchange()
@@ -149,19 +150,19 @@ class Program:
         if not self.alone:
             self._launch(weights)
             self.drain()
-            self._land()
+            self._wait_on_clock()
             assert self._landing is not None
             mixed, self._landing = self._landing, None
         for k, (rows, result) in enumerate(zip(weights, mixed, strict=True)):
-            landed, self.outer_memory[k] = self.strategy.sync.land(result, self.outer_memory[k])
-            rows.copy_(landed)
+            applied, self.outer_state[k] = self.strategy.sync.apply(result, self.outer_state[k])
+            rows.copy_(applied)
 
     def _mix_weights(self, bucket: int, rows: Tensor) -> Any:
         context = self._context(bucket)
         if self.linear:
             return self.channel.mean_later(rows, context)
-        mixed, self.weight_memory[bucket] = self.channel.weights(
-            self.strategy.compression, rows if self._plain else _f32(rows), self.weight_memory[bucket], context
+        mixed, self.weight_state[bucket] = self.channel.weights(
+            self.strategy.compression, rows if self._plain else _f32(rows), self.weight_state[bucket], context
         )
         return mixed.to(rows.dtype)
 
@@ -180,9 +181,9 @@ class Program:
                 "exchanges": self.exchanges,
                 "landing": self._landing,
                 "clock": None if self.cluster.clock is None else self.cluster.clock.state_dict(),
-                "gradient_memory": self.gradient_memory,
-                "weight_memory": self.weight_memory,
-                "outer_memory": self.outer_memory,
+                "gradient_state": self.gradient_state,
+                "weight_state": self.weight_state,
+                "outer_state": self.outer_state,
             }
         )
 
@@ -207,8 +208,8 @@ class Program:
         state = _to(state, self.cluster.device)
         self.step, self.exchanges = state["step"], state["exchanges"]
         self._landing = state["landing"]
-        self.gradient_memory, self.weight_memory = state["gradient_memory"], state["weight_memory"]
-        self.outer_memory = state["outer_memory"]
+        self.gradient_state, self.weight_state = state["gradient_state"], state["weight_state"]
+        self.outer_state = state["outer_state"]
 
     def _context(self, bucket: int) -> Context:
         return Context(
@@ -219,7 +220,7 @@ class Program:
             workers=self._workers,
             world=self.cluster.size,
             shapes=self._shapes[bucket],
-            rest_stays=self.strategy.sync.rest_stays,
+            residual_stays=self.strategy.sync.residual_stays,
         )
 
 

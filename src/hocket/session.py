@@ -1,4 +1,4 @@
-"""The functions a training script calls: ``init``, ``parallelize``, ``shard``."""
+"""The functions a training script calls: ``init``, ``parallelize``, ``distribute``."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
 from hocket.cluster.layout import Layout
 from hocket.cluster.processes import ProcessCluster
-from hocket.data.shard import shard_length, shard_loader
+from hocket.data.distribute import distribute_loader, distributed_length
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
 from hocket.messages import Keys
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.wire import DEFAULT_JOB, job_id
-from hocket.split import Mesh, Place
-from hocket.split.born import bring_to_life
+from hocket.split import Mesh, MeshCoordinate
+from hocket.split.materialize import materialize
 from hocket.split.mesh import forget
-from hocket.split.sharded import refuse_shard
+from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
 from hocket.topology import Gossip
 from hocket.train.free_job import FreeJob, serves_itself
 from hocket.train.free_start import Servers, start_servers
 from hocket.train.job import Job
 from hocket.train.pairs_job import PairsJob
-from hocket.train.pairs_start import place_in
+from hocket.train.pairs_start import peer_config
 
 if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
     from hocket.train.mesh_job import MeshJob
@@ -51,7 +51,7 @@ class _Session:
     started: list[Servers] = []  # noqa: RUF012
     job: bytes = DEFAULT_JOB
     keys: Path | None = None
-    patience_s: float = 10.0
+    liveness_timeout_s: float = 10.0
     worker: int = 0
     world: int = 1
 
@@ -62,43 +62,44 @@ def init(
     seed: int = 0,
     exact: bool = False,
     timeout_s: float = 1800.0,
-    patience_s: float = 10.0,
+    liveness_timeout_s: float = 10.0,
     servers: str | None = None,
     keys: str | Path | None = None,
     job: str | None = None,
-    worker: int | None = None,
-    workers: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
 ) -> Cluster:
     """Join torchrun, mpirun, Slurm or Ray, or a process group that exists already; alone: one worker.
 
     ``device`` decides the backend unless one is given: NCCL for CUDA, Gloo for CPU. ``seed`` is for partition and codecs. ``exact``
-    makes means sum in worker order (slower, bit-equal to virtual workers). A worker silent for ``patience_s`` counts as lost.
+    makes means sum in worker order (slower, bit-equal to virtual workers). A worker silent for ``liveness_timeout_s`` counts as
+    lost.
 
     Strategies with servers start them as children, unless ``servers`` names some that run already (``python -m
     hocket.drivers.shard_process``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were
     given one. Then no launcher is needed: this is worker ``worker`` of ``workers``. ``keys`` is the file made by `hocket keys`, for
     links between machines.
     """
-    leave()
-    _Session.cluster = join(backend, device, None, exact, timeout_s, patience_s)
+    shutdown()
+    _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s)
     cluster = _Session.cluster
-    _Session.seed, _Session.patience_s = seed, patience_s
+    _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
     _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]
     _Session.keys = None if keys is None else Path(keys)
     if isinstance(cluster, ProcessCluster):
         cluster.keys = _Session.keys
     _Session.job = DEFAULT_JOB if job is None else job_id(job)
-    if (worker is None) != (workers is None) or (worker is not None and (servers is None or cluster.size > 1)):
-        raise HocketError("worker= and workers= go together, with servers= and without a launcher, which would tell them.")
+    if (rank is None) != (world_size is None) or (rank is not None and (servers is None or cluster.size > 1)):
+        raise HocketError("rank= and world_size= go together, with servers= and without a launcher, which would tell them.")
     _Session.worker, _Session.world = cluster.workers.start, cluster.size
-    if worker is not None and workers is not None:
-        if not 0 <= worker < workers:
-            raise HocketError(f"worker={worker}, workers={workers}: workers are numbered from 0 to {workers - 1}.")
-        _Session.worker, _Session.world = worker, workers
+    if rank is not None and world_size is not None:
+        if not 0 <= rank < world_size:
+            raise HocketError(f"rank={rank}, world_size={world_size}: workers are numbered from 0 to {world_size - 1}.")
+        _Session.worker, _Session.world = rank, world_size
     return cluster
 
 
-def leave() -> None:
+def shutdown() -> None:
     """Leave the cluster in good order (also done when the program ends)."""
     for job in _Session.jobs:
         if isinstance(getattr(job, "job", job), (FreeJob, PairsJob)):
@@ -121,34 +122,36 @@ def parallelize(
     nonfinite: str = "raise",
     check: bool = True,
     steps: int | None = None,
-    bucket_bytes: int | None = None,
-    first_bucket_bytes: int | None = None,
+    bucket_cap_bytes: int | None = None,
+    first_bucket_cap_bytes: int | None = None,
     mesh: Mesh | str | None = None,
     loss: Callable[[Any, Tensor], Tensor] | None = None,
     sample: Tensor | None = None,
     schedule: str = "1f1b",
-    micro: int | None = None,
-    virtual: int | None = None,
+    num_microbatches: int | None = None,
+    stages_per_rank: int | None = None,
     plan: Mapping[str, str] | None = None,
     cut: Sequence[str] | None = None,
     measure: str | None = None,
-    shard: str | None = None,
+    zero: int = 0,
+    fsdp: bool = False,
 ) -> Job | FreeJob | PairsJob | MeshJob | FSDPJob:
     """Train ``model`` with ``optimizer`` in parallel; the loop stays as it is.
 
     ``accumulate`` backward passes make a step. ``scaler`` is the GradScaler, if one is used: all workers then skip together.
     ``nonfinite`` gradients raise or are left out. ``check=False`` drops the small agreement per exchange on unused parameters and
-    non-finite gradients. ``steps`` is the planned number of steps, if known. Buckets are closed at ``bucket_bytes``
-    (25 MiB), the first one already at ``first_bucket_bytes`` (1 MiB); top-k and its kin have a single one unless told otherwise.
+    non-finite gradients. ``steps`` is the planned number of steps, if known. Buckets are closed at ``bucket_cap_bytes``
+    (25 MiB), the first one already at ``first_bucket_cap_bytes`` (1 MiB); top-k and its kin have a single one unless told
+    otherwise.
 
     A ``mesh`` splits the model itself: ``Mesh(data=2, pipeline=2, tensor=2)`` or ``"data=2,pipeline=2"``; the strategy works
     between replicas. Operations are split by ``plan`` (module names to kinds; found by itself). Layers are cut after the modules
-    named in ``cut`` (found by itself, for inputs like ``sample``), each process having ``virtual`` stages, and run by ``schedule``
-    with ``micro`` micro-batches; ``loss`` is a function of output and target. Then call ``job.train(x, y)``, or
-    ``job.backward(x, y)`` and your own step. What layers cost is measured (``measure="seconds"``) or counted (``"flops"``: the same
-    cut every time).
+    named in ``cut`` (found by itself, for inputs like ``sample``), each process having ``stages_per_rank`` stages, and run by
+    ``schedule`` with ``num_microbatches`` micro-batches; ``loss`` is a function of output and target. Then call ``job.train(x,
+    y)``, or ``job.backward(x, y)`` and your own step. What layers cost is measured (``measure="seconds"``) or counted (``"flops"``:
+    the same cut every time).
 
-    ``shard="state"`` leaves each worker a part of the optimiser's state (ZeRO-1), ``shard="full"`` a part of everything (PyTorch's
+    ``zero=1`` leaves each worker a part of the optimiser's state (ZeRO-1), ``fsdp=True`` a part of everything (PyTorch's
     FSDP2); both where all replicas are equal after every step.
     """
     if _Session.cluster is None:
@@ -160,11 +163,11 @@ def parallelize(
         "check": check,
         "seed": _Session.seed,
         "scaler": scaler,
-        "cap_bytes": bucket_bytes,
-        "first_cap_bytes": first_bucket_bytes,
+        "bucket_cap_bytes": bucket_cap_bytes,
+        "first_bucket_cap_bytes": first_bucket_cap_bytes,
     }
     job: Job | FreeJob | PairsJob | MeshJob | FSDPJob
-    if mesh is not None and shard == "full" and not Mesh.parse(mesh).splits:
+    if mesh is not None and fsdp and not Mesh.parse(mesh).splits:
         Mesh.parse(mesh).check(_Session.cluster.size)
         mesh = None  # replicas alone
     if mesh is not None:
@@ -172,41 +175,41 @@ def parallelize(
             "loss": loss,
             "sample": sample,
             "schedule": schedule,
-            "micro": micro,
-            "virtual": virtual,
+            "num_microbatches": num_microbatches,
+            "stages_per_rank": stages_per_rank,
             "plan": plan,
             "cut": cut,
             "measure": measure,
-            "shard": shard,
+            "zero": zero,
+            "fsdp": fsdp,
         }
         job = _on_mesh(model, optimizer, parsed, Mesh.parse(mesh), {**split, **options})
         _Session.jobs.append(job)
         return job
-    said = {"micro": micro, "virtual": virtual, "plan": plan, "cut": cut, "measure": measure}
+    said = {"num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank, "plan": plan, "cut": cut, "measure": measure}
     if schedule != "1f1b" or any(value is not None for value in said.values()):
         from hocket.train.mesh_checks import refuse_split_options
 
         refuse_split_options(None, {**said, "schedule": schedule})
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
-        bring_to_life(model, seed=_Session.seed, device=_Session.cluster.device)
-    if _Session.servers is not None and (not parsed.free or isinstance(parsed.topology, Gossip)):
+        materialize(model, seed=_Session.seed, device=_Session.cluster.device)
+    if _Session.servers is not None and (parsed.runtime == "collective" or isinstance(parsed.topology, Gossip)):
         raise HocketError(
             f"{parsed} has no servers, but hocket.init named some; leave servers= out, or use for example async + server."
         )
-    if shard is not None:
-        refuse_shard(shard, parsed, scaler)
-    if shard == "full" and isinstance(_Session.cluster, ProcessCluster):
+    refuse_sharding(parsed, zero, fsdp, scaler)
+    if fsdp and isinstance(_Session.cluster, ProcessCluster):
         from hocket.train.sharded_job import FSDPJob  # loaded only where it is needed
 
         full = {name: options[name] for name in ("accumulate", "nonfinite", "check", "seed", "scaler")}
         job = FSDPJob(model, optimizer, parsed, _Session.cluster, **full)
-    elif parsed.free and isinstance(parsed.topology, Gossip) and _Session.world > 1:
-        place = place_in(_Session.cluster, _Session.keys, _Session.patience_s)
+    elif parsed.runtime != "collective" and isinstance(parsed.topology, Gossip) and _Session.world > 1:
+        place = peer_config(_Session.cluster, _Session.keys, _Session.liveness_timeout_s)
         job = PairsJob(model, optimizer, parsed, place, _Session.cluster, **options)
-    elif parsed.free and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
+    elif parsed.runtime != "collective" and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
         job = FreeJob(model, optimizer, parsed, lambda layout: _connect(parsed, layout), _Session.cluster, **options)
     else:
-        job = Job(model, optimizer, parsed, _Session.cluster, steps=steps, shard=shard, **options)
+        job = Job(model, optimizer, parsed, _Session.cluster, steps=steps, zero=zero, **options)
     _Session.jobs.append(job)
     return job
 
@@ -222,13 +225,13 @@ def _on_mesh(
     if _Session.servers is not None:
         raise HocketError(f"The mesh {mesh} starts servers for each part of the model itself; leave servers= of hocket.init out.")
     mesh.check(world.size)
-    if strategy.free and isinstance(strategy.topology, Gossip) and mesh.data > 1:
+    if strategy.runtime != "collective" and isinstance(strategy.topology, Gossip) and mesh.data > 1:
         raise HocketError(
             f"{strategy} has workers meet one by one, but a split replica is several processes; use downpour + server."
         )
-    if strategy.free and (mesh.data > 1 or serves_itself(strategy)):
+    if strategy.runtime != "collective" and (mesh.data > 1 or serves_itself(strategy)):
 
-        def connect(layout: Layout, place: Place, cluster: Cluster) -> ServerRuntime:
+        def connect(layout: Layout, place: MeshCoordinate, cluster: Cluster) -> ServerRuntime:
             _Session.worker, _Session.world = place.data.place, place.data.size
             return _connect(strategy, layout, cluster)
 
@@ -245,17 +248,17 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None)
     servers = (
         Servers(session.servers, session.job)
         if session.servers is not None
-        else start_servers(strategy, layout, cluster, session.keys, session.patience_s)
+        else start_servers(strategy, layout, cluster, session.keys, session.liveness_timeout_s)
     )
     session.started.append(servers)
     if isinstance(cluster, ProcessCluster):
         cluster.heartbeat.stop()  # from here on nobody waits for others, nor ends with them
     keys = None if session.keys is None else Keys.read(session.keys)
-    config = WorkerConfig(strategy, layout, session.worker, session.world, session.seed, session.patience_s)
+    config = WorkerConfig(strategy, layout, session.worker, session.world, session.seed, session.liveness_timeout_s)
     return ServerRuntime(servers.addresses, servers.job, config, keys)
 
 
-def shard(loader: Iterable[Any], epoch: int | None = None) -> Shard:
+def distribute(loader: Iterable[Any], epoch: int | None = None) -> DistributedLoader:
     """This worker's part of ``loader``: rounds of N batches are dealt out evenly, so nobody waits for a batch that is not there.
 
     A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch (they count the iterations over this
@@ -263,30 +266,30 @@ def shard(loader: Iterable[Any], epoch: int | None = None) -> Shard:
     other iterable each worker takes every N-th batch.
     """
     if _Session.cluster is None:
-        raise HocketError("Call hocket.init() before hocket.shard(…).")
-    return Shard(loader, epoch)
+        raise HocketError("Call hocket.init() before hocket.distribute(…).")
+    return DistributedLoader(loader, epoch)
 
 
-class Shard:
-    """What :func:`shard` returns; each iteration over it is one epoch."""
+class DistributedLoader:
+    """What :func:`distribute` returns; each iteration over it is one epoch."""
 
     def __init__(self, loader: Iterable[Any], epoch: int | None) -> None:
         self.loader, self.epoch = loader, epoch
 
     def __len__(self) -> int:
         """Batches in an epoch (of a loader that has a length)."""
-        return shard_length(self.loader, _Session.world if _Session.cluster is not None else 1)
+        return distributed_length(self.loader, _Session.world if _Session.cluster is not None else 1)
 
     def __iter__(self) -> Iterator[Any]:
         if _Session.cluster is None:
-            raise HocketError("Call hocket.init() before iterating over hocket.shard(…).")
+            raise HocketError("Call hocket.init() before iterating over hocket.distribute(…).")
         epoch = self.epoch
         if epoch is None:
             # Kept alive with its count: the id of a loader that is gone may come back, on some workers only.
             _, epoch = _Session.epochs.get(id(self.loader), (self.loader, 0))
             _Session.epochs[id(self.loader)] = (self.loader, epoch + 1)
         try:
-            for batch, weight in shard_loader(self.loader, _Session.world, _Session.worker, _Session.seed, epoch):
+            for batch, weight in distribute_loader(self.loader, _Session.world, _Session.worker, _Session.seed, epoch):
                 for job in _Session.jobs:
                     job.weight = weight
                 yield batch
@@ -298,7 +301,7 @@ class Shard:
 def _at_exit() -> None:
     if hasattr(sys, "last_value"):
         return  # died of an exception: say nothing, so that the others notice
-    leave()
+    shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
     # Gloo's threads let go of the last tensors some time after a collective, and abort the process if the interpreter is being

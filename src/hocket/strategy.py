@@ -40,7 +40,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.topology is None:
-            waits = not (isinstance(self.sync, Sync) and self.sync.free) or isinstance(self.sync, Stale)
+            waits = not (isinstance(self.sync, Sync) and self.sync.asynchronous) or isinstance(self.sync, Stale)
             object.__setattr__(self, "topology", AllReduce() if waits else Server())
         for part, kind, what in (
             (self.sync, Sync, "sync"),
@@ -56,14 +56,9 @@ class Strategy:
             raise HocketError(f"{self}: {reason}.")
 
     @property
-    def free(self) -> bool:
-        """Whether workers are programs of their own that send messages; otherwise all of them take part in every exchange."""
-        return self.sync.free or (isinstance(self.topology, Server) and not self.topology.sums)
-
-    @property
     def runtime(self) -> str:
         """What carries it out: ``collective`` (all workers take part in every exchange), ``server`` or ``peers`` (messages)."""
-        if not self.free:
+        if not self.sync.asynchronous and not self.topology.has_servers:
             return "collective"
         return "peers" if self.topology.peer_to_peer else "server"
 
@@ -126,9 +121,9 @@ class Strategy:
     def _refusal(self) -> str | None:
         """Why this combination makes no sense and what to use instead, or None."""
         compressor = self.compression
-        if isinstance(self.topology, Gossip) and self.topology.kind == "pushsum" and not self.sync.free:
+        if isinstance(self.topology, Gossip) and self.topology.kind == "pushsum" and not self.sync.asynchronous:
             return "push-sum is for workers that do not go in step; use async + gossip(pushsum), or gossip(exponential)"
-        if self.free and (reason := self._refusal_of_messages()):
+        if self.runtime != "collective" and (reason := self._refusal_of_messages()):
             return reason
         if self.sync.only_weights and self.exchange == "gradients":
             return (
@@ -136,12 +131,13 @@ class Strategy:
             )
         if isinstance(self.sync, Local) and self.sync.mean == "after" and not self.weights:
             return "mean=after is about weights; leave it out, or use exchange=weights"
-        if self.sync.rest_stays and not (self.weights and self.topology.uniform and compressor.rest_stays):
+        if self.sync.residual_stays and not (self.weights and self.topology.uniform and compressor.residual_stays):
             return (
-                "rest=weights is about what a code with feedback, such as topk, holds back of weights under allreduce; leave it out"
+                "residual=weights is about what a code with feedback, such as topk, holds back of weights under allreduce; "
+                "leave it out"
             )
         if compressor.for_gradients_only and self.weights:
-            instead = f"use bulk, exchange=gradients, or topk({DGC().share})"
+            instead = f"use bulk, exchange=gradients, or topk({DGC().density})"
             return f"{compressor.name} accumulates gradients and cannot carry weights; {instead}"
         feedback = getattr(compressor, "feedback", None)
         if feedback is True and not compressor.biased:
@@ -177,7 +173,7 @@ class Strategy:
                 "an all-reduce waits for everybody" if isinstance(whom, AllReduce) else f"{whom.name} goes step by step with others"
             )
             return f"{why}, and {when.name} is there not to wait; use {instead}"
-        if not (isinstance(when, Bulk) or when.free):
+        if not (isinstance(when, Bulk) or when.asynchronous):
             period = when.period
             return f"a server takes gradients; for steps of one's own in between use downpour(push={period}, fetch={period})"
         if self.exchange == "weights":
@@ -211,10 +207,18 @@ def _chained(specs: list[Any]) -> Compressor:
         raise HocketError("A chain has two links, what and how precisely, for example topk(0.01) | qsgd(4).")
     first, second = specs
     if isinstance(first, DGC) and isinstance(second, Precision):
-        return DGC(first.share, first.warmup, first.momentum, first.clip, second)
+        return DGC(first.density, first.warmup, first.momentum, first.clip, second)
     return Chain(first, second)
 
 
+_ALIASES = {
+    "local": {"rest": "residual"},
+    "server": {"rate": "lr"},
+    "topk": {"share": "density"},
+    "randomk": {"share": "density"},
+    "dgc": {"share": "density"},
+}
+"""Older names of arguments, which are still read; the canonical text has the new ones."""
 _KNOWN: dict[str, type] = {**sync.METHODS, **topology.METHODS, **compression.METHODS}
 
 
@@ -230,7 +234,9 @@ def _spec(term: Term) -> Any:
     if len(term.arguments) > len(names):
         raise HocketError(f"{term.name} takes at most {len(names)} arguments ({', '.join(names)}), got {len(term.arguments)}.")
     values = dict(zip(names, term.arguments, strict=False))
-    for name, value in term.options:
+    aliases = _ALIASES.get(term.name, {})
+    for given, value in term.options:
+        name = aliases.get(given, given)
         if name not in names:
             takes = f"It takes {', '.join(names)}" if names else "It takes none"
             raise HocketError(f"{term.name} has no argument '{name}'{nearest(name, names) or '.'} {takes}.")
@@ -256,7 +262,7 @@ def _text(spec: Any) -> str:
     if isinstance(spec, Chain):
         return f"{write(spec.first)} | {write(spec.second)}"
     if isinstance(spec, DGC) and spec.precision is not None:
-        return f"{write(DGC(spec.share, spec.warmup, spec.momentum, spec.clip))} | {write(spec.precision)}"
+        return f"{write(DGC(spec.density, spec.warmup, spec.momentum, spec.clip))} | {write(spec.precision)}"
     return write(spec) if hasattr(spec, "__dataclass_fields__") else str(spec)
 
 

@@ -173,9 +173,9 @@ def free_runs(folder: Path, count: int = 5, oldest: int = 12, **settings: Any) -
     return write_study(folder, f"{count} strategies that do not wait", runs)
 
 
-def timeline(schedule: str = "1f1b", stages: int = 2, micro: int = 4) -> dict[str, Any]:
+def timeline(schedule: str = "1f1b", stages: int = 2, num_microbatches: int = 4) -> dict[str, Any]:
     """As a run would measure it: milliseconds of work, and a little for each transfer."""
-    return simulate(make(schedule, stages, micro), Costs(forward=0.004, backward=0.008, transfer=0.0005)).to_dict()
+    return simulate(make(schedule, stages, num_microbatches), Costs(forward=0.004, backward=0.008, transfer=0.0005)).to_dict()
 
 
 def write_split(folder: Path, mesh: str, found: Any = None, strategy: str = "bulk + allreduce", **settings: Any) -> Path:

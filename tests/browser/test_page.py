@@ -266,7 +266,7 @@ def test_a_timeline_fits_and_can_be_read_without_scripts(pages: dict[str, Path],
     page = visit(pages["split"], width, color_scheme=scheme, java_script_enabled=False)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("#split h3").all_inner_texts() == ["bulk + allreduce on data=2,pipeline=2"]
-    assert page.locator("#split .tolls tbody tr").all_inner_texts() == ["data\t200 MB\t20.0 s", "pipeline\t50.0 MB\t5.00 s"]
+    assert page.locator("#split .comm-stats tbody tr").all_inner_texts() == ["data\t200 MB\t20.0 s", "pipeline\t50.0 MB\t5.00 s"]
     assert "The bubble is 21.0\u00a0%" in page.inner_text("#split figcaption")
     assert page.locator("#split .parts").inner_text().split("\n") == ["forward", "backward", "idle"]
     (box,) = boxes(page, "#split svg")
@@ -289,7 +289,7 @@ def test_a_timeline_fits_and_can_be_read_without_scripts(pages: dict[str, Path],
 
 
 def test_a_timeline_has_numbers_where_there_is_room(visit: Visit, tmp_path: Path) -> None:
-    write_split(tmp_path, "pipeline=2", timeline(micro=8))
+    write_split(tmp_path, "pipeline=2", timeline(num_microbatches=8))
     path = build([tmp_path], tmp_path, png=False).path
     page = visit(path)
     wide = boxes(page, "#split g text")

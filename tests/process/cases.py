@@ -26,7 +26,7 @@ from process.equality import digits
 
 WORKERS = 4
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {}
-SMALL = {"bucket_bytes": 1, "first_bucket_bytes": 1}  # a bucket for each parameter
+SMALL = {"bucket_cap_bytes": 1, "first_bucket_cap_bytes": 1}  # a bucket for each parameter
 
 
 def case(function: Callable[[int], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
@@ -150,7 +150,7 @@ def any_model(rank: int) -> dict[str, Any]:
     plain = copy.deepcopy(ours)
     start = flat(ours)
     optimizer, schedule = mixed_optimizer(ours)
-    hocket.parallelize(ours, optimizer, "bulk", bucket_bytes=500, first_bucket_bytes=500)
+    hocket.parallelize(ours, optimizer, "bulk", bucket_cap_bytes=500, first_bucket_cap_bytes=500)
     theirs, their_schedule = mixed_optimizer(plain)
     for t in range(10):
         optimizer.zero_grad()
@@ -190,7 +190,7 @@ def uneven(rank: int) -> dict[str, Any]:
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
     sizes = []
     for epoch in range(2):
-        for xs, ys in hocket.shard(loader):
+        for xs, ys in hocket.distribute(loader):
             sizes.append(len(xs))
             optimizers[0].zero_grad()
             F.cross_entropy(ours(xs), ys).backward()
@@ -213,7 +213,7 @@ def uneven_accumulated(rank: int) -> dict[str, Any]:
     optimizers = sgd(ours), sgd(plain)
     job = hocket.parallelize(ours, optimizers[0], "bulk", accumulate=2)
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
-    for passes, (xs, ys) in enumerate(hocket.shard(loader, epoch=0)):
+    for passes, (xs, ys) in enumerate(hocket.distribute(loader, epoch=0)):
         (F.cross_entropy(ours(xs), ys) / 2).backward()
         if passes % 2:
             optimizers[0].step()
@@ -719,7 +719,9 @@ def nonfinite_skipped(rank: int) -> dict[str, Any]:
         for name in ("nan", "zero"):
             model = net()
             optimizer = sgd(model)
-            job = hocket.parallelize(model, optimizer, strategy, nonfinite="skip", bucket_bytes=1000, first_bucket_bytes=500)
+            job = hocket.parallelize(
+                model, optimizer, strategy, nonfinite="skip", bucket_cap_bytes=1000, first_bucket_cap_bytes=500
+            )
             spoil = {"nan": float("nan"), "zero": 0.0}[name]
 
             def spoilt(g: Tensor, by: float = spoil, job: hocket.Job = job) -> Tensor:

@@ -88,7 +88,7 @@ CASES = [
     Case("local(4)"),
     Case("local(3, mean=after)", "adam"),
     Case("local(4) + topk(0.05)", "adam"),
-    Case("local(4, rest=weights) + topk(0.05) | qsgd(4)"),
+    Case("local(4, residual=weights) + topk(0.05) | qsgd(4)"),
     Case("local(4) + lowrank(1)"),
     Case("local(4) + gossip"),
     Case("local(4) + gossip + topk(0.05)"),
@@ -121,7 +121,7 @@ CASES = [
 def build(case: Case, cluster: Cluster, live: bool) -> Any:
     """The workers of a case that a cluster hosts here."""
     kind: Any = LiveReplica if live else StackedReplicas
-    caps = {"cap_bytes": 4096, "first_cap_bytes": 900}  # several buckets
+    caps = {"bucket_cap_bytes": 4096, "first_bucket_cap_bytes": 900}  # several buckets
     strategy = Strategy.parse(case.strategy)
     model = seeded({"mlp": _mlp, "norm": _norm}[case.model], 3)
     replicas = kind(model, cross_entropy, OPTIMIZERS[case.optimizer], strategy, cluster, seed=3, clip=case.clip, **caps)

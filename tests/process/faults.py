@@ -17,15 +17,15 @@ from process.cases import batch, net, sgd
 FOREVER = 10**9
 
 
-def endless(rank: int, folder: str, strategy: str, patience_s: float = 3.0) -> None:
+def endless(rank: int, folder: str, strategy: str, liveness_timeout_s: float = 3.0) -> None:
     """Train until somebody ends it; the number of steps done is in a file of one byte each."""
-    hocket.init(device="cpu", patience_s=patience_s)
+    hocket.init(device="cpu", liveness_timeout_s=liveness_timeout_s)
     _train(rank, folder, strategy, FOREVER)
 
 
 def accident(rank: int, folder: str, strategy: str, what: str) -> None:
     """Worker 1 ends at its fifth step in one way or another."""
-    hocket.init(device="cpu", patience_s=3.0)
+    hocket.init(device="cpu", liveness_timeout_s=3.0)
     _train(rank, folder, strategy, 5 if rank == 1 else FOREVER)
     if what == "exception":
         raise ValueError("an accident")
@@ -35,7 +35,7 @@ def accident(rank: int, folder: str, strategy: str, what: str) -> None:
 
 def saver(rank: int, folder: str) -> None:
     """Everybody survives the loss of worker 1 long enough to save what there is."""
-    hocket.init(device="cpu", patience_s=3.0)
+    hocket.init(device="cpu", liveness_timeout_s=3.0)
     try:
         _train(rank, folder, "bulk", FOREVER)
     except hocket.WorkerLost as lost:
@@ -48,7 +48,7 @@ def saver(rank: int, folder: str) -> None:
 
 def slow_end(rank: int, folder: str) -> None:
     """Process 0, which keeps the store, is done long before process 1."""
-    hocket.init(device="cpu", patience_s=3.0)
+    hocket.init(device="cpu", liveness_timeout_s=3.0)
     _train(rank, folder, "local(4)", 6)
     end = time.monotonic() + 5.0
     while rank == 1 and time.monotonic() < end:
@@ -57,7 +57,7 @@ def slow_end(rank: int, folder: str) -> None:
 
 def poisoned(rank: int, folder: str, strategy: str) -> None:
     """Worker 1's gradient turns into NaN at step 3."""
-    hocket.init(device="cpu", patience_s=3.0)
+    hocket.init(device="cpu", liveness_timeout_s=3.0)
     model = net()
     optimizer = sgd(model)
     job = hocket.parallelize(model, optimizer, strategy)
@@ -78,7 +78,7 @@ def different(rank: int, folder: str) -> None:
 def too_early(rank: int, folder: str, what: str) -> None:
     model = nn.Linear(3, 2)
     if what == "shard":
-        list(hocket.shard([1, 2, 3]))
+        list(hocket.distribute([1, 2, 3]))
     hocket.parallelize(model, sgd(model))
 
 

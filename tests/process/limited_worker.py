@@ -40,7 +40,9 @@ def main(gib: float, mesh: str, width: int, layers: int, steps: int) -> None:
         report["weights"] = sum(p.numel() * p.element_size() for p in model.parameters()) >> 20
         split = hocket.Mesh.parse(mesh)
         x, y = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), torch.arange(8)
-        options = {"loss": F.cross_entropy, "sample": x[:2], "micro": 2} if split.pipeline > 1 else {"loss": F.cross_entropy}
+        options = (
+            {"loss": F.cross_entropy, "sample": x[:2], "num_microbatches": 2} if split.pipeline > 1 else {"loss": F.cross_entropy}
+        )
         job = hocket.parallelize(model, optimizer, mesh=split, **options)
         report["set up"] = address_space("VmSize")
         for step in range(steps):

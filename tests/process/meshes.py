@@ -196,11 +196,11 @@ def untouched(mesh: str) -> dict[str, Any]:
     return {"whole": None if state is None else state["model"]}
 
 
-def sharded(shard: str) -> dict[str, Any]:
+def sharded(**options: Any) -> dict[str, Any]:
     """The plain loop on two replicas that keep parts of the optimiser's state, or of everything."""
     model = build("mlp")
     optimizer = optimizer_of(model)
-    job = hocket.parallelize(model, optimizer, shard=shard)
+    job = hocket.parallelize(model, optimizer, **options)
     place = torch.distributed.get_rank()
     for step in range(STEPS):
         x, y = batch("mlp", step)
@@ -211,12 +211,12 @@ def sharded(shard: str) -> dict[str, Any]:
     return {"whole": {n: t.detach().clone() for n, t in job.finish().state_dict().items()}, "state": state}
 
 
-def born(shard: str | None, mesh: str | None) -> dict[str, Any]:
+def born(mesh: str | None) -> dict[str, Any]:
     """A model that was built without memory: its weights, whatever holds them."""
     with hocket.deferred():
         model = mlp(48, 6, hidden=(32, 16))
     x, _ = batch("mlp", 0)
-    job = hocket.parallelize(model, optimizer_of(model), mesh=mesh, loss=cross_entropy, sample=x, shard=shard)
+    job = hocket.parallelize(model, optimizer_of(model), mesh=mesh, loss=cross_entropy, sample=x)
     if mesh is not None:
         state = job.whole_state()
         whole = None if state is None else state["model"]
@@ -235,17 +235,18 @@ def refused(mesh: str, name: str = "mlp", **options: Any) -> dict[str, Any]:
     return {"sentence": ""}
 
 
-def refused_shard(shard: str) -> dict[str, Any]:
+def refused_sharding(**options: Any) -> dict[str, Any]:
     """The sentence that sharding meets here, where it is refused."""
     model = build("mlp")
     try:
-        hocket.parallelize(model, optimizer_of(model), shard=shard).finish()
+        hocket.parallelize(model, optimizer_of(model), **options).finish()
     except hocket.HocketError as error:
         return {"sentence": str(error)}
     return {"sentence": ""}
 
 
-CASES = {f.__name__: f for f in (equal, checkpoints, resumed, elsewhere, clipped, untouched, sharded, born, refused, refused_shard)}
+_ALL = (equal, checkpoints, resumed, elsewhere, clipped, untouched, sharded, born, refused, refused_sharding)
+CASES = {f.__name__: f for f in _ALL}
 
 
 def main(rank: int, folder: str, wanted: list[tuple[str, str, dict[str, Any]]], device: str = "cpu") -> None:

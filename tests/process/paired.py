@@ -20,7 +20,7 @@ from hocket.data import load
 from hocket.train.pairs_job import PairsJob
 from process.cases import batch, flat, net, sgd
 
-PATIENCE_S = 2.0
+LIVENESS_TIMEOUT_S = 2.0
 """Where somebody dies or stops; elsewhere nobody is to be missed, however busy the machine is."""
 LONG_S = 60.0
 
@@ -57,7 +57,7 @@ def _model_and_held(job: PairsJob) -> list[bool]:
 
 def mixing(rank: int, folder: str, strategies: list[str], steps: int) -> None:
     """Without updates there is nothing but mixing of weights that differ; all step on until everybody has made ``steps``."""
-    cluster = hocket.init(device="cpu", patience_s=LONG_S)
+    cluster = hocket.init(device="cpu", liveness_timeout_s=LONG_S)
     results = {}
     for k, text in enumerate(strategies):
         model = net()
@@ -76,7 +76,7 @@ def mixing(rank: int, folder: str, strategies: list[str], steps: int) -> None:
 
 def learning(rank: int, folder: str, strategies: list[str], epochs: int) -> None:
     """A loop of one's own over a share of the digits."""
-    hocket.init(device="cpu", patience_s=LONG_S)
+    hocket.init(device="cpu", liveness_timeout_s=LONG_S)
     data = load("digits")
     loader = DataLoader(TensorDataset(data.prepare(data.train[0]), data.train[1]), batch_size=32)
     results = {}
@@ -86,7 +86,7 @@ def learning(rank: int, folder: str, strategies: list[str], epochs: int) -> None
         job = _job(model, optimizer, text)
         seen: list[bool] = []
         for epoch in range(epochs):
-            for x, y in hocket.shard(loader, epoch):
+            for x, y in hocket.distribute(loader, epoch):
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
@@ -100,7 +100,7 @@ def learning(rank: int, folder: str, strategies: list[str], epochs: int) -> None
 
 def between_hosts(keys: str) -> None:
     """The same loop on hosts of their own; what became of it is one line of JSON."""
-    cluster = hocket.init(device="cpu", patience_s=LONG_S, keys=keys or None)
+    cluster = hocket.init(device="cpu", liveness_timeout_s=LONG_S, keys=keys or None)
     data = load("digits")
     loader = DataLoader(TensorDataset(data.prepare(data.train[0]), data.train[1]), batch_size=32)
     model = net()
@@ -109,7 +109,7 @@ def between_hosts(keys: str) -> None:
     losses = []
     for epoch in range(4):
         total = []
-        for x, y in hocket.shard(loader, epoch):
+        for x, y in hocket.distribute(loader, epoch):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
@@ -125,7 +125,7 @@ def between_hosts(keys: str) -> None:
 
 def enduring(rank: int, folder: str, strategy: str) -> None:
     """Mix weights that differ until the file ``enough`` appears; where it says ``all``, until nobody is silent."""
-    hocket.init(device="cpu", patience_s=PATIENCE_S)
+    hocket.init(device="cpu", liveness_timeout_s=LIVENESS_TIMEOUT_S)
     job, begun = _differing(net(), rank, strategy)
     told = Path(folder, "enough")
 
@@ -138,7 +138,7 @@ def enduring(rank: int, folder: str, strategy: str) -> None:
 
 def leaving(rank: int, folder: str) -> None:
     """Scripts that simply end: worker 1 after a few steps, worker 0 when it has heard so, long before its patience ends."""
-    hocket.init(device="cpu", patience_s=600.0)
+    hocket.init(device="cpu", liveness_timeout_s=600.0)
     job, _ = _differing(net(), rank, "async + gossip")
     while job.step < 5 if rank else 1 not in job.peers.left:
         _step(job, job.step, rank)
@@ -148,7 +148,7 @@ def served(rank: int, folder: str) -> None:
     """There are no servers to name."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    hocket.init(device="cpu", servers="tcp://127.0.0.1:1", worker=0, workers=2)
+    hocket.init(device="cpu", servers="tcp://127.0.0.1:1", rank=0, world_size=2)
     model = net()
     try:
         hocket.parallelize(model, sgd(model), "async + gossip")

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from hocket.cluster.join import join
 from hocket.models import cnn, cross_entropy, gpt, mlp, vgg11
-from hocket.split import Mesh, Place, settle
+from hocket.split import Mesh, MeshCoordinate, init_mesh
 from hocket.split.pipeline import Cut, Pipeline, cut_model
 from hocket.split.tied import Tied
 
@@ -66,14 +66,14 @@ def sgd(name: str, parameters: Any) -> torch.optim.Optimizer:
 # --- one process -----------------------------------------------------------------------------------------------------------
 
 
-def whole(name: str, micro: int = 1) -> tuple[dict[str, Tensor], list[float]]:
-    """The model's state after all steps on one process, and the losses. ``micro``: one after another, gradients added up."""
+def whole(name: str, num_microbatches: int = 1) -> tuple[dict[str, Tensor], list[float]]:
+    """The model's state after all steps on one process, and the losses. Micro-batches go one after another, gradients add up."""
     model = build(name)
     optimizer = sgd(name, model.parameters())
     losses = []
     for x, y in batches(name):
         optimizer.zero_grad()
-        parts = [(a, b) for a, b in zip(x.tensor_split(micro), y.tensor_split(micro), strict=True) if len(a)]
+        parts = [(a, b) for a, b in zip(x.tensor_split(num_microbatches), y.tensor_split(num_microbatches), strict=True) if len(a)]
         found = [cross_entropy(model(a), b) * (len(a) / len(x)) for a, b in parts]
         sum(found, torch.zeros(())).backward()
         optimizer.step()
@@ -133,27 +133,29 @@ def furthest(held: nn.Module, wanted: dict[str, Tensor]) -> float:
     return max((float((value - wanted[key]).abs().max()) for key, value in state.items()), default=0.0)
 
 
-def pipeline(name: str, place: Place, schedule: str, micro: int = MICRO, points: list[str] | None = None) -> tuple[Cut, Pipeline]:
-    virtual = 2 if schedule == "interleaved" else 1
-    cut = cut_model(build(name), batches(name)[0][0], place.pipeline.size * virtual, points=points)
-    return cut, Pipeline(cut, place.pipeline, cross_entropy, schedule, micro)
+def pipeline(
+    name: str, place: MeshCoordinate, schedule: str, num_microbatches: int = MICRO, points: list[str] | None = None
+) -> tuple[Cut, Pipeline]:
+    stages_per_rank = 2 if schedule == "interleaved" else 1
+    cut = cut_model(build(name), batches(name)[0][0], place.pipeline.size * stages_per_rank, points=points)
+    return cut, Pipeline(cut, place.pipeline, cross_entropy, schedule, num_microbatches)
 
 
-def trained(name: str, place: Place, schedule: str, micro: int = MICRO, **options: Any) -> dict[str, Any]:
+def trained(name: str, place: MeshCoordinate, schedule: str, num_microbatches: int = MICRO, **options: Any) -> dict[str, Any]:
     """Five steps with a flush; replicas get halves of each batch where there are two."""
-    cut, pipe = pipeline(name, place, schedule, micro, **options)
+    cut, pipe = pipeline(name, place, schedule, num_microbatches, **options)
     held = dict(pipe.module.named_parameters())
     tied = Tied({n: p for n, p in held.items() if n in cut.tied}, cut.tied, place.pipeline)
     optimizer = sgd(name, held.values()) if held else None
     data = place.data
-    losses, tolls = [], []
+    losses, comm_stats = [], []
     for x, y in batches(name):
         pipe.module.zero_grad()
-        place.pipeline.toll.take()
+        place.pipeline.comm_stats.take()
         own = x.tensor_split(data.size)[data.place]
         share = len(own) / len(x)
         loss = pipe.run(own, y.tensor_split(data.size)[data.place])
-        tolls.append(place.pipeline.toll.take().bytes_sent)
+        comm_stats.append(place.pipeline.comm_stats.take().bytes_sent)
         tied.sum_gradients()
         for p in held.values():
             assert p.grad is not None
@@ -164,7 +166,7 @@ def trained(name: str, place: Place, schedule: str, micro: int = MICRO, **option
     timeline = pipe.timeline().to_dict()
     pipe.module.eval()
     output = pipe.forward(batches(name)[1][0])
-    return {"module": pipe.module, "losses": losses, "bytes": tolls, "timeline": timeline, "output": output}
+    return {"module": pipe.module, "losses": losses, "bytes": comm_stats, "timeline": timeline, "output": output}
 
 
 def compared(found: dict[str, Any], state: dict[str, Tensor], losses: list[float], name: str) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def compared(found: dict[str, Any], state: dict[str, Tensor], losses: list[float
     }
 
 
-def asynchronous(name: str, place: Place) -> dict[str, Any]:
+def asynchronous(name: str, place: MeshCoordinate) -> dict[str, Any]:
     """All mini-batches through PipeDream, twice: the pipe can be fed anew after it was drained."""
     axis = place.pipeline
     state, losses = stale(name, axis.size)
@@ -193,13 +195,13 @@ def asynchronous(name: str, place: Place) -> dict[str, Any]:
     pipe.update = lambda: optimizer.step() if optimizer is not None else None
     inner = pipe._asynchronous
     found, versions = [], []
-    axis.toll.take()
+    axis.comm_stats.take()
     for x, y in batches(name):
         found.append(pipe.feed(x, y))
         versions.append(inner.versions)
     filling = sum(loss is None for loss in found)
     found = [float(loss) for loss in [*found, *pipe.drain()] if loss is not None]
-    sent = axis.toll.take().bytes_sent
+    sent = axis.comm_stats.take().bytes_sent
     weights = furthest(pipe.module, state[axis.place])
     return {
         "weights": weights,
@@ -218,7 +220,7 @@ def real(rank: int, folder: str) -> None:
     """All cases in one world."""
     join(device="cpu").close()
     world = dist.get_world_size()
-    place = settle(Mesh(pipeline=world))
+    place = init_mesh(Mesh(pipeline=world))
     results: dict[str, Any] = {}
     for name in MODELS:
         state, losses = whole(name)
@@ -226,7 +228,7 @@ def real(rank: int, folder: str) -> None:
             results[f"{name} {schedule}"] = compared(trained(name, place, schedule), state, losses, name)
         results[f"{name} pipedream"] = asynchronous(name, place)
     state, losses = whole("norm")
-    results["norm 1"] = compared(trained("norm", place, "gpipe", micro=1), state, losses, "norm")
+    results["norm 1"] = compared(trained("norm", place, "gpipe", num_microbatches=1), state, losses, "norm")
     state, losses = whole("norm", MICRO)
     results["norm 4"] = compared(trained("norm", place, "1f1b"), state, losses, "norm")
     points = [str(2 + 2 * k) for k in range(world - 1)]  # after a hidden layer's ReLU
@@ -236,7 +238,7 @@ def real(rank: int, folder: str) -> None:
     state, losses = whole("gpt")
     results["middle"] = compared(trained("gpt", place, "zero-bubble", points=middle), state, losses, "gpt")
     if world == 4:
-        both = settle(Mesh(data=2, pipeline=2))
+        both = init_mesh(Mesh(data=2, pipeline=2))
         for name in ("mlp", "gpt"):
             state, losses = whole(name)
             for schedule in ("1f1b", "interleaved"):

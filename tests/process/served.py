@@ -26,7 +26,7 @@ from hocket.programs.server.wire import link_bytes
 from hocket.train.free_worker import Post, read_post, work
 from hocket.train.job import layout_for
 from hocket.train.loop import accuracy_of
-from hocket.train.replicas import lent
+from hocket.train.replicas import swapped_weights
 from hocket.train.run import Settings
 from hocket.train.simulate import seeded
 from process.cases import batch, flat, net, sgd
@@ -51,7 +51,7 @@ def shard(rank: int, folder: str, arguments: list[str]) -> None:
 
 
 def worker(rank: int, folder: str, post: dict[str, Any]) -> None:
-    work(read_post(post))
+    work(read_worker_config(post))
 
 
 def on_hooks(rank: int, folder: str, strategies: list[str]) -> None:
@@ -131,7 +131,7 @@ def unfinished(rank: int, folder: str) -> None:
 
 def one_stops(rank: int, folder: str) -> None:
     """Worker 1 stops before the workers compare their models."""
-    hocket.init(device="cpu", patience_s=2.0)
+    hocket.init(device="cpu", liveness_timeout_s=2.0)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     model = net()
@@ -162,7 +162,7 @@ def by_address(rank: int, folder: str, servers: str, workers: int, strategy: str
     """No launcher: servers that run already, and a number for each worker."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    hocket.init(device="cpu", servers=servers, worker=rank, workers=workers)
+    hocket.init(device="cpu", servers=servers, rank=rank, world_size=workers)
     model = net()
     optimizer = sgd(model, momentum=0.0)
     job = hocket.parallelize(model, optimizer, strategy)
@@ -187,11 +187,11 @@ class Service:
         folder: Path,
         settings: Settings,
         snapshot_s: float = 0.0,
-        patience_s: float = 10.0,
+        liveness_timeout_s: float = 10.0,
         keys: Any = None,
     ) -> None:
         self.nursery, self.folder, self.settings, self.keys = nursery, folder, settings, keys
-        self.snapshot_s, self.patience_s = snapshot_s, patience_s
+        self.snapshot_s, self.liveness_timeout_s = snapshot_s, liveness_timeout_s
         self.job = secrets.token_bytes(16)
         self.strategy = settings.check()
         self.data = load("digits")
@@ -221,13 +221,25 @@ class Service:
             assert eventually(lambda group=group: None not in group.poll())
 
     def start_shard(self, place: int, bind: str = "tcp://127.0.0.1:0") -> Group:
-        arguments = ["--place", str(place), "--job", self.job.hex(), "--bind", bind, "--patience", str(self.patience_s), "--stay"]
+        arguments = [
+            "--place",
+            str(place),
+            "--job",
+            self.job.hex(),
+            "--bind",
+            bind,
+            "--liveness-timeout",
+            str(self.liveness_timeout_s),
+            "--stay",
+        ]
         arguments += ["--snapshots", str(self.folder / "snapshots"), "--snapshot", str(self.snapshot_s)]
         return self._start("process.served:shard", f"shard-{place}", arguments=arguments)
 
     def start_worker(self, k: int, replaces: bool = False, **changes: Any) -> Group:
         settings = asdict(self.settings) | changes
-        post = Post(settings, k, self.addresses, self.job.hex(), patience_s=self.patience_s, replaces=replaces)
+        post = WorkerConfig(
+            settings, k, self.addresses, self.job.hex(), liveness_timeout_s=self.liveness_timeout_s, replaces=replaces
+        )
         return self._start("process.served:worker", f"worker-{k}", post=post.describe())
 
     def _start(self, function: str, name: str, **arguments: Any) -> Group:

@@ -182,11 +182,11 @@ def weighed(rank: int) -> dict[str, Any]:
 def scaled(rank: int, name: str) -> dict[str, Any]:
     """A GradScaler, whose fourth step overflows on worker 1 alone: all skip it, sharded or not."""
     found: dict[str, Any] = {"start": flat(small("mlp"))}
-    for shard in (None, "state"):
+    for zero in (0, 1):
         model = small("mlp")
         optimizer = grouped(model, name)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        job = hocket.parallelize(model, optimizer, scaler=scaler, accumulate=2, shard=shard)
+        job = hocket.parallelize(model, optimizer, scaler=scaler, accumulate=2, zero=zero)
         scales, weights = [], []
         for t in range(6):
             optimizer.zero_grad()
@@ -201,7 +201,7 @@ def scaled(rank: int, name: str) -> dict[str, Any]:
             scaler.update()
             scales.append(scaler.get_scale())
             weights.append(flat(model))
-        found[str(shard)] = {"weights": weights, "scales": scales}
+        found["state" if zero else "None"] = {"weights": weights, "scales": scales}
         if job.sharded is not None:
             found["owned"] = job.sharded.owned_bytes
         job.detach()
@@ -215,7 +215,7 @@ def gathered(rank: int, nonfinite: str, bad: int) -> dict[str, Any]:
     """
     model, plain = small("mlp"), small("mlp")
     optimizer, plain_optimizer = grouped(model, "momentum"), grouped(plain, "momentum")
-    job = hocket.parallelize(model, optimizer, shard="full", accumulate=2, nonfinite=nonfinite)
+    job = hocket.parallelize(model, optimizer, fsdp=True, accumulate=2, nonfinite=nonfinite)
     sentence = ""
     for t in range(STEPS):
         optimizer.zero_grad()
@@ -251,7 +251,7 @@ def half_a_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -
 def runs(rank: int) -> dict[str, Any]:
     """What ``hocket train`` does in every process: runs that stop after each epoch and go on, beside one that does not."""
     cluster = hocket.session._Session.cluster
-    base = Settings(model="cnn", batch=120, lr=0.05, momentum=0.9, seed=3, workers=2)
+    base = Settings(model="cnn", batch_size=120, lr=0.05, momentum=0.9, seed=3, workers=2)
 
     def train(name: str, *ways: dict[str, Any]) -> Any:
         for epochs, way in enumerate(ways, 1):
@@ -259,8 +259,8 @@ def runs(rank: int) -> dict[str, Any]:
             training = run(settings, cluster, out=FOLDER / name, resume=epochs > 1)
         return training
 
-    state, full = {"shard": "state"}, {"shard": "full"}
-    stages = {"mesh": "pipeline=2", "workers": 1, "pipe": "gpipe", "micro": 2}
+    state, full = {"zero": 1}, {"fsdp": True}
+    stages = {"mesh": "pipeline=2", "workers": 1, "pipe": "gpipe", "num_microbatches": 2}
     ways = {
         "plain": [{}],
         "state": [state, state, {**state, "mesh": "data=2"}],

@@ -20,7 +20,7 @@ def real(rank: int, folder: str) -> None:
     results: dict[str, dict[str, Tensor]] = {case.name: outcome(case, cluster, live=True) for case in CASES}
     # More values than a piece holds, on CPU float64 too.
     rows = torch.arange(200_000, dtype=torch.float64).unsqueeze(0) + rank
-    large = cluster.mean_on(2, rows.clone())
+    large = cluster.reduce_on_servers(2, rows.clone())
     results["large"] = {"right": torch.equal(large, rows - rank + 1.5).__int__() * torch.ones(1)}
     cluster.close()
     torch.save(results, f"{folder}/{rank}.pt")

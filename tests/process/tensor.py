@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hocket.cluster.join import join
 from hocket.models import cnn, cross_entropy, gpt, mlp, vgg11
-from hocket.split import Axis, Mesh, settle
+from hocket.split import Axis, Mesh, init_mesh
 from hocket.split.branches import Branches
 from hocket.split.dropout import Draws, prepare_dropout
 from hocket.split.tensor import split_tensor
@@ -153,20 +153,20 @@ CASES: dict[str, Case] = {
 
 
 def train(model: nn.Module, draws: Draws, x: Tensor, y: Tensor, lr: float, axis: Axis) -> tuple[list[float], list[tuple[int, int]]]:
-    """Losses and tolls of each step."""
+    """Losses and communication of each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    losses, tolls = [], []
+    losses, comm_stats = [], []
     for step in range(STEPS):
         draws.step = step
-        axis.toll.take()
+        axis.comm_stats.take()
         loss = cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        toll = axis.toll.take()
-        tolls.append((toll.bytes_sent, toll.exchanges))
-    return losses, tolls
+        stats = axis.comm_stats.take()
+        comm_stats.append((stats.bytes_sent, stats.exchanges))
+    return losses, comm_stats
 
 
 def evaluated(model: nn.Module, x: Tensor) -> Tensor:
@@ -192,19 +192,19 @@ def outcome(case: Case, axis: Axis) -> dict[str, Any]:
         prepare_dropout(split, own_draws)
         parts = split_tensor(split, axis, case.plan)
     expected, _ = train(whole, draws, x, y, case.lr, axis)
-    losses, tolls = train(split, own_draws, x, y, case.lr, axis)
-    wholes, held = dict(whole.named_parameters()), dict(split.named_parameters())
-    assert list(held) == [name for name in wholes if name in held]
+    losses, comm_stats = train(split, own_draws, x, y, case.lr, axis)
+    full_state, held = dict(whole.named_parameters()), dict(split.named_parameters())
+    assert list(held) == [name for name in full_state if name in held]
     assert parts.keys() == held.keys()
     return {
         "loss": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
         "moved": abs(losses[-1] - losses[0]),
-        "weights": max(float((parts[n].take(wholes[n].detach()) - p.detach()).abs().max()) for n, p in held.items()),
+        "weights": max(float((parts[n].take(full_state[n].detach()) - p.detach()).abs().max()) for n, p in held.items()),
         "evaluation": float((evaluated(split, x) - evaluated(whole, x)).abs().max()),
         "same": {n: fingerprint(p) for n, p in held.items() if parts[n].whole},
         "parts": {n: (tuple(p.shape), parts[n].dim, parts[n].ranges) for n, p in held.items()},
-        "shapes": {n: tuple(p.shape) for n, p in wholes.items()},
-        "tolls": tolls,
+        "shapes": {n: tuple(p.shape) for n, p in full_state.items()},
+        "comm_stats": comm_stats,
     }
 
 
@@ -216,7 +216,7 @@ def fingerprint(values: Tensor) -> int:
 
 def real(rank: int, folder: str) -> None:
     join(device="cpu").close()
-    axis = settle(Mesh(tensor=dist.get_world_size())).tensor
+    axis = init_mesh(Mesh(tensor=dist.get_world_size())).tensor
     assert axis.place == rank
     results = {name: outcome(case, axis) for name, case in CASES.items()}
     torch.save(results, f"{folder}/{rank}.pt")

@@ -41,8 +41,8 @@ MISTAKES = {
 
 
 IGNORED = {
-    "--momentum 0.9 --schedule cosine --warmup 1": "--momentum, --schedule, --warmup: ",
-    "--batch 7 --no-augment --max-steps 3": "--batch, --max-steps, --no-augment: ",
+    "--momentum 0.9 --lr-schedule cosine --warmup 1": "--momentum, --lr-schedule, --warmup: ",
+    "--batch-size 7 --no-augment --max-steps 3": "--batch-size, --max-steps, --no-augment: ",
     "--strategy server(shards=2,optimizer=adagrad,fetch=bf16)": "server(optimizer=…), server(fetch=…): ",
 }
 

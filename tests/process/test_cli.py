@@ -37,7 +37,7 @@ def timeless(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 SMALL = [
     "--model",
     "cnn",
-    "--batch",
+    "--batch-size",
     "32",
     "--lr",
     "0.05",
@@ -78,7 +78,7 @@ def test_resuming_equals_never_having_stopped(hocket: Hocket, tmp_path: Path) ->
         "train",
         "--model",
         "cnn",
-        "--batch",
+        "--batch-size",
         "32",
         "--workers",
         "3",
@@ -88,11 +88,11 @@ def test_resuming_equals_never_having_stopped(hocket: Hocket, tmp_path: Path) ->
         "--seed",
         "1",
     ]
-    whole = hocket(*base, "--epochs", "2", "--schedule", "constant", "--out", str(tmp_path / "whole"))
+    whole = hocket(*base, "--epochs", "2", "--lr-schedule", "constant", "--out", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
-    first = hocket(*base, "--epochs", "1", "--schedule", "constant", "--out", str(tmp_path / "parts"))
+    first = hocket(*base, "--epochs", "1", "--lr-schedule", "constant", "--out", str(tmp_path / "parts"))
     assert first.returncode == 0, first.stderr
-    second = hocket(*base, "--epochs", "2", "--schedule", "constant", "--out", str(tmp_path / "parts"), "--resume")
+    second = hocket(*base, "--epochs", "2", "--lr-schedule", "constant", "--out", str(tmp_path / "parts"), "--resume")
     assert second.returncode == 0, second.stderr
     parts, unbroken = timeless(metrics_of(tmp_path / "parts")), timeless(metrics_of(tmp_path / "whole"))
     assert parts[1]["loss"] == unbroken[1]["loss"]
@@ -102,7 +102,7 @@ def test_resuming_equals_never_having_stopped(hocket: Hocket, tmp_path: Path) ->
 def test_a_described_cluster_gives_virtual_workers_seconds_that_survive_a_stop(hocket: Hocket, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('[compute]\nstep = "20ms"\njitter = 0.1\n[link]\nbandwidth = "100Mbit"\nlatency = "1ms"\n')
     slow = ["--cluster", str(tmp_path / "mine.toml"), "--slowdown", "1,1,4"]
-    base = ["train", "--model", "cnn", "--batch", "100", "--workers", "3", "--virtual", "--strategy", "local(4)", *slow]
+    base = ["train", "--model", "cnn", "--batch-size", "100", "--workers", "3", "--virtual", "--strategy", "local(4)", *slow]
     whole = hocket(*base, "--epochs", "2", "--out", str(tmp_path / "whole"))
     assert whole.returncode == 0, whole.stderr
     assert "seconds predicted for mine with slowdown 1,1,4" in " ".join(whole.stdout.split())
@@ -138,8 +138,8 @@ def test_a_described_cluster_gives_virtual_workers_seconds_that_survive_a_stop(h
         (["--device", "tpu"], ["tpu", "cpu or cuda"]),
         (["--workers", "0"], ["at least one"]),
         (["--workers", "2000", "--virtual"], ["2000", "1437"]),
-        (["--schedule", "cosin", "--virtual"], ["cosin", "cosine"]),
-        (["--batch", "0"], ["batch", "at least 1"]),
+        (["--lr-schedule", "cosin", "--virtual"], ["cosin", "cosine"]),
+        (["--batch-size", "0"], ["batch", "at least 1"]),
         (["--resume"], ["--out"]),
         (["--workers", "2", "--processes", "3"], ["--processes 3"]),
         (["--data", "no_such_module:factory"], ["no_such_module"]),
@@ -186,7 +186,7 @@ def start_training(tmp_path: Path, *more: str, environ: Mapping[str, str] | None
         "3",
         "--epochs",
         "1000000",
-        "--batch",
+        "--batch-size",
         "64",
         "--out",
         str(tmp_path / "run"),

@@ -11,13 +11,13 @@ from process.launch import Hocket
 from process.test_cli import metrics_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-SMALL = ["--model", "cnn", "--batch", "120", "--lr", "0.05", "--momentum", "0.9", "--seed", "3"]
+SMALL = ["--model", "cnn", "--batch-size", "120", "--lr", "0.05", "--momentum", "0.9", "--seed", "3"]
 
 
 def test_a_run_goes_on_split_otherwise_and_ends_where_an_unsplit_one_does(hocket: Hocket, tmp_path: Path) -> None:
     whole, split, plan = tmp_path / "whole", tmp_path / "split", tmp_path / "plan.toml"
     plan.write_text('3 = "gather"\n7 = "columns"\n"9" = "rows"\n')
-    stages = ["--mesh", "pipeline=2", "--pipe", "gpipe", "--micro", "2", "--cut", "2"]
+    stages = ["--mesh", "pipeline=2", "--pipe", "gpipe", "--num-microbatches", "2", "--cut", "2"]
     ways = ([], stages, ["--mesh", "tensor=2", "--plan", str(plan)])
     for number, mesh in enumerate(ways, 1):
         resumed = ["--resume"] if number > 1 else []
@@ -38,7 +38,7 @@ def test_a_run_goes_on_split_otherwise_and_ends_where_an_unsplit_one_does(hocket
 
 
 def test_explain_shows_who_holds_what_and_trains_nothing(hocket: Hocket, tmp_path: Path) -> None:
-    stages = ["--mesh", "pipeline=2", "--pipe", "interleaved", "--virtual-stages", "2", "--cut", "0,3,7", "--measure", "flops"]
+    stages = ["--mesh", "pipeline=2", "--pipe", "interleaved", "--stages-per-rank", "2", "--cut", "0,3,7", "--measure", "flops"]
     ended = hocket("train", *SMALL, *stages, "--explain", "--out", str(tmp_path / "none"))
     assert ended.returncode == 0, ended.stderr
     for words in ("kB after it", "stage 3", "process 0 · stage 0", "activations", "estimated from operations"):
@@ -49,7 +49,7 @@ def test_explain_shows_who_holds_what_and_trains_nothing(hocket: Hocket, tmp_pat
 
 
 def test_workers_may_keep_everything_in_parts(hocket: Hocket, tmp_path: Path) -> None:
-    ended = hocket("train", *SMALL, "--workers", "2", "--shard", "full", "--epochs", "1", "--out", str(tmp_path))
+    ended = hocket("train", *SMALL, "--workers", "2", "--fsdp", "--epochs", "1", "--out", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert "2 workers, all in parts (MB by formula)" in " ".join(ended.stdout.split())
     assert json.loads((tmp_path / "run.json").read_text())["shard"] == "full"
@@ -61,7 +61,7 @@ def test_workers_may_keep_everything_in_parts(hocket: Hocket, tmp_path: Path) ->
         (["--mesh", "pipelin=2"], "did you mean 'pipeline'?"),
         (["--mesh", "data=2", "--workers", "3"], "leave --workers out"),
         (["--mesh", "pipeline=2", "--pipe", "1f2b"], "did you mean '1f1b'?"),
-        (["--mesh", "tensor=2", "--micro", "4"], "add pipeline=2"),
+        (["--mesh", "tensor=2", "--num-microbatches", "4"], "add pipeline=2"),
         (["--pipe", "gpipe"], "add --mesh"),
         (["--mesh", "pipeline=2", "--virtual"], "leave --virtual"),
         (["--mesh", "data=2,pipeline=2", "--strategy", "async + server"], "hocket.parallelize"),
@@ -77,6 +77,6 @@ def test_a_bad_mesh_meets_one_sentence(hocket: Hocket, arguments: list[str], wor
 
 
 def test_a_schedule_is_drawn_with_its_bubble(hocket: Hocket) -> None:
-    ended = hocket("pipeline", "show", "--schedule", "1f1b", "--stages", "4", "--micro", "8")
+    ended = hocket("pipeline", "show", "--schedule", "1f1b", "--stages", "4", "--num-microbatches", "8")
     assert "27.3 %" in ended.stdout
     assert "did you mean" in hocket("pipeline", "show", "--schedule", "gpip").stderr

@@ -39,7 +39,7 @@ def rows_after(strategy: str, device: str, engine: str) -> torch.Tensor:
         (x, y),
         strategy=strategy,
         workers=4,
-        batch=8,
+        batch_size=8,
         epochs=2,
         device=device,
         engine=engine,
@@ -75,11 +75,11 @@ for _ in range(20):
 job.finish()
 assert last < first, (first, last)
 total = torch.cat([p.detach().flatten() for p in model.parameters()]).double().cpu().view(1, -1)
-everyone = job.cluster.collect(total)
+everyone = job.cluster.all_gather_metrics(total)
 assert torch.equal(everyone, everyone[:1].expand_as(everyone))
 mean = torch.ones(1, 4, device="cuda")
-assert torch.equal(job.cluster.mean(mean, job.cluster.everybody), torch.ones(1, 4, device="cuda"))
-assert job.cluster.any(torch.tensor([[True, False]], device="cuda")).tolist() == [True, False]
+assert torch.equal(job.cluster.mean(mean, job.cluster.world), torch.ones(1, 4, device="cuda"))
+assert job.cluster.all_reduce_any(torch.tensor([[True, False]], device="cuda")).tolist() == [True, False]
 print("fine", job.ledger.summary()["bytes_sent"])
 """
 

@@ -27,18 +27,18 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((s, "equal", {"name": "gpt", "mesh": "pipeline=2", "schedule": s}) for s in ("naive", "gpipe", "interleaved", "zero-bubble")),
     *((f"dream {name}", "equal", {"name": name, "mesh": "pipeline=2", "schedule": "pipedream"}) for name in ("mlp", "gpt")),
     *((s, "equal", {"name": "gpt", "mesh": "data=2", "strategy": s}) for s in ("local(2) + gossip", "bulk + topk(0.2)")),
-    ("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "micro": 1, "schedule": "gpipe"}),
-    ("state on a mesh", "equal", {"name": "mlp", "mesh": "data=2", "shard": "state"}),
-    ("sharded state", "sharded", {"shard": "state"}),
+    ("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "num_microbatches": 1, "schedule": "gpipe"}),
+    ("state on a mesh", "equal", {"name": "mlp", "mesh": "data=2", "zero": 1}),
+    ("sharded state", "sharded", {"zero": 1}),
     ("untouched", "untouched", {"mesh": "tensor=2"}),
     ("other", "checkpoints", {"name": "gpt", "first": "pipeline=2", "then": "tensor=2"}),
     ("resumed", "resumed", {"name": "gpt", "mesh": "pipeline=2"}),
     ("clipped", "clipped", {"name": "gpt", "mesh": "tensor=2"}),
-    ("born pipeline", "born", {"shard": None, "mesh": "pipeline=2"}),
+    ("born pipeline", "born", {"mesh": "pipeline=2"}),
 ]
 
 
-REFUSED: list[tuple[str, str, dict[str, Any]]] = [("full", "refused_shard", {"shard": "full"})]
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [("full", "refused_sharding", {"fsdp": True})]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_full_shards_of_cuda_tensors_are_refused_over_gloo(found: dict[str, list
     assert [worker["full"]["sentence"] for worker in found["cpu"]] == ["", ""]
     for worker in found["cuda:0"]:
         assert "needs NCCL" in worker["full"]["sentence"]
-        assert "use shard='state'" in worker["full"]["sentence"]
+        assert "use zero=1" in worker["full"]["sentence"]
 
 
 def test_training_there_moves_the_weights(found: dict[str, list[dict[str, Any]]]) -> None:

@@ -78,12 +78,12 @@ def test_a_gpt_on_a_mesh_of_four_learns_and_one_process_loads_it() -> None:
 
 
 def test_vgg_by_pipeline_sends_far_less_than_replicas_do() -> None:
-    output = run(TOGETHER, "vgg_pipeline.py", "--steps", "1", "--batch", "8")
+    output = run(TOGETHER, "vgg_pipeline.py", "--steps", "1", "--batch-size", "8")
     replicas, pipeline = (float(sent) for sent in re.findall(r"([\d.]+) MB sent per step", output))
     assert pipeline < replicas / 10
 
 
 def test_splitting_a_perceptron_halves_what_a_process_holds() -> None:
-    output = run(TOGETHER, "split_or_not.py", "--hidden", "64", "--batch", "8", "--steps", "2")
+    output = run(TOGETHER, "split_or_not.py", "--hidden", "64", "--batch-size", "8", "--steps", "2")
     split, whole = (float(held) for held in re.findall(r"([\d.]+) million", output))
     assert split == pytest.approx(whole / 2, rel=0.3)

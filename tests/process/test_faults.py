@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hocket.cluster.join import Place, find_place
+from hocket.cluster.join import LaunchInfo, find_launcher
 from process.launch import ENVIRON, Group, Nursery, eventually, free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -174,7 +174,7 @@ def test_one_worker_trains_plainly_and_sends_nothing(nursery: Nursery, tmp_path:
 PLACES = {
     "torchrun": (
         {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-        Place("torchrun", 5, 8, 1, 4, "a", 1),
+        LaunchInfo("torchrun", 5, 8, 1, 4, "a", 1),
     ),
     "Open MPI": (
         {
@@ -185,11 +185,11 @@ PLACES = {
             "MASTER_ADDR": "b",
             "MASTER_PORT": "2",
         },
-        Place("Open MPI", 3, 4, 1, 2, "b", 2),
+        LaunchInfo("Open MPI", 3, 4, 1, 2, "b", 2),
     ),
     "MPICH": (
         {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "3"},
-        Place("MPICH", 1, 2, 1, 2, "127.0.0.1", 3),
+        LaunchInfo("MPICH", 1, 2, 1, 2, "127.0.0.1", 3),
     ),
     "Slurm": (
         {
@@ -200,7 +200,7 @@ PLACES = {
             "SLURM_JOB_NODELIST": "node[03-07,9]",
             "MASTER_PORT": "4",
         },
-        Place("Slurm", 6, 8, 2, 4, "node03", 4),
+        LaunchInfo("Slurm", 6, 8, 2, 4, "node03", 4),
     ),
 }
 
@@ -208,21 +208,21 @@ PLACES = {
 @pytest.mark.parametrize("launcher", PLACES)
 def test_each_launcher_says_where_we_stand(launcher: str) -> None:
     environ, place = PLACES[launcher]
-    assert find_place(environ) == place
+    assert find_launcher(environ) == place
 
 
 @pytest.mark.parametrize(
     "nodes, first", [("a1", "a1"), ("a1,a2", "a1"), ("gpu[1-4]", "gpu1"), ("gpu[07,09]", "gpu07"), ("x-[2-3],y1", "x-2")]
 )
 def test_the_first_host_of_an_allocation_keeps_the_store(nodes: str, first: str) -> None:
-    place = find_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": nodes})
+    place = find_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": nodes})
     assert place is not None
     assert place.address == first
 
 
 def test_a_job_has_one_port_and_another_job_another() -> None:
     def port(job: str, rank: str) -> int:
-        place = find_place({"SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_JOB_ID": job})
+        place = find_launcher({"SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_JOB_ID": job})
         assert place is not None
         return place.port
 
@@ -231,12 +231,12 @@ def test_a_job_has_one_port_and_another_job_another() -> None:
 
 
 def test_torchrun_comes_before_the_scheduler_it_runs_under() -> None:
-    place = find_place({**PLACES["Slurm"][0], **PLACES["torchrun"][0]})
+    place = find_launcher({**PLACES["Slurm"][0], **PLACES["torchrun"][0]})
     assert place is not None
     assert place.launcher == "torchrun"
 
 
 def test_nobody_started_us() -> None:
-    assert find_place({}) is None
-    assert find_place({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}) is None
+    assert find_launcher({}) is None
+    assert find_launcher({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}) is None
     assert "RANK" not in ENVIRON

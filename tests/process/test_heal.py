@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parents[2] / "benchmarks" / "heal.py"
 @needs_lab
 def test_a_worker_whose_link_was_cut_is_back_and_nothing_is_missing(tmp_path: Path) -> None:
     """The cut is longer than the shard's patience, so the others go on meanwhile."""
-    arguments = ["--cut", "4", "--patience", "2", "--epochs", "8", "--strategies", "async + server", "--json"]
+    arguments = ["--cut", "4", "--liveness-timeout", "2", "--epochs", "8", "--strategies", "async + server", "--json"]
     code, said = run_script([sys.executable, str(PROGRAM), *arguments], tmp_path, 100)
     assert code == 0, said
     found = json.loads(said.splitlines()[-1])

@@ -30,13 +30,13 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
         wanted += [(f"hybrid {s}", "equal", {"name": "gpt", "mesh": "data=2", "strategy": s}) for s in HYBRID]
         wanted += [(f"drop {mesh}", "equal", {"name": "drop", "mesh": mesh}) for mesh in ("tensor=2", "pipeline=2")]
         wanted.append(("untouched", "untouched", {"mesh": "tensor=2"}))
-        wanted.append(("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "micro": 1, "schedule": "gpipe"}))
+        wanted.append(("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "num_microbatches": 1, "schedule": "gpipe"}))
         dream = {"mesh": "pipeline=2", "schedule": "pipedream"}
         wanted += [(f"dream {name}", "equal", {"name": name, **dream}) for name in ("mlp", "gpt")]
-        wanted += [(f"sharded {shard}", "sharded", {"shard": shard}) for shard in ("state", "full")]
-        wanted.append(("state on a mesh", "equal", {"name": "mlp", "mesh": "data=2", "shard": "state"}))
-        wanted.append(("born", "born", {"shard": None, "mesh": None}))
-        wanted += [(f"born {mesh}", "born", {"shard": None, "mesh": mesh}) for mesh in ("pipeline=2", "tensor=2")]
+        wanted += [(f"sharded {shard}", "sharded", way) for shard, way in (("state", {"zero": 1}), ("full", {"fsdp": True}))]
+        wanted.append(("state on a mesh", "equal", {"name": "mlp", "mesh": "data=2", "zero": 1}))
+        wanted.append(("born", "born", {"mesh": None}))
+        wanted += [(f"born {mesh}", "born", {"mesh": mesh}) for mesh in ("pipeline=2", "tensor=2")]
     else:
         wanted += [(f"hybrid {s}", "equal", {"name": "gpt", "mesh": "data=2,pipeline=2", "strategy": s}) for s in HYBRID]
         dream = {"mesh": "data=2,pipeline=2", "schedule": "pipedream"}
@@ -51,9 +51,9 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
         ]
         wanted.append(("other", "checkpoints", {"name": "gpt", "first": "pipeline=2,tensor=2", "then": "data=2,tensor=2"}))
         wanted.append(("resumed", "resumed", {"name": "gpt", "mesh": "data=2,pipeline=2"}))
-        kept = {"name": "gpt", "mesh": "data=2,pipeline=2", "shard": "state"}
+        kept = {"name": "gpt", "mesh": "data=2,pipeline=2", "zero": 1}
         wanted.append(("resumed state", "resumed", kept))
-        moved = {"name": "mlp", "first": "data=2,pipeline=2", "then": "data=2,tensor=2", "shard": "state"}
+        moved = {"name": "mlp", "first": "data=2,pipeline=2", "then": "data=2,tensor=2", "zero": 1}
         wanted.append(("other state", "checkpoints", moved))
         wanted.append(("elsewhere", "elsewhere", {"mesh": "data=2,pipeline=2", "cut": ["4"]}))
         wanted.append(("clipped", "clipped", {"name": "gpt", "mesh": "pipeline=2,tensor=2"}))
@@ -68,26 +68,26 @@ SERVED = (
 )
 REFUSED: list[dict[str, Any]] = [
     {"mesh": "data=3"},
-    {"mesh": "pipeline=4", "name": "mlp", "schedule": "1f1b", "micro": 2},
+    {"mesh": "pipeline=4", "name": "mlp", "schedule": "1f1b", "num_microbatches": 2},
     {"mesh": "data=2,pipeline=2", "schedule": "2f2b"},
     {"mesh": "tensor=4", "plan": {"1": "colums"}},
     {"mesh": "pipeline=2,tensor=2", "accumulate": 2},
-    {"mesh": "data=2,tensor=2", "shard": "full"},
-    {"mesh": "data=2,tensor=2", "shard": "state", "strategy": "local(2)"},
+    {"mesh": "data=2,tensor=2", "fsdp": True},
+    {"mesh": "data=2,tensor=2", "zero": 1, "strategy": "local(2)"},
     {"mesh": "data=2,tensor=2", "strategy": "async + gossip"},
     {"mesh": "data=2,pipeline=2", "name": "gpt", "strategy": "downpour(1, 1) + server", "schedule": "pipedream"},
-    {"mesh": "data=2,tensor=2", "micro": 3},
+    {"mesh": "data=2,tensor=2", "num_microbatches": 3},
     {"mesh": "data=2,pipeline=2", "plan": {"1": "columns"}},
-    {"mesh": "data=2,pipeline=2", "schedule": "pipedream", "micro": 3},
+    {"mesh": "data=2,pipeline=2", "schedule": "pipedream", "num_microbatches": 3},
 ]
 SENTENCES = ("3 places, but the job has 4", "cannot fill 4 stages with 2", "no schedule '2f2b'", "columns", "leave accumulate=") + (
-    "use shard='state'",
+    "use zero=1",
     "needs equal replicas",
     "use downpour + server",
     "stand still together",
-    "micro= is about stages",
+    "num_microbatches= is about stages",
     "plan= is about splitting operations",
-    "leave micro= out",
+    "leave num_microbatches= out",
 )
 
 

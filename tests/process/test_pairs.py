@@ -41,12 +41,12 @@ from hocket.server.holding import Holding, Mean
 from hocket.server.peers import Peers, agree, join
 from hocket.strategy import Strategy
 from hocket.topology.partners import answerer, target
-from hocket.train.free_worker import Post, dealing_of
-from hocket.train.pairs_job import PairsJob, Place
+from hocket.train.free_worker import WorkerConfig, batch_sequence
+from hocket.train.pairs_job import PairsJob, PeerConfig
 from hocket.train.run import Settings
 from process.cases import batch, net, sgd
 from process.launch import ENVIRON, Group, Nursery, eventually
-from process.paired import PATIENCE_S
+from process.paired import LIVENESS_TIMEOUT_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -74,15 +74,17 @@ def test_callers_reach_answerers_only_so_no_chain_of_waiting_has_two_links(
 class Crowd:
     """Workers as threads of this process: their doors, links and exchanges are the real ones, their steps take no time."""
 
-    def __init__(self, workers: int, kind: str, patience_s: float = 20.0, keys: list[Keys] | None = None) -> None:
+    def __init__(self, workers: int, kind: str, liveness_timeout_s: float = 20.0, keys: list[Keys] | None = None) -> None:
         self.begun = [torch.arange(6.0) * (w + 1) + w for w in range(workers)]
         self.holdings = [Holding([row[:4], row[4:]]) for row in self.begun]
         own = [None] * workers if keys is None else keys
         listeners = [Listener("tcp://127.0.0.1:0", JOB, own[w]) for w in range(workers)]
         self.addresses = [listener.address for listener in listeners]
         halves = kind == "pushsum"
-        self.doors = [Doorkeeper(listeners[w], self.holdings[w], w, workers, halves, patience_s) for w in range(workers)]
-        self.peers = [Peers(self.addresses, JOB, w, own[w], 1 << 22, patience_s, self.doors[w].newcomers) for w in range(workers)]
+        self.doors = [Doorkeeper(listeners[w], self.holdings[w], w, workers, halves, liveness_timeout_s) for w in range(workers)]
+        self.peers = [
+            Peers(self.addresses, JOB, w, own[w], 1 << 22, liveness_timeout_s, self.doors[w].newcomers) for w in range(workers)
+        ]
         self.exchanges = [(Halves if halves else Calls)(self.peers[w], self.holdings[w], kind, 3) for w in range(workers)]
         self.means: dict[int, Mean] = {}
 
@@ -168,7 +170,7 @@ def test_doors_with_keys_let_in_those_who_have_them() -> None:
         crowd.train([[0.0] * 3, [0.0] * 3])
         assert crowd.means[0].mass == 2.0
     with (
-        Crowd(2, "rotating", patience_s=5.0, keys=[keys, Keys.make()]) as crowd,
+        Crowd(2, "rotating", liveness_timeout_s=5.0, keys=[keys, Keys.make()]) as crowd,
         pytest.raises(HocketError, match="keys of its job"),
     ):
         crowd.peers[0].greet()
@@ -178,7 +180,7 @@ def test_doors_with_keys_let_in_those_who_have_them() -> None:
 
 def test_what_is_not_answered_is_taken_back() -> None:
     """A half for one who is gone goes back to who sent it."""
-    with Crowd(2, "pushsum", patience_s=1.0) as crowd:
+    with Crowd(2, "pushsum", liveness_timeout_s=1.0) as crowd:
         crowd.doors[1].close()
         crowd.exchanges[0].start()
         crowd.exchanges[0].drain()
@@ -189,7 +191,7 @@ def test_what_is_not_answered_is_taken_back() -> None:
 
 
 def test_a_door_that_was_away_soon_takes_again_however_often_it_is_called() -> None:
-    with Crowd(2, "rotating", patience_s=0.5) as crowd, Caller(crowd.addresses[1], JOB) as caller:
+    with Crowd(2, "rotating", liveness_timeout_s=0.5) as crowd, Caller(crowd.addresses[1], JOB) as caller:
 
         def push(number: int) -> bool:
             caller.send(Envelope(Kind.PUSH, 0, number=number, tensors=tuple(crowd.holdings[0].x)), 1.0)
@@ -210,7 +212,7 @@ def test_a_door_that_was_away_soon_takes_again_however_often_it_is_called() -> N
 
 
 def test_who_was_silent_for_a_while_takes_part_in_the_end() -> None:
-    with Crowd(2, "rotating", patience_s=1.0) as crowd:
+    with Crowd(2, "rotating", liveness_timeout_s=1.0) as crowd:
         with crowd.holdings[0].lock:
             assert crowd.peers[1].ask_all(Kind.FETCH, 1) == {}
         assert crowd.peers[1].silent == {0}
@@ -236,7 +238,7 @@ def test_who_has_the_mean_stays_until_it_has_arrived() -> None:
 
 
 def test_a_stranger_on_the_port_of_a_dead_worker_ends_nobody() -> None:
-    with Crowd(2, "rotating", patience_s=0.5) as crowd:
+    with Crowd(2, "rotating", liveness_timeout_s=0.5) as crowd:
         crowd.peers[0].greet()
         crowd.doors[1]._known.clear()  # it dies, and says no goodbye
         crowd.doors[1].close()
@@ -257,7 +259,7 @@ def test_a_stranger_on_the_port_of_a_dead_worker_ends_nobody() -> None:
 def test_gradients_of_one_who_is_alone_are_never_old(text: str) -> None:
     model = net()
     optimizer = sgd(model)
-    job = PairsJob(model, optimizer, Strategy.parse(text), Place(0, 2, JOB, meet=lambda address: [address, None]))
+    job = PairsJob(model, optimizer, Strategy.parse(text), PeerConfig(0, 2, JOB, meet=lambda address: [address, None]))
     for t in range(5):
         x, y = batch(t, 0)
         optimizer.zero_grad()
@@ -282,16 +284,16 @@ def test_halves_that_come_back_make_no_gradient_old() -> None:
 class Newcomer:
     """Takes the place of ``worker`` in a crowd: a door, links and weights of its own; it has not joined yet."""
 
-    def __init__(self, crowd: Crowd, worker: int, kind: str, patience_s: float = 20.0) -> None:
+    def __init__(self, crowd: Crowd, worker: int, kind: str, liveness_timeout_s: float = 20.0) -> None:
         workers = len(crowd.addresses)
         self.crowd, self.worker, halves = crowd, worker, kind == "pushsum"
         self.holding = Holding([torch.full((4,), 99.0), torch.full((2,), 99.0)])
         self.holding.joined = False
         listener = Listener("tcp://127.0.0.1:0", JOB)
         self.address = listener.address
-        self.door = Doorkeeper(listener, self.holding, worker, workers, halves, patience_s)
+        self.door = Doorkeeper(listener, self.holding, worker, workers, halves, liveness_timeout_s)
         known = [None if w == worker else a for w, a in enumerate(crowd.addresses)]
-        self.peers = Peers(known, JOB, worker, None, 1 << 22, patience_s, self.door.newcomers)
+        self.peers = Peers(known, JOB, worker, None, 1 << 22, liveness_timeout_s, self.door.newcomers)
         self.exchanges = (Halves if halves else Calls)(self.peers, self.holding, kind, 3)
 
     def __enter__(self) -> Newcomer:
@@ -358,7 +360,7 @@ def test_a_newcomer_begins_at_the_mean_and_takes_nothing_from_anybody(kind: str,
 
 
 def test_who_joins_gives_and_takes_nothing_before_it_has_weights_and_needs_somebody_who_has() -> None:
-    with Crowd(2, "rotating", patience_s=1.0) as crowd:
+    with Crowd(2, "rotating", liveness_timeout_s=1.0) as crowd:
         die(crowd, 0)
         die(crowd, 1)
         with Newcomer(crowd, 0, "rotating", 1.0) as caller, Newcomer(crowd, 1, "rotating", 1.0) as answerer:
@@ -376,7 +378,7 @@ def test_who_joins_gives_and_takes_nothing_before_it_has_weights_and_needs_someb
 
 
 def test_who_joins_when_the_others_have_agreed_has_what_they_agreed_on() -> None:
-    with Crowd(2, "rotating", patience_s=1.0) as crowd:
+    with Crowd(2, "rotating", liveness_timeout_s=1.0) as crowd:
         die(crowd, 1)
         agreed = threading.Thread(target=crowd._work, args=(0, []), daemon=True)
         agreed.start()
@@ -390,7 +392,7 @@ def test_who_joins_when_the_others_have_agreed_has_what_they_agreed_on() -> None
 
 
 def test_who_was_away_when_another_joined_is_told_where_it_is() -> None:
-    with Crowd(3, "pushsum", patience_s=1.0) as crowd:
+    with Crowd(3, "pushsum", liveness_timeout_s=1.0) as crowd:
         die(crowd, 2)
         with Newcomer(crowd, 2, "pushsum", 1.0) as newcomer:
             newcomer.peers._give_up(0)  # as when it does not answer
@@ -515,7 +517,7 @@ def test_a_stopped_worker_ends_nobody_and_may_return(nursery: Nursery, tmp_path:
         os.kill(group.pids[1], signal.SIGSTOP)
     try:
         begun = time.monotonic()
-        assert eventually(lambda: time.monotonic() - begun > PATIENCE_S + 0.5)
+        assert eventually(lambda: time.monotonic() - begun > LIVENESS_TIMEOUT_S + 0.5)
         for group in groups:
             assert all_go_on(group, [0, 2]), group.said()
         (groups[2].folder / "enough").touch()
@@ -553,8 +555,19 @@ def no_children() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_children")
 def test_the_command_trains_and_survives_the_loss_of_a_worker(tmp_path: Path) -> None:
-    run = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch", "32", "--slowdown", "4"]
-    run += ["--strategy", "async + gossip", "--workers", "3", "--epochs", "20", "--patience", "2", "--out", str(tmp_path)]
+    run = [
+        sys.executable,
+        "-m",
+        "hocket.cli.main",
+        "train",
+        "--model",
+        "process.served:small",
+        "--batch-size",
+        "32",
+        "--slowdown",
+        "4",
+    ]
+    run += ["--strategy", "async + gossip", "--workers", "3", "--epochs", "20", "--liveness-timeout", "2", "--out", str(tmp_path)]
     with subprocess.Popen(run, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert eventually((tmp_path / "metrics.jsonl").exists, LIMIT_S)
@@ -583,13 +596,13 @@ class Watched(PairsCrew):
     clerk: Clerk
 
     def _serve(self, clerk: Clerk, *rest: Any) -> None:
-        self.clerk, deal = clerk, clerk.dealer.deal
+        self.clerk, deal = clerk, clerk.dispatcher.deal
 
         def gated(worker: int, count: int) -> list[int]:
             waits = self._replaced < len(self.victims) or clerk.gone
-            return [] if waits and clerk.dealer.following > clerk.dealer.total // 2 else deal(worker, count)
+            return [] if waits and clerk.dispatcher.following > clerk.dispatcher.total // 2 else deal(worker, count)
 
-        clerk.dealer.deal = gated  # type: ignore[method-assign]
+        clerk.dispatcher.deal = gated  # type: ignore[method-assign]
         super()._serve(clerk, *rest)
 
     def _epoch_ends(self, *given: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -601,7 +614,7 @@ class Watched(PairsCrew):
 
 
 def replaced(text: str, workers: int) -> Settings:
-    return Settings(strategy=text, model="process.served:small", batch=32, workers=workers, epochs=6, lr=0.05)
+    return Settings(strategy=text, model="process.served:small", batch_size=32, workers=workers, epochs=6, lr=0.05)
 
 
 @pytest.mark.usefixtures("no_children")
@@ -620,14 +633,14 @@ def test_another_takes_the_place_of_a_killed_worker(
 
     monkeypatch.setattr("hocket.cli.train.PairsCrew", Kept)
     monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
-    arguments = ["--strategy", text, "--model", "process.served:small", "--batch", "32", "--workers", "3", "--epochs", "6"]
-    arguments += ["--replace", "--patience", "2", "--lr", "0.05", "--out", str(tmp_path)]
+    arguments = ["--strategy", text, "--model", "process.served:small", "--batch-size", "32", "--workers", "3", "--epochs", "6"]
+    arguments += ["--replace", "--liveness-timeout", "2", "--lr", "0.05", "--out", str(tmp_path)]
     ended = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
     assert ended.exit_code == 0
     assert f"worker {victim} was ended by SIGKILL; another takes its place" in capfd.readouterr().err + ended.output
     (crew,) = crews
     clerk = crew.clerk
-    assert clerk.dealer.counted == clerk.dealer.total, "every mini-batch was done"
+    assert clerk.dispatcher.counted == clerk.dispatcher.total, "every mini-batch was done"
     assert not clerk.gone
     assert all(mean.here == [0, 1, 2] for mean in clerk.means.values()), "the new one took part to the end"
     assert clerk.figures[str(victim)]["losses"] > 0
@@ -640,24 +653,24 @@ def test_another_takes_the_place_of_a_killed_worker(
     assert min(line["lost_exchanges"] for line in lines) >= 0
     done = sum(count for line in lines for count in line["staleness"].values())
     assert done == sum(clerk.ages.values())
-    assert clerk.dealer.total <= done <= clerk.dealer.total + clerk.lost, "what the dead one held may have been done twice"
+    assert clerk.dispatcher.total <= done <= clerk.dispatcher.total + clerk.lost, "what the dead one held may have been done twice"
 
 
 @pytest.mark.usefixtures("no_children")
 def test_where_all_have_died_there_is_nothing_to_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
-    crew = Watched(replaced("async + gossip", 2), torch.device("cpu"), None, None, Care(patience_s=2.0, replace=True))
+    crew = Watched(replaced("async + gossip", 2), torch.device("cpu"), None, None, Care(liveness_timeout_s=2.0, replace=True))
     crew.victims = (0, 1)
     with pytest.raises(HocketError, match="no other worker is alive to take weights from: start again"):
         crew.run(lambda _: None, lambda _: None)
 
 
 def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp_path: Path) -> None:
-    given = Settings(strategy="async + gossip(pushsum)", model="process.served:small", batch=32, workers=3, epochs=8, lr=0.05)
-    total = len(dealing_of(given, load("digits")))
+    given = Settings(strategy="async + gossip(pushsum)", model="process.served:small", batch_size=32, workers=3, epochs=8, lr=0.05)
+    total = len(batch_sequence(given, load("digits")))
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
         clerk = Clerk(listener, 3, total)
-        posts = [Post(asdict(given), w, [listener.address], JOB.hex()) for w in range(3)]
+        posts = [WorkerConfig(asdict(given), w, [listener.address], JOB.hex()) for w in range(3)]
         groups = [nursery.start("process.served:worker", 1, tmp_path / str(w), post=posts[w].describe()) for w in range(3)]
         with Caller(listener.address, JOB) as stranger:
             stranger.send(Envelope(Kind.FETCH, 9, number=1), 1.0)
@@ -670,7 +683,7 @@ def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp
             assert eventually(over, LIMIT_S), [group.said() for group in groups]
     for group in groups:
         assert group.wait(LIMIT_S) == [0], group.said()
-    assert clerk.dealer.counted == total
+    assert clerk.dispatcher.counted == total
     assert clerk.lost == 0
     assert sum(account["losses"] for account in clerk.figures.values()) == total
     assert sum(clerk.ages.values()) == total
@@ -713,7 +726,7 @@ def test_a_clerk_tells_who_waits_and_deals_what_a_dead_worker_held_to_the_end() 
         assert served(clerk, pool, links[1].take) == 2
         clerk.tell(gone=0)
         assert [served(clerk, pool, links[1].take) for _ in range(3)] == [0, 1, None]
-        assert clerk.dealer.counted == 3
+        assert clerk.dispatcher.counted == 3
         assert clerk.lost == 2
         for link in links:
             link._caller.close(0)
@@ -739,23 +752,23 @@ def test_a_clerk_goes_on_with_the_sums_of_a_worker_that_was_replaced_and_deals_n
         with Caller(listener.address, JOB) as dead, Caller(listener.address, JOB) as newcomer:
             ask(dead, Kind.HELLO, address="there")
             first = {"ages": {"0": 5, "2": 1}, "lost": 4, "bytes_sent": 100, "loss": 3.0, "losses": 2}
-            assert ask(dead, Kind.FETCH, done=[], ledger=first).note["hands"] == [0]
+            assert ask(dead, Kind.FETCH, done=[], ledger=first).note["batch_ids"] == [0]
             clerk.tell(gone=0)
-            assert ask(dead, Kind.FETCH, done=[0], ledger={**first, "ages": {"0": 6, "2": 1}}).note["hands"] == []
+            assert ask(dead, Kind.FETCH, done=[0], ledger={**first, "ages": {"0": 6, "2": 1}}).note["batch_ids"] == []
             welcome = ask(newcomer, Kind.HELLO, address="here", replaces=True)
             assert welcome.note["addresses"] == ["here", None]
             assert clerk.gone == {1}
             assert (clerk.ages, clerk.lost_exchanges) == ({"0": 6, "2": 1}, 4)
             again = {"ages": {"0": 1}, "lost": 1, "bytes_sent": 100, "loss": 1.0, "losses": 2}
-            assert ask(newcomer, Kind.FETCH, done=[], ledger=again).note["hands"] == [0]
+            assert ask(newcomer, Kind.FETCH, done=[], ledger=again).note["batch_ids"] == [0]
             assert (clerk.ages, clerk.lost_exchanges) == ({"0": 7, "2": 1}, 5)
             entry, loss = entry_of(clerk.figures, {"0": first})
             assert (entry.bytes_sent, loss) == (100, 0.5)
 
 
 def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_tell_the_mean_is_not_waited_for() -> None:
-    settings = Settings(strategy="async + gossip", model="process.served:small", batch=32, workers=2, epochs=2)
-    crew = PairsCrew(settings, torch.device("cpu"), None, None, Care(patience_s=0.2))
+    settings = Settings(strategy="async + gossip", model="process.served:small", batch_size=32, workers=2, epochs=2)
+    crew = PairsCrew(settings, torch.device("cpu"), None, None, Care(liveness_timeout_s=0.2))
     try:
         with Listener("tcp://127.0.0.1:0", JOB) as silent:
             assert crew._look([silent.address, None]) is None

@@ -314,7 +314,7 @@ def test_what_cannot_be_resumed_is_refused(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("option", ["--replace", "--patience -1", "--snapshot -1", "--keys nofile", "--no-checkpoints"])
+@pytest.mark.parametrize("option", ["--replace", "--liveness-timeout -1", "--snapshot -1", "--keys nofile", "--no-checkpoints"])
 @pytest.mark.parametrize("where", ["--virtual", "--workers 2"])
 def test_care_for_servers_is_refused(option: str, where: str) -> None:
     ended = CliRunner().invoke(app, ["train", "--optimizer", "sandblaster", "--epochs", "1", *option.split(), *where.split()])

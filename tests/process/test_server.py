@@ -36,7 +36,7 @@ from process.served import LIMIT_S, Service
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
-SMALL: dict[str, Any] = {"model": "process.served:small", "batch": 32, "workers": 3, "seed": 1}
+SMALL: dict[str, Any] = {"model": "process.served:small", "batch_size": 32, "workers": 3, "seed": 1}
 
 
 def settings(strategy: str, **changes: Any) -> Settings:
@@ -60,7 +60,7 @@ def virtual(given: Settings) -> Tensor:
 
 @pytest.mark.parametrize("strategy", ["bulk + server(shards=2)", "ssp(0) + server(shards=3)"])
 def test_the_classical_scheme_equals_bulk(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
-    options: dict[str, Any] = {"epochs": 2, "momentum": 0.9, "lr": 0.05, "schedule": "cosine", "workers": 2}  # uneven at the end
+    options: dict[str, Any] = {"epochs": 2, "momentum": 0.9, "lr": 0.05, "lr_schedule": "cosine", "workers": 2}  # uneven at the end
     expected = virtual(settings("bulk", virtual=True, engine="loop", **options))
     with Service(nursery, tmp_path, settings(strategy, **options)) as service:
         status = service.ends()
@@ -169,7 +169,7 @@ PER_EPOCH = 15 * 3
 def test_a_killed_worker_ends_nothing_and_another_takes_its_place(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
     chance = random.Random(strategy)
     epochs = 12 if "async" in strategy else 4  # without waiting they are done sooner
-    with Service(nursery, tmp_path, settings(strategy, **(SLOW | {"epochs": epochs})), patience_s=1.0) as service:
+    with Service(nursery, tmp_path, settings(strategy, **(SLOW | {"epochs": epochs})), liveness_timeout_s=1.0) as service:
         assert service.reaches(chance.randrange(5, PER_EPOCH)), service.said()
         time.sleep(chance.random() / 30)
         service.kill(service.workers[1])
@@ -215,7 +215,7 @@ def test_a_shard_without_a_snapshot_gets_the_weights_that_a_worker_has(nursery: 
 
 @pytest.mark.parametrize("strategy", ["bulk + server", "ssp(1) + server(shards=2)", "stale(2) + server(shards=2)"])
 def test_a_stopped_worker_is_not_waited_for_and_may_return(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
-    with Service(nursery, tmp_path, settings(strategy, **SLOW), patience_s=1.0) as service:
+    with Service(nursery, tmp_path, settings(strategy, **SLOW), liveness_timeout_s=1.0) as service:
         assert service.reaches(20)
         os.kill(service.workers[2].pids[0], signal.SIGSTOP)
         assert eventually(lambda: service.status()["here"] == [0, 1], LIMIT_S), service.said()
@@ -340,7 +340,7 @@ def test_snapshots_need_a_folder(tmp_path: Path) -> None:
 # --- the command -------------------------------------------------------------------------------------------------------------
 
 
-COMMAND = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch", "32", "--lr", "0.1"]
+COMMAND = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch-size", "32", "--lr", "0.1"]
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -437,18 +437,18 @@ REFUSED = {
     "--strategy 'async + server(shards=5000)'": "at most as many shards",
     "--strategy 'async + server' --resume --out somewhere": "cannot run with --resume",
     "--strategy 'async + server' --processes 1": "cannot run with --processes 1",
-    "--strategy 'async + server' --patience 0": "seconds are above 0",
+    "--strategy 'async + server' --liveness-timeout 0": "seconds are above 0",
     "--strategy 'async + server' --keys nowhere": "There are no keys at nowhere",
     "--strategy 'async + server' --slowdown 0.5": "at least 1",
     "--strategy bulk --slowdown 0.5": "at least 1",
     "--strategy 'async + server' --optimizer adafactor": "looks at whole tensors",
     "--strategy 'async + server' --virtual --keys nowhere --replace": "--keys, --replace: async + server(1) on virtual workers",
-    "--strategy 'bulk + server(role=sum)' --patience 3": "--patience: bulk + server(1, sum) has no use for it",
+    "--strategy 'bulk + server(role=sum)' --liveness-timeout 3": "--liveness-timeout: bulk + server(1, sum) has no use for it",
     "--strategy bulk --snapshot -1": "--snapshot: bulk + allreduce has no use for it",
 }
 
 
-@pytest.mark.parametrize("arguments", [["--place", "-1"], ["--patience", "0"]])
+@pytest.mark.parametrize("arguments", [["--place", "-1"], ["--liveness-timeout", "0"]])
 def test_a_shard_of_its_own_refuses_what_cannot_be(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -456,7 +456,7 @@ def test_a_shard_of_its_own_refuses_what_cannot_be(arguments: list[str], capsys:
             shard_process.main(arguments)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "shards count from 0, patience is above 0 seconds." in json.loads(capsys.readouterr().out)["error"]
+    assert "shards count from 0, the liveness timeout is above 0 seconds." in json.loads(capsys.readouterr().out)["error"]
 
 
 @pytest.mark.parametrize("arguments", REFUSED)

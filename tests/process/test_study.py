@@ -95,7 +95,20 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on(
 
 def test_going_on_after_ctrl_c_gives_the_page_and_the_same_figures(nursery: Nursery, tmp_path: Path) -> None:
     def watched(name: str, place: Path, stop_after: int | None) -> subprocess.CompletedProcess[str]:
-        arguments = ["study", "ten", "--model", "mlp", "--batch", "20", "--epochs", "2", "--max-steps", "8", "--out", str(place)]
+        arguments = [
+            "study",
+            "ten",
+            "--model",
+            "mlp",
+            "--batch-size",
+            "20",
+            "--epochs",
+            "2",
+            "--max-steps",
+            "8",
+            "--out",
+            str(place),
+        ]
         started = nursery.command(arguments, tmp_path / name, tmp_path)
         if stop_after is not None:
             assert eventually(lambda: started.said().count("\n") >= stop_after, 120), started.said()

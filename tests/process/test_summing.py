@@ -56,7 +56,7 @@ def test_a_server_that_is_stopped_is_noticed_and_one_that_only_waits_is_not() ->
     try:
         callers = [Caller(address, JOB) for _ in range(3)]
         with pytest.raises(WorkerLost, match=r"A summer has not answered for 2 s"):  # the other worker never comes
-            SummedMean(0, 2, callers, patience_s=2.0, silence_s=1.5)(torch.ones(1, 100))
+            SummedMean(0, 2, callers, liveness_timeout_s=2.0, silence_s=1.5)(torch.ones(1, 100))
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(WorkerLost, match=f"at {address}, which sums, has given no sign of life for 1.5 s"):
             SummedMean(0, 2, callers, silence_s=1.5)(torch.ones(1, 100))

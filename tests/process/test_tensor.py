@@ -122,4 +122,4 @@ def gated_bytes(p: int) -> tuple[int, int]:
 )
 def test_bytes_are_those_of_the_formulas(name: str, formula: Any, world: list[dict[str, Any]]) -> None:
     for result in world:
-        assert [tuple(toll) for toll in result[name]["tolls"]] == [formula(len(world))] * 5
+        assert [tuple(stats) for stats in result[name]["comm_stats"]] == [formula(len(world))] * 5

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hocket
-from hocket import HocketError, Spec, Strategy
-from hocket.cluster import Message, Team, VirtualCluster
+from hocket import ClusterSpec, HocketError, Strategy
+from hocket.cluster import Message, Subgroups, VirtualCluster
 from hocket.cluster.clock import Clock, parts
 from hocket.cluster.ledger import Span, split
 from hocket.cluster.message import FRAME_BYTES, PIECE_BYTES, ring_bytes
 from hocket.data.base import DataSet, identity
 from hocket.train import loop
 from hocket.train.flops import step_flops
-from hocket.train.loop import Plan, Training
+from hocket.train.loop import Training, TrainingPlan
 from hocket.train.run import Settings
 from hocket.train.simulate import train_rows
 
@@ -36,7 +36,7 @@ STRATEGIES = [
     "gossip + threshold(keep=0.2)", "gossip + exchange=gradients", "postlocal(2, 4)", "diloco(3)",
     "hierarchical(allreduce, gossip, size=2)", "hierarchical(gossip, allreduce, size=2)", "bulk + threshold(keep=0.2)",
 ]  # fmt: skip
-ROUGH = Spec(
+ROUGH = ClusterSpec(
     step_s=0.01, slowdown=(1, 1, 3), jitter=0.3, stragglers=0.1, straggle=5, bandwidth=1e6, latency_s=1e-3,
     host_size=2, host_bandwidth=1e7, host_latency_s=1e-4,
 )  # fmt: skip
@@ -51,16 +51,18 @@ def samples(count: int) -> tuple[Tensor, Tensor]:
     return x, (x.sum(1) > 0).long()
 
 
-def training(strategy: str, spec: Spec | None, workers: int = 4, rounds: float = 8, epochs: int = 1, **more: Any) -> Training:
+def training(
+    strategy: str, spec: ClusterSpec | None, workers: int = 4, rounds: float = 8, epochs: int = 1, **more: Any
+) -> Training:
     """Virtual workers about to train for ``rounds`` steps an epoch."""
-    plan = Plan(epochs, BATCH, more.pop("seed", 0), evaluate=more.pop("evaluate", True), worst=False)
+    plan = TrainingPlan(epochs, BATCH, more.pop("seed", 0), evaluate=more.pop("evaluate", True), worst=False)
     data = DataSet("made up", samples(int(rounds * workers * BATCH)), samples(20), 0, identity)
     cluster = VirtualCluster(workers, more.pop("device", "cpu"), spec=spec, seed=plan.seed)
     sgd: Callable = lambda params: torch.optim.SGD(params, 0.05)  # noqa: E731
     return train_rows(net, F.cross_entropy, sgd, data, Strategy.parse(strategy), cluster, plan, **more)
 
 
-def each(strategy: str, spec: Spec, **more: Any) -> tuple[Tensor, Training]:
+def each(strategy: str, spec: ClusterSpec, **more: Any) -> tuple[Tensor, Training]:
     """Seconds, wait, transfer and hidden transfer of each worker in one epoch: ``[workers, 4]``."""
     trained = training(strategy, spec, **more)
     taken: list[Tensor] = []
@@ -82,7 +84,7 @@ def each(strategy: str, spec: Spec, **more: Any) -> tuple[Tensor, Training]:
 
 @pytest.mark.parametrize("workers", [2, 4, 7, 16])
 def test_a_ring_takes_what_the_formula_says(workers: int) -> None:
-    spec = Spec(step_s=0.01, bandwidth=1e6, latency_s=1e-3)
+    spec = ClusterSpec(step_s=0.01, bandwidth=1e6, latency_s=1e-3)
     seconds, _ = each("bulk", spec, workers=workers, rounds=5)
 
     def ring(payload: int) -> float:  # 2(N−1)(α + M/(N·B)), M/N being a message with its frame
@@ -94,18 +96,20 @@ def test_a_ring_takes_what_the_formula_says(workers: int) -> None:
     assert seconds[:, 1].tolist() == [0.0] * workers
     large = Clock(spec, workers)
     large.launch()
-    large.ring(ring_bytes(40_000_000, workers), Team.everybody(workers))
+    large.ring(ring_bytes(40_000_000, workers), Subgroups.world(workers))
     assert float(large.net[0]) == pytest.approx(2 * (workers - 1) * 1e-3 + 2 * (workers - 1) / workers * 40, rel=0.04)
 
 
 @pytest.mark.parametrize("size, latencies", [(PIECE_BYTES * 2, 2), (1000, 1)])
 def test_gossip_takes_two_messages_however_many_workers(size: int, latencies: int) -> None:
     for workers in (5, 16, 210):
-        clock = Clock(Spec(bandwidth=1e6, latency_s=0.5), workers)
+        clock = Clock(ClusterSpec(bandwidth=1e6, latency_s=0.5), workers)
         clock.launch()
-        clock.hear(torch.full((workers,), size), Strategy.parse("gossip").topology.partners(workers, 1, 0).sources, False)
+        clock.neighbor_exchange(
+            torch.full((workers,), size), Strategy.parse("gossip").topology.partners(workers, 1, 0).sources, False
+        )
         assert clock.net.tolist() == pytest.approx([latencies * 0.5 + 2 * size / 1e6] * workers)
-    spec = Spec(step_s=0.01, bandwidth=1e6, latency_s=1e-3)
+    spec = ClusterSpec(step_s=0.01, bandwidth=1e6, latency_s=1e-3)
     ring = [float(each("gossip(ring)", spec, workers=n)[0][0, 0]) for n in (4, 16, 40)]
     assert ring == pytest.approx([ring[0]] * 3, rel=1e-12)
     bulk = [float(each("bulk", spec, workers=n)[0][0, 0]) for n in (4, 16, 40)]
@@ -113,43 +117,45 @@ def test_gossip_takes_two_messages_however_many_workers(size: int, latencies: in
 
 
 def test_messages_take_the_busier_direction_of_a_link() -> None:
-    clock = Clock(Spec(bandwidth=100.0, latency_s=1.0), 3)
+    clock = Clock(ClusterSpec(bandwidth=100.0, latency_s=1.0), 3)
     clock.launch()
-    clock.hear(torch.tensor([100, 200, 400]), torch.tensor([[1, -1, 1], [2, -1, -1]]), False)  # 0 hears 1 and 2, 2 hears 1
+    clock.neighbor_exchange(
+        torch.tensor([100, 200, 400]), torch.tensor([[1, -1, 1], [2, -1, -1]]), False
+    )  # 0 hears 1 and 2, 2 hears 1
     assert clock.net.tolist() == [1 + 6.0, 1 + 4.0, 1 + 4.0]  # in 600; out 2 × 200; out 400, in 200
-    clock = Clock(Spec(bandwidth=100.0, latency_s=1.0), 2)
+    clock = Clock(ClusterSpec(bandwidth=100.0, latency_s=1.0), 2)
     clock.launch()
-    clock.scatter(torch.tensor([0, 100, 300, 0]), Team.everybody(2), announced=True)
+    clock.all_to_all(torch.tensor([0, 100, 300, 0]), Subgroups.world(2), announced=True)
     assert clock.net.tolist() == [2 + 3.0] * 2
-    clock.share(torch.tensor([100, 200]), Team.everybody(2), announced=False)
+    clock.all_gather(torch.tensor([100, 200]), Subgroups.world(2), announced=False)
     assert clock.net.tolist() == [5 + 1 + 2.0] * 2
 
 
 def test_messages_are_those_that_the_ledger_counts() -> None:
-    cluster = VirtualCluster(4, spec=Spec(bandwidth=1000.0))
+    cluster = VirtualCluster(4, spec=ClusterSpec(bandwidth=1000.0))
     assert cluster.clock is not None
     cluster.clock.launch()
     message = Message((torch.zeros(4, 100),))
-    cluster.share(message, cluster.everybody)
+    cluster.all_gather(message, cluster.world)
     assert cluster.clock.net.tolist() == pytest.approx((cluster.ledger.bytes_sent / 1000).tolist())
     before = cluster.clock.net
-    cluster.hear(message, torch.tensor([[1, 2, 3, 0]]))
+    cluster.neighbor_exchange(message, torch.tensor([[1, 2, 3, 0]]))
     assert (cluster.clock.net - before).tolist() == pytest.approx((cluster.ledger.bytes_sent / 1000 - before).tolist())
     before = cluster.clock.net
     already = cluster.ledger.bytes_sent
     varying = Message((torch.zeros(16, 100),), torch.randint(1, 100, (16, 1)))
-    cluster.scatter(varying, cluster.everybody)
+    cluster.all_to_all(varying, cluster.world)
     took, sent = cluster.clock.net - before, (cluster.ledger.bytes_sent - already) / 1000
     assert float(took[0]) >= float(sent.max()) * (1 - 1e-6) > 0
 
 
 def test_workers_of_one_host_use_its_link_and_the_slowest_link_decides() -> None:
-    spec = Spec(bandwidth=100.0, latency_s=1.0, host_size=2, host_bandwidth=1000.0, host_latency_s=0.1)
+    spec = ClusterSpec(bandwidth=100.0, latency_s=1.0, host_size=2, host_bandwidth=1000.0, host_latency_s=0.1)
 
     def ring(members: list[list[int]]) -> list[float]:
         clock = Clock(spec, 4)
         clock.launch()
-        clock.ring(200, Team(torch.tensor(members)))
+        clock.ring(200, Subgroups(torch.tensor(members)))
         return clock.net.tolist()
 
     assert ring([[0, 1], [2, 3]]) == pytest.approx([2 * 0.1 + 0.2] * 4)
@@ -157,14 +163,14 @@ def test_workers_of_one_host_use_its_link_and_the_slowest_link_decides() -> None
     assert ring([[0, 1, 2, 3]]) == pytest.approx([6 * 1 + 2.0] * 4)
     clock = Clock(spec, 4)
     clock.launch()
-    clock.hear(torch.full((4,), 100), torch.tensor([[1, 0, -1, -1]]), False)
+    clock.neighbor_exchange(torch.full((4,), 100), torch.tensor([[1, 0, -1, -1]]), False)
     assert clock.net.tolist() == pytest.approx([0.2, 0.2, 0, 0])
-    clock.hear(torch.full((4,), 100), torch.tensor([[2, -1, 0, -1]]), False)
+    clock.neighbor_exchange(torch.full((4,), 100), torch.tensor([[2, -1, 0, -1]]), False)
     assert clock.net.tolist() == pytest.approx([2.2, 0.2, 2.2, 0])
 
 
 def test_hosts_with_fast_links_make_hierarchical_faster_than_a_flat_ring() -> None:
-    spec = Spec(step_s=0.01, bandwidth=1e6, latency_s=1e-3, host_size=4, host_bandwidth=1e9, host_latency_s=1e-6)
+    spec = ClusterSpec(step_s=0.01, bandwidth=1e6, latency_s=1e-3, host_size=4, host_bandwidth=1e9, host_latency_s=1e-6)
     flat, _ = each("local(1)", spec, workers=16)
     hosts, trained = each("local(1) + hierarchical(allreduce, allreduce)", spec, workers=16)
     assert trained.cluster.host_size == 4
@@ -176,53 +182,53 @@ def test_hosts_with_fast_links_make_hierarchical_faster_than_a_flat_ring() -> No
 
 
 def test_one_slow_worker_makes_bulk_as_slow_as_itself_and_the_others_wait() -> None:
-    figures, _ = each("bulk", Spec(step_s=0.1, slowdown=(1, 1, 1, 4)), rounds=5)
+    figures, _ = each("bulk", ClusterSpec(step_s=0.1, slowdown=(1, 1, 1, 4)), rounds=5)
     assert figures[:, 0].tolist() == pytest.approx([5 * 0.4] * 4)
     assert figures[:, 1].tolist() == pytest.approx([5 * 0.3] * 3 + [0])
     assert figures[:, 2].tolist() == pytest.approx([0] * 4, abs=1e-12)
 
 
 def test_in_gossip_only_partners_wait() -> None:
-    clock = Clock(Spec(step_s=1.0, slowdown=(1, 1, 1, 5, 1, 1)), 6)
+    clock = Clock(ClusterSpec(step_s=1.0, slowdown=(1, 1, 1, 5, 1, 1)), 6)
     clock.compute(0)
     clock.launch()
-    clock.hear(torch.full((6,), 1), torch.stack([(torch.arange(6) + o) % 6 for o in (1, 5)]), False)
-    clock.land()
+    clock.neighbor_exchange(torch.full((6,), 1), torch.stack([(torch.arange(6) + o) % 6 for o in (1, 5)]), False)
+    clock.wait()
     assert clock.now.tolist() == [1, 1, 5, 5, 5, 1]
     assert clock.take()[:, 1].tolist() == [0, 0, 4, 0, 4, 0]
-    clock = Clock(Spec(step_s=1.0, slowdown=(5, 1, 1)), 3)
+    clock = Clock(ClusterSpec(step_s=1.0, slowdown=(5, 1, 1)), 3)
     clock.compute(0)
     clock.launch()
-    clock.hear(torch.full((3,), 1), torch.tensor([[1, -1, -1]]), False)  # 1 sends to 0, which is not there yet
-    clock.land()
+    clock.neighbor_exchange(torch.full((3,), 1), torch.tensor([[1, -1, -1]]), False)  # 1 sends to 0, which is not there yet
+    clock.wait()
     assert clock.now.tolist() == [5, 5, 1]
 
 
 def test_local_steps_hide_their_mean_behind_computing() -> None:
-    fast, _ = each("local(4)", Spec(step_s=0.1, bandwidth=1e6, latency_s=1e-3), rounds=8)
+    fast, _ = each("local(4)", ClusterSpec(step_s=0.1, bandwidth=1e6, latency_s=1e-3), rounds=8)
     assert fast[:, 0].tolist() == pytest.approx([0.8] * 4)
     assert fast[:, 2].tolist() == [0.0] * 4
     assert fast[:, 3].tolist() == pytest.approx([2 * (6e-3 + ring_bytes(4 * PARAMETERS, 4) / 1e6)] * 4)
-    slow, _ = each("local(4)", Spec(step_s=0.001, bandwidth=1e6, latency_s=1e-3), rounds=8)
+    slow, _ = each("local(4)", ClusterSpec(step_s=0.001, bandwidth=1e6, latency_s=1e-3), rounds=8)
     exchange = 6e-3 + ring_bytes(4 * PARAMETERS, 4) / 1e6
     assert slow[:, 2].tolist() == pytest.approx([2 * (exchange - 0.001)] * 4)
-    after, _ = each("local(4, mean=after)", Spec(step_s=0.1, bandwidth=1e6, latency_s=1e-3), rounds=8)
+    after, _ = each("local(4, mean=after)", ClusterSpec(step_s=0.1, bandwidth=1e6, latency_s=1e-3), rounds=8)
     assert after[:, 2].tolist() == pytest.approx([2 * exchange] * 4)
 
 
 def test_a_bucket_is_launched_when_the_backward_pass_has_produced_it() -> None:
-    clock = Clock(Spec(step_s=3.0, bandwidth=1.0), 2)
+    clock = Clock(ClusterSpec(step_s=3.0, bandwidth=1.0), 2)
     clock.compute(0)
     clock.launch(0.25)  # a third forward, then a quarter of two thirds
-    clock.ring(1, Team.everybody(2))
+    clock.ring(1, Subgroups.world(2))
     assert clock.net.tolist() == [1.5 + 1] * 2
     clock.launch(1.0)
-    clock.ring(1, Team.everybody(2))
-    clock.land()
+    clock.ring(1, Subgroups.world(2))
+    clock.wait()
     assert clock.now.tolist() == [4.0] * 2
-    spec = Spec(step_s=0.01, bandwidth=1e6)
+    spec = ClusterSpec(step_s=0.01, bandwidth=1e6)
     whole, _ = each("bulk", spec)
-    cut, _ = each("bulk", spec, cap_bytes=1, first_cap_bytes=1)  # a bucket for each parameter
+    cut, _ = each("bulk", spec, bucket_cap_bytes=1, first_bucket_cap_bytes=1)  # a bucket for each parameter
     assert float(cut[0, 0]) < float(whole[0, 0])
 
 
@@ -302,7 +308,7 @@ def test_evaluations_and_checkpoints_take_no_virtual_time(strategy: str) -> None
 
 
 def test_fewer_samples_take_less_time() -> None:
-    figures, _ = each("bulk", Spec(step_s=0.1), rounds=2.5)
+    figures, _ = each("bulk", ClusterSpec(step_s=0.1), rounds=2.5)
     assert figures[:, 0].tolist() == pytest.approx([0.25] * 4)
 
 
@@ -310,7 +316,7 @@ def test_fewer_samples_take_less_time() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("strategy", STRATEGIES[:1] + ["local(3)", "gossip", "hierarchical(allreduce, gossip, size=2)"])
 def test_the_device_does_not_matter(strategy: str) -> None:
-    spec = Spec(jitter=0.2, bandwidth=1e6, latency_s=1e-3, host_size=2, host_bandwidth=1e7)
+    spec = ClusterSpec(jitter=0.2, bandwidth=1e6, latency_s=1e-3, host_size=2, host_bandwidth=1e7)
     assert predicted(training(strategy, spec, epochs=2, device="cuda")) == predicted(training(strategy, spec, epochs=2))
 
 
@@ -343,12 +349,12 @@ def test_where_nothing_can_be_counted_parameters_are() -> None:
 
 
 def test_a_step_takes_its_operations_or_what_the_spec_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = training("bulk", Spec(flops=1e6))
+    counted = training("bulk", ClusterSpec(flops=1e6))
     assert counted.cluster.clock is not None
     flops = step_flops(net(), F.cross_entropy, *samples(2), BATCH)
     assert counted.cluster.clock.step_s == flops / 1e6
     monkeypatch.setattr(loop, "step_flops", lambda *_: pytest.fail("nobody asked"))
-    told = training("bulk", Spec(step_s=0.5))
+    told = training("bulk", ClusterSpec(step_s=0.5))
     assert told.cluster.clock is not None
     assert told.cluster.clock.step_s == 0.5
     assert training("bulk", None).cluster.clock is None
@@ -380,10 +386,10 @@ def test_settings_describe_a_cluster_for_virtual_workers_only(tmp_path: Path) ->
             settings.check()
 
 
-@pytest.mark.parametrize("cluster", ["1gbit", hocket.Spec.parse("1gbit")])
-def test_simulate_predicts_for_a_cluster(cluster: str | Spec) -> None:
+@pytest.mark.parametrize("cluster", ["1gbit", hocket.ClusterSpec.parse("1gbit")])
+def test_simulate_predicts_for_a_cluster(cluster: str | ClusterSpec) -> None:
     x, y = samples(64)
-    run = hocket.simulate(net, F.cross_entropy, (x, y), workers=4, batch=4, cluster=cluster)
+    run = hocket.simulate(net, F.cross_entropy, (x, y), workers=4, batch_size=4, cluster=cluster)
     assert run.ledger.seconds is not None
     assert math.isfinite(run.ledger.seconds)
-    assert hocket.simulate(net, F.cross_entropy, (x, y), workers=4, batch=4).ledger.seconds is None
+    assert hocket.simulate(net, F.cross_entropy, (x, y), workers=4, batch_size=4).ledger.seconds is None

@@ -17,7 +17,7 @@ from hocket.compression.base import Context
 from hocket.compression.bitpack import pack, pack_trits, packed_size_padded, unpack, unpack_trits
 from hocket.compression.damped import Damped
 from hocket.compression.feedback import mean_with_feedback
-from hocket.compression.places import BLOCK
+from hocket.compression.indices import BLOCK
 from hocket.strategy import Strategy
 from hocket.topology import AllReduce, Gossip
 from virtual.methods import CHAINS, SINGLE
@@ -117,7 +117,7 @@ def test_a_ternary_code_alone_does_not_contract() -> None:
 def test_unbiased_codes_are_right_on_average(text: str) -> None:
     codec, draws = compressor(text), 4000
     row = torch.tensor([[1.0, -0.7, 0.31, 0.02, -0.005, 0.0, 0.5, -1.3, 2.0, 0.11, 0.9]])
-    if isinstance(codec, RandomK):  # everybody's places are the same, so that draws differ by the step
+    if isinstance(codec, RandomK):  # everybody's indices are the same, so that draws differ by the step
         seen = torch.cat([through(codec, row, context(1, step=t))[1] for t in range(draws)])
     else:
         seen = through(codec, row.expand(draws, -1).contiguous())[1]
@@ -127,10 +127,10 @@ def test_unbiased_codes_are_right_on_average(text: str) -> None:
 
 @pytest.mark.parametrize("text", [*UNBIASED, "randomk(0.3, unbiased=True) | qsgd(4)", "randomk(0.3, unbiased=True) | natural"])
 def test_two_phases_of_an_unbiased_code_are_right_on_average(text: str) -> None:
-    """The owner of a slice must not scale up once more what its senders scaled up at the same places."""
+    """The owner of a slice must not scale up once more what its senders scaled up at the same indices."""
     codec, draws = compressor(text), 1500
     cluster = VirtualCluster(3)
-    channel = AllReduce().bind(cluster, cluster.everybody, 0)
+    channel = AllReduce().bind(cluster, cluster.world, 0)
     rows = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
     heard = torch.stack([channel.coded(codec, rows, {}, context(3, step=t)).heard[0] for t in range(draws)]).double()
     error = heard.std(0) / math.sqrt(draws)
@@ -142,7 +142,7 @@ def test_two_phases_of_an_unbiased_code_are_right_on_average(text: str) -> None:
 def test_codes_that_lose_nothing_are_exact(text: str, rows: Tensor) -> None:
     codec = compressor(text)
     assert codec.lossless
-    assert not codec.remembers
+    assert not codec.uses_error_feedback
     assert torch.equal(through(codec, rows)[1], rows)
 
 
@@ -246,9 +246,9 @@ def test_random_places_are_distinct_and_equally_likely() -> None:
     codec, size, draws = RandomK(0.3), 10, 3000
     hits = torch.zeros(size)
     for t in range(draws):
-        places = codec.places(size, context(1, step=t), torch.device("cpu"))
-        assert places.unique().numel() == codec.most(size) == 3
-        hits[places] += 1
+        indices = codec.indices(size, context(1, step=t), torch.device("cpu"))
+        assert indices.unique().numel() == codec.max_selected(size) == 3
+        hits[indices] += 1
     expected = draws * 3 / size
     assert ((hits - expected) ** 2 / expected).sum() < 30  # chi-square with 9 degrees of freedom: p < 0.001
 
@@ -259,14 +259,14 @@ def test_random_places_are_distinct_and_equally_likely() -> None:
 @pytest.mark.parametrize("keep", [0.05, 0.2])
 @pytest.mark.parametrize("start", ["dense", "almost all zero", "all zero"])
 def test_the_adaptive_threshold_follows_a_drifting_stream(keep: float, start: str) -> None:
-    codec, memory, where = Threshold(keep=keep), {}, context(2)
+    codec, state, where = Threshold(keep=keep), {}, context(2)
     generator = torch.Generator().manual_seed(0)
     shares = []
     for t in range(120):
         rows = torch.randn(2, 1000, generator=generator) * 1.05**t
         if t < 3 and start != "dense":
             rows[:, 5 if start == "almost all zero" else 0 :] = 0
-        message, memory = codec.encode(rows, where.keys(1), memory, where)
+        message, state = codec.encode(rows, where.keys(1), state, where)
         shares.append(message.lengths[:, 1].double().mean().item() / 1000)
     assert sum(shares[40:]) / 80 == pytest.approx(keep, rel=0.25)
 
@@ -277,28 +277,28 @@ def test_sign_scales_by_the_values_that_are_sent() -> None:
     assert through(codec, rows)[1].tolist() == [[2.0, 2.0, 0.0, 2.0], [0.0, -4.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("text", [t for t in (*SINGLE, *CHAINS) if compressor(t).remembers])
+@pytest.mark.parametrize("text", [t for t in (*SINGLE, *CHAINS) if compressor(t).uses_error_feedback])
 @pytest.mark.parametrize("topology", [AllReduce(), Gossip()], ids=str)
 def test_what_was_sent_and_what_is_remembered_is_all_there_was(text: str, topology) -> None:
-    codec, cluster, memory = compressor(text), VirtualCluster(3), {}
-    channel = topology.bind(cluster, cluster.everybody, 0)
+    codec, cluster, state = compressor(text), VirtualCluster(3), {}
+    channel = topology.bind(cluster, cluster.world, 0)
     generator = torch.Generator().manual_seed(0)
     given_, sent = torch.zeros(3, 50), torch.zeros(3, 50)
     for t in range(12):
         rows = torch.randn(3, 50, generator=generator)
         given_ += rows
-        _, this, memory = mean_with_feedback(codec, rows, channel, memory, context(3, step=t, exchange=t, shapes=((5, 8), (10,))))
+        _, this, state = mean_with_feedback(codec, rows, channel, state, context(3, step=t, exchange=t, shapes=((5, 8), (10,))))
         sent += this
-    torch.testing.assert_close(sent + memory["error"], given_, rtol=0, atol=2e-5)
-    assert memory["error"].abs().max() > 1e-6  # there was something to remember
+    torch.testing.assert_close(sent + state["error"], given_, rtol=0, atol=2e-5)
+    assert state["error"].abs().max() > 1e-6  # there was something to remember
 
 
 def test_unbiased_codes_and_lossless_chains_remember_nothing() -> None:
     for text in (*UNBIASED, "topk(1.0) | qsgd(2)", "threshold(0) | ternary", "randomk(0.1, unbiased=True) | qsgd(4)", "none"):
-        assert not compressor(text).remembers
-    assert compressor("topk(1.0) | sign").remembers
-    assert compressor("topk(0.5) | qsgd(4)").remembers
-    assert not compressor("topk(0.5, feedback=False) | sign").remembers
+        assert not compressor(text).uses_error_feedback
+    assert compressor("topk(1.0) | sign").uses_error_feedback
+    assert compressor("topk(0.5) | qsgd(4)").uses_error_feedback
+    assert not compressor("topk(0.5, feedback=False) | sign").uses_error_feedback
 
 
 @pytest.mark.parametrize("matrix_rank", [1, 2, 4])
@@ -307,13 +307,13 @@ def test_low_rank_is_exact_where_the_rank_suffices(matrix_rank: int, rank: int) 
     """Also where it more than suffices: directions that are rounding noise must not count twice."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((30, 20), (7,))
-    codec, cluster, memory = LowRank(matrix_rank), VirtualCluster(2), {}
-    channel = AllReduce().bind(cluster, cluster.everybody, 0)
+    codec, cluster, state = LowRank(matrix_rank), VirtualCluster(2), {}
+    channel = AllReduce().bind(cluster, cluster.world, 0)
     left, right = torch.randn(30, rank, generator=generator), torch.randn(2, rank, 20, generator=generator)
     left[3:] = 0  # few rows only, as in an embedding
     rows = torch.cat([(left @ right).flatten(1), torch.randn(2, 7, generator=generator)], 1)
     for t in range(3):
-        heard, sent, memory = codec.mean(rows.clone(), channel, memory, context(2, step=t, exchange=t, shapes=shapes))
+        heard, sent, state = codec.mean(rows.clone(), channel, state, context(2, step=t, exchange=t, shapes=shapes))
     mean = rows.mean(0).expand(2, -1)
     assert torch.equal(heard[0], heard[1])
     if matrix_rank >= rank:
@@ -330,9 +330,9 @@ def test_low_rank_is_exact_where_the_rank_suffices(matrix_rank: int, rank: int) 
 def test_a_direction_that_vanished_once_comes_back(before: Tensor) -> None:
     """Parameters unused in one step, or a first exchange of no displacement, leave a Q of zeros."""
     matrix = (torch.arange(30.0).view(30, 1) @ torch.ones(1, 20) + torch.ones(30, 1) @ torch.arange(20.0).view(1, 20)).view(1, -1)
-    where, memory = context(1, shapes=((30, 20),)), {}
+    where, state = context(1, shapes=((30, 20),)), {}
     for rows in (before, before, matrix, matrix, matrix):
-        message, memory = LowRank(2).encode(rows, where.keys(1), memory, where)
+        message, state = LowRank(2).encode(rows, where.keys(1), state, where)
     torch.testing.assert_close(LowRank(2).decode(message, 600, where), matrix, rtol=1e-3, atol=1e-2)
 
 
@@ -342,10 +342,10 @@ def test_a_warm_start_finds_the_largest_directions() -> None:
     s[2:] *= 0.5
     matrix = (u[:, :20] * s) @ v
     best = ((u[:, :2] * s[:2]) @ v[:2]).flatten()
-    where, memory = context(1, shapes=((30, 20),)), {}
+    where, state = context(1, shapes=((30, 20),)), {}
     errors = []
     for _ in range(30):
-        message, memory = LowRank(2).encode(matrix.view(1, -1), where.keys(1), memory, where)
+        message, state = LowRank(2).encode(matrix.view(1, -1), where.keys(1), state, where)
         errors.append((LowRank(2).decode(message, 600, where)[0] - best).norm().item())
     assert errors[-1] < 0.01 * errors[0]
 
@@ -358,21 +358,21 @@ class _Plain:
 
     uniform = True
 
-    def coded(self, codec, rows, memory, context):
+    def coded(self, codec, rows, state, context):
         from hocket.compression.base import Heard
 
-        message, memory = codec.encode(rows, context.keys(1), memory, context)
+        message, state = codec.encode(rows, context.keys(1), state, context)
         sent = codec.decode(message, rows.shape[1], context)
-        return Heard(sent, sent, memory)
+        return Heard(sent, sent, state)
 
 
 def _dgc(codec: DGC, gradients: Tensor) -> tuple[list[Tensor], dict]:
-    memory, heard = {}, []
+    state, heard = {}, []
     for t, g in enumerate(gradients):
-        out = codec.mean(g.unsqueeze(0), _Plain(), memory, context(1, exchange=t))
-        memory = out.memory
+        out = codec.mean(g.unsqueeze(0), _Plain(), state, context(1, exchange=t))
+        state = out.state
         heard.append(out.heard[0])
-    return heard, memory
+    return heard, state
 
 
 def test_dgc_corrects_momentum() -> None:
@@ -391,18 +391,18 @@ def test_dgc_corrects_momentum() -> None:
 
 
 def test_dgc_masks_what_it_sent() -> None:
-    heard, memory = _dgc(DGC(0.2, momentum=0.9), torch.tensor([[5.0, 1.0, 2.0, 3.0, 4.0]]))
+    heard, state = _dgc(DGC(0.2, momentum=0.9), torch.tensor([[5.0, 1.0, 2.0, 3.0, 4.0]]))
     assert heard[0].tolist() == [5.0, 0, 0, 0, 0]
-    assert memory["u"].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]]
-    assert memory["v"].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]]
+    assert state["u"].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]]
+    assert state["v"].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
 def test_dgc_with_everything_sent_is_the_plain_gradient() -> None:
     """Masking stops the momentum of whatever was sent (Lin 2018, §3.2); with all of it sent, none is left."""
     gradients = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    heard, memory = _dgc(DGC(1.0, momentum=0.9), gradients)
+    heard, state = _dgc(DGC(1.0, momentum=0.9), gradients)
     assert torch.equal(torch.stack(heard), gradients)
-    assert memory["u"].abs().max() == 0
+    assert state["u"].abs().max() == 0
 
 
 def test_dgc_warms_up() -> None:
@@ -426,7 +426,7 @@ def test_specs_say_what_they_are() -> None:
 
 def test_a_vote_is_the_majority() -> None:
     cluster = VirtualCluster(3)
-    channel = AllReduce().bind(cluster, cluster.everybody, 0)
+    channel = AllReduce().bind(cluster, cluster.world, 0)
     rows = torch.tensor([[1.0, 1.0, -1.0], [1.0, -1.0, -1.0], [-9.0, 1.0, -1.0]])
     heard = channel.coded(Sign(vote=True), rows, {}, context(3)).heard
     assert heard.sign().tolist() == [[1.0, 1.0, -1.0]] * 3

@@ -143,13 +143,13 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
 @pytest.mark.parametrize("points", [None, ["first"], ["again"]])
 def test_odd_models_train_alike_in_stages_on_one_process(schedule: str, points: list[str] | None) -> None:
-    virtual = 2 if schedule in ("interleaved", "zero-bubble") else 1
+    stages_per_rank = 2 if schedule in ("interleaved", "zero-bubble") else 1
     torch.manual_seed(1)
     model, alone = Twice(), Twice()
     alone.load_state_dict(model.state_dict())
     x, y = torch.randn(7, 4), torch.randint(0, 4, (7,))
-    cut = cut_model(model, x, virtual, points=points if virtual == 2 else None)
-    pipe = Pipeline(cut, Axis("pipeline"), cross_entropy, schedule, micro=3)
+    cut = cut_model(model, x, stages_per_rank, points=points if stages_per_rank == 2 else None)
+    pipe = Pipeline(cut, Axis("pipeline"), cross_entropy, schedule, num_microbatches=3)
     loss = pipe.run(x, y)
     wanted = cross_entropy(alone(x), y)
     wanted.backward()
@@ -214,7 +214,7 @@ def test_what_cannot_be_cut_meets_one_sentence(change: dict[str, Any], sentence:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "micro", "sentence"),
+    ("schedule", "num_microbatches", "sentence"),
     [
         ("1f1b", 0, "at least 1; got 0."),
         ("gpipe", 2, "gpipe has one stage on each process; got 2"),
@@ -222,10 +222,10 @@ def test_what_cannot_be_cut_meets_one_sentence(change: dict[str, Any], sentence:
         ("zb", 2, "There is no schedule 'zb'"),
     ],
 )
-def test_a_bad_pipeline_meets_one_sentence(schedule: str, micro: int, sentence: str) -> None:
+def test_a_bad_pipeline_meets_one_sentence(schedule: str, num_microbatches: int, sentence: str) -> None:
     cut = cut_model(mlp(4, 2, (8,)), torch.zeros(2, 4), 2)
     with pytest.raises(HocketError) as caught:
-        Pipeline(cut, Axis("pipeline"), cross_entropy, schedule, micro)
+        Pipeline(cut, Axis("pipeline"), cross_entropy, schedule, num_microbatches)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 

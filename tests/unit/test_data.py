@@ -37,11 +37,11 @@ from hocket.data import (
     as_tensors,
     cifar,
     digits,
+    distribute_loader,
     files,
     load,
     mnist,
     shakespeare,
-    shard_loader,
     stacked,
 )
 from hocket.data.base import identity
@@ -63,20 +63,27 @@ def one_sentence(error: pytest.ExceptionInfo[HocketError]) -> str:
 
 # --- partition -------------------------------------------------------------------------------------------------------------------
 
-sizes = {"samples": st.integers(1, 300), "workers": st.integers(1, 12), "batch": st.integers(1, 20), "seed": st.integers(0, 2**40)}
+sizes = {
+    "samples": st.integers(1, 300),
+    "workers": st.integers(1, 12),
+    "batch_size": st.integers(1, 20),
+    "seed": st.integers(0, 2**40),
+}
 
 
 @settings(max_examples=150, deadline=None)
 @given(**sizes, last=st.sampled_from(["even", "drop"]), epoch=st.integers(0, 50), shuffle=st.booleans())
-def test_partition_uses_every_sample_once_apart_from_the_dropped_remainder(samples, workers, batch, seed, last, epoch, shuffle):
-    if samples < (workers * batch if last == "drop" else workers):
+def test_partition_uses_every_sample_once_apart_from_the_dropped_remainder(
+    samples, workers, batch_size, seed, last, epoch, shuffle
+):
+    if samples < (workers * batch_size if last == "drop" else workers):
         with pytest.raises(HocketError):
-            Partition(samples, workers, batch, seed, last)
+            Partition(samples, workers, batch_size, seed, last)
         return
-    partition = Partition(samples, workers, batch, seed, last, shuffle=shuffle)
+    partition = Partition(samples, workers, batch_size, seed, last, shuffle=shuffle)
     rounds = partition.rounds(epoch)
     used = torch.cat([part for r in rounds for part in r.indices]).tolist()
-    rest = samples % (workers * batch)
+    rest = samples % (workers * batch_size)
     dropped = rest if last == "drop" or rest < workers else 0
     assert len(used) == len(set(used)) == samples - dropped
     assert set(used) <= set(range(samples))
@@ -86,7 +93,7 @@ def test_partition_uses_every_sample_once_apart_from_the_dropped_remainder(sampl
     for r in rounds:
         assert len(r.sizes) == workers
         assert min(r.sizes) >= 1
-        assert max(r.sizes) <= batch
+        assert max(r.sizes) <= batch_size
         assert max(r.sizes) - min(r.sizes) <= 1
         assert list(r.sizes) == sorted(r.sizes, reverse=True)
         assert sum(r.weights) == pytest.approx(workers)
@@ -94,7 +101,7 @@ def test_partition_uses_every_sample_once_apart_from_the_dropped_remainder(sampl
         if r.even:
             assert r.weights == [1.0] * workers
             assert torch.equal(stacked(r), torch.cat(r.indices).view(workers, -1))
-    assert all(r.sizes == (batch,) * workers for r in rounds[:-1])
+    assert all(r.sizes == (batch_size,) * workers for r in rounds[:-1])
 
 
 def test_partition_is_the_same_everywhere_and_new_in_every_epoch():
@@ -111,11 +118,11 @@ def test_partition_is_the_same_everywhere_and_new_in_every_epoch():
 @settings(max_examples=150, deadline=None)
 @given(
     speeds=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12),
-    batch=st.integers(1, 40),
+    batch_size=st.integers(1, 40),
     more=st.integers(0, 39),
 )
-def test_parts_by_speed_add_up_leave_nobody_out_and_are_done_soonest(speeds, batch, more):
-    samples = len(speeds) * batch + more
+def test_parts_by_speed_add_up_leave_nobody_out_and_are_done_soonest(speeds, batch_size, more):
+    samples = len(speeds) * batch_size + more
     parts = proportional(samples, speeds)
     assert sum(parts) == samples
     assert min(parts) >= 1
@@ -166,7 +173,7 @@ def shares(loader: Any, workers: int, epoch: int = 0) -> list[list[tuple[list[in
     def samples(batch: Any) -> list[int]:
         return (batch[0] if isinstance(batch, list | tuple) else batch).tolist()
 
-    return [[(samples(b), w) for b, w in shard_loader(loader, workers, i, seed=5, epoch=epoch)] for i in range(workers)]
+    return [[(samples(b), w) for b, w in distribute_loader(loader, workers, i, seed=5, epoch=epoch)] for i in range(workers)]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -213,12 +220,12 @@ def test_a_sampler_of_the_users_own_is_kept():
 
 def test_shard_keeps_collate_and_refuses_what_is_sharded_already():
     loader = DataLoader(range(8), batch_size=2, shuffle=True, collate_fn=tuple)
-    assert all(isinstance(batch, tuple) for batch, _ in shard_loader(loader, 2, 0, 0, 0))
+    assert all(isinstance(batch, tuple) for batch, _ in distribute_loader(loader, 2, 0, 0, 0))
     with pytest.raises(HocketError, match="DistributedSampler") as error:
-        shard_loader(DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0)), 2, 0, 0, 0)
+        distribute_loader(DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0)), 2, 0, 0, 0)
     one_sentence(error)
     with pytest.raises(HocketError, match="between 0 and 1"):
-        shard_loader(loader, 2, 2, 0, 0)
+        distribute_loader(loader, 2, 2, 0, 0)
 
 
 def test_shard_keeps_the_processes_that_load():

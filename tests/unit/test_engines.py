@@ -117,7 +117,7 @@ class Setup:
                     p.data.add_(0.1 * torch.randn_like(p))
         named = list(self.template.named_parameters())
         two = [[p for _, p in named if p.ndim > 1], [p for _, p in named if p.ndim <= 1]] if groups else None
-        self.layout = layout_of(named, two, first_cap_bytes=64)
+        self.layout = layout_of(named, two, first_bucket_cap_bytes=64)
         self.weights, self.grads = ([b.empty(rows) for b in self.layout.buckets] for _ in range(2))
         fill(self.layout, self.weights, self.models)
         self.buffers = stack_buffers(self.template, rows)

@@ -92,7 +92,7 @@ def test_digests_tell_shapes_names_dtypes_and_groups_apart() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_spaced_rows_start_where_a_storage_of_their_own_would(rows: int) -> None:
-    for bucket in layout_of(Mixed().named_parameters(), first_cap_bytes=1, cap_bytes=1).buckets:
+    for bucket in layout_of(Mixed().named_parameters(), first_bucket_cap_bytes=1, bucket_cap_bytes=1).buckets:
         storage = bucket.spaced(rows)
         assert storage.shape == (rows, bucket.size)
         assert all(row.data_ptr() % 64 == 0 and row.is_contiguous() for row in storage)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.cluster import Entry, Message, Team, VirtualCluster
+from hocket.cluster import Entry, Message, Subgroups, VirtualCluster
 from hocket.cluster.ledger import Span, split
 from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, ring_bytes
 
@@ -61,7 +61,7 @@ def test_virtual_workers_have_no_seconds_and_totals_keep_none() -> None:
 @pytest.mark.parametrize("workers", [2, 3, 8, 32])
 def test_a_plain_mean_costs_the_ring(workers: int) -> None:
     cluster = VirtualCluster(workers)
-    cluster.mean(torch.zeros(workers, 1000), cluster.everybody)
+    cluster.mean(torch.zeros(workers, 1000), cluster.world)
     assert cluster.ledger.bytes_sent.tolist() == [ring_bytes(4000, workers)] * workers
     payload = 2 * (workers - 1) / workers * 4000
     assert ring_bytes(4000, workers) == pytest.approx(payload * (1 + HEADER_SHARE) + 2 * (workers - 1) * FRAME_BYTES, rel=0.01)
@@ -72,32 +72,32 @@ def test_messages_are_paid_by_who_sends_them() -> None:
     cluster = VirtualCluster(3)
     message = Message((torch.zeros(3, 10),))
     one = 40 + int(40 * HEADER_SHARE) + FRAME_BYTES
-    cluster.hear(message, torch.tensor([[1, -1, 1], [2, -1, -1]]))  # 0 hears 1 and 2, 2 hears 1
+    cluster.neighbor_exchange(message, torch.tensor([[1, -1, 1], [2, -1, -1]]))  # 0 hears 1 and 2, 2 hears 1
     assert cluster.ledger.bytes_sent.tolist() == [0, 2 * one, one]
     cluster.ledger.sent.zero_()
-    cluster.share(message, cluster.everybody)
+    cluster.all_gather(message, cluster.world)
     assert cluster.ledger.bytes_sent.tolist() == [2 * one] * 3
     cluster.ledger.sent.zero_()
-    cluster.scatter(Message((torch.zeros(9, 10),)), cluster.everybody)
+    cluster.all_to_all(Message((torch.zeros(9, 10),)), cluster.world)
     assert cluster.ledger.bytes_sent.tolist() == [2 * one] * 3  # what stays with its worker costs nothing
 
 
 def test_the_verbs_carry_rows_to_whom_they_say() -> None:
-    cluster, team = VirtualCluster(4), Team.across(4, 2)
+    cluster, subgroups = VirtualCluster(4), Subgroups.across(4, 2)
     rows = torch.arange(4.0).unsqueeze(1)
-    heard = cluster.hear(Message((rows,)), torch.tensor([[3, -1, 0, 1]])).parts[0].flatten().tolist()
+    heard = cluster.neighbor_exchange(Message((rows,)), torch.tensor([[3, -1, 0, 1]])).parts[0].flatten().tolist()
     assert heard == [3.0, 1.0, 0.0, 1.0]
-    assert cluster.share(Message((rows,)), team).parts[0].flatten().tolist() == [0.0, 2.0, 1.0, 3.0]
+    assert cluster.all_gather(Message((rows,)), subgroups).parts[0].flatten().tolist() == [0.0, 2.0, 1.0, 3.0]
     slices = torch.arange(8.0).unsqueeze(1)  # worker i's slice for its group's k-th member: 2i + k
-    assert cluster.scatter(Message((slices,)), team).parts[0].flatten().tolist() == [0.0, 4.0, 2.0, 6.0, 1.0, 5.0, 3.0, 7.0]
-    assert cluster.mean(rows.clone(), team).flatten().tolist() == [1.0, 2.0, 1.0, 2.0]
+    assert cluster.all_to_all(Message((slices,)), subgroups).parts[0].flatten().tolist() == [0.0, 4.0, 2.0, 6.0, 1.0, 5.0, 3.0, 7.0]
+    assert cluster.mean(rows.clone(), subgroups).flatten().tolist() == [1.0, 2.0, 1.0, 2.0]
 
 
 def test_what_is_uncounted_leaves_no_trace() -> None:
     cluster = VirtualCluster(2)
     with cluster.uncounted():
         exchange = cluster.exchange()
-        exchange.submit(lambda: cluster.mean(torch.zeros(2, 5), cluster.everybody))
+        exchange.submit(lambda: cluster.mean(torch.zeros(2, 5), cluster.world))
         exchange.wait()
     assert cluster.ledger.bytes_sent.sum() == 0
     assert cluster.ledger.exchanges == 0

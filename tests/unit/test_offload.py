@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from hocket.errors import HocketError
 from hocket.models import cross_entropy, gpt, mlp
 from hocket.split.blocks import blocks_of
-from hocket.split.born import bring_to_life, deferred
+from hocket.split.materialize import deferred, materialize
 from hocket.split.offload import Offload, offload, refuse_offloaded
 
 STEPS = 5
@@ -159,7 +159,7 @@ def test_blocks_in_any_order_used_twice_recomputed_or_in_part(keep: int) -> None
 def test_a_model_without_values_is_born_block_by_block() -> None:
     with deferred():
         model, whole = MODELS["gpt"](), MODELS["gpt"]()
-    bring_to_life(whole, seed=4)
+    materialize(whole, seed=4)
     offloaded = offload(model, OPTIMIZERS["momentum"](model.parameters()), seed=4)
     x, y = batch("gpt", 0)
     with torch.no_grad():

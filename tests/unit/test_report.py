@@ -103,10 +103,10 @@ def test_totals_are_the_sums_of_the_lines(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
 def test_the_frontier_is_what_nothing_dominates(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[int, int]]) -> None:
-    from hocket.report.read import Run
+    from hocket.report.read import RunRecord
 
     runs = [
-        Run(str(i), {"strategy": f"local({i + 1})", "data": "d", "model": "m", "workers": 2}, (line(1, a / 10, 1.0, sent),))
+        RunRecord(str(i), {"strategy": f"local({i + 1})", "data": "d", "model": "m", "workers": 2}, (line(1, a / 10, 1.0, sent),))
         for i, (a, sent) in enumerate(pairs)
     ]
     rows = make_rows(runs)

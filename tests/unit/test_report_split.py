@@ -40,10 +40,10 @@ def test_axes_are_summed_over_epochs_and_are_means_over_seeds(tmp_path: Path) ->
         write_run(tmp_path / str(seed), BASELINE, lines, epochs=2, workers=2, mesh=MESH, seed=seed)
         (tmp_path / str(seed) / "timeline.json").write_text(json.dumps({**timeline(), "bubble_share": 0.1 + 0.2 * seed}))
     row = rows_of(tmp_path)[ON_MESH]
-    assert list(row.tolls) == ["pipeline"]
-    toll = row.tolls["pipeline"]
-    assert (toll.bytes_sent.mean, toll.seconds.mean) == pytest.approx((400, 0.4))  # type: ignore[union-attr]
-    assert toll.bytes_sent.spread == pytest.approx(282.8, abs=0.1)  # type: ignore[union-attr]
+    assert list(row.comm_stats) == ["pipeline"]
+    figures = row.comm_stats["pipeline"]
+    assert (figures.bytes_sent.mean, figures.seconds.mean) == pytest.approx((400, 0.4))  # type: ignore[union-attr]
+    assert figures.bytes_sent.spread == pytest.approx(282.8, abs=0.1)  # type: ignore[union-attr]
     assert row.bubble is not None
     assert row.bubble.mean == pytest.approx(0.2)
 
@@ -54,7 +54,7 @@ def test_axes_are_summed_over_epochs_and_are_means_over_seeds(tmp_path: Path) ->
 def test_an_epoch_without_a_figure_leaves_no_sum(tmp_path: Path, found: Any) -> None:
     lines = [epoch(1, {"bytes_sent": 5, "exchanges": 1, "seconds": 1.0}), epoch(2, found)]
     write_run(tmp_path / "run", BASELINE, lines, epochs=2, workers=2, mesh=MESH)
-    assert rows_of(tmp_path)[ON_MESH].tolls == {}
+    assert rows_of(tmp_path)[ON_MESH].comm_stats == {}
     assert "No bytes were recorded by axis." in page_of(tmp_path)
 
 

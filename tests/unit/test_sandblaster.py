@@ -21,14 +21,14 @@ from torch.optim import lbfgs as torchs
 
 import hocket
 from hocket import HocketError, Sandblaster, WorkerLost
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.messages.frame import Envelope, Kind
 from hocket.messages.link import Caller, Listener
 from hocket.sandblaster.launch import Company
 from hocket.sandblaster.lbfgs import Evaluate, Settings, State, converse, lbfgs
 from hocket.sandblaster.portions import Dispenser
 from hocket.sandblaster.roles import WorkerProcess
-from hocket.sandblaster.vectors import Order, Shard, Tree, combine, cuts, unrounded
+from hocket.sandblaster.vectors import Order, Tree, VectorShard, combine, cuts, unrounded
 from hocket.sandblaster.virtual import VirtualWorld
 from hocket.sandblaster.wolfe import Point, search
 
@@ -209,7 +209,7 @@ class Chaos:
     def __init__(self, data: st.DataObject, portions: int, workers: int, shards: int, exact: bool) -> None:
         self.data, self.exact = data, exact
         self.dispenser = Dispenser(portions, shards, backups=data.draw(st.booleans()), exact=exact)
-        self.shards = [Shard(torch.zeros(1, dtype=torch.float64), exact) for _ in range(shards)]
+        self.shards = [VectorShard(torch.zeros(1, dtype=torch.float64), exact) for _ in range(shards)]
         self.order([("begin", 0, "x")])
         self.alive = list(range(workers))
         self.computing: dict[int, int] = {}
@@ -417,7 +417,7 @@ def test_real_workers_are_only_made_slower(slowdown: tuple[float, ...]) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_same_seed_gives_the_same_run(exact: bool) -> None:
     model, loss, x, y = task("non-convex")
-    spec = Spec(step_s=0.1, jitter=0.3, stragglers=0.1, straggle=5, bandwidth=1e6, latency_s=1e-3)
+    spec = ClusterSpec(step_s=0.1, jitter=0.3, stragglers=0.1, straggle=5, bandwidth=1e6, latency_s=1e-3)
     runs = [Sandblaster(model, loss, (x, y), cluster=spec, seed=s, max_iter=5, exact=exact).run() for s in (3, 3, 4)]
     assert runs[0].metrics == runs[1].metrics
     assert torch.equal(flat(runs[0].model), flat(runs[1].model))
@@ -427,7 +427,7 @@ def test_the_same_seed_gives_the_same_run(exact: bool) -> None:
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 5e-3)])
 def test_neither_workers_nor_shards_nor_speeds_change_the_result(dtype: torch.dtype, tolerance: float) -> None:
     model, loss, x, y = task("non-convex", dtype)
-    slow = Spec(step_s=0.1, slowdown=(1, 7), jitter=0.5, bandwidth=1e5, latency_s=1e-3)
+    slow = ClusterSpec(step_s=0.1, slowdown=(1, 7), jitter=0.5, bandwidth=1e5, latency_s=1e-3)
     shapes = [(1, 1, 24, "1gbit"), (4, 3, 6, "1gbit"), (8, 2, 3, slow), (3, 5, 8, slow)]
     for exact in (False, True):
         runs = [
@@ -447,7 +447,7 @@ def test_neither_workers_nor_shards_nor_speeds_change_the_result(dtype: torch.dt
 @pytest.mark.parametrize("bandwidth", [1e4, 1e7])
 def test_a_worker_may_die_at_any_moment(bandwidth: float) -> None:
     model, loss, x, y = task("convex")
-    spec = Spec(step_s=0.1, bandwidth=bandwidth, latency_s=1e-3)
+    spec = ClusterSpec(step_s=0.1, bandwidth=bandwidth, latency_s=1e-3)
     options: dict[str, Any] = {"workers": 3, "portions_per_worker": 3, "cluster": spec, "max_iter": 2, "exact": True}
     calm = Sandblaster(model, loss, (x, y), **options).run()
     for moment in range(0, 40):
@@ -465,7 +465,7 @@ def test_when_all_are_dead_it_says_so() -> None:
 
 def test_a_slow_worker_costs_little_with_copies_and_much_in_a_static_split() -> None:
     model, loss, x, y = task("convex")
-    spec = Spec(step_s=1.0, slowdown=(1, 1, 1, 1, 1, 1, 1, 10), latency_s=1e-4, bandwidth=1e8)
+    spec = ClusterSpec(step_s=1.0, slowdown=(1, 1, 1, 1, 1, 1, 1, 10), latency_s=1e-4, bandwidth=1e8)
     ratios = {}
     for name, options in {"copies": {}, "none": {"backups": False}, "static": {"static": True}}.items():
         job = Sandblaster(model, loss, (x, y), workers=8, cluster=spec, max_iter=3, **options)
@@ -480,7 +480,7 @@ def test_slow_links_make_workers_send_sums_of_several_portions() -> None:
     model = nn.Sequential(nn.Linear(6, 500), nn.Tanh(), nn.Linear(500, 2))
     sent = []
     for bandwidth in (1e6, 1e9):
-        spec = Spec(step_s=0.1, bandwidth=bandwidth)
+        spec = ClusterSpec(step_s=0.1, bandwidth=bandwidth)
         sent.append(Sandblaster(model, loss, (x, y), cluster=spec, max_iter=2).run().total("bytes_shards"))
     assert sent[0] < sent[1] / 2
 
@@ -588,7 +588,7 @@ def test_frozen_batch_statistics_are_fine() -> None:
 
 def test_a_shard_refuses_orders_that_it_does_not_know() -> None:
     with pytest.raises(HocketError, match="knows no order 'fly'"):
-        Shard(torch.zeros(2)).obey([("fly", "x")])
+        VectorShard(torch.zeros(2)).obey([("fly", "x")])
 
 
 def test_the_embedded_digits() -> None:

@@ -26,16 +26,24 @@ names = st.sampled_from(sorted(SCHEDULES))
 def schedules(draw: st.DrawFn) -> tuple[str, int, int, int, Schedule]:
     """Any schedule that can be made: its name, processes, micro-batches, stages on each process, and itself."""
     method = SCHEDULES[draw(names)]
-    processes, virtual = draw(st.integers(1, 6)), draw(st.integers(1, 3)) if method.several else 1
-    micro = processes * draw(st.integers(1, 4)) if method.rounds else draw(st.integers(processes if method.fills else 1, 20))
-    return method.name, processes, micro, virtual, make(method.name, processes, micro, virtual)
+    processes, stages_per_rank = draw(st.integers(1, 6)), draw(st.integers(1, 3)) if method.several else 1
+    num_microbatches = (
+        processes * draw(st.integers(1, 4)) if method.rounds else draw(st.integers(processes if method.fills else 1, 20))
+    )
+    return (
+        method.name,
+        processes,
+        num_microbatches,
+        stages_per_rank,
+        make(method.name, processes, num_microbatches, stages_per_rank),
+    )
 
 
 @given(schedules())
 def test_each_stage_takes_each_micro_batch_forward_and_back_once(made: Any) -> None:
-    name, processes, micro, virtual, schedule = made
+    name, processes, num_microbatches, stages_per_rank, schedule = made
     backward = "IW" if name == "zero-bubble" else "B"
-    wanted = {(kind, s, j) for kind in f"F{backward}" for s in range(processes * virtual) for j in range(micro)}
+    wanted = {(kind, s, j) for kind in f"F{backward}" for s in range(processes * stages_per_rank) for j in range(num_microbatches)}
     assert Counter(a for row in schedule for a in row) == Counter(Action(*a) for a in wanted)
     assert all(a.stage % processes == process for process, row in enumerate(schedule) for a in row)
 
@@ -54,7 +62,7 @@ def test_nobody_waits_for_ever_and_nothing_runs_before_what_it_needs(made: Any) 
 
 @given(schedules())
 def test_1f1b_holds_few_micro_batches_and_gpipe_all(made: Any) -> None:
-    name, processes, micro, virtual, schedule = made
+    name, processes, num_microbatches, stages_per_rank, schedule = made
     for process, row in enumerate(schedule):
         held, most = 0, 0
         for action in row:
@@ -62,51 +70,58 @@ def test_1f1b_holds_few_micro_batches_and_gpipe_all(made: Any) -> None:
             most = max(most, held)
         if name in ("1f1b", "pipedream"):
             assert most <= processes - process
-        elif name == "zero-bubble" and virtual == 1:
+        elif name == "zero-bubble" and stages_per_rank == 1:
             assert most <= processes
         else:
-            assert most <= {"naive": 1}.get(name, micro * virtual)
+            assert most <= {"naive": 1}.get(name, num_microbatches * stages_per_rank)
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 20), st.sampled_from([1.0, 2.0, 3.0]))
-def test_the_bubble_is_the_formula(name: str, stages: int, micro: int, backward: float) -> None:
-    micro = max(micro, stages)
-    assert bubble(make(name, stages, micro), Costs(1, backward)) == pytest.approx((stages - 1) / (micro + stages - 1))
+def test_the_bubble_is_the_formula(name: str, stages: int, num_microbatches: int, backward: float) -> None:
+    num_microbatches = max(num_microbatches, stages)
+    assert bubble(make(name, stages, num_microbatches), Costs(1, backward)) == pytest.approx(
+        (stages - 1) / (num_microbatches + stages - 1)
+    )
 
 
 def test_known_bubbles() -> None:
     assert bubble(make("gpipe", 4, 8)) == bubble(make("1f1b", 4, 8)) == bubble(make("1f1b", 4, 8), Costs(1, 1)) == 3 / 11
     assert bubble(make("naive", 4, 8)) == 3 / 4
-    assert bubble(make("interleaved", 4, 8, virtual=2)) == pytest.approx(3 / (2 * 8 + 3))
+    assert bubble(make("interleaved", 4, 8, stages_per_rank=2)) == pytest.approx(3 / (2 * 8 + 3))
     assert bubble(make("zero-bubble", 4, 8)) == pytest.approx(3 / (3 * 8 + 3))  # a third of 1f1b's idle time
     assert bubble(make("pipedream", 4, 400)) < 0.01  # only filling and draining
 
 
 @given(st.integers(1, 6), st.integers(1, 20))
-def test_gpipe_and_1f1b_are_pytorchs(stages: int, micro: int) -> None:
+def test_gpipe_and_1f1b_are_pytorchs(stages: int, num_microbatches: int) -> None:
     theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
-    micro = max(micro, stages)
+    num_microbatches = max(num_microbatches, stages)
     for name, method in (("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")):
         order = getattr(getattr(theirs, method, None), "_get_pipeline_order", None)
         if order is None:
             pytest.skip("PyTorch has no table of it")
-        table = order(SimpleNamespace(_num_stages=stages, _n_microbatches=micro))
+        table = order(SimpleNamespace(_num_stages=stages, _n_microbatches=num_microbatches))
         if name == "1f1b":  # PyTorch's table numbers the last stage's forwards from 1; what it runs is right
             del table[stages - 1]
         for rank, row in table.items():
-            assert written(row) == [str(a) for a in make(name, stages, micro)[rank]]
+            assert written(row) == [str(a) for a in make(name, stages, num_microbatches)[rank]]
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.sampled_from(["interleaved", "zero-bubble"]))
-def test_interleaved_and_zero_bubble_are_pytorchs(processes: int, rounds: int, virtual: int, name: str) -> None:
+def test_interleaved_and_zero_bubble_are_pytorchs(processes: int, rounds: int, stages_per_rank: int, name: str) -> None:
     theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
     class_ = {"interleaved": "ScheduleInterleaved1F1B", "zero-bubble": "ScheduleInterleavedZeroBubble"}[name]
     order = getattr(getattr(theirs, class_, None), "_calculate_single_rank_operations", None)
     if order is None:
         pytest.skip("PyTorch has no table of it")
-    micro = processes * rounds
-    known = {"n_local_stages": virtual, "pp_group_size": processes, "_n_microbatches": micro, "microbatches_per_round": processes}
-    for rank, row in enumerate(make(name, processes, micro, virtual)):
+    num_microbatches = processes * rounds
+    known = {
+        "n_local_stages": stages_per_rank,
+        "pp_group_size": processes,
+        "_n_microbatches": num_microbatches,
+        "microbatches_per_round": processes,
+    }
+    for rank, row in enumerate(make(name, processes, num_microbatches, stages_per_rank)):
         assert written(order(SimpleNamespace(**known), rank)) == [str(a) for a in row]
 
 
@@ -175,7 +190,7 @@ def test_the_command_draws_any_schedule_and_says_how_much_is_idle(tmp_path: Path
     def shown(*options: str) -> Any:
         return CliRunner().invoke(app, ["pipeline", "show", *options])
 
-    drawn = shown("--schedule", "1f1b", "--stages", "4", "--micro", "8").stdout
+    drawn = shown("--schedule", "1f1b", "--stages", "4", "--num-microbatches", "8").stdout
     assert text(simulate(make("1f1b", 4, 8))) in drawn
     assert "1f1b, 4 stages, 8 micro-batches: 27.3 % idle" in drawn
     assert all(shown("--schedule", name).exit_code == 0 for name in SCHEDULES)

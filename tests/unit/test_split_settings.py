@@ -11,7 +11,7 @@ import torch
 from hocket.cli import main as cli
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
-from hocket.split.sharded import refuse_full_on
+from hocket.split.sharded import refuse_fsdp_on
 from hocket.train.plan_file import read_plan
 from hocket.train.run import Settings, describe_run
 
@@ -37,10 +37,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--cut", "3"], "--cut is about a model cut into stages; add --mesh pipeline=2"),
         (["--pipe", "gpipe", "--measure", "flops"], "--pipe, --measure are about"),
-        ([*SPLIT, "--virtual-stages", "2"], "the mesh tensor=2 has one; add pipeline=2"),
-        ([*STAGED, "--virtual-stages", "2"], "use interleaved"),
-        ([*STAGED, "--pipe", "interleaved", "--virtual-stages", "0"], "at least 1; got 0"),
-        ([*STAGED, "--micro", "1"], "give it at least 2"),
+        ([*SPLIT, "--stages-per-rank", "2"], "the mesh tensor=2 has one; add pipeline=2"),
+        ([*STAGED, "--stages-per-rank", "2"], "use interleaved"),
+        ([*STAGED, "--pipe", "interleaved", "--stages-per-rank", "0"], "at least 1; got 0"),
+        ([*STAGED, "--num-microbatches", "1"], "give it at least 2"),
         ([*STAGED, "--measure", "minutes"], "in seconds or counted in flops"),
         ([*STAGED, "--cut", "1,,2"], "with commas between them"),
         (["--plan", "good.toml"], "add --mesh tensor=2"),
@@ -50,14 +50,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([*SPLIT, "--plan", "kind.toml"], "did you mean 'columns'?"),
         ([*SPLIT, "--plan", "number.toml"], "has 2 for '1'. Kinds are columns, rows"),
         ([*SPLIT, "--plan", "empty.toml"], "names no module"),
-        (["--shard", "stat"], "'state' (the optimiser's) or 'full'"),
-        (["--shard", "state", "--strategy", "local(4)"], "needs equal replicas"),
-        (["--shard", "state", "--strategy", "async + server"], "do not go in step"),
-        (["--shard", "full", "--strategy", "bulk + topk(0.1)"], "or shard='state'"),
-        (["--shard", "state", "--virtual"], "leave it or --virtual out"),
-        (["--shard", "full", "--mesh", "data=2"], "leave --mesh out"),
-        (["--shard", "full", "--workers", "2", "--exact"], "FSDP2; leave --share"),
-        (["--shard", "state", "--optimizer", "sandblaster"], "--shard: sandblaster"),
+        (["--zero", "2"], "zero=1 shards the optimiser's state"),
+        (["--zero", "1", "--strategy", "local(4)"], "needs equal replicas"),
+        (["--zero", "1", "--strategy", "async + server"], "do not go in step"),
+        (["--fsdp", "--strategy", "bulk + topk(0.1)"], "or zero=1"),
+        (["--zero", "1", "--virtual"], "leave it or --virtual out"),
+        (["--fsdp", "--mesh", "data=2"], "leave --mesh out"),
+        (["--fsdp", "--workers", "2", "--exact"], "FSDP2; leave --balance"),
+        (["--zero", "1", "--optimizer", "sandblaster"], "--zero: sandblaster"),
         ([*SPLIT, "--plan", "good.toml", "--optimizer", "sandblaster"], "--plan-file: sandblaster"),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_run_is_described_by_what_its_plan_says_not_by_the_file() -> None:
 def test_full_shards_of_cuda_tensors_need_nccl(device: str, backend: str, refused: bool) -> None:
     where = SimpleNamespace(device=torch.device(device), backend=backend)
     if not refused:
-        refuse_full_on(where)
+        refuse_fsdp_on(where)
         return
-    with pytest.raises(HocketError, match=r"shard='full' on CUDA needs NCCL.* over gloo; use shard='state', or hocket\.init"):
-        refuse_full_on(where)
+    with pytest.raises(HocketError, match=r"fsdp=True on CUDA needs NCCL.* over gloo; use zero=1, or hocket\.init"):
+        refuse_fsdp_on(where)

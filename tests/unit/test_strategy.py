@@ -241,8 +241,8 @@ def test_what_is_exchanged_by_default(text: str, weights: bool) -> None:
     ("qsgd(4) | topk(0.1)", "from what is sent"),
     ("topk | topk", "from what is sent"),
     ("lowrank(2) | qsgd(4)", "from what is sent"),
-    ("local(4, rest=weights)", "leave it out"), ("local(4, rest=weights) + gossip + topk(0.1)", "leave it out"),
-    ("local(4, rest=weights) + lowrank(2)", "leave it out"), ("local(4, rest=somewhere) + topk(0.1)", "in a memory"),
+    ("local(4, residual=weights)", "leave it out"), ("local(4, residual=weights) + gossip + topk(0.1)", "leave it out"),
+    ("local(4, residual=weights) + lowrank(2)", "leave it out"), ("local(4, residual=somewhere) + topk(0.1)", "in a memory"),
     ("none | qsgd(4)", "from what is sent"),
     ("topk | qsgd(4) | sign", "two links"),
     ("bulk | topk", "only compressions are chained"),
@@ -333,3 +333,22 @@ def test_the_schedule_is_data(text: str, moments: str) -> None:
 def test_the_whole_table_is_strategies_or_refused() -> None:
     for parts in itertools.product(SYNC, TOPOLOGY, COMPRESSION, ("weights", "gradients")):
         _one_sentence(" + ".join([*parts[:3], f"exchange={parts[3]}"]))
+
+
+@pytest.mark.parametrize(
+    ("older", "text"),
+    [
+        ("local(2, rest=weights) + topk(share=0.1)", "local(2, residual=weights) + allreduce + topk(0.1)"),
+        ("bulk + dgc(share=0.01)", "bulk + allreduce + dgc(0.01)"),
+        ("bulk + randomk(share=0.5)", "bulk + allreduce + randomk(0.5)"),
+        ("async + server(optimizer=adagrad, rate=10)", "async + server(1, optimizer=adagrad, lr=10)"),
+    ],
+)
+def test_older_names_of_arguments_are_read_and_printed_as_the_new_ones(older: str, text: str) -> None:
+    assert str(Strategy.parse(older)) == text
+    assert Strategy.parse(text) == Strategy.parse(older)
+
+
+def test_an_argument_under_both_its_names_is_given_twice() -> None:
+    with pytest.raises(HocketError, match="topk is given density twice"):
+        Strategy.parse("topk(0.1, share=0.2)")

@@ -34,9 +34,9 @@ from hocket.study import file
 from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check, finished, sentence
 from hocket.study.folder import Folder, Outcome
 from hocket.study.lines import lines_of
+from hocket.study.lr_search import MOST, best_lr, next_lr, search_steps, short
 from hocket.study.plan import Outline, Planned, Study, expand, of_preset, slug
 from hocket.study.presets import PRESETS, Entry, preset
-from hocket.study.rates import MOST, best_rate, next_rate, search_steps, short
 from hocket.sync import Bulk, Local
 from hocket.topology import AllReduce, Gossip
 from hocket.train import record
@@ -72,7 +72,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(strategies: Sequence[str], **options: Any) -> Outline:
-    settings = {"data": DATA, "model": MODEL, "batch": 3, "epochs": 2, **options.pop("settings", {})}
+    settings = {"data": DATA, "model": MODEL, "batch_size": 3, "epochs": 2, **options.pop("settings", {})}
     return Outline("small", lambda *_: [Entry(s) for s in strategies], settings=settings, **options)
 
 
@@ -129,8 +129,8 @@ def test_ten_is_the_study_that_is_reproduced() -> None:
         if kind is Gossip:
             assert strategy.topology == Gossip(), "partners rotate"
     settings = of_preset(preset("ten")).common()
-    wanted = {"model": "cnn", "optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant", "warmup": 0.0}
-    wanted |= {"batch": 100, "epochs": 50, "augment": False, "last": "drop", "scale_lr": False}
+    wanted = {"model": "cnn", "optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant", "warmup": 0.0}
+    wanted |= {"batch_size": 100, "epochs": 50, "augment": False, "last": "drop", "scale_lr": False}
     assert {name: getattr(settings, name) for name in wanted} == wanted
     assert preset("ten").lr == 0.01
 
@@ -143,9 +143,9 @@ def test_ten_modern_is_the_same_ten_with_weights_feedback_momentum_warm_up_and_t
         assert (old.compression == NoCompression()) == (new.compression == NoCompression())
         if new.compression != NoCompression():
             assert new.compression == Threshold(keep=0.05)
-            assert new.compression.remembers
+            assert new.compression.uses_error_feedback
     outline = of_preset(preset("ten-modern"))
-    assert (outline.common().momentum, outline.common().schedule, outline.common().warmup) == (0.9, "cosine", 5.0)
+    assert (outline.common().momentum, outline.common().lr_schedule, outline.common().warmup) == (0.9, "cosine", 5.0)
     assert outline.changed(epochs=20).common().warmup == 2.0
     assert outline.lr == "auto"
 
@@ -156,7 +156,7 @@ def test_axes_varies_one_axis_at_a_time_and_leaves_out_no_method() -> None:
     assert found[0] == base
     for strategy in found[1:]:
         apart = [axis for axis in ("sync", "topology", "compression") if getattr(strategy, axis) != getattr(base, axis)]
-        assert len(apart) == 1 or (strategy.sync.free and apart == ["sync", "topology"]), strategy
+        assert len(apart) == 1 or (strategy.sync.asynchronous and apart == ["sync", "topology"]), strategy
     methods = {type(s.compression) for s in found}
     assert {*compression.METHODS.values(), compression.Chain} <= methods
     assert {type(s.topology) for s in found} == set(topology.METHODS.values())
@@ -165,7 +165,7 @@ def test_axes_varies_one_axis_at_a_time_and_leaves_out_no_method() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_strategy_of_a_preset_trains(name: str, tmp_path: Path) -> None:
-    outline = of_preset(preset(name)).changed(data=DATA, model=MODEL, batch=3, epochs=2, max_steps=2, lr=0.05)
+    outline = of_preset(preset(name)).changed(data=DATA, model=MODEL, batch_size=3, epochs=2, max_steps=2, lr=0.05)
     outcomes = carried(tmp_path, outline)
     assert len(outcomes) == len(preset(name).entries(4, 2))
     assert [o.failure for o in outcomes if o.failure] == []
@@ -280,7 +280,7 @@ def test_a_file_is_a_study(tmp_path: Path) -> None:
         ("epochs = 2", "epochs = 0", 6, ["epochs", "at least 1"]),
         ("epochs = 2", "strategy = 'bulk'", 6, ["'strategy'", "did you mean 'strategies'?"]),
         ("epochs = 2", "optimizer = 'sdg'", 6, ["sdg", "did you mean 'sgd'"]),
-        ("epochs = 2", "schedule = 'cosin'", 6, ["cosin", "did you mean 'cosine'"]),
+        ("epochs = 2", "lr_schedule = 'cosin'", 6, ["cosin", "did you mean 'cosine'"]),
         ("epochs = 2", "augment = 1", 6, ["augment is true or false", "1"]),
         ("epochs = 2", "within = -1", 6, ["within", "-1"]),
         ("epochs = 2", "epochs == 2", 6, ["not TOML"]),
@@ -516,7 +516,7 @@ def test_without_space_the_study_ends_and_keeps_what_is_finished(tmp_path: Path,
 
 def test_a_study_of_which_nothing_is_possible_is_refused_before_it_begins(tmp_path: Path) -> None:
     with pytest.raises(
-        HocketError, match=r"None of the 20 runs is possible: 1437 samples do not fill one round of 16 workers with batch 100"
+        HocketError, match=r"None of the 20 runs is possible: 1437 samples do not fill one round of 16 workers with batch_size 100"
     ):
         check(expand(of_preset(preset("ten")).changed((16, 32)), Data()), Data())
     check(expand(of_preset(preset("ten")).changed((4, 32)), Data()), Data())  # some are: the others are recorded as failed
@@ -554,7 +554,7 @@ def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> 
 
 def test_engines_that_are_kept_change_nothing() -> None:
     """Compiling takes seconds, so trainings of one model and size share an engine."""
-    base = Settings(workers=4, virtual=True, model="mlp", batch=20, max_steps=4, engine="vmap")
+    base = Settings(workers=4, virtual=True, model="mlp", batch_size=20, max_steps=4, engine="vmap")
     all_settings = [replace(base, strategy=s, seed=seed) for s in ("bulk", "local(2) + gossip") for seed in (0, 1)]
 
     def losses(engines: Any) -> list[Any]:
@@ -612,7 +612,7 @@ def test_a_training_holds_the_lock_of_its_study(tmp_path: Path) -> None:
 
 def searched(loss: Any, start: float = 0.1) -> dict[float, float]:
     losses: dict[float, float] = {}
-    while (rate := next_rate(losses, start)) is not None:
+    while (rate := next_lr(losses, start)) is not None:
         assert rate not in losses, "no rate is tried twice"
         losses[rate] = loss(rate)
     return losses
@@ -621,7 +621,7 @@ def searched(loss: Any, start: float = 0.1) -> dict[float, float]:
 @given(st.floats(-5, 2), st.floats(-4, 3), st.sampled_from([0.1, 0.001, 1.0]))
 def test_the_search_finds_the_best_rate_it_can_reach_and_never_one_that_diverges(best: float, limit: float, start: float) -> None:
     losses = searched(lambda rate: math.inf if math.log10(rate) > limit else abs(math.log10(rate) - best), start)
-    chosen = best_rate(losses)
+    chosen = best_lr(losses)
     assert 3 <= len(losses) <= MOST
     if chosen is None:
         assert all(math.isinf(loss) for loss in losses.values())
@@ -637,16 +637,16 @@ def test_no_rate_above_one_that_diverged_is_taken(drawn: dict[float, float | Non
     losses = {10**power: math.inf if loss is None else loss for power, loss in drawn.items()}
     limit = min((rate for rate, loss in losses.items() if math.isinf(loss)), default=math.inf)
     sound = {loss for rate, loss in losses.items() if rate < limit}
-    chosen = best_rate(losses)
+    chosen = best_lr(losses)
     assert chosen is None if not sound else (chosen is not None and chosen < limit and losses[chosen] == min(sound))
     holes = searched(lambda rate: math.inf if (rate >= 0.03 and rate != 0.1) else abs(math.log10(rate) + 3))
-    assert best_rate(holes) == 0.001, "the search goes on below a rate that diverged"
+    assert best_lr(holes) == 0.001, "the search goes on below a rate that diverged"
 
 
 @given(st.integers(1, 500), st.integers(1, 300), st.booleans())
 def test_a_try_is_a_short_training_with_the_same_shape(rounds: int, epochs: int, capped: bool) -> None:
     steps = rounds * epochs // 2 + 1 if capped else rounds * epochs
-    settings = Settings(epochs=epochs, warmup=epochs / 10, schedule="cosine", momentum=0.9, max_steps=steps if capped else None)
+    settings = Settings(epochs=epochs, warmup=epochs / 10, lr_schedule="cosine", momentum=0.9, max_steps=steps if capped else None)
     tried = short(settings, 0.5, rounds, steps)
     wanted = search_steps(rounds, steps)
     assert wanted <= max(1, steps // 2), "a search must not cost more than what it searches for"
@@ -680,7 +680,7 @@ def test_a_rate_that_does_not_hold_is_given_up_for_the_next_lower_one(tmp_path: 
     outcomes = carry_out(folder, study, Data(), script, refused)
     assert [o.failure for o in outcomes] == [None, None]
     assert script.trained == [(0, 0.1), (0, 0.03), (1, 0.03)]
-    assert {o.rate for o in outcomes} == {0.03}
+    assert {o.lr for o in outcomes} == {0.03}
     assert outcomes[0].run["rate"]["given_up"] == {"0.1": end}
 
 
@@ -711,8 +711,8 @@ def test_the_search_is_recorded_shared_by_seeds_and_not_repeated(tmp_path: Path)
     tried: list[float] = []
 
     class Count(Watch):
-        def trying(self, rate: float) -> None:
-            tried.append(rate)
+        def trying(self, lr: float) -> None:
+            tried.append(lr)
 
     outline = small(["bulk", "local(2)"], lr="auto", seeds=(0, 1))
     outcomes = carried(tmp_path, outline, Count())
@@ -722,7 +722,7 @@ def test_the_search_is_recorded_shared_by_seeds_and_not_repeated(tmp_path: Path)
     for outcome in outcomes:
         rate = outcome.run["rate"]
         losses = {float(k): v for k, v in rate["losses"].items()}
-        assert rate["chosen"] == outcome.run["lr"] == outcome.rate
+        assert rate["chosen"] == outcome.run["lr"] == outcome.lr
         assert losses[rate["chosen"]] == min(v for v in losses.values() if v is not None)
         assert set(rate["tried"]) == set(rate["losses"])
         assert rate["epochs"] == 1
@@ -744,8 +744,8 @@ def test_a_rate_that_diverges_is_never_chosen(tmp_path: Path) -> None:
     folder, study = begun(tmp_path, small(["bulk"], lr="auto"))
     (outcome,) = carry_out(folder, study, Data(), fragile, refused)
     assert outcome.failure is None
-    assert outcome.rate is not None
-    assert outcome.rate <= 0.05
+    assert outcome.lr is not None
+    assert outcome.lr <= 0.05
     assert outcome.run["rate"]["losses"]["0.1"] is None
 
 
@@ -767,8 +767,8 @@ def test_a_described_cluster_changes_seconds_and_not_the_rate_that_is_found(tmp_
 def test_shares_by_speed_are_a_field_of_a_study_and_leave_the_rate_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     clock = 'cluster = "1gbit"\nslowdown = "1,4"\n'
-    base = f'data = "{DATA}"\nmodel = "{MODEL}"\nbatch = 3\nepochs = 3\nlr = "auto"\nworkers = 2\nstrategies = ["bulk"]\n'
-    path.write_text(base + 'share = "speed"\n' + clock)
+    base = f'data = "{DATA}"\nmodel = "{MODEL}"\nbatch_size = 3\nepochs = 3\nlr = "auto"\nworkers = 2\nstrategies = ["bulk"]\n'
+    path.write_text(base + 'balance = "speed"\n' + clock)
     (outcome,) = carried(tmp_path / "speed", file.read(path))
     assert outcome.failure is None
     assert [m["shares"] for m in outcome.metrics] == [[3, 3], [5, 1], [5, 1]]
@@ -777,8 +777,8 @@ def test_shares_by_speed_are_a_field_of_a_study_and_leave_the_rate_as_it_is(tmp_
     speed, even = (json.loads((tmp_path / name / "rates.json").read_text()) for name in ("speed", "even"))
     assert speed.keys() == even.keys()
     assert [(s["chosen"], s["losses"]) for s in speed.values()] == [(e["chosen"], e["losses"]) for e in even.values()]
-    path.write_text(base + 'share = "speed"\n')
-    with pytest.raises(HocketError, match=r"mine\.toml, line 8: --share speed: virtual workers have speeds only with --cluster"):
+    path.write_text(base + 'balance = "speed"\n')
+    with pytest.raises(HocketError, match=r"mine\.toml, line 8: --balance speed: virtual workers have speeds only with --cluster"):
         file.read(path)
 
 
@@ -796,17 +796,24 @@ def test_where_every_rate_diverges_the_run_has_failed(tmp_path: Path) -> None:
 
 OTHER: dict[str, Any] = {
     **{"strategy": "local(4) + gossip + topk(0.1) | qsgd(4)", "workers": 3, "virtual": True, "data": "mnist", "model": "cnn"},
-    **{"optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "weight_decay": 0.0005, "schedule": "cosine", "warmup": 2.5},
-    **{"scale_lr": True, "batch": 7, "epochs": 3, "max_steps": 11, "clip": 0.25, "autocast": "bf16", "augment": False},
+    **{"optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "weight_decay": 0.0005, "lr_schedule": "cosine", "warmup": 2.5},
+    **{"scale_lr": True, "batch_size": 7, "epochs": 3, "max_steps": 11, "clip": 0.25, "autocast": "bf16", "augment": False},
     **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
-    **{"cluster": "1gbit", "slowdown": "1,4", "share": "speed"},
-    **{"bucket_bytes": 1000, "first_bucket_bytes": 100},
-    **{"mesh": "pipeline=2,tensor=2", "pipe": "interleaved", "micro": 4, "cut": "1, 2", "virtual_stages": 3, "measure": "flops"},
-    **{"plan_file": "plan.toml", "shard": "state"},
+    **{"cluster": "1gbit", "slowdown": "1,4", "balance": "speed"},
+    **{"bucket_cap_bytes": 1000, "first_bucket_cap_bytes": 100},
+    **{
+        "mesh": "pipeline=2,tensor=2",
+        "pipe": "interleaved",
+        "num_microbatches": 4,
+        "cut": "1, 2",
+        "stages_per_rank": 3,
+        "measure": "flops",
+    },
+    **{"plan_file": "plan.toml", "zero": 1, "fsdp": True},
 }
-SPLIT = ("pipe", "micro", "cut", "measure", "plan_file")
+SPLIT = ("pipe", "num_microbatches", "cut", "measure", "plan_file")
 BESIDE = {  # what a setting needs to make sense
-    **{"cluster": ("virtual",), "virtual_stages": ("mesh", "pipe")},
+    **{"cluster": ("virtual",), "stages_per_rank": ("mesh", "pipe")},
     **dict.fromkeys(SPLIT, ("mesh",)),
 }
 
@@ -815,7 +822,7 @@ BESIDE = {  # what a setting needs to make sense
 def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert set(OTHER) == set(asdict(Settings())), "a new setting needs a value here"
     assert not any(OTHER[name] == value for name, value in asdict(Settings()).items())
-    split = (*SPLIT, "mesh", "virtual_stages", "shard")  # real workers only
+    split = (*SPLIT, "mesh", "stages_per_rank", "zero", "fsdp")  # real workers only
     chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - set(split) if changed == "all" else ())}
     settings = Settings(**{name: value for name, value in OTHER.items() if name in chosen})
     got: list[Settings] = []
@@ -825,6 +832,16 @@ def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: 
     ended = CliRunner().invoke(cli.app, ["train", *cli_train.arguments(settings)])
     assert ended.exit_code == 0, ended.output
     assert got == [settings]
+
+
+def test_records_keep_their_keys_whatever_the_settings_are_called() -> None:
+    recorded = Settings(**{**OTHER, "fsdp": False}).recorded()
+    renamed = {"schedule": "lr_schedule", "batch": "batch_size", "share": "balance", "micro": "num_microbatches"}
+    renamed |= {"bucket_bytes": "bucket_cap_bytes", "first_bucket_bytes": "first_bucket_cap_bytes"}
+    renamed |= {"virtual_stages": "stages_per_rank"}
+    assert {key: recorded[key] for key in renamed} == {key: OTHER[name] for key, name in renamed.items()}
+    assert recorded["shard"] == "state"
+    assert set(recorded) == (set(OTHER) - set(renamed.values()) - {"zero", "fsdp"}) | set(renamed) | {"shard"}
 
 
 def study_command(*arguments: str) -> str:
@@ -849,7 +866,7 @@ def study_command(*arguments: str) -> str:
         (["ten", "--epochs", "0"], ["epochs", "at least 1"]),
         (["ten", "--data", "cifar11"], ["cifar11", "did you mean"]),
         (["ten", "--model", "cn"], ["cn", "did you mean 'cnn'"]),
-        (["ten", "--schedule", "cosin"], ["cosin", "did you mean 'cosine'"]),
+        (["ten", "--lr-schedule", "cosin"], ["cosin", "did you mean 'cosine'"]),
         (["ten", "--last", "evn"], ["evn", "did you mean 'even'"]),
         (["ten", "--within", "-1"], ["--within -1"]),
         (["ten", "--device", "tpu"], ["tpu"]),

@@ -37,12 +37,12 @@ def test_diloco_lands_like_torchs_nesterov(lr: float, momentum: float) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2, 5, generator=generator)
     spec = DiLoCo(3, lr, momentum)
-    memory = spec.start_memory(rows)
+    state = spec.init_state(rows)
     outer = torch.nn.Parameter(rows.clone())
     optimizer = torch.optim.SGD([outer], lr, momentum=momentum, nesterov=momentum > 0)
     for _ in range(5):
         mixed = outer.detach() + torch.randn(2, 5, generator=generator)
-        landed, memory = spec.land(mixed, memory)
+        landed, state = spec.apply(mixed, state)
         outer.grad = outer.detach() - mixed
         optimizer.step()
         torch.testing.assert_close(landed, outer.detach(), rtol=1e-6, atol=1e-6)
@@ -51,8 +51,8 @@ def test_diloco_lands_like_torchs_nesterov(lr: float, momentum: float) -> None:
 def test_without_an_outer_optimiser_the_mix_lands_as_it_is() -> None:
     mixed = torch.randn(2, 3)
     for sync in (Bulk(), Local(2), PostLocal(2, 2)):
-        assert sync.land(mixed, {})[0] is mixed
-        assert sync.start_memory(mixed) == {}
+        assert sync.apply(mixed, {})[0] is mixed
+        assert sync.init_state(mixed) == {}
 
 
 def test_the_proven_period() -> None:

@@ -41,7 +41,7 @@ def rows_of(workers: int, size: int = 23, seed: int = 0) -> Tensor:
 def mixing(topology: Topology, workers: int, exchange: int = 0) -> Tensor:
     """The matrix a bound channel applies, read off its action on the identity."""
     cluster = VirtualCluster(workers)
-    return topology.bind(cluster, cluster.everybody, 0).mean(torch.eye(workers), context(workers, exchange)).double()
+    return topology.bind(cluster, cluster.world, 0).mean(torch.eye(workers), context(workers, exchange)).double()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +120,7 @@ TOPOLOGIES = [
 def test_mixing_keeps_the_mean(topology: Topology) -> None:
     workers = 4 if isinstance(topology, Gossip) and topology.matrix else 8
     cluster = VirtualCluster(workers)
-    channel = topology.bind(cluster, cluster.everybody, 0)
+    channel = topology.bind(cluster, cluster.world, 0)
     rows = rows_of(workers).double()
     mean, spread = rows.mean(0), (rows - rows.mean(0)).norm()
     for exchange in range(60):
@@ -132,7 +132,7 @@ def test_mixing_keeps_the_mean(topology: Topology) -> None:
 def test_thirds_do_not_make_the_mean_grow() -> None:
     """Three times float32's third is more than 1."""
     cluster = VirtualCluster(5)
-    channel = Gossip().bind(cluster, cluster.everybody, 0)
+    channel = Gossip().bind(cluster, cluster.world, 0)
     rows = torch.ones(5, 3, dtype=torch.float64)
     for exchange in range(500):
         rows = channel.mean(rows, context(5, exchange))
@@ -169,7 +169,7 @@ def test_the_outer_topology_advances_with_its_own_exchanges() -> None:
 def test_what_does_not_fit_the_workers_is_refused(topology: Topology, workers: int, fragment: str) -> None:
     cluster = VirtualCluster(workers)
     with pytest.raises(HocketError, match=fragment):
-        topology.bind(cluster, cluster.everybody, 0)
+        topology.bind(cluster, cluster.world, 0)
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------------
@@ -178,11 +178,11 @@ def test_what_does_not_fit_the_workers_is_refused(topology: Topology, workers: i
 def test_gossip_mixes_a_workers_own_message_as_sent() -> None:
     """Under feedback a worker's own value counts as others heard it, or what it keeps is counted twice."""
     cluster = VirtualCluster(4)
-    channel = Gossip("ring").bind(cluster, cluster.everybody, 0)
+    channel = Gossip("ring").bind(cluster, cluster.world, 0)
     top = Strategy.parse("topk(0.1)").compression
-    rows, memory = rows_of(4, 40), {}
-    heard, memory = channel.gradients(top, rows, memory, context(4))
-    sent = rows - memory["error"]
+    rows, state = rows_of(4, 40), {}
+    heard, state = channel.gradients(top, rows, state, context(4))
+    sent = rows - state["error"]
     torch.testing.assert_close(heard, (matrix(Gossip("ring").partners(4, 0), 4) @ sent.double()).float())
 
 
@@ -191,18 +191,18 @@ def test_slice_owners_remember_what_their_second_encoding_lost(code: str) -> Non
     """In the long run everybody hears the sum of the means; without the owners' memory the difference grows with every exchange."""
     workers, exchanges = 4, 300
     cluster = VirtualCluster(workers)
-    channel = AllReduce().bind(cluster, cluster.everybody, 0)
-    compressor, memory = Strategy.parse(code).compression, {}
+    channel = AllReduce().bind(cluster, cluster.world, 0)
+    compressor, state = Strategy.parse(code).compression, {}
     generator = torch.Generator().manual_seed(0)
     fixed = torch.randn(workers, 64, generator=generator)
     given, heard = torch.zeros(64), torch.zeros(workers, 64)
     for t in range(exchanges):
         rows = fixed + 0.3 * torch.randn(workers, 64, generator=generator)
         given += rows.mean(0)
-        out, memory = channel.gradients(compressor, rows, memory, context(workers, t))
+        out, state = channel.gradients(compressor, rows, state, context(workers, t))
         heard += out
     assert all(torch.equal(heard[0], h) for h in heard)
-    held = memory["error"].mean(0).sum() + memory["inner"].get("error", torch.zeros(1)).sum()  # by senders and by owners
+    held = state["error"].mean(0).sum() + state["inner"].get("error", torch.zeros(1)).sum()  # by senders and by owners
     assert float(heard[0].sum() + held) == pytest.approx(float(given.sum()), rel=1e-3, abs=0.05)
     assert (heard[0] - given).norm() < 0.2 * given.norm()
 
@@ -220,15 +220,15 @@ CODES = [
 def test_compressed_gossip_reaches_consensus_at_the_mean(code: str, kind: str) -> None:
     workers, size = 4, 200
     cluster = VirtualCluster(workers)
-    channel = Gossip(kind).bind(cluster, cluster.everybody, 0)
+    channel = Gossip(kind).bind(cluster, cluster.world, 0)
     compressor = Strategy.parse(f"gossip + {code}").compression
     start = rows_of(1, size).expand(workers, -1).contiguous()
-    memory = channel.start_memory(compressor, start)
+    state = channel.init_state(compressor, start)
     rows = start + rows_of(workers, size, seed=1)
     mean, distances = rows.mean(0), []
     for exchange in range(500):
         distances.append((rows - mean).norm().item())
-        rows, memory = channel.weights(compressor, rows, memory, context(workers, exchange))
+        rows, state = channel.weights(compressor, rows, state, context(workers, exchange))
     torch.testing.assert_close(rows.mean(0), mean, rtol=0, atol=1e-4)
     assert max(distances) < 1.5 * distances[0]
     assert distances[-1] < 0.1 * distances[0]
@@ -242,13 +242,13 @@ def test_public_copies_agree(code: str, kind: str) -> None:
     workers = 4
     cluster = VirtualCluster(workers)
     spec = Gossip(matrix=_THIRDS) if kind == "matrix" else Gossip(kind)
-    channel = spec.bind(cluster, cluster.everybody, 0)
+    channel = spec.bind(cluster, cluster.world, 0)
     compressor = Strategy.parse(f"gossip + {code}").compression
-    memory = channel.start_memory(compressor, torch.zeros(workers, 40))
+    state = channel.init_state(compressor, torch.zeros(workers, 40))
     rows = rows_of(workers, 40)
     for exchange in range(12):
-        rows, memory = channel.weights(compressor, rows + 0.1 * rows_of(workers, 40, exchange), memory, context(workers, exchange))
-        entry = memory[str(exchange % spec.period(workers, few=True))]
+        rows, state = channel.weights(compressor, rows + 0.1 * rows_of(workers, 40, exchange), state, context(workers, exchange))
+        entry = state[str(exchange % spec.period(workers, few=True))]
         for slot, sources in enumerate(spec.partners(workers, exchange, few=True).sources):
             for i in range(workers):
                 if sources[i] >= 0:
@@ -257,45 +257,45 @@ def test_public_copies_agree(code: str, kind: str) -> None:
 
 def test_compressed_allreduce_of_weights_counts_from_the_last_common_mean() -> None:
     cluster = VirtualCluster(4)
-    channel = AllReduce().bind(cluster, cluster.everybody, 0)
+    channel = AllReduce().bind(cluster, cluster.world, 0)
     compressor, start = Strategy.parse("topk(0.1)").compression, rows_of(1, 50).expand(4, -1).contiguous()
-    memory = channel.start_memory(compressor, start)
-    mixed, memory = channel.weights(compressor, start.clone(), memory, context(4))
+    state = channel.init_state(compressor, start)
+    mixed, state = channel.weights(compressor, start.clone(), state, context(4))
     assert torch.equal(mixed, start)  # nobody moved, nothing is lost
-    mixed, memory = channel.weights(compressor, start + rows_of(4, 50), memory, context(4, 1))
+    mixed, state = channel.weights(compressor, start + rows_of(4, 50), state, context(4, 1))
     assert all(torch.equal(mixed[0], row) for row in mixed)
-    assert torch.equal(memory["reference"], mixed)
+    assert torch.equal(state["reference"], mixed)
     assert 0 < (mixed[0] - start[0]).count_nonzero() <= 4 * 2  # per slice of 13 two places
 
 
 def test_what_was_held_back_stays_in_the_workers_own_weights_where_asked() -> None:
     cluster = VirtualCluster(4)
-    channel = AllReduce().bind(cluster, cluster.everybody, 0)
+    channel = AllReduce().bind(cluster, cluster.world, 0)
     compressor, start = Strategy.parse("topk(0.1)").compression, rows_of(1, 52).expand(4, -1).contiguous()
-    memory = channel.start_memory(compressor, start)
+    state = channel.init_state(compressor, start)
     moved = start + rows_of(4, 52)
-    mixed, memory = channel.weights(compressor, moved, memory, replace(context(4), rest_stays=True))
-    reference = memory["reference"]
+    mixed, state = channel.weights(compressor, moved, state, replace(context(4), residual_stays=True))
+    reference = state["reference"]
     assert all(torch.equal(reference[0], row) for row in reference)
     rest = mixed - reference
     assert (rest.count_nonzero(1) >= 52 - 4 * 2).all()  # of each row at most two places per slice were sent
     # Nothing is lost: what the owners of slices hold back of the mean is all that the mean of the weights lacks.
-    owners = memory["inner"]["error"].T.flatten()
+    owners = state["inner"]["error"].T.flatten()
     torch.testing.assert_close(mixed.mean(0) + owners, moved.mean(0))
 
 
 @pytest.mark.parametrize(
-    "code, rest_stays",
+    "code, residual_stays",
     [*product(["topk(0.1)", "threshold(keep=0.2)", "sign", "topk(0.2) | qsgd(8)"], [False, True]), ("lowrank(2)", False)],
 )
-def test_compressed_weights_come_together_at_their_mean(code: str, rest_stays: bool) -> None:
+def test_compressed_weights_come_together_at_their_mean(code: str, residual_stays: bool) -> None:
     cluster = VirtualCluster(4)
-    channel = AllReduce().bind(cluster, cluster.everybody, 0)
+    channel = AllReduce().bind(cluster, cluster.world, 0)
     compressor, rows = Strategy.parse(code).compression, rows_of(4, 64)
-    memory = channel.start_memory(compressor, torch.zeros(4, 64))
+    state = channel.init_state(compressor, torch.zeros(4, 64))
     mean = rows.mean(0)
     before = (rows - mean).norm()
     for exchange in range(80):
-        where = replace(context(4, exchange), rest_stays=rest_stays)
-        rows, memory = channel.weights(compressor, rows, memory, where)
+        where = replace(context(4, exchange), residual_stays=residual_stays)
+        rows, state = channel.weights(compressor, rows, state, where)
     assert (rows - mean).norm() < 0.05 * before

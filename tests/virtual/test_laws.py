@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import hocket
-from hocket.cluster import Message, Team, VirtualCluster, layout_of
+from hocket.cluster import Message, Subgroups, VirtualCluster, layout_of
 from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, ring_bytes
 from hocket.errors import HocketError
 from hocket.program import Program
@@ -223,8 +223,8 @@ def test_uneven_last_batches_weigh_by_samples() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(29, FEATURES, generator=generator), torch.randint(0, 3, (29,), generator=generator)
     options = {"optimizer": sgd(LR), "epochs": 2, "evaluate": False}
-    many = hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=3, batch=4, strategy="bulk", **options)
-    one = hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=1, batch=12, **options)
+    many = hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=3, batch_size=4, strategy="bulk", **options)
+    one = hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=1, batch_size=12, **options)
     for a, b in zip(many.model.parameters(), one.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
 
@@ -237,8 +237,8 @@ CODED = [c for c in COMPRESSION if c != "none"]
 class _Bare(VirtualCluster):
     """Counts what is in the messages, frames and headers aside."""
 
-    def _count_mean(self, rows: torch.Tensor, team: Team) -> None:
-        self.ledger.sent += 2 * (team.size - 1) * rows.shape[1] * rows.element_size() // team.size
+    def _count_mean(self, rows: torch.Tensor, subgroups: Subgroups) -> None:
+        self.ledger.sent += 2 * (subgroups.size - 1) * rows.shape[1] * rows.element_size() // subgroups.size
 
     def _count_messages(self, message: Message, copies: torch.Tensor | int) -> None:
         self.ledger.sent += (message.payload_bytes() * copies).view(self.rows, -1).sum(1)

@@ -1,4 +1,4 @@
-"""Resuming equals never having stopped, bit for bit, whatever the strategy remembers."""
+"""Resuming equals never having stopped, bit for bit, whatever the strategy uses_error_feedback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hocket.cluster import VirtualCluster
 from hocket.data.base import DataSet, identity
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
-from hocket.train.loop import Plan
+from hocket.train.loop import TrainingPlan
 from hocket.train.simulate import train_rows
 from virtual.world import FEATURES, Tiny, World, sgd
 
@@ -22,7 +22,7 @@ TABLE = [
     "bulk", "bulk + topk(0.1)", "bulk + threshold(keep=0.2)", "bulk + lowrank(1)", "bulk + dgc(0.1, warmup=6)", "bulk + sign",
     "bulk + qsgd(4)", "bulk + randomk(0.2)", "bulk + dgc(0.1) | qsgd(4)", "bulk + threshold(keep=0.2) | ternary",
     "local(3)", "local(3) + topk(0.1)", "local(2) + gossip", "local(2, mean=after) + sign",
-    "local(3, rest=weights) + topk(0.1) | qsgd(4)",
+    "local(3, residual=weights) + topk(0.1) | qsgd(4)",
     "local(2) + gossip + exchange=gradients",
     "gossip", "gossip + topk(0.1)", "gossip(exponential) + qsgd(2)", "gossip(random)", "gossip(ring) + lowrank(1)",
     "gossip + threshold(keep=0.2)", "gossip + topk(0.1) + exchange=gradients", "postlocal(2, 4)", "postlocal(2, 4) + topk(0.1)",
@@ -85,7 +85,7 @@ def test_a_whole_training_resumes_after_an_epoch(strategy: str) -> None:
 
     def training():
         data = DataSet("d", (x, y), (x, y), 3, identity)
-        plan = Plan(epochs=3, batch=4, seed=1, schedule="cosine", warmup_epochs=1)
+        plan = TrainingPlan(epochs=3, batch_size=4, seed=1, lr_schedule="cosine", warmup_epochs=1)
         return train_rows(Tiny, F.cross_entropy, sgd(0.1, momentum=0.9), data, Strategy.parse(strategy), VirtualCluster(4), plan)
 
     whole, first, second = training(), training(), training()
@@ -104,7 +104,7 @@ def test_simulate_is_a_function_of_its_seed() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(64, FEATURES, generator=generator), torch.randint(0, 3, (64,), generator=generator)
     runs = [
-        hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=4, batch=4, strategy="gossip + topk(0.2)", seed=seed, epochs=2)
+        hocket.simulate(Tiny, F.cross_entropy, (x, y), workers=4, batch_size=4, strategy="gossip + topk(0.2)", seed=seed, epochs=2)
         for seed in (0, 0, 1)
     ]
     losses = [[m["loss"] for m in r.metrics] for r in runs]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hocket.cluster import VirtualCluster
-from hocket.cluster.layout import CAP_BYTES, FIRST_CAP_BYTES
+from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES
 from hocket.strategy import Strategy
 from hocket.train.replicas import StackedReplicas
 
@@ -61,7 +61,7 @@ class World:
         optimizer: Callable = PLAIN_SGD,
         steps: int = 64,
         seed: int = 0,
-        caps: tuple[int, int] = (CAP_BYTES, FIRST_CAP_BYTES),
+        caps: tuple[int, int] = (BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES),
         loss: Callable = F.cross_entropy,
         **options: object,
     ) -> None:
@@ -73,8 +73,8 @@ class World:
             Strategy.parse(strategy),
             self.cluster,
             seed=seed,
-            cap_bytes=caps[0],
-            first_cap_bytes=caps[1],
+            bucket_cap_bytes=caps[0],
+            first_bucket_cap_bytes=caps[1],
             **options,
         )
         self.x, self.y = data(steps, workers)

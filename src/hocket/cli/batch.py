@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def train_on_batches(
         cluster=DEFAULT_CLUSTER if spec is None else spec,
     )
     if record is not None:
-        given = {name: value for name, value in asdict(settings).items() if name != "cluster"}
+        given = {name: value for name, value in settings.recorded().items() if name != "cluster"}
         kind = "virtual" if settings.virtual else "processes"
         cluster = {"kind": kind, "workers": settings.workers, "device": str(device), "shards": job.shards}
         described = {**given, "strategy": NAME, "cluster": cluster, "spec": job.cluster.describe() if settings.virtual else None}

@@ -35,11 +35,11 @@ from hocket.programs.account import entry_of, staleness_since
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import link_bytes
 from hocket.train.free_job import optimizer_spec_for
-from hocket.train.free_worker import Post, dealing_of
+from hocket.train.free_worker import WorkerTask, batch_sequence
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress, accuracy_of
 from hocket.train.record import Record
-from hocket.train.replicas import lent
+from hocket.train.replicas import swapped_weights
 from hocket.train.run import Settings, describe_run
 from hocket.train.simulate import seeded
 from hocket.train.watch import check_weights
@@ -51,7 +51,7 @@ _MOST_RESTARTS = 10
 class Care:
     """How a crew deals with faults."""
 
-    patience_s: float = 10.0
+    liveness_timeout_s: float = 10.0
     snapshot_s: float = 5.0
     replace: bool = False
     keys: Path | None = None
@@ -85,11 +85,11 @@ class Crew:
         self.data = load(settings.data, data_dir)
         self.model = seeded(lambda: build(settings.model, self.data), settings.seed).to(device)
         optimizer = settings.make_optimizer(list(self.model.parameters()))
-        self.layout = layout_for(self.model, optimizer, self.strategy, settings.bucket_bytes, settings.first_bucket_bytes)
+        self.layout = layout_for(self.model, optimizer, self.strategy, settings.bucket_cap_bytes, settings.first_bucket_cap_bytes)
         self.slices = Slices.of(self.strategy, self.layout, settings.workers)
         optimizer_spec_for(self.strategy, optimizer)  # refuses what shards cannot run
-        self.dealing = dealing_of(settings, self.data)
-        self.epochs = -(-self.dealing.steps // len(self.dealing.partition))
+        self.sequence = batch_sequence(settings, self.data)
+        self.epochs = -(-self.sequence.steps // len(self.sequence.partition))
         self.metrics: list[dict[str, Any]] = []
         self._most_bytes = link_bytes(self.strategy, self.layout)
         self._keys = None if care.keys is None else Keys.read(care.keys)
@@ -124,7 +124,7 @@ class Crew:
         if self.record is not None:
             where = {"kind": "processes", "workers": self.settings.workers, "processes": processes, "device": str(self.device)}
             where |= {"backend": "zeromq", "step_s": None}
-            self.record.write_run(describe_run(self.settings, where, self.dealing.steps, self.layout))
+            self.record.write_run(describe_run(self.settings, where, self.sequence.steps, self.layout))
 
     def _start(self) -> None:
         self._write_run(self.settings.workers + self.slices.shards)
@@ -143,7 +143,7 @@ class Crew:
             self._job,
             bind,
             care.keys,
-            care.patience_s,
+            care.liveness_timeout_s,
             self._folder,
             care.snapshot_s,
             self._most_bytes,
@@ -159,7 +159,7 @@ class Crew:
 
     def _post(self, worker: int, replaces: bool) -> None:
         record = self.care.record_of(f"worker-{worker}")
-        post = Post(
+        post = WorkerTask(
             asdict(self.settings),
             worker,
             self._addresses,
@@ -167,7 +167,7 @@ class Crew:
             self._device_of(worker),
             None if self.data_dir is None else str(self.data_dir),
             None if self.care.keys is None else str(self.care.keys),
-            self.care.patience_s,
+            self.care.liveness_timeout_s,
             replaces,
             None if record is None else str(record),
         )
@@ -285,7 +285,7 @@ class Crew:
     def _progress(self, observer: Observer, epoch: int, watch: Callable[[Progress], None]) -> None:
         status = observer.status(0.2)
         if status is not None:
-            watch(Progress(epoch - 1, self.epochs, int(status["progress"]) // self.settings.workers, self.dealing.steps))
+            watch(Progress(epoch - 1, self.epochs, int(status["progress"]) // self.settings.workers, self.sequence.steps))
 
     def _epoch_ends(self, observer: Observer, first: Envelope, epoch: int, on_epoch: Callable[[dict[str, Any]], None]) -> bool:
         """Evaluate and record an epoch; False when a shard did not answer."""
@@ -312,7 +312,7 @@ class Crew:
         parts = () if flat is None else flat.split([b.numel() for b in floating.values()])
         buffers = {n: part.view(b.shape).to(b) for (n, b), part in zip(floating.items(), parts, strict=False)}
         x, y = (t.to(self.device) for t in self.data.test)
-        with lent(self.model, self.layout, [row.to(self.device) for row in rows], buffers):
+        with swapped_weights(self.model, self.layout, [row.to(self.device) for row in rows], buffers):
             right, seen = accuracy_of(self.model, (x, y), self.data)
         return right / seen if seen else None
 

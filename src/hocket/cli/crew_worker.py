@@ -25,7 +25,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the crew hears it and ends us
     sys.path.insert(0, os.getcwd())  # for module:factory
     warnings.simplefilter("ignore")  # the crew says it once
-    from hocket.train.free_worker import read_post, work
+    from hocket.train.free_worker import read_worker_config, work
 
     # What a model or a data set prints goes where people read; the pipe is for the one line that tells what went wrong.
     told = os.fdopen(os.dup(1), "w")
@@ -35,7 +35,7 @@ def main() -> None:
         sys.exit(1)
     threading.Thread(target=_end_with_input, daemon=True).start()
     try:
-        work(read_post(json.loads(line)))
+        work(read_worker_config(json.loads(line)))
     except (HocketError, NonFiniteGradient, WorkerLost) as error:
         print(json.dumps({"error": str(error), "kind": type(error).__name__}), file=told, flush=True)
         quit_at_once(2)

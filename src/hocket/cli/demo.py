@@ -39,9 +39,11 @@ def command(
     plain_notes()
     console = Console()
     machine = Machine(torch.device("cpu"), Data())
-    common: dict[str, Any] = {"data": "digits", "model": "cnn", "momentum": 0.9, "schedule": "cosine"}
-    real = _outline(f"{workers} real processes", REAL, workers, 0.05, {**common, "virtual": False, "batch": 16, "epochs": epochs})
-    more = {**common, "virtual": True, "batch": 4, "epochs": 3 * epochs, "cluster": "100mbit"}
+    common: dict[str, Any] = {"data": "digits", "model": "cnn", "momentum": 0.9, "lr_schedule": "cosine"}
+    real = _outline(
+        f"{workers} real processes", REAL, workers, 0.05, {**common, "virtual": False, "batch_size": 16, "epochs": epochs}
+    )
+    more = {**common, "virtual": True, "batch_size": 4, "epochs": 3 * epochs, "cluster": "100mbit"}
     many = _outline(f"{virtual} virtual workers", VIRTUAL, virtual, 0.1, more)
     studies = {out / "real": expand(real, machine.data), out / "virtual": expand(many, machine.data)}
     _make_room(out)
@@ -51,7 +53,7 @@ def command(
     for place, study in studies.items():
         perform(study, place, machine, then="the demo begins anew next time")
     show(list(studies), out, title="Hocket demo: handwritten digits")
-    console.print("Yours next: [bold]hocket study ten-modern --workers 4 --model mlp --batch 20 --epochs 10[/bold]")
+    console.print("Yours next: [bold]hocket study ten-modern --workers 4 --model mlp --batch-size 20 --epochs 10[/bold]")
 
 
 def _outline(title: str, strategies: tuple[str, ...], workers: int, lr: float, settings: dict[str, Any]) -> Outline:

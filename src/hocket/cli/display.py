@@ -6,7 +6,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -111,8 +110,8 @@ class StudyDisplay(Watch):
         else:
             self._now, self._share, self._note, self._accuracy = number, 0.0, "", ""
 
-    def trying(self, rate: float) -> None:
-        self._share, self._note = 0.0, f"trying rate {rate:g}"
+    def trying(self, lr: float) -> None:
+        self._share, self._note = 0.0, f"trying rate {lr:g}"
 
     def training(self) -> None:
         self._share, self._note = 0.0, "training"
@@ -202,10 +201,10 @@ def _result(outcome: Outcome) -> str:
     if outcome.failure:
         return f"failed: {outcome.failure}"
     accuracy, sent, took, virtual = _figures(outcome)
-    rate = f", rate {outcome.rate:g}" if outcome.planned.tuned else ""
+    lr = f", rate {outcome.lr:g}" if outcome.planned.tuned else ""
     cluster = cluster_name(outcome.run)
     predicted = f", {virtual} s predicted for {cluster}" if cluster else ""
-    return f"accuracy {accuracy}, {sent} MB, {took} s{predicted}{rate}"
+    return f"accuracy {accuracy}, {sent} MB, {took} s{predicted}{lr}"
 
 
 def study_tables(rows: Sequence[Row]) -> list[Table]:
@@ -231,14 +230,14 @@ def _add_row(table: Table, row: Row) -> None:
         return
     parts = (seconds(None if figure is None else figure.mean) for figure in (row.compute, row.wait, row.transfer))
     sent = 0.0 if row.bytes_sent is None else row.bytes_sent.mean
-    less = "–" if row.times_fewer is None else times_less(row.times_fewer, 1.0)
-    table.add_row(escape(row.label), percent(row.accuracy), percent(row.worst), *parts, megabytes(sent), less)
+    fewer = "–" if row.times_fewer is None else times_fewer(row.times_fewer, 1.0)
+    table.add_row(escape(row.label), percent(row.accuracy), percent(row.worst), *parts, megabytes(sent), fewer)
 
 
 LEGEND = (
     "accuracy: of the mean model; worst: of the worst replica. compute, wait, transfer: seconds, means over workers "
     "(of virtual workers: predicted). "
-    "MB: sent by all workers together; less: how many times less than bulk + allreduce."
+    "MB: sent by all workers together; fewer bytes: how many times fewer than bulk + allreduce."
 )
 
 
@@ -249,7 +248,7 @@ def predicted_for(settings: Settings) -> str:
     '1gbit'
     """
     spec = settings.spec()
-    return "" if spec is None else cluster_name({**asdict(settings), "spec": spec.describe()})
+    return "" if spec is None else cluster_name({**settings.recorded(), "spec": spec.describe()})
 
 
 def plain_notes() -> None:
@@ -280,10 +279,10 @@ def megabytes(count: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def times_less(baseline: float, count: float) -> str:
-    """How many times less than the baseline.
+def times_fewer(baseline: float, count: float) -> str:
+    """How many times fewer bytes than the baseline.
 
-    >>> times_less(100, 10), times_less(100, 0)
+    >>> times_fewer(100, 10), times_fewer(100, 0)
     ('10×', '–')
     """
     if not count:
@@ -304,7 +303,7 @@ def results_table(title: str) -> Table:
     """An empty table of results."""
     table = Table(title=title, title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, box=SIMPLE_HEAD)
     table.add_column("strategy", overflow="fold", min_width=20)
-    for column in ("accuracy", "worst", "compute", "wait", "transfer", "MB", "less"):
+    for column in ("accuracy", "worst", "compute", "wait", "transfer", "MB", "fewer bytes"):
         table.add_column(column, justify="right", no_wrap=True)
     return table
 
@@ -321,5 +320,5 @@ def add_result(table: Table, strategy: str, metrics: dict[str, Any], total: Entr
         seconds(total.wait_s),
         seconds(total.transfer_s),
         megabytes(total.bytes_sent),
-        times_less(baseline, total.bytes_sent),
+        times_fewer(baseline, total.bytes_sent),
     )

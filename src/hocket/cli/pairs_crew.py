@@ -53,7 +53,7 @@ class PairsCrew(Crew):
         with Listener("tcp://127.0.0.1:0", self._job, self._keys, self._most_bytes) as listener, ThreadPoolExecutor(1) as pool:
             self._looks = ThreadPoolExecutor(1)
             self._addresses = [listener.address]
-            clerk = Clerk(listener, self.settings.workers, len(self.dealing))
+            clerk = Clerk(listener, self.settings.workers, len(self.sequence))
             try:
                 self._write_run(self.settings.workers)
                 for worker in range(self.settings.workers):
@@ -79,9 +79,9 @@ class PairsCrew(Crew):
                 self._tend(clerk)
             if now - watched > 1.0:
                 watched = now
-                done = clerk.dealer.counted // self.settings.workers
-                watch(Progress(self._epoch - 1, self.epochs, done, self.dealing.steps))
-            while self._epoch < self.epochs and clerk.dealer.counted >= self._epoch * self.dealing.per_epoch:
+                done = clerk.dispatcher.counted // self.settings.workers
+                watch(Progress(self._epoch - 1, self.epochs, done, self.sequence.steps))
+            while self._epoch < self.epochs and clerk.dispatcher.counted >= self._epoch * self.sequence.per_epoch:
                 look = self._looks.submit(self._look, clerk.addresses)
                 evaluated.append(pool.submit(self._epoch_ends, look.result, self._figures(clerk), self._epoch))
                 self._epoch += 1
@@ -112,14 +112,14 @@ class PairsCrew(Crew):
         if not clerk.means:
             return False
         here = set(clerk.means[min(clerk.means)].here)
-        most_s = 2 * self.care.patience_s + self.settings.workers * self._like.bytes / _SLOWEST_BYTES_PER_S
+        most_s = 2 * self.care.liveness_timeout_s + self.settings.workers * self._like.bytes / _SLOWEST_BYTES_PER_S
         return here <= clerk.means.keys() | clerk.gone or time.monotonic() - self._heard > most_s
 
     def _look(self, addresses: list[str | None] | None) -> Mean | None:
         """The mean of what all who answer hold now; None where nobody does."""
         assert addresses is not None
         if self._peers is None:
-            self._peers = Peers(addresses, self._job, OBSERVER, self._keys, self._most_bytes, self.care.patience_s)
+            self._peers = Peers(addresses, self._job, OBSERVER, self._keys, self._most_bytes, self.care.liveness_timeout_s)
         for worker, address in enumerate(addresses):
             if address != self._peers.addresses[worker]:
                 self._peers.move(worker, address)

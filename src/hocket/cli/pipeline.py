@@ -26,9 +26,11 @@ def _root() -> None:
 @app.command("show")
 def show(
     schedule: Annotated[str, typer.Option(help=f"{_LIST}.")] = "1f1b",
-    stages: Annotated[int, typer.Option(help="Processes, each with a stage of the model (with --virtual: several).")] = 4,
-    micro: Annotated[int, typer.Option(help="Micro-batches of a batch; for pipedream mini-batches.")] = 8,
-    virtual: Annotated[int | None, typer.Option(help="Stages on each process (default: 2 for interleaved, 1 for others).")] = None,
+    stages: Annotated[int, typer.Option(help="Processes, each with a stage of the model (with --stages-per-rank: several).")] = 4,
+    num_microbatches: Annotated[int, typer.Option(help="Micro-batches of a batch; for pipedream mini-batches.")] = 8,
+    stages_per_rank: Annotated[
+        int | None, typer.Option(help="Stages on each process (default: 2 for interleaved, 1 for others).")
+    ] = None,
     backward: Annotated[float, typer.Option(help="What a backward costs; a forward costs 1.")] = 2.0,
     transfer: Annotated[float, typer.Option(help="What it costs to send something on; a forward costs 1.")] = 0.0,
     out: Annotated[Path | None, typer.Option(help="Also draw it as a picture: a .png or .svg file.")] = None,
@@ -36,10 +38,10 @@ def show(
     """Draw a schedule: rows are processes, columns are time, dots are idle."""
     method = find(schedule)
     costs = Costs(1.0, backward, transfer=transfer)
-    made = make(schedule, stages, micro, virtual)
+    made = make(schedule, stages, num_microbatches, stages_per_rank)
     timeline, idle = simulate(made, costs), bubble(made, costs)
     what = "mini-batches" if schedule == "pipedream" else "micro-batches"
-    title = f"{schedule}, {stages} stages, {micro} {what}: {idle:.1%} idle".replace("%", " %")
+    title = f"{schedule}, {stages} stages, {num_microbatches} {what}: {idle:.1%} idle".replace("%", " %")
     if out is not None:
         _write(out, picture(timeline, title, form=_form(out)))
     try:

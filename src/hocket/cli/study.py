@@ -53,11 +53,11 @@ def command(
     epochs: Annotated[int | None, typer.Option(help="Epochs of each run.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2: each strategy is run with each (default: 0).")] = None,
     lr: Annotated[str | None, typer.Option(help="A rate for all, or auto: a short search per strategy.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Mini-batch per worker.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Mini-batch per worker.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw, …")] = None,
     momentum: Annotated[float | None, typer.Option(help="Momentum of sgd and rmsprop (dgc carries its own).")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Weight decay.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="constant, cosine, linear or step.")] = None,
+    lr_schedule: Annotated[str | None, typer.Option(help="constant, cosine, linear or step.")] = None,
     warmup: Annotated[float | None, typer.Option(help="Epochs of linear warm-up.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="End each run after this many steps.")] = None,
     augment: Annotated[bool | None, typer.Option("--augment/--no-augment", help="Random crops and flips.")] = None,
@@ -89,11 +89,11 @@ def command(
         data=data,
         model=model,
         epochs=epochs,
-        batch=batch,
+        batch_size=batch_size,
         optimizer=optimizer,
         momentum=momentum,
         weight_decay=weight_decay,
-        schedule=schedule,
+        lr_schedule=lr_schedule,
         warmup=warmup,
         max_steps=max_steps,
         augment=augment,
@@ -256,7 +256,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
     """End a training and its workers: it is asked first."""
     before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        for number_, patience_s in ((signal.SIGINT, _LEAVE_S), (signal.SIGTERM, _LEAVE_S), (signal.SIGKILL, None)):
+        for number_, liveness_timeout_s in ((signal.SIGINT, _LEAVE_S), (signal.SIGTERM, _LEAVE_S), (signal.SIGKILL, None)):
             if process.poll() is not None:
                 return
             if number_ == signal.SIGKILL:
@@ -264,7 +264,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
             else:
                 process.send_signal(number_)
             try:
-                process.wait(patience_s)
+                process.wait(liveness_timeout_s)
             except subprocess.TimeoutExpired:
                 continue
     finally:

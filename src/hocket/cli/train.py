@@ -20,7 +20,7 @@ from hocket.cli.launch import launch
 from hocket.cli.leaving import leaving
 from hocket.cli.pairs_crew import PairsCrew
 from hocket.cluster.base import Cluster
-from hocket.cluster.join import find_place, join
+from hocket.cluster.join import find_launcher, join
 from hocket.cluster.spec import PRESETS
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
@@ -38,7 +38,8 @@ CLUSTER = f"Predict seconds of virtual workers for a cluster: {', '.join(PRESETS
 MESH = "Split each worker's model over processes: data=2,pipeline=2,tensor=2 (data: the workers)."
 MEASURE = "What layers cost: seconds (measured) or flops (counted: the same cut every time)."
 PLAN = "How operations are split: a TOML file of modules' names or patterns and their kinds (default: found)."
-SHARD = "Each worker keeps a part: of the optimiser's state (state), or of everything (full: PyTorch's FSDP2)."
+ZERO = "1: each worker keeps a part of the optimiser's state (ZeRO-1)."
+FSDP = "Each worker keeps a part of weights, gradients and optimiser state (PyTorch's FSDP2)."
 SLOWDOWN = "How many times as long each worker takes to compute, such as 1,1,1,4 (repeated over all)."
 
 
@@ -56,10 +57,10 @@ def command(
     lr: Annotated[float | None, typer.Option(help="Learning rate (default: 0.1; of sandblaster's first step: 1).")] = None,
     momentum: Annotated[float, typer.Option(help="Momentum of sgd and rmsprop.")] = 0.0,
     weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.0,
-    schedule: Annotated[str, typer.Option(help="constant, cosine, linear or step.")] = "constant",
+    lr_schedule: Annotated[str, typer.Option(help="constant, cosine, linear or step.")] = "constant",
     warmup: Annotated[float, typer.Option(help="Epochs of linear warm-up.")] = 0.0,
     scale_lr: Annotated[bool, typer.Option("--scale-lr", help="Multiply the rate by the number of workers.")] = False,
-    batch: Annotated[int, typer.Option(help="Mini-batch per worker.")] = 100,
+    batch_size: Annotated[int, typer.Option(help="Mini-batch per worker.")] = 100,
     epochs: Annotated[int, typer.Option(help="Epochs.")] = 10,
     max_steps: Annotated[int | None, typer.Option(help="End after this many steps.")] = None,
     clip: Annotated[float | None, typer.Option(help="Largest gradient norm.")] = None,
@@ -74,24 +75,27 @@ def command(
     host_size: Annotated[int | None, typer.Option(help="Workers per host, for hierarchical topologies.")] = None,
     cluster: Annotated[str | None, typer.Option(help=CLUSTER)] = None,
     slowdown: Annotated[str | None, typer.Option(help=SLOWDOWN)] = None,
-    share: Annotated[str, typer.Option(help="A worker's part of a round: even, or by its speed so far (speed).")] = "even",
-    bucket_bytes: Annotated[int | None, typer.Option(help="Largest bucket (default: by strategy).")] = None,
-    first_bucket_bytes: Annotated[int | None, typer.Option(help="Largest first bucket (default: by strategy).")] = None,
+    balance: Annotated[str, typer.Option(help="A worker's part of a round: even, or by its speed so far (speed).")] = "even",
+    bucket_cap_bytes: Annotated[int | None, typer.Option(help="Largest bucket (default: by strategy).")] = None,
+    first_bucket_cap_bytes: Annotated[int | None, typer.Option(help="Largest first bucket (default: by strategy).")] = None,
     mesh: Annotated[str | None, typer.Option(help=MESH)] = None,
     pipe: Annotated[str | None, typer.Option(help=f"Schedule of the stages: {', '.join(SCHEDULES)} (default: 1f1b).")] = None,
-    micro: Annotated[int | None, typer.Option(help="Micro-batches per mini-batch (default: twice as many as stages).")] = None,
+    num_microbatches: Annotated[
+        int | None, typer.Option(help="Micro-batches per mini-batch (default: twice as many as stages).")
+    ] = None,
     cut: Annotated[str | None, typer.Option(help="Modules after which to cut, with commas between them (default: found).")] = None,
-    virtual_stages: Annotated[int | None, typer.Option(help="Stages of each process (default: by schedule).")] = None,
+    stages_per_rank: Annotated[int | None, typer.Option(help="Stages of each process (default: by schedule).")] = None,
     measure: Annotated[str | None, typer.Option(help=MEASURE)] = None,
     plan: Annotated[Path | None, typer.Option("--plan", "--plan-file", help=PLAN)] = None,
-    shard: Annotated[str | None, typer.Option(help=SHARD)] = None,
+    zero: Annotated[int, typer.Option(help=ZERO)] = 0,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help=FSDP)] = False,
     explain: Annotated[bool, typer.Option("--explain", help="With --mesh: show how the model is split and why, and end.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for run.json, metrics.jsonl and checkpoints.")] = None,
     checkpoints: Annotated[bool, typer.Option(help="A checkpoint after every epoch, for --resume.")] = True,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     keys: Annotated[Path | None, typer.Option(help="Servers: keys made by `hocket keys`.")] = None,
     snapshot: Annotated[float, typer.Option(help="Servers: seconds between snapshots, 0 for none.")] = SNAPSHOT_S,
-    patience: Annotated[
+    liveness_timeout: Annotated[
         float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")
     ] = LIVENESS_TIMEOUT_S,
     replace: Annotated[bool, typer.Option("--replace", help="Servers, gossip: start another worker for one that died.")] = False,
@@ -99,7 +103,7 @@ def command(
     """Train a model with one strategy, on real processes or on virtual workers."""
     plain_notes()
     sys.path.insert(0, os.getcwd())  # for module:factory
-    place = find_place(os.environ)
+    place = find_launcher(os.environ)
     joined = place is not None and not virtual
     replicas = None if mesh is None else Mesh.parse(mesh).data
     size = workers if workers is not None else replicas or (place.processes if joined and place is not None else 1)
@@ -113,10 +117,10 @@ def command(
         lr=(1.0 if optimizer == batch_optimizer else 0.1) if lr is None else lr,
         momentum=momentum,
         weight_decay=weight_decay,
-        schedule=schedule,
+        lr_schedule=lr_schedule,
         warmup=warmup,
         scale_lr=scale_lr,
-        batch=batch,
+        batch_size=batch_size,
         epochs=epochs,
         max_steps=max_steps,
         clip=clip,
@@ -130,17 +134,18 @@ def command(
         host_size=host_size,
         cluster=cluster,
         slowdown=slowdown,
-        share=share,
-        bucket_bytes=bucket_bytes,
-        first_bucket_bytes=first_bucket_bytes,
+        balance=balance,
+        bucket_cap_bytes=bucket_cap_bytes,
+        first_bucket_cap_bytes=first_bucket_cap_bytes,
         mesh=mesh,
         pipe=pipe,
-        micro=micro,
+        num_microbatches=num_microbatches,
         cut=cut,
-        virtual_stages=virtual_stages,
+        stages_per_rank=stages_per_rank,
         measure=measure,
         plan_file=None if plan is None else str(plan),
-        shard=shard,
+        zero=zero,
+        fsdp=fsdp,
     )
     if explain and mesh is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
@@ -152,28 +157,30 @@ def command(
             )
         if not checkpoints:
             raise HocketError(f"--no-checkpoints: --optimizer {optimizer} keeps only its last iterations, in --out; leave it out.")
-        _refuse_care(f"--optimizer {optimizer}", keys, snapshot, patience, replace)
+        _refuse_care(f"--optimizer {optimizer}", keys, snapshot, liveness_timeout, replace)
         with leaving():
             train_on_batches(settings, device_of(device if virtual else "cpu"), data_dir, out, resume)
         return
     parsed = settings.check()
-    if parsed.free and not virtual and (size > 1 or serves_itself(parsed)):
+    if parsed.runtime != "collective" and not virtual and (size > 1 or serves_itself(parsed)):
         if joined or resume or processes not in (None, size):
             what = "under another launcher" if joined else "with --resume" if resume else f"with --processes {processes}"
             raise HocketError(f"{parsed} starts its own shards and workers and cannot run {what}; leave that out.")
-        if snapshot < 0 or patience <= 0:
-            raise HocketError(f"--snapshot {snapshot:g} --patience {patience:g}: seconds are above 0 (--snapshot 0: none).")
-        _run_crew(settings, device_of(device), data_dir, out, Care(patience, snapshot, replace, keys))
+        if snapshot < 0 or liveness_timeout <= 0:
+            raise HocketError(
+                f"--snapshot {snapshot:g} --liveness-timeout {liveness_timeout:g}: seconds are above 0 (--snapshot 0: none)."
+            )
+        _run_crew(settings, device_of(device), data_dir, out, Care(liveness_timeout, snapshot, replace, keys))
         return
-    _refuse_care(f"{parsed} on virtual workers" if virtual else str(parsed), keys, snapshot, patience, replace)
+    _refuse_care(f"{parsed} on virtual workers" if virtual else str(parsed), keys, snapshot, liveness_timeout, replace)
     if mesh is not None and processes is not None:
         raise HocketError(f"--mesh {mesh} says how many processes there are; leave --processes out.")
     _start(settings, joined, processes, device, data_dir, out, resume, checkpoints, explain)
 
 
-def _refuse_care(what: str, keys: Path | None, snapshot: float, patience: float, replace: bool) -> None:
+def _refuse_care(what: str, keys: Path | None, snapshot: float, liveness_timeout: float, replace: bool) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
-    given = {"--keys": keys is not None, "--snapshot": snapshot != SNAPSHOT_S, "--patience": patience != LIVENESS_TIMEOUT_S}
+    given = {"--keys": keys is not None, "--snapshot": snapshot != SNAPSHOT_S, "--liveness-timeout": liveness_timeout != LIVENESS_TIMEOUT_S}
     if named := [option for option, is_given in {**given, "--replace": replace}.items() if is_given]:
         raise HocketError(f"{', '.join(named)}: {what} has no use for it; leave it out (real processes that do not wait have).")
 
@@ -231,7 +238,7 @@ def _run_crew(settings: Settings, device: torch.device, data_dir: Path | None, o
         crew = (PairsCrew if paired else Crew)(settings, device, data_dir, out, care)
         with Display(str(crew.strategy), True, settings.epochs) as display:
             metrics = crew.run(display.step, display.epoch)
-    steps, workers = crew.dealing.steps, settings.workers
+    steps, workers = crew.sequence.steps, settings.workers
     shards = "1 shard" if crew.slices.shards == 1 else f"{crew.slices.shards} shards"
     who = f"{workers} workers" if paired else f"{workers} workers and {shards}"
     title = f"{settings.model} on {settings.data}, {who}, {steps} steps"
@@ -263,8 +270,8 @@ def _train(
         name = predicted_for(settings)
         predicted = f", seconds predicted for {name}" if name else ""
         who = f"{cluster.size} {kind}" if settings.mesh is None else f"{cluster.size} processes as {settings.mesh}"
-        if settings.shard is not None and settings.workers > 1:
-            who += ", the optimiser's state in parts" if settings.shard == "state" else ", all in parts (MB by formula)"
+        if settings.sharding and settings.workers > 1:
+            who += ", the optimiser's state in parts" if settings.zero else ", all in parts (MB by formula)"
         title = f"{settings.model} on {settings.data}, {who}, {training.step} steps{predicted}"
         _show(title, str(strategy), training.metrics, bulk_bytes(training), out)
 
@@ -275,7 +282,7 @@ def _show(title: str, strategy: str, metrics: list[dict[str, Any]], baseline: in
     add_result(table, strategy, metrics[-1], total_of(metrics), baseline)
     console = Console()
     console.print(table)
-    console.print(LEGEND + " There: computed, not measured.", style="dim")
+    console.print(LEGEND + " Reduction computed against bulk + allreduce, not measured.", style="dim")
     for name, sent, seconds in axes_of(metrics):
         console.print(f"{name} axis: {sent / 1e6:,.1f} MB sent, {seconds:.2f} s waited", style="dim")
     if out is not None:

@@ -20,12 +20,12 @@ from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, LENGTH_BYTES, Mess
 from hocket.errors import HocketError
 
 
-class Team:
+class Subgroups:
     """A partition of all workers into groups of equal size that exchange among themselves.
 
-    ``members`` is ``[groups, size]`` worker ids; the team of everybody is one group.
+    ``members`` is ``[groups, size]`` worker ids; ``Subgroups.world`` is one group of all.
 
-    >>> Team.everybody(3).members.tolist(), Team.blocks(4, 2).members.tolist(), Team.across(4, 2).members.tolist()
+    >>> Subgroups.world(3).members.tolist(), Subgroups.blocks(4, 2).members.tolist(), Subgroups.across(4, 2).members.tolist()
     ([[0, 1, 2]], [[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
 
@@ -38,16 +38,16 @@ class Team:
         self.place_of[members.flatten()] = torch.arange(self.size).repeat(self.groups)
 
     @classmethod
-    def everybody(cls, workers: int) -> Team:
+    def world(cls, workers: int) -> Subgroups:
         return cls(torch.arange(workers).unsqueeze(0))
 
     @classmethod
-    def blocks(cls, workers: int, size: int) -> Team:
+    def blocks(cls, workers: int, size: int) -> Subgroups:
         """Neighbours of one host: ``size`` consecutive workers each."""
         return cls(torch.arange(workers).view(-1, size))
 
     @classmethod
-    def across(cls, workers: int, size: int) -> Team:
+    def across(cls, workers: int, size: int) -> Subgroups:
         """Workers with the same place on different hosts of ``size`` workers."""
         return cls(torch.arange(workers).view(-1, size).t().contiguous())
 
@@ -96,7 +96,7 @@ class Cluster(ABC):
         self.size = size
         self.workers = workers
         self.device = device
-        self.everybody = Team.everybody(size)
+        self.world = Subgroups.world(size)
         none = torch.zeros(len(workers), dtype=torch.int64)
         self.ledger = Ledger(none, none.to(device, copy=True), timed)
 
@@ -141,65 +141,66 @@ class Cluster(ABC):
         """Run ``work`` in order with all other work; returns what waits for its result."""
 
     @abstractmethod
-    def mean(self, rows: Tensor, team: Team) -> Tensor:
+    def mean(self, rows: Tensor, subgroups: Subgroups) -> Tensor:
         """Every row becomes the mean over its group (in place)."""
 
-    def mean_on(self, servers: int, rows: Tensor) -> Tensor:
+    def reduce_on_servers(self, servers: int, rows: Tensor) -> Tensor:
         """The same over all workers, summed on ``servers`` spare machines and on the workers' own (in place)."""
         raise HocketError(f"server({servers}, role=sum) needs servers that sum, and this job has none; use allreduce.")
 
     @abstractmethod
-    def hear(self, message: Message, sources: Tensor) -> Message:
+    def neighbor_exchange(self, message: Message, sources: Tensor) -> Message:
         """Receive one message from each source: ``sources[slot, worker]`` is whom a worker hears (−1: nobody).
 
         Returns rows in slot-major order, ``[slots · rows here]``; where nobody was heard the row is the worker's own message.
         """
 
     @abstractmethod
-    def scatter(self, message: Message, team: Team) -> Message:
+    def all_to_all(self, message: Message, subgroups: Subgroups) -> Message:
         """All-to-all inside each group: row ``(i, k)`` of ``[rows here · group size]`` goes to the group's k-th member.
 
         Returns rows ``(i, k)``: what worker ``i`` got from its group's k-th member.
         """
 
     @abstractmethod
-    def share(self, message: Message, team: Team) -> Message:
+    def all_gather(self, message: Message, subgroups: Subgroups) -> Message:
         """All-gather inside each group; rows ``(g, k)`` for the groups that have members here (see :meth:`groups_here`)."""
 
     @abstractmethod
-    def any(self, flags: Tensor) -> Tensor:
+    def all_reduce_any(self, flags: Tensor) -> Tensor:
         """Bool flags ``[rows here, k]`` combined over all workers: ``[k]``."""
 
     @abstractmethod
-    def collect(self, values: Tensor) -> Tensor:
+    def all_gather_metrics(self, values: Tensor) -> Tensor:
         """Values ``[rows here, …]`` of all workers in worker order; for figures, not for training data (uncounted)."""
 
     @abstractmethod
-    def broadcast(self, rows: Tensor) -> None:
-        """Every row becomes worker 0's (in place; uncounted, it happens once)."""
-
-    @abstractmethod
-    def spread(self, rows: Tensor, source: int) -> Any:
+    def broadcast(self, rows: Tensor, source: int = 0) -> Any:
         """Every row becomes worker ``source``'s, in place; it may go on in the background: the rows, or something to wait for."""
 
-    def prepare(self, team: Team) -> None:  # noqa: B027 - clusters without set-up cost need not override
-        """Called by every process in the same order before the team is first used."""
+    def synchronize(self, rows: Tensor) -> None:
+        """Make every row worker 0's before the training starts (in place; waits, and neither bytes nor time count)."""
+        with self.uncounted():
+            self.start(lambda: self.broadcast(rows))()
+
+    def create_groups(self, subgroups: Subgroups) -> None:  # noqa: B027 - clusters without set-up cost need not override
+        """Called by every process in the same order before the subgroups are first used."""
 
     def close(self) -> None:  # noqa: B027
         """Let go of threads and connections."""
 
     # --- shared by implementations ---------------------------------------------------------------------------------------
 
-    def groups_here(self, team: Team) -> tuple[list[int], Tensor]:
+    def groups_here(self, subgroups: Subgroups) -> tuple[list[int], Tensor]:
         """The groups that have members here and, for each row, the position of its group in that list."""
-        own = team.group_of[self.workers.start : self.workers.stop]
+        own = subgroups.group_of[self.workers.start : self.workers.stop]
         groups, position = own.unique(return_inverse=True)
         return groups.tolist(), position
 
-    def _count_mean(self, rows: Tensor, team: Team) -> None:
-        self.ledger.sent += ring_bytes(rows.shape[1] * rows.element_size(), team.size)
+    def _count_mean(self, rows: Tensor, subgroups: Subgroups) -> None:
+        self.ledger.sent += ring_bytes(rows.shape[1] * rows.element_size(), subgroups.size)
 
-    def _count_spread(self, rows: Tensor, source: int) -> None:
+    def _count_broadcast(self, rows: Tensor, source: int) -> None:
         if source in self.workers:
             self.ledger.sent[source - self.workers.start] += (self.size - 1) * framed(rows.shape[1] * rows.element_size())
 
@@ -220,7 +221,7 @@ class Cluster(ABC):
         counts = torch.bincount(heard, minlength=self.size)
         return counts[self.workers.start : self.workers.stop]
 
-    def _to_others(self, team: Team) -> Tensor:
+    def _to_others(self, subgroups: Subgroups) -> Tensor:
         """For rows ``(worker, place)``: 1 where the message leaves its worker, 0 where it stays."""
-        own = team.place_of[self.workers.start : self.workers.stop]
-        return (own.unsqueeze(1) != torch.arange(team.size)).to(torch.int64).flatten()
+        own = subgroups.place_of[self.workers.start : self.workers.stop]
+        return (own.unsqueeze(1) != torch.arange(subgroups.size)).to(torch.int64).flatten()

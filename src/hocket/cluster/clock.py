@@ -1,4 +1,4 @@
-"""The virtual clock: when each virtual worker would be where, on a cluster described by a :class:`~hocket.cluster.spec.Spec`.
+"""The virtual clock: when each virtual worker would be where, on a described cluster (:class:`~hocket.cluster.spec.ClusterSpec`).
 
 Each worker has its own time ``now`` and a network that is free from ``net`` on; both are float64 tensors ``[workers]`` on the CPU.
 
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import PIECE_BYTES
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 
 if TYPE_CHECKING:
-    from hocket.cluster.base import Team
+    from hocket.cluster.base import Subgroups
 
 BACKWARD = 2 / 3
 """The share of a step's time that the backward pass takes."""
@@ -55,7 +55,7 @@ class Link:
 
 
 class Routes:
-    """How the members of a team's groups reach each other: per link, from whom to whom (float64 ``[groups, size, size]``)."""
+    """How the members of the subgroups reach each other: per link, from whom to whom (float64 ``[groups, size, size]``)."""
 
     def __init__(self, links: tuple[tuple[Link, Tensor], ...]) -> None:
         self.links = links
@@ -102,13 +102,13 @@ def parts(first: Tensor, late: Tensor, blocked: Tensor, end: Tensor) -> tuple[Te
 class Clock:
     """The time of ``workers`` virtual workers on the cluster ``spec``; see the module's docstring.
 
-    >>> clock = Clock(Spec(step_s=1.0, slowdown=(1, 4)), 2)
+    >>> clock = Clock(ClusterSpec(step_s=1.0, slowdown=(1, 4)), 2)
     >>> clock.compute(0)
     >>> clock.now.tolist()
     [1.0, 4.0]
     """
 
-    def __init__(self, spec: Spec, workers: int, seed: int = 0) -> None:
+    def __init__(self, spec: ClusterSpec, workers: int, seed: int = 0) -> None:
         self.spec, self.workers, self.seed = spec, workers, seed
         self.step_s = spec.step_s or 0.0
         """Seconds of an undisturbed step on a whole mini-batch; whoever trains sets it where the spec does not."""
@@ -119,7 +119,7 @@ class Clock:
         self._net_link = Link(spec.latency_s, spec.bandwidth)
         self._host_link = Link(spec.host_latency_s, spec.host_bandwidth)
         self._host_of = torch.arange(workers) // (spec.host_size or 1)
-        self._routes: dict[Team, Routes] = {}
+        self._routes: dict[Subgroups, Routes] = {}
         self._step = self.now.clone()  # what the last step took
         self._first: Tensor | None = None  # the first launch of the exchange under way, if one is
         self._late = self.now.clone()  # the latest launch among those it goes through
@@ -146,29 +146,29 @@ class Clock:
         self._first = launch if self._first is None else self._first
         self.net = torch.maximum(self.net, launch)
 
-    def ring(self, sent_bytes: float, team: Team) -> None:
+    def ring(self, sent_bytes: float, subgroups: Subgroups) -> None:
         """A ring all-reduce in each group, ``sent_bytes`` by every worker; its members end together."""
-        if team.size > 1:
-            self._together(team, self._routes_of(team).ring(sent_bytes))
+        if subgroups.size > 1:
+            self._together(subgroups, self._routes_of(subgroups).ring(sent_bytes))
 
-    def summed(self, sent_bytes: float, team: Team) -> None:
+    def summed(self, sent_bytes: float, subgroups: Subgroups) -> None:
         """A mean over machines that sum: pushed and fetched in pieces, both directions at once, all links equally loaded."""
-        if team.size > 1:
-            self._together(team, self._net_link.latency_s * 2 + torch.tensor([sent_bytes / self._net_link.bandwidth]))
+        if subgroups.size > 1:
+            self._together(subgroups, self._net_link.latency_s * 2 + torch.tensor([sent_bytes / self._net_link.bandwidth]))
 
-    def scatter(self, sizes: Tensor, team: Team, announced: bool) -> None:
+    def all_to_all(self, sizes: Tensor, subgroups: Subgroups, announced: bool) -> None:
         """All-to-all in each group: ``sizes`` ``[workers · size]`` bytes, to each member of the group in turn."""
-        if team.size > 1:
-            sent = sizes.view(self.workers, team.size)[team.members].to(torch.float64)
-            self._together(team, self._routes_of(team).exchange(sent, announced))
+        if subgroups.size > 1:
+            sent = sizes.view(self.workers, subgroups.size)[subgroups.members].to(torch.float64)
+            self._together(subgroups, self._routes_of(subgroups).exchange(sent, announced))
 
-    def share(self, sizes: Tensor, team: Team, announced: bool) -> None:
+    def all_gather(self, sizes: Tensor, subgroups: Subgroups, announced: bool) -> None:
         """All-gather in each group: ``sizes`` ``[workers]`` bytes, to every other member."""
-        if team.size > 1:
-            sent = sizes[team.members].to(torch.float64).unsqueeze(2).expand(-1, -1, team.size)
-            self._together(team, self._routes_of(team).exchange(sent, announced))
+        if subgroups.size > 1:
+            sent = sizes[subgroups.members].to(torch.float64).unsqueeze(2).expand(-1, -1, subgroups.size)
+            self._together(subgroups, self._routes_of(subgroups).exchange(sent, announced))
 
-    def hear(self, sizes: Tensor, sources: Tensor, announced: bool) -> None:
+    def neighbor_exchange(self, sizes: Tensor, sources: Tensor, announced: bool) -> None:
         """Messages of ``sizes`` ``[workers]`` bytes to whoever hears them (``sources[slot, worker]``, −1: nobody)."""
         if not sources.shape[0]:
             return
@@ -189,7 +189,7 @@ class Clock:
         starts, self._late = meet(torch.stack([self.net, self._late]), heard)
         self.net = starts + cost
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Every worker needs the result of the exchange under way: it stands still until that has ended."""
         if self._first is None:
             return
@@ -197,20 +197,20 @@ class Clock:
         self.now = torch.maximum(self.now, self.net)
         self._first = None
 
-    def _together(self, team: Team, cost: Tensor) -> None:
+    def _together(self, subgroups: Subgroups, cost: Tensor) -> None:
         """The members of each group start with the last of them and end together."""
-        latest = torch.stack([self.net, self._late])[:, team.members].amax(2)
+        latest = torch.stack([self.net, self._late])[:, subgroups.members].amax(2)
         latest[0] += cost
-        self.net, self._late = latest[:, team.group_of]
+        self.net, self._late = latest[:, subgroups.group_of]
 
-    def _routes_of(self, team: Team) -> Routes:
-        if team not in self._routes:
-            hosts = self._host_of[team.members]
+    def _routes_of(self, subgroups: Subgroups) -> Routes:
+        if subgroups not in self._routes:
+            hosts = self._host_of[subgroups.members]
             same = hosts.unsqueeze(2) == hosts.unsqueeze(1)
-            apart = ~torch.eye(team.size, dtype=torch.bool)
+            apart = ~torch.eye(subgroups.size, dtype=torch.bool)
             found = ((self._net_link, ~same), (self._host_link, same & apart))
-            self._routes[team] = Routes(tuple((link, mask.to(torch.float64)) for link, mask in found if bool(mask.any())))
-        return self._routes[team]
+            self._routes[subgroups] = Routes(tuple((link, mask.to(torch.float64)) for link, mask in found if bool(mask.any())))
+        return self._routes[subgroups]
 
     # --- reading and keeping -----------------------------------------------------------------------------------------------
 

@@ -37,8 +37,8 @@ def boot_id() -> str:
 class Heartbeat:
     """Beats and watches in a thread of its own until :meth:`stop`."""
 
-    def __init__(self, rank: int, processes: int, hosting: list[range], patience_s: float) -> None:
-        self.rank, self.processes, self.hosting, self.patience_s = rank, processes, hosting, patience_s
+    def __init__(self, rank: int, processes: int, hosting: list[range], liveness_timeout_s: float) -> None:
+        self.rank, self.processes, self.hosting, self.liveness_timeout_s = rank, processes, hosting, liveness_timeout_s
         self._stop = threading.Event()
         self._gone: int | None = None
         self._told = False
@@ -48,7 +48,7 @@ class Heartbeat:
         if processes > 1:
             store: Any = dist.distributed_c10d._get_default_store()
             store = store.clone()
-            store.set_timeout(timedelta(seconds=patience_s))
+            store.set_timeout(timedelta(seconds=liveness_timeout_s))
             self._store = dist.PrefixStore(f"hocket/{_generation()}", store)
             self._store.set(f"beat/{rank}", "0")
             for work, name in ((self._beat, "hocket-heartbeat"), (self._watch, "hocket-watch")):
@@ -89,7 +89,7 @@ class Heartbeat:
         others = [rank for rank in range(self.processes) if rank != self.rank]
         seen: dict[int, tuple[bytes, float]] = {}
         start = time.monotonic()
-        while (now := time.monotonic()) - start < self.patience_s + 2:
+        while (now := time.monotonic()) - start < self.liveness_timeout_s + 2:
             try:
                 gone = self._named()
                 if gone is None:
@@ -119,7 +119,7 @@ class Heartbeat:
             try:
                 self._store.set(f"beat/{self.rank}", str(self._rounds))
                 if self._named() is None:
-                    self._silent(self._watched(), self.patience_s, seen)
+                    self._silent(self._watched(), self.liveness_timeout_s, seen)
             except RuntimeError:
                 self._gone = -1 if self._gone is None else self._gone
             if self._gone is not None:
@@ -134,7 +134,7 @@ class Heartbeat:
         while not self._stop.wait(_BEAT_S):
             stuck = stuck + _BEAT_S if self._rounds == rounds else 0.0
             rounds = self._rounds
-            if stuck > self.patience_s and self._gone is None:
+            if stuck > self.liveness_timeout_s and self._gone is None:
                 self._gone = -1
             if self._gone is None:
                 continue
@@ -170,8 +170,8 @@ class Heartbeat:
     def _has_left(self, rank: int) -> bool:
         return bool(self._store.check([f"left/{rank}"]))
 
-    def _silent(self, ranks: list[int], patience_s: float, seen: dict[int, tuple[bytes, float]]) -> int | None:
-        """A process whose counter has stood still for ``patience_s`` (and announce it); ``seen`` is kept between calls."""
+    def _silent(self, ranks: list[int], liveness_timeout_s: float, seen: dict[int, tuple[bytes, float]]) -> int | None:
+        """A process whose counter has stood still for ``liveness_timeout_s`` (and announce it); ``seen`` is kept between calls."""
         for rank in ranks:
             if self._has_left(rank):
                 continue
@@ -180,7 +180,7 @@ class Heartbeat:
             value, since = seen.get(rank, (None, now))
             if value != beat:
                 seen[rank] = (beat, now)
-            elif now - since > patience_s:
+            elif now - since > liveness_timeout_s:
                 return self._name(rank)
         return None
 
@@ -202,7 +202,7 @@ class Heartbeat:
         with contextlib.suppress(RuntimeError):  # the launcher kept the store, and it is gone
             while self.rank == 0 and not self._told:
                 here = [rank for rank in range(1, self.processes) if not self._has_left(rank)]
-                if not here or self._named() is not None or self._silent(here, self.patience_s, seen) is not None:
+                if not here or self._named() is not None or self._silent(here, self.liveness_timeout_s, seen) is not None:
                     break
                 time.sleep(_BEAT_S / 5)
 

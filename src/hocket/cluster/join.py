@@ -31,7 +31,7 @@ _LAUNCHERS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchInfo:
     """This process among the others, as its launcher announced it."""
 
     launcher: str
@@ -43,16 +43,16 @@ class Place:
     port: int
 
 
-def find_place(environ: Mapping[str, str]) -> Place | None:
+def find_launcher(environ: Mapping[str, str]) -> LaunchInfo | None:
     """Who started us and where we stand; None when nobody did.
 
-    >>> find_place({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
+    >>> find_launcher({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
     1
     """
     for launcher, (rank, size, local, per_host) in _LAUNCHERS.items():
         if rank in environ and size in environ and int(environ[size]) > 0:
             processes = int(environ[size])
-            return Place(
+            return LaunchInfo(
                 launcher,
                 int(environ[rank]),
                 processes,
@@ -95,10 +95,10 @@ def join(
     workers: int | None = None,
     exact: bool = False,
     timeout_s: float = 1800.0,
-    patience_s: float = 10.0,
+    liveness_timeout_s: float = 10.0,
 ) -> Cluster:
     """The cluster this process belongs to; alone: one worker, or ``workers`` virtual ones."""
-    place = find_place(os.environ)
+    place = find_launcher(os.environ)
     if not dist.is_initialized():
         if place is None or place.processes == 1:
             alone = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,14 +113,14 @@ def join(
     per_host = place.per_host if place is not None and dist.get_world_size() % place.per_host == 0 else None
     if per_host is not None and workers is not None:
         per_host = per_host * workers // dist.get_world_size() if workers % dist.get_world_size() == 0 else None
-    return ProcessCluster(workers, device, exact, per_host, patience_s)
+    return ProcessCluster(workers, device, exact, per_host, liveness_timeout_s)
 
 
 def _on_cuda(device: torch.device | str | None) -> bool:
     return torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
 
 
-def _start_group(place: Place, backend: str, timeout_s: float) -> None:
+def _start_group(place: LaunchInfo, backend: str, timeout_s: float) -> None:
     os.environ.setdefault("MASTER_ADDR", place.address)
     os.environ.setdefault("MASTER_PORT", str(place.port))
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.processes))
@@ -141,13 +141,13 @@ def _start_group(place: Place, backend: str, timeout_s: float) -> None:
         late.cancel()
 
 
-def _give_up(place: Place, timeout_s: float) -> None:
+def _give_up(place: LaunchInfo, timeout_s: float) -> None:
     """Something else answers at the address, and torch would wait for ever."""
     print(f"hocket: {_not_joined(place, f'in {timeout_s:g} s')}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _not_joined(place: Place, how: str) -> str:
+def _not_joined(place: LaunchInfo, how: str) -> str:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return (
         f"Process {place.rank} of {place.processes} could not join the others at {where} {how}; "

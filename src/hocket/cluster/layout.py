@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-CAP_BYTES = 25 * 2**20
-FIRST_CAP_BYTES = 2**20
+BUCKET_CAP_BYTES = 25 * 2**20
+FIRST_BUCKET_CAP_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ _Kind = tuple[int, torch.dtype, torch.device, str]
 def layout_of(
     named: Iterable[tuple[str, nn.Parameter]],
     groups: Sequence[Sequence[nn.Parameter]] | None = None,
-    cap_bytes: int = CAP_BYTES,
-    first_cap_bytes: int = FIRST_CAP_BYTES,
+    bucket_cap_bytes: int = BUCKET_CAP_BYTES,
+    first_bucket_cap_bytes: int = FIRST_BUCKET_CAP_BYTES,
     apart: Mapping[str, str] | None = None,
 ) -> Layout:
     """The layout of the trainable parameters among ``named``, split by the optimiser's parameter ``groups``.
@@ -128,7 +128,7 @@ def layout_of(
         key = (group, p.dtype, p.device, (apart or {}).get(name, ""))
         held = open_.setdefault(key, [])
         held.append((name, p))
-        if sum(q.numel() * q.element_size() for _, q in held) >= (cap_bytes if closed else first_cap_bytes):
+        if sum(q.numel() * q.element_size() for _, q in held) >= (bucket_cap_bytes if closed else first_bucket_cap_bytes):
             closed.append((key, open_.pop(key)))
     closed += list(open_.items())
     return Layout(tuple(_bucket(i, key, held) for i, (key, held) in enumerate(closed)))

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hocket.cluster.base import Cluster, Team
+from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.heartbeat import Heartbeat, boot_id
 from hocket.cluster.ledger import CudaClock
 from hocket.cluster.message import PIECE_BYTES, Message, ordered_mean, ring_bytes, summed_bytes
@@ -56,7 +56,7 @@ class ProcessCluster(Cluster):
         device: torch.device | str = "cpu",
         exact: bool = False,
         host_size: int | None = None,
-        patience_s: float = 10.0,
+        liveness_timeout_s: float = 10.0,
         group: dist.ProcessGroup | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class ProcessCluster(Cluster):
         if self.device.type == "cuda" and "nccl" in self.backend:
             self.ledger.clock = CudaClock()
         self.ledger.clock.offset_s = self._clock_offset()
-        self.heartbeat = heartbeat or Heartbeat(self.rank, self.processes, self.hosting, patience_s)
+        self.heartbeat = heartbeat or Heartbeat(self.rank, self.processes, self.hosting, liveness_timeout_s)
         self._shares_heartbeat = heartbeat is not None
 
     @property
@@ -150,23 +150,23 @@ class ProcessCluster(Cluster):
 
     # --- verbs -----------------------------------------------------------------------------------------------------------
 
-    def mean_on(self, servers: int, rows: Tensor) -> Tensor:
+    def reduce_on_servers(self, servers: int, rows: Tensor) -> Tensor:
         if servers not in self.summing:
-            return super().mean_on(servers, rows)
+            return super().reduce_on_servers(servers, rows)
         own, theirs = summed_bytes(rows.shape[1] * rows.element_size(), self.size, servers)
         self.ledger.sent += own + servers * theirs // self.size
         return self.summing[servers](rows)
 
-    def mean(self, rows: Tensor, team: Team) -> Tensor:
-        pending = self.mean_later(rows, team)
+    def mean(self, rows: Tensor, subgroups: Subgroups) -> Tensor:
+        pending = self.mean_later(rows, subgroups)
         return rows if pending is None else pending.wait()
 
-    def mean_later(self, rows: Tensor, team: Team) -> _Pending | None:
+    def mean_later(self, rows: Tensor, subgroups: Subgroups) -> _Pending | None:
         """Start a mean; the backend's own all-reduce runs on, anything else has ended on return (then ``None``)."""
-        self._count_mean(rows, team)
-        group = self._group(team)
+        self._count_mean(rows, subgroups)
+        group = self._group(subgroups)
         if self.exact or group is None:
-            self._gathered_mean(rows, team)
+            self._gathered_mean(rows, subgroups)
             return None
         total = rows
         if self.rows > 1:
@@ -174,15 +174,17 @@ class ProcessCluster(Cluster):
             for row in rows[1:]:
                 total += row
         work = dist.all_reduce(total, group=group, async_op=True)
-        return _Pending(work, lambda: rows.copy_(total.div_(team.size).expand_as(rows)) if self.rows > 1 else rows.div_(team.size))
+        return _Pending(
+            work, lambda: rows.copy_(total.div_(subgroups.size).expand_as(rows)) if self.rows > 1 else rows.div_(subgroups.size)
+        )
 
-    def _gathered_mean(self, rows: Tensor, team: Team) -> None:
-        groups, position = self.groups_here(team)
-        everything = self._share(Message((rows,)), team).parts[0].view(len(groups), team.size, -1)
+    def _gathered_mean(self, rows: Tensor, subgroups: Subgroups) -> None:
+        groups, position = self.groups_here(subgroups)
+        everything = self._all_gather(Message((rows,)), subgroups).parts[0].view(len(groups), subgroups.size, -1)
         means = torch.stack([ordered_mean(group) for group in everything])
         rows.copy_(means[position.to(means.device)])
 
-    def hear(self, message: Message, sources: Tensor) -> Message:
+    def neighbor_exchange(self, message: Message, sources: Tensor) -> Message:
         self._count_messages(message, self._copies_heard(sources))
         wanted = [(int(sources[slot, i]), i, slot) for slot in range(sources.shape[0]) for i in self.workers]
         offered = [
@@ -198,33 +200,33 @@ class ProcessCluster(Cluster):
             [(i, j, s, (i if i >= 0 else j) - own) for i, j, s in wanted],
         )
 
-    def scatter(self, message: Message, team: Team) -> Message:
-        self._count_messages(message, self._to_others(team))
+    def all_to_all(self, message: Message, subgroups: Subgroups) -> Message:
+        self._count_messages(message, self._to_others(subgroups))
         offered, wanted, own = [], [], self.workers.start
         for i in self.workers:
-            mates = team.members[team.group_of[i]].tolist()
-            place = int(team.place_of[i])
-            offered += [((i - own) * team.size + k, i, j, 0) for k, j in enumerate(mates)]
-            wanted += [(j, i, 0, (j - own) * team.size + place) for j in mates]
+            mates = subgroups.members[subgroups.group_of[i]].tolist()
+            place = int(subgroups.place_of[i])
+            offered += [((i - own) * subgroups.size + k, i, j, 0) for k, j in enumerate(mates)]
+            wanted += [(j, i, 0, (j - own) * subgroups.size + place) for j in mates]
         return self._route(message, offered, wanted)
 
-    def share(self, message: Message, team: Team) -> Message:
-        self._count_messages(message, team.size - 1)
-        return self._share(message, team)
+    def all_gather(self, message: Message, subgroups: Subgroups) -> Message:
+        self._count_messages(message, subgroups.size - 1)
+        return self._all_gather(message, subgroups)
 
-    def _share(self, message: Message, team: Team) -> Message:
-        groups, _ = self.groups_here(team)
+    def _all_gather(self, message: Message, subgroups: Subgroups) -> Message:
+        groups, _ = self.groups_here(subgroups)
         own = self.workers.start
         offered, wanted = [], []
         for i in self.workers:
             # A process gets each message once, whoever of its workers it is for.
-            mates = team.members[team.group_of[i]].tolist()
+            mates = subgroups.members[subgroups.group_of[i]].tolist()
             offered += [(i - own, i, self.hosting[r].start, 0) for r in sorted({self._owner[j] for j in mates})]
         for g in groups:
-            wanted += [(j, own, 0, j - own) for j in team.members[g].tolist()]
+            wanted += [(j, own, 0, j - own) for j in subgroups.members[g].tolist()]
         return self._route(message, offered, wanted)
 
-    def any(self, flags: Tensor) -> Tensor:
+    def all_reduce_any(self, flags: Tensor) -> Tensor:
         self.ledger.sent += ring_bytes(flags.shape[1], self.size)
         mine = flags.any(0).to(self._wire_device, torch.uint8)
 
@@ -234,7 +236,7 @@ class ProcessCluster(Cluster):
 
         return self._now(agree).to(flags.device, torch.bool)
 
-    def collect(self, values: Tensor) -> Tensor:
+    def all_gather_metrics(self, values: Tensor) -> Tensor:
         most = max(len(hosted) for hosted in self.hosting)
         padded = torch.zeros(most, *values.shape[1:], dtype=values.dtype)
         padded[: values.shape[0]] = values.cpu()
@@ -247,22 +249,17 @@ class ProcessCluster(Cluster):
 
         return torch.cat([t[: len(h)] for t, h in zip(self._now(gather), self.hosting, strict=True)]).to(values.device)
 
-    def broadcast(self, rows: Tensor) -> None:
-        first = rows[0].clone()
-        self._now(lambda: dist.broadcast(first, self._ranks[0], group=self.group))
-        rows.copy_(first.expand_as(rows))
-
-    def spread(self, rows: Tensor, source: int) -> Any:
-        self._count_spread(rows, source)
+    def broadcast(self, rows: Tensor, source: int = 0) -> Any:
+        self._count_broadcast(rows, source)
         owner = self._owner[source]
         row = rows[source - self.workers.start if source in self.workers else 0]
         work = dist.broadcast(row, self._ranks[owner], group=self.group, async_op=True)
         return _Pending(work, lambda: rows.copy_(row.clone().expand_as(rows)) if self.rows > 1 else rows)
 
-    def prepare(self, team: Team) -> None:
-        if team.whole or self.rows > 1 or self.size != self.processes:
+    def create_groups(self, subgroups: Subgroups) -> None:
+        if subgroups.whole or self.rows > 1 or self.size != self.processes:
             return
-        for members in team.members.tolist():
+        for members in subgroups.members.tolist():
             if tuple(members) not in self._groups and (self._whole or self.rank in members):
                 ranks = [self._ranks[r] for r in members]
                 make = partial(dist.new_group, ranks, use_local_synchronization=not self._whole)
@@ -276,7 +273,9 @@ class ProcessCluster(Cluster):
         self.endings.clear()
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(timeout=self.heartbeat.patience_s)  # what is still under way needs the others; they may be gone
+            self._thread.join(
+                timeout=self.heartbeat.liveness_timeout_s
+            )  # what is still under way needs the others; they may be gone
             self._thread = None
         self._groups.clear()  # or they would outlive destroy_process_group
         self._some = None
@@ -358,10 +357,12 @@ class ProcessCluster(Cluster):
         by_route = {w[:3]: size for w, size in zip(wanted, told, strict=True)}
         return [by_route[w[:3]] for w in remote]
 
-    def _group(self, team: Team) -> dist.ProcessGroup | None:
-        if team.whole:
+    def _group(self, subgroups: Subgroups) -> dist.ProcessGroup | None:
+        if subgroups.whole:
             return self.group
-        return self._groups.get(tuple(team.members[team.group_of[self.workers.start]].tolist())) if self.rows == 1 else None
+        return (
+            self._groups.get(tuple(subgroups.members[subgroups.group_of[self.workers.start]].tolist())) if self.rows == 1 else None
+        )
 
     def _clock_offset(self) -> float:
         """What to add to this process's monotonic clock to get process 0's: nothing on one kernel, else the best of some pings."""

@@ -41,7 +41,7 @@ _NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
 
 
 @dataclass(frozen=True)
-class Spec:
+class ClusterSpec:
     """One cluster; see the module's docstring. Bandwidths are bytes per second."""
 
     name: str = "custom"
@@ -78,7 +78,7 @@ class Spec:
     def factors(self, workers: int) -> Tensor:
         """How many times as long each worker takes as the fastest kind: float64 ``[workers]``.
 
-        >>> Spec(slowdown=(1, 4)).factors(3).tolist()
+        >>> ClusterSpec(slowdown=(1, 4)).factors(3).tolist()
         [1.0, 4.0, 1.0]
         """
         return torch.tensor([self.slowdown[i % len(self.slowdown)] for i in range(workers)], dtype=torch.float64)
@@ -86,7 +86,7 @@ class Spec:
     def disturbance(self, workers: int, step: int, seed: int = 0) -> Tensor:
         """The factor by which jitter and stragglers stretch step ``step`` of each worker: a function of these numbers alone.
 
-        >>> Spec(stragglers=1.0, straggle=3).disturbance(2, 5).tolist()
+        >>> ClusterSpec(stragglers=1.0, straggle=3).disturbance(2, 5).tolist()
         [3.0, 3.0]
         """
         return self.disturbances(workers, range(step, step + 1), seed)[0]
@@ -103,18 +103,18 @@ class Spec:
             factor = torch.exp(self.jitter * normal - self.jitter**2 / 2)  # its mean is 1
         return torch.where(u[..., 2] < self.stragglers, factor * self.straggle, factor)
 
-    def slowed(self, slowdown: Sequence[float]) -> Spec:
+    def slowed(self, slowdown: Sequence[float]) -> ClusterSpec:
         """The same cluster with these workers slow."""
         return replace(self, slowdown=tuple(float(s) for s in slowdown))
 
     @classmethod
-    def parse(cls, text: str | Path | Spec) -> Spec:
+    def parse(cls, text: str | Path | ClusterSpec) -> ClusterSpec:
         """A preset's name or a TOML file.
 
-        >>> Spec.parse("1gbit").bandwidth
+        >>> ClusterSpec.parse("1gbit").bandwidth
         125000000.0
         """
-        if isinstance(text, Spec):
+        if isinstance(text, ClusterSpec):
             return text
         if str(text) in PRESETS:
             return PRESETS[str(text)]
@@ -129,10 +129,10 @@ class Spec:
         return cls.of(content, path.stem, str(path))
 
     @classmethod
-    def of(cls, content: Mapping[str, Any], name: str = "custom", where: str = "cluster") -> Spec:
+    def of(cls, content: Mapping[str, Any], name: str = "custom", where: str = "cluster") -> ClusterSpec:
         """From the tables of a file.
 
-        >>> Spec.of({"link": {"bandwidth": "100Mbit", "latency": "1ms"}}).latency_s
+        >>> ClusterSpec.of({"link": {"bandwidth": "100Mbit", "latency": "1ms"}}).latency_s
         0.001
         """
         values: dict[str, Any] = {"name": name}
@@ -229,14 +229,14 @@ _FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
     },
 }
 
-PRESETS: dict[str, Spec] = {
+PRESETS: dict[str, ClusterSpec] = {
     spec.name: spec
     for spec in (
-        Spec("internet", bandwidth=100e6 / 8, latency_s=50e-3, jitter=0.1),
-        Spec("100mbit", bandwidth=100e6 / 8, latency_s=0.2e-3, jitter=0.05),
-        Spec("1gbit", bandwidth=1e9 / 8, latency_s=0.1e-3, jitter=0.05),
-        Spec("10gbit", flops=5e12, bandwidth=10e9 / 8, latency_s=50e-6, jitter=0.05),
-        Spec("100gbit", flops=50e12, bandwidth=100e9 / 8, latency_s=10e-6, jitter=0.05),
+        ClusterSpec("internet", bandwidth=100e6 / 8, latency_s=50e-3, jitter=0.1),
+        ClusterSpec("100mbit", bandwidth=100e6 / 8, latency_s=0.2e-3, jitter=0.05),
+        ClusterSpec("1gbit", bandwidth=1e9 / 8, latency_s=0.1e-3, jitter=0.05),
+        ClusterSpec("10gbit", flops=5e12, bandwidth=10e9 / 8, latency_s=50e-6, jitter=0.05),
+        ClusterSpec("100gbit", flops=50e12, bandwidth=100e9 / 8, latency_s=10e-6, jitter=0.05),
     )
 }
 """Workers of 50 GFLOP/s (a CPU core or two) on slow links, of 5 and 50 TFLOP/s (GPUs) on fast ones."""

@@ -1,6 +1,7 @@
 """All workers as rows in this process: no sockets, the same bytes and the same results as real processes.
 
-On a described cluster (a :class:`~hocket.cluster.spec.Spec`) they have a clock, and every verb takes the time it would take there.
+On a described cluster (a :class:`~hocket.cluster.spec.ClusterSpec`) they have a clock, and every verb takes as long as it would
+there.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.cluster.base import Cluster, Team
+from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.clock import Clock
 from hocket.cluster.message import Message, framed, ordered_mean, ring_bytes, summed_bytes
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 
 
 class VirtualCluster(Cluster):
     """``size`` virtual workers on one device.
 
     >>> cluster = VirtualCluster(4)
-    >>> cluster.mean(torch.tensor([[1.0], [2.0], [3.0], [6.0]]), cluster.everybody).flatten().tolist()
+    >>> cluster.mean(torch.tensor([[1.0], [2.0], [3.0], [6.0]]), cluster.world).flatten().tolist()
     [3.0, 3.0, 3.0, 3.0]
     """
 
@@ -31,7 +32,7 @@ class VirtualCluster(Cluster):
         device: torch.device | str = "cpu",
         host_size: int | None = None,
         timed: bool = False,
-        spec: Spec | None = None,
+        spec: ClusterSpec | None = None,
         seed: int = 0,
     ) -> None:
         """``timed``: seconds are this process's own; ``spec``: they are those of the virtual clock, disturbed by ``seed``."""
@@ -49,69 +50,66 @@ class VirtualCluster(Cluster):
         result = work()
         return lambda: result
 
-    def mean(self, rows: Tensor, team: Team) -> Tensor:
-        self._count_mean(rows, team)
+    def mean(self, rows: Tensor, subgroups: Subgroups) -> Tensor:
+        self._count_mean(rows, subgroups)
         if self.clock is not None:
-            self.clock.ring(ring_bytes(rows.shape[1] * rows.element_size(), team.size), team)
-        if team.whole:
+            self.clock.ring(ring_bytes(rows.shape[1] * rows.element_size(), subgroups.size), subgroups)
+        if subgroups.whole:
             return rows.copy_(ordered_mean(rows).expand_as(rows))
-        for group in team.members:
+        for group in subgroups.members:
             index = group.to(rows.device)
-            rows[index] = ordered_mean(rows[index]).expand(team.size, -1)
+            rows[index] = ordered_mean(rows[index]).expand(subgroups.size, -1)
         return rows
 
-    def mean_on(self, servers: int, rows: Tensor) -> Tensor:
+    def reduce_on_servers(self, servers: int, rows: Tensor) -> Tensor:
         payload = rows.shape[1] * rows.element_size()
         own, theirs = summed_bytes(payload, self.size, servers)
         self.ledger.sent += own + servers * theirs // self.size  # what servers send stands to the account of those they serve
         if self.clock is not None:
-            self.clock.summed(own, self.everybody)
+            self.clock.summed(own, self.world)
         return rows.copy_(ordered_mean(rows).expand_as(rows))
 
-    def hear(self, message: Message, sources: Tensor) -> Message:
+    def neighbor_exchange(self, message: Message, sources: Tensor) -> Message:
         sizes = self._count_messages(message, self._copies_heard(sources))
         if self.clock is not None:
-            self.clock.hear(sizes.cpu(), sources, message.lengths is not None)
+            self.clock.neighbor_exchange(sizes.cpu(), sources, message.lengths is not None)
         own = torch.arange(self.size).expand_as(sources)
         return message.select(torch.where(sources < 0, own, sources).flatten())
 
-    def scatter(self, message: Message, team: Team) -> Message:
-        sizes = self._count_messages(message, self._to_others(team))
+    def all_to_all(self, message: Message, subgroups: Subgroups) -> Message:
+        sizes = self._count_messages(message, self._to_others(subgroups))
         if self.clock is not None:
-            self.clock.scatter(sizes.cpu(), team, message.lengths is not None)
-        place = team.place_of.unsqueeze(1)
-        senders = team.members[team.group_of]  # [workers, size]: who sends to worker i, in group order
-        return message.select((senders * team.size + place).flatten())
+            self.clock.all_to_all(sizes.cpu(), subgroups, message.lengths is not None)
+        place = subgroups.place_of.unsqueeze(1)
+        senders = subgroups.members[subgroups.group_of]  # [workers, size]: who sends to worker i, in group order
+        return message.select((senders * subgroups.size + place).flatten())
 
-    def share(self, message: Message, team: Team) -> Message:
-        sizes = self._count_messages(message, team.size - 1)
+    def all_gather(self, message: Message, subgroups: Subgroups) -> Message:
+        sizes = self._count_messages(message, subgroups.size - 1)
         if self.clock is not None:
-            self.clock.share(sizes.cpu(), team, message.lengths is not None)
-        return message.select(team.members.flatten())
+            self.clock.all_gather(sizes.cpu(), subgroups, message.lengths is not None)
+        return message.select(subgroups.members.flatten())
 
-    def any(self, flags: Tensor) -> Tensor:
+    def all_reduce_any(self, flags: Tensor) -> Tensor:
         sent_bytes = ring_bytes(flags.shape[1], self.size)
         self.ledger.sent += sent_bytes
         if self.clock is not None:
-            self.clock.ring(sent_bytes, self.everybody)
+            self.clock.ring(sent_bytes, self.world)
         return flags.any(0)
 
-    def collect(self, values: Tensor) -> Tensor:
+    def all_gather_metrics(self, values: Tensor) -> Tensor:
         return values
 
-    def broadcast(self, rows: Tensor) -> None:
-        rows.copy_(rows[:1].expand_as(rows).clone())
-
-    def spread(self, rows: Tensor, source: int) -> Tensor:
+    def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
         """Every row becomes worker ``source``'s, in place.
 
         >>> cluster = VirtualCluster(3)
-        >>> cluster.spread(torch.tensor([[1.0], [2.0], [3.0]]), source=1).flatten().tolist(), cluster.ledger.sent.tolist()
+        >>> cluster.broadcast(torch.tensor([[1.0], [2.0], [3.0]]), source=1).flatten().tolist(), cluster.ledger.sent.tolist()
         ([2.0, 2.0, 2.0], [0, 708, 0])
         """
-        self._count_spread(rows, source)
+        self._count_broadcast(rows, source)
         if self.clock is not None:
             heard = torch.full((1, self.size), source)
             heard[0, source] = -1
-            self.clock.hear(torch.full((self.size,), framed(rows.shape[1] * rows.element_size())), heard, False)
+            self.clock.neighbor_exchange(torch.full((self.size,), framed(rows.shape[1] * rows.element_size())), heard, False)
         return rows.copy_(rows[source].clone().expand_as(rows))

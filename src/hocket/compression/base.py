@@ -4,7 +4,7 @@ A compressor receives rows and the channel (topology and cluster) and returns wh
 row (``sent``). So error feedback is a wrapper that knows nothing of the method. Simple compressors are codecs: they turn rows into
 a message and back, and every channel knows how to mix coded rows. Low rank needs two means, so it is not a codec there.
 
-Specs are frozen dataclasses; what they must remember between exchanges (their *memory*, a dict of tensors whose first dimension
+Specs are frozen dataclasses; what they must remember between exchanges (their *state*, a dict of tensors whose first dimension
 is the rows) goes in and comes out.
 """
 
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from hocket.cluster.layout import Bucket
 from hocket.cluster.message import Message
-from hocket.compression.places import put, read_places, with_places
+from hocket.compression.indices import put, read_indices, with_indices
 from hocket.errors import HocketError
 from hocket.noise import bits, fold
 
-Memory = dict[str, Any]
+State = dict[str, Any]
 CONSENSUS_STEP = 0.4
 
 
@@ -41,8 +41,8 @@ class Context:
     """How many workers there are in all."""
     shapes: tuple[tuple[int, ...], ...] | None = None
     """Shapes of the parameters in the bucket, where rows are whole buckets."""
-    rest_stays: bool = False
-    """Whether what is held back of exchanged weights stays in them, not in a memory."""
+    residual_stays: bool = False
+    """Whether what is held back of exchanged weights stays in them, not in the compressor's state."""
 
     def keys(self, salt: int = 0) -> Tensor:
         """One random key per row, a hash of (seed, worker, step, bucket, salt), on the CPU: so few values are faster made there."""
@@ -59,10 +59,10 @@ class Heard(NamedTuple):
 
     heard: Tensor
     sent: Tensor
-    memory: Memory
+    state: State
 
 
-class Channel(Protocol):
+class MeanChannel(Protocol):
     """A topology on a cluster, as compressors see it."""
 
     @property
@@ -72,7 +72,7 @@ class Channel(Protocol):
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         """Plain mixing of rows (in place where possible)."""
 
-    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
         """Mixing of coded rows."""
 
 
@@ -91,24 +91,24 @@ class Compressor:
         return False
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         """Whether error feedback is on."""
         return False
 
     @property
-    def compares(self) -> bool:
+    def global_selection(self) -> bool:
         """Whether it weighs values of the whole model against each other: then there is one bucket, and slices are interleaved."""
         return False
 
     @property
-    def gathers(self) -> bool:
+    def single_bucket(self) -> bool:
         """Whether all values are to be exchanged at once, in one bucket."""
-        return self.compares
+        return self.global_selection
 
     @property
-    def rest_stays(self) -> bool:
+    def residual_stays(self) -> bool:
         """Whether what feedback holds back may stay in the worker's own weights: every value must get its turn soon."""
-        return self.remembers
+        return self.uses_error_feedback
 
     @property
     def for_gradients_only(self) -> bool:
@@ -125,7 +125,7 @@ class Compressor:
         return 1.0 if self.lossless else CONSENSUS_STEP
 
     @abstractmethod
-    def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
         """What this compressor's mean of ``rows`` gives over ``channel``."""
 
 
@@ -134,7 +134,7 @@ class Codec(Compressor):
     """A compressor that is an encoding of rows, the same for every channel."""
 
     @abstractmethod
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         """Float32 rows ``[rows, n]`` as a message; ``keys`` seed each row's randomness."""
 
     @abstractmethod
@@ -142,12 +142,12 @@ class Codec(Compressor):
         """The float32 rows ``[rows, size]`` that a message stands for."""
 
     @property
-    def again(self) -> Codec:
+    def second_phase(self) -> Codec:
         """The code for a mean of rows that this one already coded at the same exchange (the second phase of an all-reduce)."""
         return self
 
-    def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
-        return channel.coded(self, rows, memory, context)
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+        return channel.coded(self, rows, state, context)
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ class Precision(Codec):
 
 
 class Selected(NamedTuple):
-    """Some values of each row: their places, sorted, and themselves, both padded to one width with zeros."""
+    """Some values of each row: their indices, sorted, and themselves, both padded to one width with zeros."""
 
-    places: Tensor
+    indices: Tensor
     """int64 ``[rows, width]``"""
     values: Tensor
     """float32 ``[rows, width]``"""
@@ -176,33 +176,33 @@ class Selected(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection(Codec):
-    """A codec of *what*: some values are sent, with their places. May stand first in a chain."""
+    """A codec of *what*: some values are sent, with their indices. May stand first in a chain."""
 
     @property
-    def compares(self) -> bool:
+    def global_selection(self) -> bool:
         return True
 
     @abstractmethod
-    def select(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Selected, Memory]:
+    def select(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Selected, State]:
         """Choose the values to send."""
 
     @abstractmethod
-    def most(self, size: int) -> int:
+    def max_selected(self, size: int) -> int:
         """The most values that can be chosen of a row of ``size``."""
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
-        chosen, memory = self.select(rows, keys, memory, context)
-        return with_places(chosen, Message((chosen.values,), _column(chosen.counts)), rows.shape[1]), memory
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
+        chosen, state = self.select(rows, keys, state, context)
+        return with_indices(chosen, Message((chosen.values,), _column(chosen.counts)), rows.shape[1]), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
-        return put(read_places(message, size), message.parts[2], size)
+        return put(read_indices(message, size), message.parts[2], size)
 
 
 def _column(counts: Tensor | None) -> Tensor | None:
     return None if counts is None else counts.unsqueeze(1)
 
 
-def share_of(value: float, name: str) -> None:
+def check_density(value: float, name: str) -> None:
     """Refuse a share outside (0, 1]."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
         raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1], such as 0.01 for one percent.")

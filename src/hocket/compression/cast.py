@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Context, Memory, Precision, flag
+from hocket.compression.base import Context, Precision, State, flag
 from hocket.errors import HocketError, nearest
 
 FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -36,16 +36,16 @@ class Cast(Precision):
             )
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         return self.format == "fp8" if self.feedback is None else self.feedback
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         dtype = FORMATS[self.format]
         limit = torch.finfo(dtype).max
         if self.format != "fp8":
-            return Message((rows.clamp(-limit, limit).to(dtype),)), memory
+            return Message((rows.clamp(-limit, limit).to(dtype),)), state
         scale = rows.abs().amax(1, keepdim=True).div_(limit).clamp_(min=torch.finfo(torch.float32).tiny)
-        return Message((scale, (rows / scale).clamp_(-limit, limit).to(dtype).view(torch.uint8))), memory
+        return Message((scale, (rows / scale).clamp_(-limit, limit).to(dtype).view(torch.uint8))), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         values = message.parts[-1][:, :size]

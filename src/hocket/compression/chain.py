@@ -1,6 +1,6 @@
 """Chains: first *what*, then *how precisely* — ``topk(0.01) | qsgd(4)``.
 
-The selection chooses values and places; the precision codes the chosen values.
+The selection chooses values and indices; the precision codes the chosen values.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Codec, Compressor, Context, Memory, Precision, Selection
-from hocket.compression.places import put, read_places, with_places
+from hocket.compression.base import Codec, Compressor, Context, Precision, Selection, State
+from hocket.compression.indices import put, read_indices, with_indices
 from hocket.compression.randomk import RandomK
 from hocket.compression.sign import Sign
 from hocket.errors import HocketError
@@ -33,52 +33,54 @@ class Chain(Codec):
                 "to how precisely (cast, qsgd, ternary, sign, natural), for example topk(0.01) | qsgd(4)."
             )
         if isinstance(self.second, Sign) and self.second.vote:
-            raise HocketError(f"{self.first.name} | sign(vote=True): workers send different places, so there is no vote; use sign.")
+            raise HocketError(
+                f"{self.first.name} | sign(vote=True): workers send different indices, so there is no vote; use sign."
+            )
         if getattr(self.second, "feedback", None) is not None:
             first = self.first.name
             raise HocketError(f"{first} | {self.second.name}(feedback=…): feedback covers the whole chain; say it in {first}(…).")
 
     @property
-    def compares(self) -> bool:
-        return self.first.compares
+    def global_selection(self) -> bool:
+        return self.first.global_selection
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         # Feedback covers the loss of both links; a selection without it, or an unbiased chain, leaves the chain without it.
         if isinstance(self.first, RandomK) and self.first.unbiased:
             return False
         if self.first.lossless:
-            return self.second.remembers
+            return self.second.uses_error_feedback
         return getattr(self.first, "feedback", None) is not False
 
     @property
-    def again(self) -> Chain:
-        return Chain(self.first.again, self.second)  # type: ignore[arg-type]
+    def second_phase(self) -> Chain:
+        return Chain(self.first.second_phase, self.second)  # type: ignore[arg-type]
 
     @property
     def contracts(self) -> bool:
         return self.first.contracts and self.second.contracts
 
     def consensus_step(self, size: int, context: Context) -> float:
-        return self.first.consensus_step(size, context) * self.second.consensus_step(self.first.most(size), context)
+        return self.first.consensus_step(size, context) * self.second.consensus_step(self.first.max_selected(size), context)
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
-        chosen, memory = self.first.select(rows, keys, memory, context)
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
+        chosen, state = self.first.select(rows, keys, state, context)
         coded = self.second.encode_some(chosen.values, chosen.counts, keys, context)
         if isinstance(self.first, RandomK):
-            return coded, memory
+            return coded, state
         if chosen.counts is not None:
             coded = Message(coded.parts, self.second.lengths(chosen.counts))
-        return with_places(chosen, coded, rows.shape[1]), memory
+        return with_indices(chosen, coded, rows.shape[1]), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         if isinstance(self.first, RandomK):
-            return self.first.put_values(self.second.decode(message, self.first.most(size), context), size, context)
+            return self.first.put_values(self.second.decode(message, self.first.max_selected(size), context), size, context)
         width = message.parts[1].shape[1]
         values = self.second.decode(Message(message.parts[2:]), width, context)
         if message.lengths is not None:
             values = values * (_index(values) < message.lengths[:, 1:2])  # a precision may decode padding to something
-        return put(read_places(message, size), values, size)
+        return put(read_indices(message, size), values, size)
 
 
 def _index(values: Tensor) -> Tensor:

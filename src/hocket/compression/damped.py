@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Codec, Context, Memory
+from hocket.compression.base import Codec, Context, State
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Damped(Codec):
 
     codec: Codec
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
-        message, memory = self.codec.encode(rows, keys, memory, context)
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
+        message, state = self.codec.encode(rows, keys, state, context)
         decoded = self.codec.decode(message, rows.shape[1], context)
         # Relative to the row's largest code: squares of very small or large values leave float32's range.
         peak = decoded.abs().amax(1, keepdim=True)
@@ -30,7 +30,7 @@ class Damped(Codec):
         unit = decoded / peak
         factor = (unit * rows).sum(1, keepdim=True) / peak / (unit * unit).sum(1, keepdim=True).clamp(min=1.0)
         lengths = None if message.lengths is None else torch.cat([message.lengths, torch.ones_like(message.lengths[:, :1])], 1)
-        return Message((*message.parts, factor), lengths), memory
+        return Message((*message.parts, factor), lengths), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         lengths = None if message.lengths is None else message.lengths[:, :-1]

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hocket.compression.base import Channel, Codec, Compressor, Context, Heard, Memory, Precision, share_of
+from hocket.compression.base import Codec, Compressor, Context, Heard, MeanChannel, Precision, State, check_density
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
 from hocket.errors import HocketError
@@ -25,9 +25,9 @@ _STAGES = 4
 
 @dataclass(frozen=True)
 class DGC(Compressor):
-    """``dgc(share, warmup=0, momentum=0.9, clip=None)``."""
+    """``dgc(density, warmup=0, momentum=0.9, clip=None)``."""
 
-    share: float = 0.001
+    density: float = 0.001
     warmup: int = 0
     momentum: float = 0.9
     clip: float | None = None
@@ -38,7 +38,7 @@ class DGC(Compressor):
     )
 
     def __post_init__(self) -> None:
-        share_of(self.share, "dgc")
+        check_density(self.density, "dgc")
         if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 0:
             raise HocketError(f"dgc(warmup={self.warmup!r}): the warm-up is a whole number of exchanges, 0 for none.")
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
@@ -49,30 +49,30 @@ class DGC(Compressor):
             raise HocketError(f"dgc(clip={self.clip!r}): the clipping norm must be above 0 and finite, or None for no clipping.")
 
     @property
-    def compares(self) -> bool:
+    def global_selection(self) -> bool:
         return True
 
     @property
     def for_gradients_only(self) -> bool:
         return True
 
-    def share_at(self, exchange: int) -> float:
+    def density_at(self, exchange: int) -> float:
         """The share of values sent at an exchange (they count from 0).
 
-        >>> [DGC(0.001, warmup=8).share_at(e) for e in (0, 2, 4, 6, 8)]
+        >>> [DGC(0.001, warmup=8).density_at(e) for e in (0, 2, 4, 6, 8)]
         [0.25, 0.0625, 0.015625, 0.00390625, 0.001]
         """
         if exchange >= self.warmup:
-            return self.share
-        return max(self.share, 0.25 ** (1 + exchange * _STAGES // self.warmup))
+            return self.density
+        return max(self.density, 0.25 ** (1 + exchange * _STAGES // self.warmup))
 
-    def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
         gradient = rows if self.clip is None else _clipped(rows, self.clip / math.sqrt(max(context.world, 1)))
-        u = gradient if "u" not in memory else memory["u"] * self.momentum + gradient
-        v = u.clone() if "v" not in memory else memory["v"] + u
-        top = TopK(self.share_at(context.exchange))
+        u = gradient if "u" not in state else state["u"] * self.momentum + gradient
+        v = u.clone() if "v" not in state else state["v"] + u
+        top = TopK(self.density_at(context.exchange))
         codec: Codec = top if self.precision is None else Chain(top, self.precision)
-        heard, sent, inner = channel.coded(codec, v, memory.get("inner", {}), context)
+        heard, sent, inner = channel.coded(codec, v, state.get("inner", {}), context)
         return Heard(heard, sent, {"u": u * (sent == 0), "v": v - sent, "inner": inner})
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hocket.compression.base import Channel, Compressor, Context, Heard, Memory
+from hocket.compression.base import Compressor, Context, Heard, MeanChannel, State
 
 
-def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
+def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
     """The compressor's mean of ``rows``, with the error of earlier exchanges added where the compressor asks for it."""
-    if not compressor.remembers:
-        return compressor.mean(rows, channel, memory, context)
-    error = memory.get("error")
+    if not compressor.uses_error_feedback:
+        return compressor.mean(rows, channel, state, context)
+    error = state.get("error")
     wanted = rows if error is None else rows + error
-    heard, sent, inner = compressor.mean(wanted, channel, memory.get("inner", {}), context)
+    heard, sent, inner = compressor.mean(wanted, channel, state.get("inner", {}), context)
     return Heard(heard, sent, {"error": wanted - sent, "inner": inner})

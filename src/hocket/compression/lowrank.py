@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message, there
-from hocket.compression.base import CONSENSUS_STEP, Channel, Codec, Context, Heard, Memory, flag
+from hocket.compression.base import CONSENSUS_STEP, Codec, Context, Heard, MeanChannel, State, flag
 from hocket.errors import HocketError
 from hocket.noise import fold, uniform
 
@@ -47,15 +47,15 @@ class LowRank(Codec):
         flag(self.feedback, "lowrank", "feedback")
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         return self.feedback is not False
 
     @property
-    def gathers(self) -> bool:
+    def single_bucket(self) -> bool:
         return True  # two small means for the whole model: two per bucket would be mostly frames and latency
 
     @property
-    def rest_stays(self) -> bool:
+    def residual_stays(self) -> bool:
         return False  # most directions would never be averaged: the small CNN's workers were seen to part and diverge
 
     def consensus_step(self, size: int, context: Context) -> float:
@@ -78,13 +78,13 @@ class LowRank(Codec):
             offset += count
         return pieces
 
-    def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
         if not channel.uniform:
-            return channel.coded(self, rows, memory, context)
+            return channel.coded(self, rows, state, context)
         pieces = self.pieces(rows.shape[1], context)
         thin = [p for p in pieces if p.width]
         plain = [p for p in pieces if not p.width]
-        q_old = _bases(memory, thin, self.matrix_rank, rows, context)
+        q_old = _bases(state, thin, self.matrix_rank, rows, context)
         matrices = [_matrix(rows, piece) for piece in thin]
         ps = [_matmul(matrix, q) for matrix, q in zip(matrices, q_old, strict=True)]
         first = torch.cat([*(p.flatten(1) for p in ps), *(rows[:, p.offset : p.offset + p.size] for p in plain)], 1)
@@ -108,11 +108,11 @@ class LowRank(Codec):
             start += piece.size
         return Heard(heard, sent, {f"q{k}": q for k, q in enumerate(q_mean)})
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         pieces = self.pieces(rows.shape[1], context)
         thin = [p for p in pieces if p.width]
         parts, remembered = [], {}
-        for k, (piece, q) in enumerate(zip(thin, _bases(memory, thin, self.matrix_rank, rows, context), strict=True)):
+        for k, (piece, q) in enumerate(zip(thin, _bases(state, thin, self.matrix_rank, rows, context), strict=True)):
             matrix = _matrix(rows, piece)
             p = _orthonormal(_matmul(matrix, q))
             q = _matmul(_transposed(matrix), p)
@@ -174,7 +174,7 @@ def _cut(flat: Tensor, shapes: list[tuple[int, int]]) -> tuple[list[Tensor], Ten
     return [p.reshape(-1, h, w) for p, (h, w) in zip(parts[:-1], shapes, strict=True)], parts[-1]
 
 
-def _bases(memory: Memory, thin: list[_Piece], matrix_rank: int, rows: Tensor, context: Context) -> list[Tensor]:
+def _bases(state: State, thin: list[_Piece], matrix_rank: int, rows: Tensor, context: Context) -> list[Tensor]:
     """Last exchange's Q of each matrix or, at first, the same random one for everybody.
 
     A column of zeros (the matrix was zero, or of lower rank) would stay so for ever: it starts again at random.
@@ -182,7 +182,7 @@ def _bases(memory: Memory, thin: list[_Piece], matrix_rank: int, rows: Tensor, c
     bases = []
     for k, piece in enumerate(thin):
         fresh = _random(context, k, piece.width, matrix_rank, rows)
-        old = memory.get(f"q{k}", fresh)
+        old = state.get(f"q{k}", fresh)
         bases.append(torch.where(old.abs().amax(1, keepdim=True) > 0, old, fresh))
     return bases
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Context, Memory, Precision
+from hocket.compression.base import Context, Precision, State
 from hocket.compression.bitpack import pack, unpack
 from hocket.noise import bits
 
@@ -30,13 +30,13 @@ class Natural(Precision):
     def contracts(self) -> bool:
         return True  # unbiased, and yet no value moves by more than itself
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         # The mantissa is the distance to the power below, so adding 23 random bits to it carries with the right probability.
         # Zeros and denormal numbers have no power below: they are sent as zero (exponent 0).
         raw = rows.contiguous().view(torch.int32)
         carried = (raw & 0x7FFFFFFF) + (bits(keys, rows.shape[1]) & 0x7FFFFF)
         exponent = torch.where((raw & 0x7F800000) == 0, 0, (carried >> 23).clamp_(max=254))
-        return Message((exponent.to(torch.uint8), pack((rows < 0).to(torch.uint8), 1))), memory
+        return Message((exponent.to(torch.uint8), pack((rows < 0).to(torch.uint8), 1))), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         exponent, signs = message.parts

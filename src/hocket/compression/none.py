@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hocket.compression.base import Channel, Compressor, Context, Heard, Memory
+from hocket.compression.base import Compressor, Context, Heard, MeanChannel, State
 
 
 @dataclass(frozen=True)
@@ -21,5 +21,5 @@ class NoCompression(Compressor):
     def lossless(self) -> bool:
         return True
 
-    def mean(self, rows: Tensor, channel: Channel, memory: Memory, context: Context) -> Heard:
-        return Heard(channel.mean(rows, context), rows, memory)
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+        return Heard(channel.mean(rows, context), rows, state)

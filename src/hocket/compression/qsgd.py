@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Context, Memory, Precision
+from hocket.compression.base import Context, Precision, State
 from hocket.compression.bitpack import pack, unpack
 from hocket.errors import HocketError
 from hocket.noise import uniform
@@ -37,7 +37,7 @@ class QSGD(Precision):
         if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 8:
             raise HocketError(f"qsgd(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         levels = 2 ** (self.bits - 1) - 1
         size = rows.shape[1]
         block = min(self.block, max(size, 1))
@@ -47,7 +47,7 @@ class QSGD(Precision):
         scaled = blocks / norms.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2) * levels
         rounded = torch.floor(scaled.view(rows.shape[0], -1)[:, :size] + uniform(keys, size))
         codes = rounded.clamp_(-levels, levels).add_(levels).to(torch.uint8)
-        return Message((norms, pack(codes, self.bits))), memory
+        return Message((norms, pack(codes, self.bits))), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         levels = 2 ** (self.bits - 1) - 1

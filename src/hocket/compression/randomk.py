@@ -1,7 +1,7 @@
-"""Random-k: a random share of the values, the same places for everybody, so that no places travel (Stich 2018, arXiv:1809.07599).
+"""Random-k: a random share of the values, the same indices for everybody, so that no indices travel (Stich 2018, arXiv:1809.07599).
 
-The places are an arithmetic progression modulo the row's length, with a random start and a random step that shares no factor with
-the length: each place is equally likely. With ``unbiased=True`` values are multiplied by ``1/share`` and no feedback is used.
+The indices are an arithmetic progression modulo the row's length, with a random start and a random step that shares no factor with
+the length: each place is equally likely. With ``unbiased=True`` values are multiplied by ``1/density`` and no feedback is used.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import CONSENSUS_STEP, Context, Memory, Selected, Selection, flag, share_of
+from hocket.compression.base import CONSENSUS_STEP, Context, Selected, Selection, State, check_density, flag
 from hocket.errors import HocketError
 from hocket.noise import fold
 
 
 @dataclass(frozen=True)
 class RandomK(Selection):
-    """``randomk(share)``."""
+    """``randomk(density)``."""
 
-    share: float = 0.01
+    density: float = 0.01
     unbiased: bool = False
     feedback: bool | None = None
     name: ClassVar[str] = "randomk"
     paper: ClassVar[str] = "Stich et al., Sparsified SGD with Memory, NeurIPS 2018"
 
     def __post_init__(self) -> None:
-        share_of(self.share, "randomk")
+        check_density(self.density, "randomk")
         flag(self.unbiased, "randomk", "unbiased", unset=False)
         flag(self.feedback, "randomk", "feedback")
         if self.unbiased and self.feedback:
@@ -39,15 +39,15 @@ class RandomK(Selection):
             )
 
     @property
-    def compares(self) -> bool:
+    def global_selection(self) -> bool:
         return False
 
     @property
     def lossless(self) -> bool:
-        return self.share == 1
+        return self.density == 1
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         return self.feedback is not False and not self.unbiased and not self.lossless
 
     @property
@@ -55,39 +55,39 @@ class RandomK(Selection):
         return not self.unbiased
 
     def consensus_step(self, size: int, context: Context) -> float:
-        # A place comes up every 1/share exchanges and until then the same old difference is applied: beyond share/2 it overshoots.
-        return 1.0 if self.lossless else min(CONSENSUS_STEP, self.share / 2)
+        # An index comes up every 1/density exchanges, until then the old difference is applied: beyond density/2 it overshoots.
+        return 1.0 if self.lossless else min(CONSENSUS_STEP, self.density / 2)
 
     @property
-    def again(self) -> RandomK:
-        return replace(self, unbiased=False)  # the places are the same ones: nothing more is lost, so nothing is to be scaled up
+    def second_phase(self) -> RandomK:
+        return replace(self, unbiased=False)  # the indices are the same ones: nothing more is lost, so nothing is to be scaled up
 
-    def most(self, size: int) -> int:
-        return max(1, math.ceil(self.share * size))
+    def max_selected(self, size: int) -> int:
+        return max(1, math.ceil(self.density * size))
 
-    def places(self, size: int, context: Context, device: torch.device) -> Tensor:
-        """The places that everybody sends at this exchange, ``[most]``."""
+    def indices(self, size: int, context: Context, device: torch.device) -> Tensor:
+        """The indices that everybody sends at this exchange, ``[max_selected]``."""
         key = context.common_key(size)
         start, step = fold(key, 1) % size, fold(key, 2) % size
         while math.gcd(step, size) != 1:
             step += 1
-        return (start + step * torch.arange(self.most(size), device=device)) % size
+        return (start + step * torch.arange(self.max_selected(size), device=device)) % size
 
-    def select(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Selected, Memory]:
-        places = self.places(rows.shape[1], context, rows.device)
-        values = rows.index_select(1, places)
+    def select(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Selected, State]:
+        indices = self.indices(rows.shape[1], context, rows.device)
+        values = rows.index_select(1, indices)
         if self.unbiased:
-            values = values * (rows.shape[1] / places.numel())
-        return Selected(places.expand(rows.shape[0], -1), values, None), memory
+            values = values * (rows.shape[1] / indices.numel())
+        return Selected(indices.expand(rows.shape[0], -1), values, None), state
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
-        chosen, memory = self.select(rows, keys, memory, context)
-        return Message((chosen.values,)), memory
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
+        chosen, state = self.select(rows, keys, state, context)
+        return Message((chosen.values,)), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         return self.put_values(message.parts[0], size, context)
 
     def put_values(self, values: Tensor, size: int, context: Context) -> Tensor:
-        """Values at this exchange's places."""
-        places = self.places(size, context, values.device)
-        return values.new_zeros(values.shape[0], size).index_copy_(1, places, values)
+        """Values at this exchange's indices."""
+        indices = self.indices(size, context, values.device)
+        return values.new_zeros(values.shape[0], size).index_copy_(1, indices, values)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hocket.cluster.message import Message, ordered_mean
-from hocket.compression.base import Context, Memory, Precision, flag
+from hocket.compression.base import Context, Precision, State, flag
 from hocket.compression.bitpack import pack, unpack
 from hocket.errors import HocketError
 
@@ -38,15 +38,15 @@ class Sign(Precision):
             raise HocketError(f"sign(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         return self.feedback is not False
 
     def consensus_step(self, size: int, context: Context) -> float:
         # One scale for many values: large differences are caught up with slowly, and 0.4 was seen to diverge on directed graphs.
         return 0.1
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
-        return self.encode_some(rows, None, keys, context), memory
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
+        return self.encode_some(rows, None, keys, context), state
 
     def encode_some(self, rows: Tensor, counts: Tensor | None, keys: Tensor, context: Context) -> Message:
         # The mean over the real values alone: padding depends on who is hosted here.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Context, Memory, Precision
+from hocket.compression.base import Context, Precision, State
 from hocket.compression.bitpack import pack_trits, unpack_trits
 from hocket.noise import uniform
 
@@ -28,10 +28,10 @@ class Ternary(Precision):
         "Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning, NeurIPS 2017"
     )
 
-    def encode(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Message, Memory]:
+    def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         scale = rows.abs().amax(1, keepdim=True)
         hit = uniform(keys, rows.shape[1]) * scale < rows.abs()
-        return Message((scale, pack_trits((rows.sign() * hit).add_(1).to(torch.uint8)))), memory
+        return Message((scale, pack_trits((rows.sign() * hit).add_(1).to(torch.uint8)))), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         scale, packed = message.parts

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hocket.compression.base import CONSENSUS_STEP, Context, Memory, Selected, Selection, flag, share_of
+from hocket.compression.base import CONSENSUS_STEP, Context, Selected, Selection, State, check_density, flag
 from hocket.errors import HocketError
 
 
@@ -33,7 +33,7 @@ class Threshold(Selection):
         if (self.t is None) == (self.keep is None):
             raise HocketError("threshold needs exactly one of t and keep: threshold(0.01) or threshold(keep=0.05).")
         if self.keep is not None:
-            share_of(self.keep, "threshold")
+            check_density(self.keep, "threshold")
         elif not isinstance(self.t, (int, float)) or isinstance(self.t, bool) or not 0 <= self.t < float("inf"):
             raise HocketError(f"threshold({self.t!r}): t must be a finite number of at least 0, such as 0.01.")
         flag(self.feedback, "threshold", "feedback")
@@ -43,31 +43,31 @@ class Threshold(Selection):
         return self.t == 0 or self.keep == 1
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         return self.feedback is not False and not self.lossless
 
     @property
-    def compares(self) -> bool:
+    def global_selection(self) -> bool:
         return self.keep is not None  # a static threshold looks at each value alone
 
     def consensus_step(self, size: int, context: Context) -> float:
         return 1.0 if self.lossless else min(CONSENSUS_STEP, 2 * (self.keep or 1.0))
 
-    def most(self, size: int) -> int:
+    def max_selected(self, size: int) -> int:
         return size
 
-    def select(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Selected, Memory]:
+    def select(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Selected, State]:
         magnitude = rows.abs()
         if self.lossless:
             level = rows.new_full((rows.shape[0], 1), 0.0)
         elif self.t is not None:
             level = rows.new_full((rows.shape[0], 1), float(self.t))
         else:
-            level = memory["level"] if "level" in memory else _level_keeping(magnitude, self.keep or 1.0)
+            level = state["level"] if "level" in state else _level_keeping(magnitude, self.keep or 1.0)
         mask = magnitude > level
         chosen = compact(rows, mask)
         if self.keep is None or chosen.counts is None or self.lossless:
-            return chosen, memory
+            return chosen, state
         kept = chosen.counts.to(torch.float32).unsqueeze(1) / rows.shape[1]
         # Where most values were zero the level is zero: once there are more to send, it starts from the mean magnitude.
         start = torch.where((level == 0) & (kept > self.keep), magnitude.mean(1, keepdim=True), level)
@@ -85,11 +85,11 @@ def compact(rows: Tensor, mask: Tensor) -> Selected:
     row, place = mask.nonzero(as_tuple=True)
     starts = counts.cumsum(0) - counts
     position = torch.arange(row.numel(), device=rows.device) - starts[row]
-    places = torch.zeros(rows.shape[0], width, dtype=torch.int64, device=rows.device)
+    indices = torch.zeros(rows.shape[0], width, dtype=torch.int64, device=rows.device)
     values = rows.new_zeros(rows.shape[0], width)
-    places[row, position] = place
+    indices[row, position] = place
     values[row, position] = rows[row, place]
-    return Selected(places, values, counts)
+    return Selected(indices, values, counts)
 
 
 def _level_keeping(magnitude: Tensor, keep: float) -> Tensor:

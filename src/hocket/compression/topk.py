@@ -1,4 +1,4 @@
-"""Top-k: the share of values with the largest magnitude, with their places (Aji 2017; Stich 2018, arXiv:1809.07599).
+"""Top-k: the share of values with the largest magnitude, with their indices (Aji 2017; Stich 2018, arXiv:1809.07599).
 
 At least one value of each row is sent. With feedback (on by default) what was not sent is added next time.
 """
@@ -11,37 +11,37 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hocket.compression.base import CONSENSUS_STEP, Context, Memory, Selected, Selection, flag, share_of
+from hocket.compression.base import CONSENSUS_STEP, Context, Selected, Selection, State, check_density, flag
 
 
 @dataclass(frozen=True)
 class TopK(Selection):
-    """``topk(share)``."""
+    """``topk(density)``."""
 
-    share: float = 0.01
+    density: float = 0.01
     feedback: bool | None = None
     name: ClassVar[str] = "topk"
     paper: ClassVar[str] = "Stich et al., Sparsified SGD with Memory, NeurIPS 2018"
 
     def __post_init__(self) -> None:
-        share_of(self.share, "topk")
+        check_density(self.density, "topk")
         flag(self.feedback, "topk", "feedback")
 
     @property
     def lossless(self) -> bool:
-        return self.share == 1
+        return self.density == 1
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         return self.feedback is not False and not self.lossless
 
-    def most(self, size: int) -> int:
-        return max(1, math.ceil(self.share * size))
+    def max_selected(self, size: int) -> int:
+        return max(1, math.ceil(self.density * size))
 
-    def select(self, rows: Tensor, keys: Tensor, memory: Memory, context: Context) -> tuple[Selected, Memory]:
-        places = rows.abs().topk(self.most(rows.shape[1]), dim=1, sorted=False).indices.sort(1).values
-        return Selected(places, rows.gather(1, places), None), memory
+    def select(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Selected, State]:
+        indices = rows.abs().topk(self.max_selected(rows.shape[1]), dim=1, sorted=False).indices.sort(1).values
+        return Selected(indices, rows.gather(1, indices), None), state
 
     def consensus_step(self, size: int, context: Context) -> float:
         # Between two visits to a place the same old difference is applied again and again; large ones are visited more often.
-        return 1.0 if self.lossless else min(CONSENSUS_STEP, 2 * self.share)
+        return 1.0 if self.lossless else min(CONSENSUS_STEP, 2 * self.density)

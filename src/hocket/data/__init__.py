@@ -1,9 +1,9 @@
 """Data: sets by name, and who gets which part of them."""
 
 from hocket.data.base import CropFlip, DataSet, Normalise, identity
+from hocket.data.distribute import distribute_loader
 from hocket.data.partition import Partition, Round, stacked
 from hocket.data.registry import DATA_SETS, load
-from hocket.data.shard import shard_loader
 from hocket.data.tensors import as_tensors, from_parts
 
 __all__ = [
@@ -17,6 +17,6 @@ __all__ = [
     "from_parts",
     "identity",
     "load",
-    "shard_loader",
+    "distribute_loader",
     "stacked",
 ]

@@ -1,9 +1,9 @@
-"""Who gets which samples: a pure function of (samples, workers, batch, seed, epoch), the same on every process.
+"""Who gets which samples: a pure function of (samples, workers, batch_size, seed, epoch), the same on every process.
 
-Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``. Round ``r`` takes the next ``workers · batch`` of
-it and worker ``i`` the ``i``-th consecutive part. What is left at the end is shared out as evenly as possible (``last="even"``), so
-that sizes differ by at most one, or dropped: always under ``last="drop"``, and when there are fewer samples left than workers. So
-no worker ever has a round that another has not.
+Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``. Round ``r`` takes the next ``workers ·
+batch_size`` of it and worker ``i`` the ``i``-th consecutive part. What is left at the end is shared out as evenly as possible
+(``last="even"``), so that sizes differ by at most one, or dropped: always under ``last="drop"``, and when there are fewer samples
+left than workers. So no worker ever has a round that another has not.
 
 Where workers differ in speed, rounds can be dealt out in other proportions: as many samples, and no worker without one.
 """
@@ -52,35 +52,39 @@ class Round:
 class Partition:
     """Rounds of samples for ``workers`` workers.
 
-    >>> partition = Partition(samples=11, workers=2, batch=4, seed=0)
+    >>> partition = Partition(samples=11, workers=2, batch_size=4, seed=0)
     >>> [r.sizes for r in partition.rounds(epoch=0)], len(partition)
     ([(4, 4), (2, 1)], 2)
     """
 
-    def __init__(self, samples: int, workers: int, batch: int, seed: int, last: Last = "even", *, shuffle: bool = True) -> None:
-        if workers < 1 or batch < 1:
-            raise HocketError(f"Workers and batch must be at least 1; got {workers} workers and batch {batch}: raise them.")
+    def __init__(
+        self, samples: int, workers: int, batch_size: int, seed: int, last: Last = "even", *, shuffle: bool = True
+    ) -> None:
+        if workers < 1 or batch_size < 1:
+            raise HocketError(
+                f"Workers and batch_size must be at least 1; got {workers} workers and batch_size {batch_size}: raise them."
+            )
         if last not in get_args(Last):
             raise HocketError(f"The last round is dealt with as 'even' or 'drop'; got '{last}': choose one of the two.")
         if samples < workers:
             raise HocketError(f"{samples} samples are too few for {workers} workers: use at most {samples} workers or more data.")
-        if last == "drop" and samples < workers * batch:
+        if last == "drop" and samples < workers * batch_size:
             raise HocketError(
-                f"{samples} samples do not fill one round of {workers} workers with batch {batch}, so last='drop' drops all: "
-                f"use a batch of at most {samples // workers} or last='even'."
+                f"{samples} samples do not fill one round of {workers} workers with batch_size {batch_size}, so last='drop' drops "
+                f"all: use a batch_size of at most {samples // workers} or last='even'."
             )
-        self.samples, self.workers, self.batch, self.seed = samples, workers, batch, seed
+        self.samples, self.workers, self.batch_size, self.seed = samples, workers, batch_size, seed
         self.last, self.shuffle = last, shuffle
 
     def __len__(self) -> int:
         """Rounds in an epoch."""
-        full, rest = divmod(self.samples, self.workers * self.batch)
+        full, rest = divmod(self.samples, self.workers * self.batch_size)
         return full + (self.last == "even" and rest >= self.workers)
 
     def rounds(self, epoch: int, shares: Sequence[float] | None = None) -> list[Round]:
         """The rounds of an epoch, in order; ``shares``: in what proportions they are dealt out, if not evenly."""
         order = self._order(epoch)
-        size = self.workers * self.batch
+        size = self.workers * self.batch_size
         dealt = [order[r * size : (r + 1) * size] for r in range(len(self))]
         if shares is None:
             return [Round(list(samples.tensor_split(self.workers))) for samples in dealt]
@@ -118,7 +122,7 @@ def proportional(samples: int, speeds: Sequence[float]) -> list[int]:
 def stacked(round: Round) -> Tensor:
     """The indices of an even round as one tensor ``[workers, b]``.
 
-    >>> stacked(Partition(4, workers=2, batch=2, seed=0, shuffle=False).rounds(0)[0])
+    >>> stacked(Partition(4, workers=2, batch_size=2, seed=0, shuffle=False).rounds(0)[0])
     tensor([[0, 1],
             [2, 3]])
     """

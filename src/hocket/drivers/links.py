@@ -1,52 +1,31 @@
-<<<<<<< HEAD
 """The links of a described cluster, as those who send one by one see them.
 
 Every end (a worker or a shard) has a full-duplex link; what it sends leaves one message after another, and so does what reaches
 it: a server's link is shared by all who use it. A message takes the latency and then its bytes at the link's rate, on both ends at
-=======
-"""The links of a described cluster: when a message that one node sends has reached another.
-
-Every node (a worker, a shard, a coordinator) has a full-duplex link; what it sends leaves one message after another, and so does what reaches
-it: a server's link is shared by all its workers. A message takes the latency and then its bytes at the link's rate, on both ends at
->>>>>>> sandblaster
 once.
 """
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 from hocket.cluster.message import framed
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
+from hocket.drivers.simulation import Key
 from hocket.messages.frame import Envelope
 
 
 class LinkModel:
     """``ends`` links of the cluster ``spec``; ``sent[end]`` counts bytes.
-=======
-from hocket.cluster.message import Message, framed
-from hocket.cluster.spec import Spec
 
-
-class LinkModel:
-    """``nodes`` links of the cluster ``spec``; ``sent[node]`` counts bytes.
->>>>>>> sandblaster
-
-    >>> links = LinkModel(Spec(bandwidth=100.0, latency_s=1.0), 3)
+    >>> links = LinkModel(ClusterSpec(bandwidth=100.0, latency_s=1.0), 3)
     >>> links.send(0.0, 0, 2, 200), links.send(0.0, 1, 2, 200)  # the second waits at the receiver's link
     (3.0, 5.0)
     """
 
-<<<<<<< HEAD
-    def __init__(self, spec: Spec, ends: int) -> None:
+    def __init__(self, spec: ClusterSpec, ends: int) -> None:
         self.spec = spec
         self.out, self.into, self.sent = [0.0] * ends, [0.0] * ends, [0] * ends
-=======
-    def __init__(self, spec: Spec, nodes: int) -> None:
-        self.spec = spec
-        self.out, self.into, self.sent = [0.0] * nodes, [0.0] * nodes, [0] * nodes
->>>>>>> sandblaster
 
     def send(self, now: float, source: int, target: int, size: int) -> float:
         """When ``size`` bytes that ``source`` sends now have reached ``target``."""
@@ -66,23 +45,17 @@ class LinkModel:
         self.sent = [int(n) for n in state["sent"]]
 
 
-<<<<<<< HEAD
 class LinkNetwork:
     """The links as a network of a :class:`~hocket.drivers.simulation.Simulation`; ``ends`` says on which link each node is.
 
     Nodes on the same link are on one machine: what they send each other takes no time. ``free``: nothing does (while workers join).
     """
 
-    def __init__(self, links: LinkModel, ends: Mapping[Hashable, int]) -> None:
+    def __init__(self, links: LinkModel, ends: Mapping[Key, int]) -> None:
         self.links, self.ends, self.free = links, ends, False
 
-    def arrivals(self, now: float, source: Hashable, target: Hashable, message: Envelope) -> list[float]:
+    def arrivals(self, now: float, source: Key, target: Key, message: Envelope) -> list[float]:
         """When the message arrives."""
         if self.free or self.ends[source] == self.ends[target]:
             return [now]
         return [self.links.send(now, self.ends[source], self.ends[target], framed(message.tensor_bytes))]
-=======
-def size_of(messages: list[Message]) -> int:
-    """Bytes on the wire of several coded rows that travel as one message."""
-    return framed(sum(int(m.payload_bytes().sum()) for m in messages))
->>>>>>> sandblaster

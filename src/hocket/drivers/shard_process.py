@@ -35,14 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one hears it, and ends this one
     torch.set_num_threads(1)
     try:
-        if given.place < 0 or given.patience <= 0:
+        if given.place < 0 or given.liveness_timeout <= 0:
             raise HocketError(
-                f"--place {given.place} --patience {given.patience:g}: shards count from 0, patience is above 0 seconds."
+                f"--place {given.place} --liveness-timeout {given.liveness_timeout:g}: shards count from 0, the liveness timeout "
+                "is above 0 seconds."
             )
         keys = None if given.keys is None else Keys.read(given.keys)
         snapshots = None if given.snapshots is None or given.snapshot <= 0 else Snapshots(given.snapshots, given.place)
         with Listener(given.bind, DEFAULT_JOB if given.job is None else job_id(given.job), keys, given.most_bytes) as listener:
-            server = ShardServer(given.place, given.patience, 0.0 if snapshots is None else given.snapshot, given.stay)
+            server = ShardServer(given.place, given.liveness_timeout, 0.0 if snapshots is None else given.snapshot, given.stay)
             driver = start_serving(server, listener, snapshots, None if given.record is None else Recorder(given.record))
             version = None if server.shard is None else server.shard.version
             print(json.dumps({"address": listener.address, "version": version}), flush=True)
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--job", help="the id of the job: 32 hexadecimal digits, the same for all its processes")
     parser.add_argument("--keys", type=Path, help="a file made by `hocket keys`")
     parser.add_argument(
-        "--patience", type=float, default=LIVENESS_TIMEOUT_S, help="seconds of silence after which a worker is given up"
+        "--liveness-timeout", type=float, default=LIVENESS_TIMEOUT_S, help="seconds of silence after which a worker is given up"
     )
     parser.add_argument("--snapshots", type=Path, help="a folder for snapshots")
     parser.add_argument("--snapshot", type=float, default=SNAPSHOT_S, help="seconds between snapshots; 0 for none")

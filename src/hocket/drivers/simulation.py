@@ -8,14 +8,14 @@ run, bit for bit.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hocket.messages.frame import Envelope
 from hocket.programs.base import Address, Effects, Program, Send, SetTimer
 
-Key = Hashable
+Key = Any
 """The name of a node, such as ``("worker", 3)``."""
 
 

@@ -35,7 +35,7 @@ def start_shard(
     command += [
         "--bind",
         bind,
-        "--patience",
+        "--liveness-timeout",
         str(liveness_timeout_s),
         "--snapshot",
         str(snapshot_s),

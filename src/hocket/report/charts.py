@@ -277,9 +277,9 @@ def _timeline(row: Row) -> bytes:
         for span in spans:
             start, length = span.start * scale, (span.end - span.start) * scale
             bars.setdefault((process, span.action.stage // processes, span.action.kind), []).append((start, length))
-            if length > 0.015 * len(str(span.action.micro)) * timeline.length * scale:
+            if length > 0.015 * len(str(span.action.microbatch)) * timeline.length * scale:
                 place = {"xy": (start + length / 2, process), "ha": "center", "va": "center"}
-                axes.annotate(str(span.action.micro), **place, fontsize=6, color="white")
+                axes.annotate(str(span.action.microbatch), **place, fontsize=6, color="white")
     for (process, later, kind), places in bars.items():
         colour = _COLOURS[LOOKS[kind][1]]
         axes.broken_barh(

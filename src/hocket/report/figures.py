@@ -94,10 +94,10 @@ def times(value: float | None) -> str:
     return NONE if value is None else f"{value:,.0f}×" if value >= 10 else f"{value:.1f}×" if value >= 0.1 else f"{value:.2g}×"
 
 
-def rate(value: float | None) -> str:
+def lr_text(value: float | None) -> str:
     """A learning rate.
 
-    >>> rate(0.05), rate(0.1 * 3)
+    >>> lr_text(0.05), lr_text(0.1 * 3)
     ('0.05', '0.3')
     """
     return NONE if value is None else f"{value:.4g}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from hocket.report.ages import column_edges, column_of
 from hocket.report.answers import Answer, basis
-from hocket.report.figures import around, megabytes, plain, rate, times, whole
+from hocket.report.figures import around, lr_text, megabytes, plain, times, whole
 from hocket.report.provenance import provenance
 from hocket.report.read import Reading
 from hocket.report.rows import Facet, Figure, Point, Row
@@ -91,7 +91,7 @@ def _table_note(rows: Sequence[Row]) -> str:
         )
     if any(r.lost and r.lost.mean > 0 for r in rows):
         note += " “Lost batches” are mini-batches whose gradients were lost through faults; they count as done."
-    if any(r.tolls for r in rows):
+    if any(r.comm_stats for r in rows):
         note += (
             " Where models are split, a worker is a replica, which several processes hold: its bytes are those of all of them along"
             " all axes, and what they wait for along pipeline and tensor is part of the seconds but not of “wait”."
@@ -205,7 +205,7 @@ def _tip(row: Row) -> list[list[str]]:
         pairs.append(["bubble", percent(row.bubble)])
     if row.lost and row.lost.mean > 0:
         pairs.append(["lost batches", around(row.lost.mean, row.lost.spread)])
-    pairs.append(["rate", rate(row.rate)])
+    pairs.append(["rate", lr_text(row.lr)])
     if not row.ranked:
         pairs.append(["state", row.state])
     source = "virtual" if row.facet.virtual else "measured"

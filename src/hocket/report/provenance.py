@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hocket.report.figures import percent, plain, rate
+from hocket.report.figures import lr_text, percent, plain
 from hocket.report.read import FAILED, FINISHED, Reading, number
 from hocket.report.rows import Row
 
@@ -56,11 +56,11 @@ def _clusters(rows: Sequence[Row]) -> list[str]:
 def _rates(rows: Sequence[Row]) -> str:
     """Swept rates one by one, given ones in a sentence."""
     swept = [(row, row.settings["rate"]) for row in rows if isinstance(row.settings.get("rate"), dict)]
-    given = sorted({row.rate for row in rows if not isinstance(row.settings.get("rate"), dict) and row.rate is not None})
+    given = sorted({row.lr for row in rows if not isinstance(row.settings.get("rate"), dict) and row.lr is not None})
     text = ""
     if given:
         which = "The other rates" if swept else "Rates"
-        text = f"<p>{which} were given, not searched: {html.escape(', '.join(rate(g) for g in given))}.</p>"
+        text = f"<p>{which} were given, not searched: {html.escape(', '.join(lr_text(g) for g in given))}.</p>"
     if not swept:
         return text
     lines = [f"{row.label} ({row.facet}): {_sweep(found)}" for row, found in swept]
@@ -96,7 +96,7 @@ def _versions(reading: Reading) -> list[str]:
 def _said(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return rate(value) if isinstance(value, float) else str(value)
+    return lr_text(value) if isinstance(value, float) else str(value)
 
 
 def _block(title: str, content: str) -> str:

@@ -23,7 +23,7 @@ FINISHED, UNFINISHED, FAILED, PLANNED = "finished", "unfinished", "failed", "not
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """One run as it lies on disk; ``lines`` are its epochs."""
 
     folder: str
@@ -64,7 +64,7 @@ class Study:
 class Reading:
     """Everything found under the folders, and what could not be read."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[RunRecord] = field(default_factory=list)
     studies: list[Study] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ def _walk(top: Path, reading: Reading, seen: dict[Path, Study | None]) -> None:
     for place, study, entry in planned:
         if place.resolve() not in seen:
             seen[place.resolve()] = None
-            reading.runs.append(Run(_name(place, top), _settings(entry), study=study.title, state=PLANNED))
+            reading.runs.append(RunRecord(_name(place, top), _settings(entry), study=study.title, state=PLANNED))
 
 
 def _read_study(place: Path, top: Path, reading: Reading) -> tuple[Study, list[dict[str, Any]]] | None:
@@ -158,7 +158,7 @@ def _read_study(place: Path, top: Path, reading: Reading) -> tuple[Study, list[d
     ]
 
 
-def _read_run(place: Path, top: Path, planned: dict[str, Any], reading: Reading) -> Run | None:
+def _read_run(place: Path, top: Path, planned: dict[str, Any], reading: Reading) -> RunRecord | None:
     name = _name(place, top)
     content = _load(place / "run.json", name, reading)
     if content is None:
@@ -171,8 +171,8 @@ def _read_run(place: Path, top: Path, planned: dict[str, Any], reading: Reading)
     measured = _read_timeline(place / "timeline.json", name, reading) if "mesh" in settings else None
     failure = settings.get("failure")
     if failure:
-        return Run(name, settings, lines, state=FAILED, reason=str(failure), measured=measured)
-    return Run(name, settings, lines, measured=measured)
+        return RunRecord(name, settings, lines, state=FAILED, reason=str(failure), measured=measured)
+    return RunRecord(name, settings, lines, measured=measured)
 
 
 def _settings(found: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _read_lines(path: Path, name: str, reading: Reading) -> tuple[dict[str, Any]
     return tuple(lines[epoch] for epoch in sorted(lines))
 
 
-def _settle(runs: list[Run]) -> list[Run]:
+def _settle(runs: list[RunRecord]) -> list[RunRecord]:
     """Say which runs are finished.
 
     A run ends at its last epoch or at ``max_steps``; a study marks it ``finished``. Lines have no step, so a run without that mark
@@ -240,7 +240,7 @@ def _settle(runs: list[Run]) -> list[Run]:
     return [_settled(run, furthest[_length(run)]) for run in runs]
 
 
-def _settled(run: Run, furthest: int) -> Run:
+def _settled(run: RunRecord, furthest: int) -> RunRecord:
     if run.state != FINISHED:
         return run
     planned, last = run.settings.get("epochs"), _last(run)
@@ -257,11 +257,11 @@ def _settled(run: Run, furthest: int) -> Run:
     return run
 
 
-def _last(run: Run) -> int:
+def _last(run: RunRecord) -> int:
     return int(run.lines[-1]["epoch"]) if run.lines else 0
 
 
-def _length(run: Run) -> tuple[Any, ...]:
+def _length(run: RunRecord) -> tuple[Any, ...]:
     return tuple(str(run.settings.get(name)) for name in ("data", "workers", "batch", "epochs", "max_steps"))
 
 

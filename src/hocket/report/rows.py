@@ -17,8 +17,8 @@ from pathlib import PurePath
 from typing import Any
 
 from hocket.report.ages import Ages
-from hocket.report.figures import rate as rate_text
-from hocket.report.read import FINISHED, Run, number
+from hocket.report.figures import lr_text
+from hocket.report.read import FINISHED, RunRecord, number
 from hocket.report.timelines import Measured
 from hocket.split.mesh import AXES
 
@@ -86,7 +86,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Toll:
+class CommFigures:
     """What went along one axis of a mesh: bytes of all processes, and the seconds that a process waited, on average."""
 
     bytes_sent: Figure | None
@@ -120,7 +120,7 @@ class Row:
     """How old gradients were, where workers do not go in step."""
     lost: Figure | None = None
     """Mini-batches whose gradients were lost through faults."""
-    tolls: dict[str, Toll] = field(default_factory=dict)
+    comm_stats: dict[str, CommFigures] = field(default_factory=dict)
     """By axis, where models are split."""
     bubble: Figure | None = None
     """The share of time in which the processes of a pipeline had nothing to do."""
@@ -141,7 +141,7 @@ class Row:
         return None if self.bytes_sent is None else self.bytes_sent.mean / max(1, self.facet.workers)
 
     @property
-    def rate(self) -> float | None:
+    def lr(self) -> float | None:
         """The learning rate."""
         return number(self.settings.get("lr"))
 
@@ -157,7 +157,7 @@ class Row:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """How the model is split, and what workers keep only a part of (``--shard``)."""
+        """How the model is split, and what workers keep only a part of (``--zero``, ``--fsdp``)."""
         return self.mesh, str(self.settings.get("shard") or "")
 
     @property
@@ -166,9 +166,9 @@ class Row:
         return self.strategy.split(" + ")[0].split("(")[0].strip()
 
 
-def make_rows(runs: Iterable[Run]) -> list[Row]:
+def make_rows(runs: Iterable[RunRecord]) -> list[Row]:
     """Rows of all runs, facet by facet, the best first."""
-    groups: dict[tuple[str, int], list[Run]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[RunRecord]] = defaultdict(list)
     times: Counter[tuple[str, str]] = Counter()
     for run in runs:
         # Seeds of one configuration make a row; the same seed again is another measurement of it, and makes another.
@@ -233,7 +233,7 @@ def _compared(rows: list[Row]) -> list[Row]:
     return compared
 
 
-def _configuration(run: Run) -> str:
+def _configuration(run: RunRecord) -> str:
     # A setting that is None is as good as one that there was not yet.
     settings = {k: v for k, v in run.settings.items() if k not in _NOT_CONFIGURATION and v is not None}
     return json.dumps([run.study, run.state, settings], sort_keys=True, default=str)
@@ -250,7 +250,7 @@ def _facet(settings: dict[str, Any]) -> Facet:
     )
 
 
-def _row(runs: list[Run]) -> Row:
+def _row(runs: list[RunRecord]) -> Row:
     first = runs[0]
     done = first.state == FINISHED
 
@@ -284,23 +284,23 @@ def _row(runs: list[Run]) -> Row:
         curve=_curve(runs),
         ages=Ages.of(line for run in runs for line in run.lines),
         lost=total("lost"),
-        tolls=_tolls(runs) if mesh else {},
+        comm_stats=_comm_stats(runs) if mesh else {},
         bubble=Figure.of([run.measured.bubble_share if run.measured else None for run in runs]),
         measured=next((run.measured for run in runs if run.measured), None),
     )
 
 
-def _tolls(runs: list[Run]) -> dict[str, Toll]:
+def _comm_stats(runs: list[RunRecord]) -> dict[str, CommFigures]:
     """The axes that something is known of."""
     found = {}
     for axis in AXES:
-        toll = Toll(*(Figure.of([run.along(axis, name) for run in runs]) for name in ("bytes_sent", "seconds")))
-        if toll.bytes_sent or toll.seconds:
-            found[axis] = toll
+        figures = CommFigures(*(Figure.of([run.along(axis, name) for run in runs]) for name in ("bytes_sent", "seconds")))
+        if figures.bytes_sent or figures.seconds:
+            found[axis] = figures
     return found
 
 
-def _curve(runs: list[Run]) -> tuple[Point, ...]:
+def _curve(runs: list[RunRecord]) -> tuple[Point, ...]:
     """The epochs that all seeds have, with costs summed since the start."""
     tracks = [{line["epoch"]: line for line in run.lines} for run in runs]
     common = sorted(set.intersection(*(set(t) for t in tracks))) if tracks else []
@@ -366,8 +366,8 @@ def _labelled(rows: list[Row]) -> list[Row]:
 def _differences(row: Row, group: list[Row]) -> str:
     """In what a row differs from the others of its strategy and state, in a few words."""
     parts = [row.state] if row.state != FINISHED else []
-    if len({r.rate for r in group}) > 1:
-        parts.append(f"rate {rate_text(row.rate)}")
+    if len({r.lr for r in group}) > 1:
+        parts.append(f"rate {lr_text(row.lr)}")
     names = sorted(set.intersection(*(set(r.settings) for r in group)) - _NOT_CONFIGURATION - {"lr", "strategy"})
     for name in names:
         if len({json.dumps(r.settings.get(name), sort_keys=True, default=str) for r in group}) > 1:

@@ -45,22 +45,23 @@ def _block(row: Row, several: bool, drawn: bool) -> str:
     parts += [] if row.state == FINISHED else [row.state]
     about = f'<p class="note">{html.escape(" · ".join(parts))}</p>' if parts else ""
     figure = _figure(row, row.measured, drawn) if row.measured else ""
-    return f'<div class="split">\n<h3>{html.escape(row.label)}</h3>{about}\n<div class="sides">{_tolls(row)}{figure}</div>\n</div>'
+    sides = f"{_comm_stats(row)}{figure}"
+    return f'<div class="split">\n<h3>{html.escape(row.label)}</h3>{about}\n<div class="sides">{sides}</div>\n</div>'
 
 
-def _tolls(row: Row) -> str:
+def _comm_stats(row: Row) -> str:
     """The small table, without axes that are not in the mesh and sent nothing."""
     lines = []
-    for axis, toll in row.tolls.items():
-        if f"{axis}=" in row.mesh or (toll.bytes_sent and toll.bytes_sent.mean > 0):
-            told = (_told(toll.bytes_sent, 1e-6, "MB"), _told(toll.seconds, 1, "s"))
+    for axis, figures in row.comm_stats.items():
+        if f"{axis}=" in row.mesh or (figures.bytes_sent and figures.bytes_sent.mean > 0):
+            told = (_told(figures.bytes_sent, 1e-6, "MB"), _told(figures.seconds, 1, "s"))
             cells = "".join(f'<td class="number">{text}</td>' for text in told)
             lines.append(f'<tr><th scope="row">{axis}</th>{cells}</tr>')
     if not lines:
         return '<p class="note">No bytes were recorded by axis.</p>'
     heads = '<th scope="col">axis</th><th scope="col" class="number">sent</th><th scope="col" class="number">waited</th>'
     name = html.escape(f"Axes of {row.label}")
-    return f'<table class="tolls" aria-label="{name}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    return f'<table class="comm-stats" aria-label="{name}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
 def _told(figure: Figure | None, scale: float, unit: str) -> str:
@@ -130,7 +131,7 @@ def _lane(timeline: Timeline, process: int) -> str:
 
 
 def _number(span: Span, length: float, top: int, pale: bool) -> str:
-    share, text = (span.end - span.start) / length, str(span.action.micro)
+    share, text = (span.end - span.start) / length, str(span.action.microbatch)
     needed = _DIGIT * len(text) + _AROUND
     if share * _WIDE < needed:
         return ""

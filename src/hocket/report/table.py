@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hocket.report.ages import Ages
-from hocket.report.figures import NONE, around, plain, rate, times, whole
+from hocket.report.figures import NONE, around, lr_text, plain, times, whole
 from hocket.report.read import FINISHED
 from hocket.report.rows import Figure, Row
 
@@ -64,7 +64,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         Column("kind", "kind", lambda r: r.facet.kind, lambda r: r.facet.kind),
         Column("clock", "seconds are", _clock, lambda r: _clock(r) or NONE),
         Column("seeds", "seeds", _seeds, _seeds),
-        Column("rate", "rate", lambda r: r.rate, lambda r: rate(r.rate)),
+        Column("rate", "rate", lambda r: r.lr, lambda r: lr_text(r.lr)),
         Column("study", "study", lambda r: r.study, lambda r: r.study or NONE),
         Column("state", "state", _state, _state),
     ]
@@ -190,7 +190,7 @@ def _mb(row: Row) -> float | None:
 
 
 def _sent_along(row: Row, axis: str) -> Figure | None:
-    return row.tolls[axis].bytes_sent if axis in row.tolls else None
+    return row.comm_stats[axis].bytes_sent if axis in row.comm_stats else None
 
 
 def _state(row: Row) -> str:

@@ -81,16 +81,16 @@ def _row(row: list[Any]) -> tuple[Span, ...]:
 
 def _span(entry: Any) -> Span:
     match entry:
-        case [str() as kind, int() as stage, int() as micro, start, end] if (
+        case [str() as kind, int() as stage, int() as microbatch, start, end] if (
             kind in KINDS
             and 0 <= stage <= _LARGEST_NUMBER
-            and 0 <= micro <= _LARGEST_NUMBER
+            and 0 <= microbatch <= _LARGEST_NUMBER
             and _is_number(start)
             and _is_number(end)
             and 0 <= start <= end <= _LONGEST_S
         ):
-            return Span(Action(kind, int(stage), int(micro)), float(start), float(end))
-    raise ValueError("one of its actions is not [kind, stage, micro, start, end]")
+            return Span(Action(kind, int(stage), int(microbatch)), float(start), float(end))
+    raise ValueError("one of its actions is not [kind, stage, microbatch, start, end]")
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet, Pair, identity
 from hocket.data.tensors import as_tensors
 from hocket.errors import HocketError
@@ -73,8 +73,8 @@ class Sandblaster:
     ``static=True`` is the naive split to compare with: one portion each, no copies. ``exact=True`` makes the result the same bit
     for bit, whoever computed what and however many shards there are, given the same number of portions.
 
-    :meth:`run` trains on virtual workers of ``cluster`` (a preset, a file or a ``Spec``). Those in ``deaths`` die at the given
-    second, which the coordinator finds out ``notice_s`` later. :meth:`launch` trains on real processes.
+    :meth:`run` trains on virtual workers of ``cluster`` (a preset, a file or a ``ClusterSpec``). Those in ``deaths`` die at the
+    given second, which the coordinator finds out ``notice_s`` later. :meth:`launch` trains on real processes.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = Sandblaster(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), l2=0.01, max_iter=8).run()
@@ -103,7 +103,7 @@ class Sandblaster:
         static: bool = False,
         exact: bool = False,
         seed: int = 0,
-        cluster: str | Spec = "1gbit",
+        cluster: str | ClusterSpec = "1gbit",
         deaths: Mapping[int, float] | None = None,
         notice_s: float = 1.0,
     ) -> None:
@@ -113,7 +113,7 @@ class Sandblaster:
         self.settings = Settings(history, max_iter, max_eval, lr, tolerance_grad, tolerance_change, l2)
         self.loss, self.workers, self.shards = loss, workers, shards
         self.backups, self.exact, self.seed = backups and not static, exact, seed
-        self.cluster, self.deaths, self.notice_s = Spec.parse(cluster), deaths, notice_s
+        self.cluster, self.deaths, self.notice_s = ClusterSpec.parse(cluster), deaths, notice_s
         self.model = copy.deepcopy(model) if isinstance(model, nn.Module) else seeded(model, seed)
         self.train, self.test, self.prepare = _parts(data, test)
         self.portions = cut(len(self.train[0]), workers if static else min(workers * portions_per_worker, len(self.train[0])))

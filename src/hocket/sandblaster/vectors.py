@@ -7,7 +7,7 @@ An order is plain data, ``(verb, operands …)``, so that it can travel as a mes
     ("axpy", a, k, b)     a ← a + k·b        ("max", a)      → max |a|
     ("minus", a, b, c)    a ← b − c
 
-and four for the sum of portions, whose slices come from workers by :meth:`Shard.stage` (see ``portions`` for the whole):
+and four for the sum of portions, whose slices come from workers by :meth:`VectorShard.stage` (see ``portions`` for the whole):
 
     ("begin", e, a)       evaluation e starts at vector a: forget what was staged or counted before
     ("count", w, n, p)    worker w's bundle n counts; p is the first portion in it
@@ -32,11 +32,11 @@ Order = tuple[str | int | float, ...]
 Terms = list[float]
 
 
-class Shard:
+class VectorShard:
     """One slice of every vector.
 
     >>> import torch
-    >>> shard = Shard(torch.tensor([3.0, 4.0]))
+    >>> shard = VectorShard(torch.tensor([3.0, 4.0]))
     >>> shard.obey([("scale", "d", -1.0, "x"), ("axpy", "x", 0.5, "d"), ("dot", "x", "d"), ("max", "x")])
     [[], [], [-12.5], [2.0]]
     """

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.drivers.links import LinkModel
 from hocket.drivers.simulation import Call, Key, Simulation
 from hocket.errors import HocketError, WorkerLost
@@ -40,7 +40,7 @@ class VirtualWorld:
         self,
         objective: Objective,
         config: CoordinatorConfig,
-        spec: Spec,
+        spec: ClusterSpec,
         workers: int,
         seed: int = 0,
         deaths: Mapping[int, float] | None = None,
@@ -144,7 +144,7 @@ class VirtualWorld:
 class _Network:
     """One link per node; what a worker has not sent off when it dies is lost."""
 
-    def __init__(self, spec: Spec, shards: list[SandblasterShard], workers: int, deaths: Mapping[int, float]) -> None:
+    def __init__(self, spec: ClusterSpec, shards: list[SandblasterShard], workers: int, deaths: Mapping[int, float]) -> None:
         self._spec, self._shards, self._deaths = spec, shards, deaths
         self._links = LinkModel(spec, 1 + len(shards) + workers)
         self._first = {"coordinator": 0, "shard": 1, "worker": 1 + len(shards)}

@@ -22,7 +22,7 @@ from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener
 from hocket.server.account import Account, added, ages_of
 from hocket.server.holding import Mean
-from hocket.server.members import Dealer
+from hocket.server.members import BatchDispatcher
 
 _GIVE_UP_S = 60
 """Without a word from the clerk."""
@@ -34,7 +34,7 @@ class Clerk:
 
     def __init__(self, listener: Listener, workers: int, total: int) -> None:
         self.listener, self.workers = listener, workers
-        self.dealer = Dealer(total)
+        self.dispatcher = BatchDispatcher(total)
         self.figures: dict[str, dict[str, Any]] = {}
         self.means: dict[int, Mean] = {}
         """What workers that have ended say that all have agreed on."""
@@ -86,7 +86,7 @@ class Clerk:
         """``gone=worker``: it has died, or is silent for good. What it held goes to others."""
         worker = order["gone"]
         self.gone.add(worker)
-        self.lost += self.dealer.gone(worker)
+        self.lost += self.dispatcher.gone(worker)
         self._welcome()
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
@@ -116,8 +116,8 @@ class Clerk:
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
         self._heed(message)
-        hands = [] if message.sender in self.gone else self.dealer.deal(message.sender, 1)  # it had asked before it died
-        note = {"hands": hands, "over": self.dealer.empty}
+        batch_ids = [] if message.sender in self.gone else self.dispatcher.deal(message.sender, 1)  # it had asked before it died
+        note = {"batch_ids": batch_ids, "over": self.dispatcher.empty}
         self.listener.send(peer, Envelope(Kind.REPLY, number=message.number, note=note))
 
     def _push(self, peer: bytes, message: Envelope) -> None:
@@ -128,7 +128,7 @@ class Clerk:
         self.listener.send(peer, Envelope(Kind.REPLY, number=message.number))
 
     def _heed(self, message: Envelope) -> None:
-        self.dealer.done(message.sender, [int(hand) for hand in message.note["done"]])
+        self.dispatcher.done(message.sender, [int(batch_id) for batch_id in message.note["done"]])
         worker = str(message.sender)
         self.figures[worker] = added(self._before.get(worker, {}), message.note["ledger"])
 
@@ -141,7 +141,7 @@ class ClerkLink:
         self.over = False
         """Whether it takes no more mini-batches: the others have ended."""
         self._caller = Caller(address, job, keys, most_bytes=most_bytes)
-        self._hands: deque[int] = deque()
+        self._batch_ids: deque[int] = deque()
         self._done: list[int] = []
         self._current: int | None = None
         self._number = 0
@@ -160,14 +160,14 @@ class ClerkLink:
         if self._current is not None:
             self._done.append(self._current)
         last = self.over
-        while not self._hands and not last:
+        while not self._batch_ids and not last:
             if not self._open:
                 last = self._over
                 self._want()
             note = self._answer().note
-            self._hands.extend(int(hand) for hand in note["hands"])
+            self._batch_ids.extend(int(batch_id) for batch_id in note["batch_ids"])
             self._over = bool(note["over"])
-        self._current = self._hands.popleft() if self._hands else None
+        self._current = self._batch_ids.popleft() if self._batch_ids else None
         if self._current is not None and not self._over:
             self._want()
         return self._current

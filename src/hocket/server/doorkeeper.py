@@ -42,14 +42,16 @@ _LATE_S = 1.0
 class Doorkeeper:
     """Worker ``worker`` of ``world`` to all others; ``halves``: push-sum, else pairs."""
 
-    def __init__(self, listener: Listener, holding: Holding, worker: int, world: int, halves: bool, patience_s: float) -> None:
+    def __init__(
+        self, listener: Listener, holding: Holding, worker: int, world: int, halves: bool, liveness_timeout_s: float
+    ) -> None:
         self.listener, self.holding, self.worker, self.world, self.halves = listener, holding, worker, world, halves
         self.given: set[int] = set()
         """Who has been given the mean."""
         self.newcomers: SimpleQueue[tuple[int, str]] = SimpleQueue()
         """Who has taken a dead worker's place, and where; for :class:`~hocket.server.peers.Peers`."""
         self._refused: Counter[str] = Counter()
-        self._away_s = patience_s / 2
+        self._away_s = liveness_timeout_s / 2
         self._late_until = 0.0
         self._known: dict[int, bytes] = {}
         self._over = threading.Event()

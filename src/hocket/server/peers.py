@@ -40,7 +40,7 @@ class _Question:
     peer: int
     since: float
     size: int
-    patience_s: float
+    liveness_timeout_s: float
     answer: Envelope | None = None
     lost: bool = False
 
@@ -59,14 +59,14 @@ class Peers:
         worker: int,
         keys: Keys | None,
         most_bytes: int,
-        patience_s: float,
+        liveness_timeout_s: float,
         newcomers: SimpleQueue[tuple[int, str]] | None = None,
     ) -> None:
         """``newcomers``: where a door tells of those who have taken a dead worker's place."""
         self._newcomers = SimpleQueue() if newcomers is None else newcomers
         self.door: str | None = None
         """Where this worker is to be found, if it has taken a dead one's place: some may not know it yet."""
-        self.addresses, self.worker, self.patience_s = list(addresses), worker, patience_s
+        self.addresses, self.worker, self.liveness_timeout_s = list(addresses), worker, liveness_timeout_s
         self.silent: set[int] = set()
         self.left: set[int] = {peer for peer, address in enumerate(addresses) if address is None}
         self._met: set[int] = set()
@@ -96,9 +96,9 @@ class Peers:
         self._number += 1
         size = sum(tensor.nbytes for tensor in tensors) + expects
         before = sum(question.size for question in self._questions.values() if question.open and question.peer == peer)
-        patience_s = self.patience_s + (before + size) / _SLOWEST_BYTES_PER_S
+        liveness_timeout_s = self.liveness_timeout_s + (before + size) / _SLOWEST_BYTES_PER_S
         envelope = Envelope(kind, self.worker, peer, number=self._number, note=note or {}, tensors=tuple(tensors))
-        self._questions[self._number] = _Question(peer, time.monotonic(), size, patience_s)
+        self._questions[self._number] = _Question(peer, time.monotonic(), size, liveness_timeout_s)
         if not self._link(peer).send(envelope, 0.0):
             self._give_up(peer)  # whoever lets a queue grow full has not looked at it for long
         return self._number
@@ -156,7 +156,7 @@ class Peers:
             while link.socket in ready and self._links.get(peer) is link and (message := link.receive(0.0)) is not None:
                 self._hear(peer, message)
         for question in list(self._questions.values()):
-            if question.open and now - question.since > question.patience_s:
+            if question.open and now - question.since > question.liveness_timeout_s:
                 self._give_up(question.peer)
 
     def greet(self) -> None:

@@ -39,7 +39,7 @@ from hocket.topology import Server
 PIECE_BYTES = 1 << 16
 WINDOW = 10
 """Pieces that a worker has on their way: enough to keep both directions busy, few enough not to flood a link."""
-PATIENCE_S = 1800.0
+LIVENESS_TIMEOUT_S = 1800.0
 """As long as collectives wait for a worker that lives but does not come; one that is lost is noticed by its heartbeat."""
 SILENCE_S = 10.0
 """A server that gives no sign of life for so long, while nothing else comes, is lost; workers watch each other (``Heartbeat``)."""
@@ -112,7 +112,7 @@ class Summer:
 def _bind(cluster: ProcessCluster) -> str:
     """Where summers listen: on loopback where all processes share a machine, else where the others reach this one."""
     host = torch.tensor([list(hashlib.sha256(boot_id().encode()).digest())], dtype=torch.uint8)
-    everyone = cluster.collect(host)
+    everyone = cluster.all_gather_metrics(host)
     if bool((everyone == everyone[0]).all()):
         return "127.0.0.1"
     if cluster.keys is None:
@@ -130,12 +130,12 @@ class SummedMean:
         worker: int,
         workers: int,
         callers: list[Caller],
-        patience_s: float = PATIENCE_S,
+        liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
         children: Sequence[Child] = (),
         silence_s: float = SILENCE_S,
     ) -> None:
         """``children``: servers that this process has started, and looks after."""
-        self.worker, self.workers, self.callers, self.patience_s = worker, workers, callers, patience_s
+        self.worker, self.workers, self.callers, self.liveness_timeout_s = worker, workers, callers, liveness_timeout_s
         self._children = children
         self._signs = _Signs(callers[workers:], silence_s)
         self._number = 0
@@ -150,14 +150,14 @@ class SummedMean:
         order = self._order(places)
         self._signs.begin()
         sent = got = 0
-        deadline = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + self.liveness_timeout_s
         while got < len(order):
             while sent < min(len(order), got + WINDOW) and self._push(flat, *order[sent], places):
                 sent += 1
             came = self._collect(flat, places)
             got += came
             if came:
-                deadline = time.monotonic() + self.patience_s
+                deadline = time.monotonic() + self.liveness_timeout_s
                 continue
             for child in self._children:
                 if child.poll() is not None:
@@ -166,7 +166,7 @@ class SummedMean:
                     )
             self._signs.want()
             if time.monotonic() > deadline:
-                raise WorkerLost(f"A summer has not answered for {self.patience_s:g} s; a worker or a server is lost.")
+                raise WorkerLost(f"A summer has not answered for {self.liveness_timeout_s:g} s; a worker or a server is lost.")
         if flat.data_ptr() != rows.data_ptr():
             rows[0].copy_(flat)
         return rows
@@ -251,7 +251,7 @@ class Summing:
         servers: int,
         bind: str = "127.0.0.1",
         keys: Path | None = None,
-        patience_s: float = PATIENCE_S,
+        liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
         spare: Sequence[str] | None = None,
         job: bytes | None = None,
     ) -> None:
@@ -263,7 +263,7 @@ class Summing:
         worker = cluster.workers.start
         # Worker 0 names the job; everybody hears it.
         name = torch.tensor([list(os.urandom(_JOB_BYTES))], dtype=torch.uint8)
-        job = bytes(cluster.collect(name)[0].tolist()) if job is None else job
+        job = bytes(cluster.all_gather_metrics(name)[0].tolist()) if job is None else job
         found = Keys.read(keys) if keys is not None else None
         self._listener = Listener(f"tcp://{bind}:0", job, found, high_water=_QUEUE)
         self._summer = Summer(self._listener, cluster.size)
@@ -275,11 +275,11 @@ class Summing:
         text = json.dumps(own).encode()
         told = torch.zeros(1, 512, dtype=torch.uint8)
         told[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        everyone = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in cluster.collect(told)]
+        everyone = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in cluster.all_gather_metrics(told)]
         addresses = [a[0] for a in everyone] + list([a[1] for a in everyone if len(a) > 1] if spare is None else spare)
         callers = [Caller(address, job, found, high_water=_QUEUE) for address in addresses]
-        silence_s = cluster.heartbeat.patience_s if isinstance(cluster, ProcessCluster) else SILENCE_S
-        self.mean = SummedMean(worker, cluster.size, callers, patience_s, self._children, silence_s)
+        silence_s = cluster.heartbeat.liveness_timeout_s if isinstance(cluster, ProcessCluster) else SILENCE_S
+        self.mean = SummedMean(worker, cluster.size, callers, liveness_timeout_s, self._children, silence_s)
         self._thread = threading.Thread(target=self._sum, name="hocket-summer", daemon=True)
         self._thread.start()
 

@@ -19,16 +19,16 @@ from hocket.cluster.message import framed, ring_bytes
 
 
 @dataclass
-class Toll:
+class CommStats:
     """What an axis has cost this process since it was last asked."""
 
     bytes_sent: int = 0
     exchanges: int = 0
     seconds: float = 0.0
 
-    def take(self) -> Toll:
+    def take(self) -> CommStats:
         """The figures so far; counting starts anew."""
-        taken = Toll(self.bytes_sent, self.exchanges, self.seconds)
+        taken = CommStats(self.bytes_sent, self.exchanges, self.seconds)
         self.bytes_sent, self.exchanges, self.seconds = 0, 0, 0.0
         return taken
 
@@ -39,7 +39,7 @@ class Axis:
     def __init__(self, name: str, ranks: tuple[int, ...] = (0,), place: int = 0, group: dist.ProcessGroup | None = None) -> None:
         """``ranks`` are those of the whole job, in order of the coordinate; ``place`` is this process's own coordinate."""
         self.name, self.ranks, self.place, self.group = name, ranks, place, group
-        self.toll = Toll()
+        self.comm_stats = CommStats()
         self.explain: Callable[[BaseException], BaseException] = lambda error: error
         """Turns a broken connection into a sentence that names who is lost."""
 
@@ -74,7 +74,7 @@ class Axis:
         self._blocked(lambda: dist.all_gather(everyone, values, group=self.group))
         return torch.cat(everyone, dim)
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """The first process's values, on all."""
         if self.size == 1 or not tensors:
             return
@@ -106,8 +106,8 @@ class Axis:
     # --- accounts ----------------------------------------------------------------------------------------------------------
 
     def _count(self, sent: int) -> None:
-        self.toll.bytes_sent += sent
-        self.toll.exchanges += 1
+        self.comm_stats.bytes_sent += sent
+        self.comm_stats.exchanges += 1
 
     def _blocked(self, work: Any) -> Any:
         start = time.perf_counter()
@@ -115,7 +115,7 @@ class Axis:
             result = work()
         except RuntimeError as error:
             raise self.explain(error) from error
-        self.toll.seconds += time.perf_counter() - start
+        self.comm_stats.seconds += time.perf_counter() - start
         return result
 
 

@@ -90,7 +90,7 @@ class Mesh:
 
 
 @dataclass
-class Place:
+class MeshCoordinate:
     """This process in its mesh."""
 
     mesh: Mesh
@@ -117,12 +117,12 @@ def forget() -> None:
     _MADE.clear()
 
 
-def settle(mesh: Mesh, device_type: str = "cpu") -> Place:
+def init_mesh(mesh: Mesh, device_type: str = "cpu") -> MeshCoordinate:
     """Find this process's place in ``mesh`` and make the groups; all processes of the job must call it."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     mesh.check(processes)
     if processes == 1:
-        return Place(mesh, *(Axis(name) for name in AXES))
+        return MeshCoordinate(mesh, *(Axis(name) for name in AXES))
     key = (mesh, device_type)
     if key not in _MADE:
         _MADE[key] = init_device_mesh(device_type, (mesh.data, mesh.pipeline, mesh.tensor), mesh_dim_names=AXES)
@@ -133,4 +133,4 @@ def settle(mesh: Mesh, device_type: str = "cpu") -> Place:
         places = [(*own[:k], i, *own[k + 1 :]) for i in range(getattr(mesh, name))]
         ranks = tuple(mesh.rank(*p) for p in places)
         axes.append(Axis(name, ranks, own[k], found.get_group(name) if len(ranks) > 1 else None))
-    return Place(mesh, *axes)
+    return MeshCoordinate(mesh, *axes)

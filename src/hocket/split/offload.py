@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from hocket.errors import HocketError
 from hocket.split.blocks import blocks_of
-from hocket.split.born import bring_to_life
+from hocket.split.materialize import materialize
 from hocket.split.slow import Disk, Pinned, Slow, return_memory_at_once
 
 _OFFLOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -87,13 +87,13 @@ class Offload:
             )
         self.blocks: list[Block] = []
         for name, module in found.items():
-            bring_to_life(module, seed=seed, model=model, device=device, prefix=name)
+            materialize(module, seed=seed, model=model, device=device, prefix=name)
             block = Block(len(self.blocks), name, module, optimizer)
             self.blocks.append(block)
             block.hide()
             block.store(self._slow)
         self._rest = [p for p in model.parameters() if id(p) not in {id(q) for b in self.blocks for q in b.params}]
-        bring_to_life(model, seed=seed, device=device)
+        materialize(model, seed=seed, device=device)
         for block in self.blocks:
             self._hook(block)
         _OFFLOADED.add(model)

@@ -14,7 +14,7 @@ from hocket.split.pipeline.schedules import Action
 
 
 @dataclass(frozen=True)
-class Holding:
+class HeldBytes:
     """What one process holds, in bytes; ``what`` names the layers."""
 
     what: str
@@ -29,14 +29,14 @@ class Holding:
         return self.weights + self.gradients + self.state + self.activations
 
 
-def holding_of(module: nn.Module, optimizer: torch.optim.Optimizer, activations: int) -> Holding:
+def held_bytes(module: nn.Module, optimizer: torch.optim.Optimizer, activations: int) -> HeldBytes:
     """What this process holds of a model and its optimiser."""
     named = [(name, p) for name, p in module.named_parameters()]
     weights = sum(p.numel() * p.element_size() for _, p in named)
     trained = sum(p.numel() * p.element_size() for _, p in named if p.requires_grad)
     layers = [name.rsplit(".", 1)[0] for name, _ in named] or ["nothing to train"]
     what = layers[0] if layers[0] == layers[-1] else f"{layers[0]} … {layers[-1]}"
-    return Holding(what, weights, trained, trained * state_copies(optimizer), activations)
+    return HeldBytes(what, weights, trained, trained * state_copies(optimizer), activations)
 
 
 def state_copies(optimizer: torch.optim.Optimizer) -> int:
@@ -91,10 +91,10 @@ def saved_bytes(module: nn.Module, sample: Tensor) -> int:
     return sum(kept.values())
 
 
-def draw(mesh: Mesh, holdings: Sequence[Holding]) -> str:
+def draw(mesh: Mesh, held: Sequence[HeldBytes]) -> str:
     """One box per process: columns are stages, rows are parts of operations, replicas stand below each other.
 
-    >>> print(draw(Mesh(pipeline=2), [Holding("0 … 2", 4096, 4096, 0, 512), Holding("3 … 5", 2048, 2048, 0, 512)]))
+    >>> print(draw(Mesh(pipeline=2), [HeldBytes("0 … 2", 4096, 4096, 0, 512), HeldBytes("3 … 5", 2048, 2048, 0, 512)]))
     mesh pipeline=2: 2 processes, the largest with 8.5 KiB
     ┌ process 0 · stage 0 ┬ process 1 · stage 1 ┐
     │ 0 … 2               │ 3 … 5               │
@@ -105,25 +105,25 @@ def draw(mesh: Mesh, holdings: Sequence[Holding]) -> str:
     └─────────────────────┴─────────────────────┘
     KiB; optimiser state as it will be after the first step, activations as estimated for one mini-batch.
     """
-    unit, scale = _unit(max(h.total for h in holdings))
-    lines = [f"mesh {mesh}: {mesh.size} processes, the largest with {max(h.total for h in holdings) / scale:.1f} {unit}"]
-    width = max([19, *(len(_title(mesh, rank)) for rank in range(mesh.size)), *(len(h.what) for h in holdings)])
+    unit, scale = _unit(max(h.total for h in held))
+    lines = [f"mesh {mesh}: {mesh.size} processes, the largest with {max(h.total for h in held) / scale:.1f} {unit}"]
+    width = max([19, *(len(_title(mesh, rank)) for rank in range(mesh.size)), *(len(h.what) for h in held)])
     width = min(width, 44)
     for data in range(mesh.data):
         if mesh.data > 1:
             lines.append(f"replica {data}")
         for tensor in range(mesh.tensor):
             ranks = [mesh.rank(data, stage, tensor) for stage in range(mesh.pipeline)]
-            lines += _row([_title(mesh, rank) for rank in ranks], [holdings[rank] for rank in ranks], width, scale)
+            lines += _row([_title(mesh, rank) for rank in ranks], [held[rank] for rank in ranks], width, scale)
     lines.append(f"{unit}; optimiser state as it will be after the first step, activations as estimated for one mini-batch.")
     return "\n".join(lines)
 
 
-def _row(titles: list[str], holdings: list[Holding], width: int, scale: float) -> list[str]:
+def _row(titles: list[str], held: list[HeldBytes], width: int, scale: float) -> list[str]:
     lines = ["┌" + "┬".join(f" {title} ".ljust(width + 2, "─") for title in titles) + "┐"]
-    lines.append("│" + "│".join(f" {_short(h.what, width).ljust(width)} " for h in holdings) + "│")
+    lines.append("│" + "│".join(f" {_short(h.what, width).ljust(width)} " for h in held) + "│")
     for name in ("weights", "gradients", "state", "activations"):
-        cells = (f" {name.ljust(width - 8)}{getattr(h, name) / scale:8.1f} " for h in holdings)
+        cells = (f" {name.ljust(width - 8)}{getattr(h, name) / scale:8.1f} " for h in held)
         lines.append("│" + "│".join(cells) + "│")
     return [*lines, "└" + "┴".join("─" * (width + 2) for _ in titles) + "┘"]
 

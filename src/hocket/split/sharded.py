@@ -33,40 +33,44 @@ from hocket.sync import Bulk
 from hocket.topology import AllReduce
 from hocket.topology.base import plain
 
-SHARDS = ("state", "full")
 SEES_WHOLE = ("Adafactor", "Muon")
 """Optimisers that look at a whole matrix to update a part of it."""
 _NOT_IN_PARTS = {
-    **dict.fromkeys(SEES_WHOLE, "looks at whole matrices, of which shard='full' leaves each worker a part"),
-    "Adagrad": "has state before its first step, which shard='full' does not cut",
+    **dict.fromkeys(SEES_WHOLE, "looks at whole matrices, of which fsdp=True leaves each worker a part"),
+    "Adagrad": "has state before its first step, which fsdp=True does not cut",
     "Rprop": "writes into places of a gradient, which PyTorch does not do in parts",
 }
 
 
-def refuse_shard(shard: str, strategy: Strategy, scaler: Any = None) -> None:
-    """Refuse to shard where the strategy does not allow it, in one sentence.
+def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = None) -> None:
+    """Refuse ``zero=1`` or ``fsdp=True`` where the strategy does not allow it, in one sentence.
 
-    >>> refuse_shard("state", Strategy.parse("bulk + topk(0.01)"))
-    >>> refuse_shard("state", Strategy.parse("local(4)"))
+    >>> refuse_sharding(Strategy.parse("bulk + topk(0.01)"), zero=1, fsdp=False)
+    >>> refuse_sharding(Strategy.parse("local(4)"), zero=1, fsdp=False)
     Traceback (most recent call last):
-    hocket.errors.HocketError: shard='state' needs equal replicas after every step, but under local(4) + allreduce each worker's
+    hocket.errors.HocketError: zero=1 needs equal replicas after every step, but under local(4) + allreduce each worker's
     optimiser state is its own; use bulk + allreduce.
     """
-    if shard not in SHARDS:
-        raise HocketError(f"shard={shard!r}: what is sharded is 'state' (the optimiser's) or 'full' (weights and gradients, too).")
+    if zero not in (0, 1) or isinstance(zero, bool):
+        raise HocketError(f"zero={zero!r}: zero=1 shards the optimiser's state; use fsdp=True to shard weights and gradients, too.")
+    if zero and fsdp:
+        raise HocketError("zero=1, fsdp=True: FSDP2 shards the optimiser's state, too; leave zero=1 out.")
+    if not zero and not fsdp:
+        return
     if reason := _differs(strategy):
         raise HocketError(
-            f"shard='{shard}' needs equal replicas after every step, but under {strategy} {reason}; use bulk + allreduce."
+            f"{'fsdp=True' if fsdp else 'zero=1'} needs equal replicas after every step, but under {strategy} {reason}; "
+            "use bulk + allreduce."
         )
-    if shard == "state":
+    if not fsdp:
         return
     if not plain(strategy.compression) or not isinstance(strategy.topology, AllReduce):
         raise HocketError(
-            f"shard='full' leaves the mean of gradients to PyTorch's FSDP2, which knows no {strategy}; use bulk + allreduce, "
-            "or shard='state'."
+            f"fsdp=True leaves the mean of gradients to PyTorch's FSDP2, which knows no {strategy}; use bulk + allreduce, "
+            "or zero=1."
         )
     if scaler is not None:
-        raise HocketError("shard='full' has gradients in parts, which a GradScaler judges apart; use bfloat16, or shard='state'.")
+        raise HocketError("fsdp=True shards gradients, which a GradScaler judges one by one; use bfloat16, or zero=1.")
 
 
 class Where(Protocol):
@@ -79,18 +83,18 @@ class Where(Protocol):
     def backend(self) -> str: ...
 
 
-def refuse_full_on(cluster: Where) -> None:
+def refuse_fsdp_on(cluster: Where) -> None:
     """Refuse a place where FSDP2 would not live: over Gloo its exchanges of CUDA tensors end the process without a word."""
     if cluster.device.type == "cuda" and "nccl" not in cluster.backend:
         raise HocketError(
-            f"shard='full' on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
-            "shard='state', or hocket.init(backend='nccl')."
+            f"fsdp=True on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
+            "zero=1, or hocket.init(backend='nccl')."
         )
 
 
 def _differs(strategy: Strategy) -> str | None:
     """Why replicas are not equal after every step, or None."""
-    if strategy.free:
+    if strategy.runtime != "collective":
         return "workers do not go in step"
     if not isinstance(strategy.sync, Bulk):
         return "each worker's optimiser state is its own"
@@ -171,7 +175,7 @@ class ShardedState:
         packed = self._packed()
         with self.cluster.uncounted():
             own = _blob(packed["state"])
-            sizes = self.cluster.collect(torch.tensor([[own.numel()]])).flatten().tolist()
+            sizes = self.cluster.all_gather_metrics(torch.tensor([[own.numel()]])).flatten().tolist()
             for owner in range(1, self.cluster.size):
                 heard = self._heard_by_first(own, owner, sizes[owner])
                 if heard is not None:
@@ -200,7 +204,7 @@ class ShardedState:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
             raise HocketError(
-                "shard='state' steps a part of the parameters, which a closure would not know; call optimizer.step() without one."
+                "zero=1 steps a part of the parameters, which a closure would not know; call optimizer.step() without one."
             )
         self._restore()
         self._whole = [group["params"] for group in optimizer.param_groups]
@@ -213,7 +217,7 @@ class ShardedState:
             return
         exchange = self.cluster.exchange()
         for owner, rows in self._pieces:
-            exchange.submit(partial(self.cluster.spread, rows, owner))
+            exchange.submit(partial(self.cluster.broadcast, rows, owner))
         exchange.wait()
 
     def _restore(self) -> None:
@@ -249,7 +253,7 @@ class ShardedState:
         sources = torch.full((1, self.cluster.size), -1)
         sources[0, 0] = owner
         rows = own if worker == owner else torch.empty(size if worker == 0 else 0, dtype=torch.uint8)
-        heard = self.cluster.start(lambda: self.cluster.hear(Message((rows.unsqueeze(0),)), sources))()
+        heard = self.cluster.start(lambda: self.cluster.neighbor_exchange(Message((rows.unsqueeze(0),)), sources))()
         return heard.parts[0][0] if worker == 0 else None
 
 
@@ -304,13 +308,15 @@ class FullShards:
         from torch.distributed.fsdp import fully_shard
 
         if reason := _NOT_IN_PARTS.get(type(optimizer).__name__):
-            raise HocketError(f"{type(optimizer).__name__} {reason}; use AdamW or SGD, or shard='state'.")
+            raise HocketError(f"{type(optimizer).__name__} {reason}; use AdamW or SGD, or zero=1.")
         if any(optimizer.state.values()):
-            raise HocketError("shard='full' cuts the optimiser's state, too, and this one has some; shard before the first step.")
+            raise HocketError(
+                "fsdp=True cuts the optimiser's state, too, and this one has some; call hocket.parallelize before the first step."
+            )
         self.model, self.optimizer, self.cluster = model, optimizer, cluster
         for tensor in (*model.parameters(), *model.buffers()):
             rows = tensor.data.reshape(1, -1).clone()
-            cluster.broadcast(rows)
+            cluster.synchronize(rows)
             tensor.data.copy_(rows.view(tensor.shape))
         assert cluster.group is not None
         self.mesh = DeviceMesh.from_group(cluster.group, cluster.device.type)

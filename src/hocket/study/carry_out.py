@@ -18,8 +18,8 @@ from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.models import build
 from hocket.study.folder import Folder, Outcome
-from hocket.study.plan import Planned, Study, rounds_of, start_rate, steps_of
-from hocket.study.rates import best_rate, next_rate, short
+from hocket.study.lr_search import best_lr, next_lr, short
+from hocket.study.plan import Planned, Study, rounds_of, start_lr, steps_of
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite
 from hocket.train.run import Engines, Settings, run
@@ -38,7 +38,7 @@ class Watch:
     def begin(self, number: int, planned: Planned, outcome: Outcome | None) -> None:
         """Run ``number`` is up; ``outcome``: it is over already."""
 
-    def trying(self, rate: float) -> None:
+    def trying(self, lr: float) -> None:
         """A rate is being tried for it."""
 
     def training(self) -> None:
@@ -128,7 +128,7 @@ def check(study: Study, data: Data) -> None:
 
 def _refusal(settings: Settings, data: DataSet) -> str | None:
     try:
-        Partition(len(data.train[0]), settings.workers, settings.batch, settings.seed, settings.plan().rounds)
+        Partition(len(data.train[0]), settings.workers, settings.batch_size, settings.seed, settings.plan().rounds)
     except HocketError as error:
         return str(error)
     return None
@@ -163,13 +163,13 @@ def finished(folder: Folder, study: Study) -> list[Outcome]:
 
 
 def _run(folder: Folder, planned: Planned, train: Train, search: Search | None, watch: Watch) -> Outcome:
-    settings, rate = planned.settings, None
+    settings, searched = planned.settings, None
     try:
         while True:
             place = folder.clear(planned)
             if search is not None:
-                rate = search.rate()
-                settings = replace(planned.settings, lr=rate["chosen"])
+                searched = search.run()
+                settings = replace(planned.settings, lr=searched["chosen"])
             watch.training()
             try:
                 loss = train(settings, place, watch)[-1]["loss"]
@@ -178,13 +178,13 @@ def _run(folder: Folder, planned: Planned, train: Train, search: Search | None, 
                     raise
                 continue
             if search is None or not search.give_up(loss):
-                return folder.finish(planned, rate)
+                return folder.finish(planned, searched)
     except CannotWrite:
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise CannotWrite(f"write in {folder.path}", error) from None
-        return folder.fail(planned, sentence(error), rate)
+        return folder.fail(planned, sentence(error), searched)
     except BaseException:  # an interruption: the run starts anew
         folder.clear(planned)
         raise
@@ -199,7 +199,7 @@ def sentence(error: Exception) -> str:
 
 
 class Search:
-    """The search for the rate of a run, shared by its seeds and kept in the study's folder; see :mod:`hocket.study.rates`."""
+    """The search for the rate of a run, shared by its seeds and kept in the study's folder; see :mod:`hocket.study.lr_search`."""
 
     def __init__(self, folder: Folder, settings: Settings, data: Data, virtual: Train, watch: Watch) -> None:
         self.folder, self.settings, self.data, self.virtual, self.watch = folder, settings, data, virtual, watch
@@ -211,14 +211,14 @@ class Search:
         begun: dict[str, Any] = {"chosen": None, "tried": {}, "losses": {}, "given_up": {}, "epochs": None, "seed": settings.seed}
         self.found = self.rates.setdefault(what, begun)
 
-    def rate(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """What was tried and what was chosen."""
         found = self.found
-        while (rate := next_rate(self._losses(), start_rate(self.settings.optimizer))) is not None:
-            self.watch.trying(rate)
-            loss, accuracy = self._try(rate)
-            found["losses"][str(rate)] = loss
-            found["tried"][str(rate)] = accuracy
+        while (lr := next_lr(self._losses(), start_lr(self.settings.optimizer))) is not None:
+            self.watch.trying(lr)
+            loss, accuracy = self._try(lr)
+            found["losses"][str(lr)] = loss
+            found["tried"][str(lr)] = accuracy
             self.folder.write_rates(self.rates)
         found["chosen"] = self._best()
         if found["chosen"] is None:
@@ -233,27 +233,27 @@ class Search:
 
         Only the seed that the search was made with decides, so that all seeds have the same rate.
         """
-        found, rate = self.found, self.found["chosen"]
-        holds = loss is not None and loss <= found["losses"][str(rate)]
-        if holds or found["seed"] != self.settings.seed or best_rate(self._losses(), rate) is None:
+        found, lr = self.found, self.found["chosen"]
+        holds = loss is not None and loss <= found["losses"][str(lr)]
+        if holds or found["seed"] != self.settings.seed or best_lr(self._losses(), lr) is None:
             return False
-        found["given_up"][str(rate)] = loss
+        found["given_up"][str(lr)] = loss
         self.folder.write_rates(self.rates)
         return True
 
     def _best(self) -> float | None:
-        return best_rate(self._losses(), min((float(rate) for rate in self.found["given_up"]), default=math.inf))
+        return best_lr(self._losses(), min((float(lr) for lr in self.found["given_up"]), default=math.inf))
 
     def _losses(self) -> dict[float, float]:
-        return {float(rate): math.inf if loss is None else loss for rate, loss in self.found["losses"].items()}
+        return {float(lr): math.inf if loss is None else loss for lr, loss in self.found["losses"].items()}
 
-    def _try(self, rate: float) -> tuple[float | None, float | None]:
+    def _try(self, lr: float) -> tuple[float | None, float | None]:
         """Training loss and accuracy of a short training; None: it diverged."""
         data = self.data(self.settings.data)
-        settings = short(self.settings, rate, rounds_of(self.settings, data), steps_of(self.settings, data))
+        settings = short(self.settings, lr, rounds_of(self.settings, data), steps_of(self.settings, data))
         self.found["epochs"] = settings.epochs
         try:
-            last = self.virtual(replace(settings, virtual=True, cluster=None, slowdown=None, share="even"), None, self.watch)[-1]
+            last = self.virtual(replace(settings, virtual=True, cluster=None, slowdown=None, balance="even"), None, self.watch)[-1]
         except NonFiniteGradient:
             return None, None
         return (last["loss"], last["accuracy"]) if math.isfinite(last["loss"]) else (None, None)

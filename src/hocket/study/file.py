@@ -156,7 +156,7 @@ class _Reader:
 
 def _beside(name: str, *tables: Mapping[str, Any]) -> dict[str, Any]:
     """What a setting cannot be checked without: whether workers are virtual, and on which cluster."""
-    if name not in ("cluster", "slowdown", "share"):
+    if name not in ("cluster", "slowdown", "balance"):
         return {}
     given = {key: value for table in reversed(tables) for key, value in table.items()}
     virtual, cluster = given.get("virtual", True), given.get("cluster")

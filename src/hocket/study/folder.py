@@ -13,12 +13,12 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hocket.errors import HocketError
-from hocket.study.plan import EACH, Planned, Study, settle
+from hocket.study.plan import EACH, Planned, Study, assign_folders
 from hocket.train.record import CannotWrite, versions, write_whole
 from hocket.train.run import Settings
 
@@ -31,7 +31,7 @@ class Outcome:
     run: Mapping[str, Any]
     metrics: tuple[dict[str, Any], ...]
     failure: str | None = None
-    rate: float | None = None
+    lr: float | None = None
     """The rate it was trained with; None if it failed before one was chosen."""
 
 
@@ -80,7 +80,7 @@ class Folder:
             before: dict[str, Any] = {}
         else:
             before = self._load(path)
-            study = replace(study, runs=settle(study.runs, self._folders(before, study)))
+            study = replace(study, runs=assign_folders(study.runs, self._folders(before, study)))
         content = {
             "title": study.title,
             "preset": study.preset,
@@ -115,28 +115,28 @@ class Folder:
         shutil.rmtree(place, ignore_errors=True)
         return place
 
-    def finish(self, planned: Planned, rate: Mapping[str, Any] | None) -> Outcome:
+    def finish(self, planned: Planned, searched: Mapping[str, Any] | None) -> Outcome:
         """A run has come to its end."""
         place = self.path / planned.folder
         run = json.loads((place / "run.json").read_bytes())
-        self._write_run(place, {**run, **({"rate": rate} if rate else {}), "finished": True})
+        self._write_run(place, {**run, **({"rate": searched} if searched else {}), "finished": True})
         outcome = self.outcome(planned)
         assert outcome is not None
         return outcome
 
-    def fail(self, planned: Planned, failure: str, rate: Mapping[str, Any] | None) -> Outcome:
+    def fail(self, planned: Planned, failure: str, searched: Mapping[str, Any] | None) -> Outcome:
         """A run has failed; the epochs that it finished are kept."""
         place = self.path / planned.folder
         try:
             run = json.loads((place / "run.json").read_bytes())
         except (OSError, ValueError):
-            lr = rate["chosen"] if rate else planned.described()["lr"]
+            lr = searched["chosen"] if searched else planned.described()["lr"]
             run = {**planned.described(), "lr": lr, "versions": versions()}
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CannotWrite(f"make the folder {place}", error) from None
-        self._write_run(place, {**run, **({"rate": rate} if rate else {}), "failure": failure})
+        self._write_run(place, {**run, **({"rate": searched} if searched else {}), "failure": failure})
         outcome = self.outcome(planned)
         assert outcome is not None
         return outcome
@@ -164,7 +164,7 @@ class Folder:
 
     def _folders(self, before: Mapping[str, Any], study: Study) -> dict[str, str]:
         """The folders of the runs that are there by what they are; refuses a study that is another one."""
-        defaults = asdict(Settings())
+        defaults = Settings().recorded()
         try:
             there = [({**defaults, **run["settings"]}, str(run["folder"])) for run in before["runs"]]
         except (KeyError, TypeError):

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hocket.data import DataSet, Partition
@@ -25,16 +25,16 @@ FIELDS = tuple(f.name for f in fields(Settings))
 EACH = ("strategy", "workers", "seed")
 """Settings in which the runs of a study differ; the others are given once."""
 AUTO = "auto"
-_START_RATES = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop": 0.01, "adafactor": 0.01}
+_START_LRS = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop": 0.01, "adafactor": 0.01}
 
 
-def start_rate(optimizer: str) -> float:
+def start_lr(optimizer: str) -> float:
     """Where a search for the rate starts.
 
-    >>> start_rate("sgd"), start_rate("adamw")
+    >>> start_lr("sgd"), start_lr("adamw")
     (0.1, 0.001)
     """
-    return _START_RATES.get(optimizer, 0.001)
+    return _START_LRS.get(optimizer, 0.001)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Planned:
 
     def described(self) -> dict[str, Any]:
         """The settings as study.json has them: what makes a run the same run."""
-        described = {**asdict(self.settings), "strategy": str(Strategy.parse(self.settings.strategy))}
+        described = {**self.settings.recorded(), "strategy": str(Strategy.parse(self.settings.strategy))}
         return {**described, "lr": AUTO} if self.tuned else described
 
 
@@ -132,7 +132,7 @@ def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
     if not runs:
         raise HocketError("The study has no runs; give it strategies.")
     notes = [*_notes(runs), *(f"{name} was left out: its workers or seeds are none of the study's." for name in idle if idle[name])]
-    return Study(outline.title, settle(runs), outline.preset, tuple(notes), outline.within)
+    return Study(outline.title, assign_folders(runs), outline.preset, tuple(notes), outline.within)
 
 
 def _with_clock(outline: Outline, data_set: Callable[[str], DataSet]) -> Settings:
@@ -142,7 +142,7 @@ def _with_clock(outline: Outline, data_set: Callable[[str], DataSet]) -> Setting
         return common
     sizes = [replace(common, workers=workers) for workers in outline.workers]
     entries = [entry for size in sizes for entry in outline.entries(size.workers, steps_of(size, data_set(size.data)))]
-    return replace(common, cluster=DEFAULT_CLUSTER) if any(Strategy.parse(e.strategy).free for e in entries) else common
+    return replace(common, cluster=DEFAULT_CLUSTER) if any(Strategy.parse(e.strategy).runtime != "collective" for e in entries) else common
 
 
 def steps_of(settings: Settings, data: DataSet) -> int:
@@ -153,16 +153,18 @@ def steps_of(settings: Settings, data: DataSet) -> int:
 def rounds_of(settings: Settings, data: DataSet) -> int:
     """How many steps an epoch has; at least 1, so that what cannot run is refused when it is run."""
     try:
-        return max(1, len(Partition(len(data.train[0]), settings.workers, settings.batch, settings.seed, settings.plan().rounds)))
+        return max(
+            1, len(Partition(len(data.train[0]), settings.workers, settings.batch_size, settings.seed, settings.plan().rounds))
+        )
     except HocketError:
         return 1
 
 
-def settle(runs: Iterable[Planned], taken: Mapping[str, str] | None = None) -> tuple[Planned, ...]:
+def assign_folders(runs: Iterable[Planned], taken: Mapping[str, str] | None = None) -> tuple[Planned, ...]:
     """Every run with a folder of its own; ``taken`` has the folders of runs that have one already, by what they are."""
     held = dict(taken or {})
     used = set(held.values())
-    settled = []
+    assigned = []
     for run in runs:
         folder = held.get(repr(run.described()))
         if folder is None:
@@ -171,8 +173,8 @@ def settle(runs: Iterable[Planned], taken: Mapping[str, str] | None = None) -> t
             while folder in used:
                 folder, number = f"{plain}-{number}", number + 1
             used.add(folder)
-        settled.append(replace(run, folder=folder))
-    return tuple(settled)
+        assigned.append(replace(run, folder=folder))
+    return tuple(assigned)
 
 
 def slug(settings: Settings) -> str:
@@ -189,7 +191,7 @@ def _planned(settings: Settings, own: dict[str, Any], lr: float | str) -> Planne
     lr = own.pop("lr", lr)
     settings = replace(settings, **own)
     tuned = lr == AUTO
-    settings = replace(settings, lr=start_rate(settings.optimizer) if tuned else float(lr))
+    settings = replace(settings, lr=start_lr(settings.optimizer) if tuned else float(lr))
     settings.check()
     return Planned("", settings, tuned)
 

@@ -78,9 +78,9 @@ def _host_size(workers: int) -> int:
     return max(d for d in range(1, workers + 1) if workers % d == 0 and d * d <= workers)
 
 
-def _dgc(share: float, warmup: int, precision: str = "") -> Entry:
+def _dgc(density: float, warmup: int, precision: str = "") -> Entry:
     """DGC with so many exchanges as warm-up; it carries the momentum itself."""
-    return Entry(f"bulk + dgc({share}, warmup={max(4, warmup)}){precision}", {"momentum": 0.0})
+    return Entry(f"bulk + dgc({density}, warmup={max(4, warmup)}){precision}", {"momentum": 0.0})
 
 
 def _axes(workers: int, steps: int) -> list[Entry]:
@@ -120,7 +120,7 @@ def _frontier(workers: int, steps: int) -> list[Entry]:
         "local(4) + topk(0.01) | qsgd(4)",
         "bulk + topk(0.01) | qsgd(4)",
         "local(2) + topk(0.02) | qsgd(4)",
-        "local(2, rest=weights) + topk(0.02) | qsgd(4)",
+        "local(2, residual=weights) + topk(0.02) | qsgd(4)",
         "local(4) + topk(0.05) | qsgd(4)",
         "local(16) + sign",
         "local(16) + topk(0.01) | qsgd(4)",
@@ -132,8 +132,8 @@ def _frontier(workers: int, steps: int) -> list[Entry]:
     ]
 
 
-_STUDY = {"data": "digits", "model": "cnn", "batch": 100, "epochs": 50, "augment": False, "last": "drop"}
-_TODAY = {"momentum": 0.9, "schedule": "cosine", "warmup": "tenth"}
+_STUDY = {"data": "digits", "model": "cnn", "batch_size": 100, "epochs": 50, "augment": False, "last": "drop"}
+_TODAY = {"momentum": 0.9, "lr_schedule": "cosine", "warmup": "tenth"}
 """``"tenth"``: a tenth of the epochs, at most five (Goyal 2017 takes five)."""
 
 PRESETS: dict[str, Preset] = {
@@ -143,7 +143,7 @@ PRESETS: dict[str, Preset] = {
             "ten",
             "Ten configurations",
             _ten_as_studied,
-            {**_STUDY, "optimizer": "sgd", "momentum": 0.0, "schedule": "constant", "warmup": 0.0},
+            {**_STUDY, "optimizer": "sgd", "momentum": 0.0, "lr_schedule": "constant", "warmup": 0.0},
             0.01,
             "period 1, 4, 16, 32 × all-reduce, gossip of gradients, gossip with a threshold; plain SGD, rate 0.01",
         ),
@@ -159,7 +159,7 @@ PRESETS: dict[str, Preset] = {
             "axes",
             "Each axis alone",
             _axes,
-            {"data": "digits", "model": "cnn", "batch": 20, "epochs": 10, "augment": False, **_TODAY},
+            {"data": "digits", "model": "cnn", "batch_size": 20, "epochs": 10, "augment": False, **_TODAY},
             0.05,
             "when, whom and what, each varied alone against bulk + allreduce",
         ),
@@ -167,7 +167,7 @@ PRESETS: dict[str, Preset] = {
             "frontier",
             "What sends least",
             _frontier,
-            {"data": "digits", "model": "cnn", "batch": 20, "epochs": 10, "augment": False, **_TODAY},
+            {"data": "digits", "model": "cnn", "batch_size": 20, "epochs": 10, "augment": False, **_TODAY},
             "auto",
             "from all of the traffic to a hundredth and less: what sends least within --within points of bulk + allreduce",
             0.5,

@@ -1,7 +1,7 @@
 """When workers talk: one file per method."""
 
 from hocket.sync.asynchronous import Async
-from hocket.sync.base import Free, Moment, ServerAction, Sync
+from hocket.sync.base import Asynchronous, Moment, ServerAction, Sync
 from hocket.sync.bulk import Bulk
 from hocket.sync.diloco import DiLoCo
 from hocket.sync.downpour import Downpour
@@ -19,7 +19,7 @@ __all__ = [
     "Bulk",
     "DiLoCo",
     "Downpour",
-    "Free",
+    "Asynchronous",
     "Local",
     "Moment",
     "PostLocal",

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hocket.errors import HocketError
-from hocket.sync.base import COMPENSATIONS, Free, ServerAction, compensation
+from hocket.sync.base import COMPENSATIONS, Asynchronous, ServerAction, compensation
 
 
 @dataclass(frozen=True)
-class Async(Free):
+class Async(Asynchronous):
     """``async``, ``async(compensation=adaptive)``, ``async(overlap=True)``."""
 
     compensation: str = "none"

@@ -50,7 +50,7 @@ class Sync(ABC):
     """Whether exchanging gradients makes no sense under it."""
     default_weights: ClassVar[bool] = True
     """Whether weights are exchanged unless told otherwise (gossip always defaults to weights)."""
-    free: ClassVar[bool] = False
+    asynchronous: ClassVar[bool] = False
     """Whether workers go on without waiting for everybody: then they are programs of their own that send messages."""
     static_partition: ClassVar[bool] = True
     """Whether every worker has its own share of an epoch; otherwise who is free takes the next mini-batch."""
@@ -88,8 +88,8 @@ class Sync(ABC):
         return 1
 
     @property
-    def rest_stays(self) -> bool:
-        """Whether what a code with feedback holds back of exchanged weights stays in them, not in a memory."""
+    def residual_stays(self) -> bool:
+        """Whether what a code with feedback holds back of exchanged weights stays in them, not in the compressor's state."""
         return False
 
     @abstractmethod
@@ -100,21 +100,21 @@ class Sync(ABC):
         """Whether all replicas stand at the same weights after ``step``, from which displacements count anew."""
         return False
 
-    def land(self, mixed: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def apply(self, mixed: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """What the weights become, given the mixed weights (an outer optimiser may have a say)."""
-        return mixed, memory
+        return mixed, state
 
-    def start_memory(self, rows: Tensor) -> dict[str, Tensor]:
-        """What :meth:`land` remembers, before the first step."""
+    def init_state(self, rows: Tensor) -> dict[str, Tensor]:
+        """What :meth:`apply` uses_error_feedback, before the first step."""
         return {}
 
 
 @dataclass(frozen=True)
-class Free(Sync):
+class Asynchronous(Sync):
     """Base of those that never wait for everybody."""
 
     default_weights: ClassVar[bool] = False
-    free: ClassVar[bool] = True
+    asynchronous: ClassVar[bool] = True
     static_partition: ClassVar[bool] = False
 
     @property

@@ -42,12 +42,12 @@ class DiLoCo(Sync):
     def rebases(self, step: int) -> bool:
         return step % self.p == 0
 
-    def start_memory(self, rows: Tensor) -> dict[str, Tensor]:
+    def init_state(self, rows: Tensor) -> dict[str, Tensor]:
         return {"outer": rows.clone(), "velocity": torch.zeros_like(rows)}
 
-    def land(self, mixed: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        outer = memory["outer"]
+    def apply(self, mixed: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        outer = state["outer"]
         delta = outer - mixed
-        velocity = memory["velocity"] * self.momentum + delta
+        velocity = state["velocity"] * self.momentum + delta
         outer = outer - self.lr * (delta + self.momentum * velocity)
         return outer, {"outer": outer, "velocity": velocity}

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hocket.errors import HocketError
-from hocket.sync.base import Free, ServerAction, whole
+from hocket.sync.base import Asynchronous, ServerAction, whole
 
 
 @dataclass(frozen=True)
-class Downpour(Free):
+class Downpour(Asynchronous):
     """``downpour(push, fetch, warm=0, overlap=True)``."""
 
     push: int = 1

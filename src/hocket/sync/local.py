@@ -19,11 +19,11 @@ from hocket.sync.base import Moment, Sync, whole
 
 @dataclass(frozen=True)
 class Local(Sync):
-    """``local(p)``, ``local(p, mean=after)``, ``local(p, rest=weights)``."""
+    """``local(p)``, ``local(p, mean=after)``, ``local(p, residual=weights)``."""
 
     p: int = 1
     mean: str = "before"
-    rest: str = "memory"
+    residual: str = "memory"
     """Where a code with feedback leaves what it holds back: in a memory, or in the worker's own weights."""
     name: ClassVar[str] = "local"
     paper: ClassVar[str] = "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019"
@@ -32,13 +32,13 @@ class Local(Sync):
         whole(self.p, "local", "p")
         if self.mean not in ("before", "after"):
             raise HocketError(f"local(mean={self.mean!r}): mean is before or after{nearest(str(self.mean), ('before', 'after'))}.")
-        if self.rest not in ("memory", "weights"):
-            words = nearest(str(self.rest), ("memory", "weights"))
-            raise HocketError(f"local(rest={self.rest!r}): the rest is left in a memory or in the weights{words}.")
+        if self.residual not in ("memory", "weights"):
+            words = nearest(str(self.residual), ("memory", "weights"))
+            raise HocketError(f"local(residual={self.residual!r}): the residual is left in a memory or in the weights{words}.")
 
     @property
-    def rest_stays(self) -> bool:
-        return self.rest == "weights"
+    def residual_stays(self) -> bool:
+        return self.residual == "weights"
 
     @property
     def period(self) -> int:

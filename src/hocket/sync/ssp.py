@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hocket.errors import HocketError
-from hocket.sync.base import COMPENSATIONS, Free, compensation, whole
+from hocket.sync.base import COMPENSATIONS, Asynchronous, compensation, whole
 
 
 @dataclass(frozen=True)
-class SSP(Free):
+class SSP(Asynchronous):
     """``ssp(s)``; ``compensation`` and ``overlap`` as in ``async``."""
 
     s: int = 3

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hocket.sync.base import Free, Moment, ServerAction, whole
+from hocket.sync.base import Asynchronous, Moment, ServerAction, whole
 
 
 @dataclass(frozen=True)
-class Stale(Free):
+class Stale(Asynchronous):
     """``stale(s)``."""
 
     s: int = 4

@@ -4,10 +4,10 @@ Plain rows ride on the backend's all-reduce, ``2(N−1)/N · M`` bytes per worke
 traffic does not grow with N: each row is cut into N slices; a worker sends each slice, coded, to its owner; the owner decodes and
 averages what it got, codes the mean, and shares it with all. Where the code compares values (top-k), slices are interleaved: each
 is a fair sample of all layers, or a layer with large gradients would be starved in a slice of its own. Slice owners keep an error
-memory of their own where the code has feedback.
+state of their own where the code has feedback.
 
 Compressed weights travel as displacement from the last common mean. What a code with feedback held back waits in a
-memory or, with ``local(p, rest=weights)``, stays in the worker's own weights and so in its next displacement.
+state or, with ``local(p, residual=weights)``, stays in the worker's own weights and so in its next displacement.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hocket.cluster.base import Cluster, Team
+from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message, ordered_mean, there
-from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
+from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.feedback import mean_with_feedback
 from hocket.compression.sign import Sign
 from hocket.topology.base import Channel, Topology, plain, slice_keys, without_shapes
@@ -37,60 +37,60 @@ class AllReduce(Topology):
     def uniform(self) -> bool:
         return True
 
-    def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
-        return AllReduceChannel(cluster, team)
+    def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
+        return AllReduceChannel(cluster, subgroups)
 
 
 class AllReduceChannel(Channel):
-    """The mean of each group of the team."""
+    """The mean of each group of the subgroups."""
 
     uniform = True
 
     def mean(self, rows: Tensor, context: Context) -> Tensor:
-        return self.cluster.mean(rows, self.team)
+        return self.cluster.mean(rows, self.subgroups)
 
     def mean_later(self, rows: Tensor, context: Context) -> Any:
         later = getattr(self.cluster, "mean_later", None)
-        pending = self.cluster.mean(rows, self.team) if later is None else later(rows, self.team)
+        pending = self.cluster.mean(rows, self.subgroups) if later is None else later(rows, self.subgroups)
         return rows if pending is None else pending
 
-    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
         size = rows.shape[1]
-        team, cluster = self.team, self.cluster
-        width = -(-size // team.size)
+        subgroups, cluster = self.subgroups, self.cluster
+        width = -(-size // subgroups.size)
         context = without_shapes(context)
-        slices = _deal(pad(rows, (0, width * team.size - size)), team.size, codec.compares)
-        keys = there(slice_keys(context.keys(1), team.size), rows)
-        message, sender = codec.encode(slices, keys, memory.get("sender", {}), context)
-        sent = _gather(codec.decode(message, width, context), team.size, codec.compares)[:, :size]
-        owned = _combine(codec, cluster.scatter(message, team), team.size, width, context)
-        if codec.remembers and "error" in memory:
-            owned += memory["error"]
-        again = codec.again
-        message, owner = again.encode(owned, there(context.keys(2), rows), memory.get("owner", {}), context)
-        remembered: Memory = {"sender": sender, "owner": owner}
-        if codec.remembers:
-            remembered["error"] = owned - again.decode(message, width, context)
-        _, position = cluster.groups_here(team)
-        shared = again.decode(cluster.share(message, team), width, context)
-        return Heard(_gather(shared, team.size, codec.compares)[:, :size][there(position, shared)], sent, remembered)
+        slices = _deal(pad(rows, (0, width * subgroups.size - size)), subgroups.size, codec.global_selection)
+        keys = there(slice_keys(context.keys(1), subgroups.size), rows)
+        message, sender = codec.encode(slices, keys, state.get("sender", {}), context)
+        sent = _gather(codec.decode(message, width, context), subgroups.size, codec.global_selection)[:, :size]
+        owned = _combine(codec, cluster.all_to_all(message, subgroups), subgroups.size, width, context)
+        if codec.uses_error_feedback and "error" in state:
+            owned += state["error"]
+        second = codec.second_phase
+        message, owner = second.encode(owned, there(context.keys(2), rows), state.get("owner", {}), context)
+        remembered: State = {"sender": sender, "owner": owner}
+        if codec.uses_error_feedback:
+            remembered["error"] = owned - second.decode(message, width, context)
+        _, position = cluster.groups_here(subgroups)
+        shared = second.decode(cluster.all_gather(message, subgroups), width, context)
+        return Heard(_gather(shared, subgroups.size, codec.global_selection)[:, :size][there(position, shared)], sent, remembered)
 
-    def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
+    def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         if plain(compressor):
-            return self.mean(rows, context), memory
-        reference, inner = memory["reference"], memory.get("inner", {})
-        if context.rest_stays:
+            return self.mean(rows, context), state
+        reference, inner = state["reference"], state.get("inner", {})
+        if context.residual_stays:
             heard, sent, inner = compressor.mean(rows - reference, self, inner, context)
             return rows + (heard - sent), {"reference": reference + heard, "inner": inner}
         heard, _, inner = mean_with_feedback(compressor, rows - reference, self, inner, context)
         mixed = reference + heard
         return mixed, {"reference": mixed.clone(), "inner": inner}
 
-    def start_memory(self, compressor: Compressor, rows: Tensor) -> Memory:
+    def init_state(self, compressor: Compressor, rows: Tensor) -> State:
         return {} if plain(compressor) else {"reference": rows.clone()}
 
-    def rebase(self, memory: Memory, rows: Tensor) -> Memory:
-        return {**memory, "reference": rows.clone()} if "reference" in memory else memory
+    def rebase(self, state: State, rows: Tensor) -> State:
+        return {**state, "reference": rows.clone()} if "reference" in state else state
 
 
 def _deal(rows: Tensor, slices: int, interleaved: bool) -> Tensor:

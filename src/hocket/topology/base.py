@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hocket.cluster.base import Cluster, Team
-from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
+from hocket.cluster.base import Cluster, Subgroups
+from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.feedback import mean_with_feedback
 from hocket.compression.none import NoCompression
 
@@ -33,8 +33,16 @@ class Topology(ABC):
 
     peer_to_peer: ClassVar[bool] = False
     """Whether each worker talks to a few others, and nobody to all."""
-    has_servers: ClassVar[bool] = False
-    """Whether shards are on machines of their own."""
+
+    @property
+    def partner_rule(self) -> str:
+        """Between peers: by which rule a worker finds its partners."""
+        return ""
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether there are parameter servers: shards with an optimiser, on machines of their own."""
+        return False
 
     def num_shards(self, workers: int) -> int:
         """Over how many shards the parameters lie where workers send messages; without servers every worker hosts one."""
@@ -56,8 +64,8 @@ class Topology(ABC):
         return "fp32"
 
     @abstractmethod
-    def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
-        """This topology among the members of each group of ``team``."""
+    def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
+        """This topology among the members of each group of ``subgroups``."""
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
         """Why this topology cannot carry ``compressor`` (exchanging weights or gradients), or None."""
@@ -65,20 +73,20 @@ class Topology(ABC):
 
 
 class Channel(ABC):
-    """A topology bound to a cluster and a team."""
+    """A topology bound to a cluster and a subgroups."""
 
     uniform: bool = False
 
-    def __init__(self, cluster: Cluster, team: Team) -> None:
-        self.cluster, self.team = cluster, team
-        cluster.prepare(team)
+    def __init__(self, cluster: Cluster, subgroups: Subgroups) -> None:
+        self.cluster, self.subgroups = cluster, subgroups
+        cluster.create_groups(subgroups)
 
     @abstractmethod
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         """Plain mixing (may work in place)."""
 
     @abstractmethod
-    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
         """Mixing of coded rows; a worker's own value counts as it was sent."""
 
     def mean_later(self, rows: Tensor, context: Context) -> Any:
@@ -86,22 +94,22 @@ class Channel(ABC):
         mixed = self.mean(rows, context)
         return rows if mixed is rows else rows.copy_(mixed)
 
-    def gradients(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
+    def gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         """Mix gradients through a compressor, with its error feedback."""
-        heard, _, memory = mean_with_feedback(compressor, rows, self, memory, context)
-        return heard, memory
+        heard, _, state = mean_with_feedback(compressor, rows, self, state, context)
+        return heard, state
 
     @abstractmethod
-    def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
+    def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         """Mix weights through a compressor."""
 
-    def start_memory(self, compressor: Compressor, rows: Tensor) -> Memory:
+    def init_state(self, compressor: Compressor, rows: Tensor) -> State:
         """What to remember before the first exchange of weights; ``rows`` are equal on all workers then."""
         return {}
 
-    def rebase(self, memory: Memory, rows: Tensor) -> Memory:
+    def rebase(self, state: State, rows: Tensor) -> State:
         """All workers now stand at the same ``rows``: measure displacements from there."""
-        return memory
+        return state
 
 
 def plain(compressor: Compressor) -> bool:

@@ -21,9 +21,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hocket.cluster.base import Cluster, Team
+from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message, there
-from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
+from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.damped import Damped
 from hocket.compression.sign import Sign
 from hocket.errors import HocketError, nearest
@@ -55,6 +55,10 @@ class Gossip(Topology):
     name: ClassVar[str] = "gossip"
     peer_to_peer: ClassVar[bool] = True
     paper: ClassVar[str] = "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017"
+
+    @property
+    def partner_rule(self) -> str:
+        return self.kind
 
     def __post_init__(self) -> None:
         if self.kind not in _ALL:
@@ -117,12 +121,12 @@ class Gossip(Topology):
         distance = self.distances(workers, few)[exchange % period] if self.kind == "rotating" else 1
         return _circulant(workers, [-distance] if 2 * distance == workers else [-distance, distance])
 
-    def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
-        if self.matrix is not None and (size := len(self._matrices()[0])) != team.size:
+    def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
+        if self.matrix is not None and (size := len(self._matrices()[0])) != subgroups.size:
             raise HocketError(
-                f"gossip(matrix=…): the matrix is for {size} workers, but {team.size} take part; give one of that size."
+                f"gossip(matrix=…): the matrix is for {size} workers, but {subgroups.size} take part; give one of that size."
             )
-        return GossipChannel(self, cluster, team, seed)
+        return GossipChannel(self, cluster, subgroups, seed)
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
         if isinstance(compressor, Sign) and compressor.vote:
@@ -136,24 +140,24 @@ class Gossip(Topology):
 
 
 class GossipChannel(Channel):
-    """Gossip inside each group of the team."""
+    """Gossip inside each group of the subgroups."""
 
-    def __init__(self, spec: Gossip, cluster: Cluster, team: Team, seed: int) -> None:
-        super().__init__(cluster, team)
+    def __init__(self, spec: Gossip, cluster: Cluster, subgroups: Subgroups, seed: int) -> None:
+        super().__init__(cluster, subgroups)
         self.spec, self.seed = spec, seed
         self._tables: dict[tuple[int, bool], Partners] = {}
 
     def partners(self, exchange: int, few: bool = False) -> Partners:
         """The table for all workers of the cluster: sources by id; shares and own for the rows hosted here."""
-        period = self.spec.period(self.team.size, few)
+        period = self.spec.period(self.subgroups.size, few)
         key = (exchange if period is None else exchange % period, few)
         if period is None:
             self._tables.clear()
         if key not in self._tables:
-            local = self.spec.partners(self.team.size, exchange, self.seed, few)
-            place, group = self.team.place_of, self.team.group_of
+            local = self.spec.partners(self.subgroups.size, exchange, self.seed, few)
+            place, group = self.subgroups.place_of, self.subgroups.group_of
             sources = local.sources[:, place]
-            sources = torch.where(sources < 0, -1, self.team.members[group, sources.clamp(min=0)])
+            sources = torch.where(sources < 0, -1, self.subgroups.members[group, sources.clamp(min=0)])
             here = slice(self.cluster.workers.start, self.cluster.workers.stop)
             device = self.cluster.device
             shares = local.shares[:, place][:, here].to(device).unsqueeze(-1)
@@ -162,39 +166,39 @@ class GossipChannel(Channel):
 
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         table = self.partners(context.exchange)
-        heard = self.cluster.hear(Message((rows,)), table.sources).parts[0]
+        heard = self.cluster.neighbor_exchange(Message((rows,)), table.sources).parts[0]
         return _mixed(rows, heard.view(-1, *rows.shape), table).to(rows.dtype)
 
-    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
         size = rows.shape[1]
         table = self.partners(context.exchange)
-        message, memory = codec.encode(rows, there(context.keys(1), rows), memory, context)
+        message, state = codec.encode(rows, there(context.keys(1), rows), state, context)
         sent = codec.decode(message, size, context)
-        heard = codec.decode(self.cluster.hear(message, table.sources), size, context)
-        return Heard(_mixed(sent, heard.view(-1, *rows.shape), table), sent, memory)
+        heard = codec.decode(self.cluster.neighbor_exchange(message, table.sources), size, context)
+        return Heard(_mixed(sent, heard.view(-1, *rows.shape), table), sent, state)
 
-    def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
+    def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         if plain(compressor):
-            return self.mean(rows, context), memory
+            return self.mean(rows, context), state
         assert isinstance(compressor, Codec)
-        period = self.spec.period(self.team.size, few=True)
+        period = self.spec.period(self.subgroups.size, few=True)
         assert period is not None
         entry = str(context.exchange % period)
         table = self.partners(context.exchange, few=True)
         slots, (count, size) = table.sources.shape[0], rows.shape
         codec = compressor if compressor.contracts else Damped(compressor)
-        old = memory.get(entry) or {"own": memory["start"], "heard": memory["start"].expand(slots, -1, -1), "codec": {}}
+        old = state.get(entry) or {"own": state["start"], "heard": state["start"].expand(slots, -1, -1), "codec": {}}
         message, codec_memory = codec.encode(rows - old["own"], there(context.keys(1), rows), old["codec"], context)
         own = old["own"] + codec.decode(message, size, context)
-        news = self.cluster.hear(message, table.sources)
+        news = self.cluster.neighbor_exchange(message, table.sources)
         heard = old["heard"] + codec.decode(news, size, context).view(slots, count, size)
         step = self.spec.step or compressor.consensus_step(size, context)
         mixed = rows.clone()
         for slot in range(slots):
             mixed += step * table.shares[slot] * (heard[slot] - own)
-        return mixed, {**memory, entry: {"own": own, "heard": heard, "codec": codec_memory}}
+        return mixed, {**state, entry: {"own": own, "heard": heard, "codec": codec_memory}}
 
-    def start_memory(self, compressor: Compressor, rows: Tensor) -> Memory:
+    def init_state(self, compressor: Compressor, rows: Tensor) -> State:
         return {} if plain(compressor) else {"start": rows.clone()}
 
 

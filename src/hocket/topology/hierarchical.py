@@ -15,9 +15,9 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hocket.cluster.base import Cluster, Team
+from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message, there
-from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
+from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.none import NoCompression
 from hocket.errors import HocketError
 from hocket.topology.allreduce import AllReduce
@@ -50,16 +50,16 @@ class Hierarchical(Topology):
     def uniform(self) -> bool:
         return self.inner.uniform and self.outer.uniform and self.every == 1
 
-    def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
+    def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
         size = self.size or cluster.host_size
-        if team.size % size:
+        if subgroups.size % size:
             raise HocketError(
-                f"hierarchical(size={size}): {team.size} workers do not divide into hosts of {size}; choose a size that divides."
+                f"hierarchical(size={size}): {subgroups.size} workers do not divide into hosts of {size}; choose one that divides."
             )
         return HierarchicalChannel(self, cluster, seed, size)
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
-        held = compressor.remembers or not compressor.contracts
+        held = compressor.uses_error_feedback or not compressor.contracts
         if weights and held and not plain(compressor) and self.outer.uniform and not self.inner.uniform:
             return (
                 "a gossip inside hosts brings back what the code held back or overshot, and both add up; "
@@ -72,44 +72,42 @@ class HierarchicalChannel(Channel):
     """Inner and outer channels on complementary teams."""
 
     def __init__(self, spec: Hierarchical, cluster: Cluster, seed: int, size: int) -> None:
-        super().__init__(cluster, cluster.everybody)
+        super().__init__(cluster, cluster.world)
         self.uniform = spec.uniform
         self.spec, self.size = spec, size
-        self.hosts = Team.blocks(cluster.size, size)
+        self.hosts = Subgroups.blocks(cluster.size, size)
         self.inner = spec.inner.bind(cluster, self.hosts, seed)
-        self.outer = spec.outer.bind(cluster, Team.across(cluster.size, size), seed)
+        self.outer = spec.outer.bind(cluster, Subgroups.across(cluster.size, size), seed)
         self.sliced = spec.inner.uniform and size > 1
 
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         mixed, _ = self._through(NoCompression(), rows, {}, context, weights=False)
         return mixed
 
-    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
         raise AssertionError("hierarchical channels compress on the outer links only; gradients() and weights() see to it")
 
-    def gradients(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
-        return self._through(compressor, rows, memory, context, weights=False)
+    def gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        return self._through(compressor, rows, state, context, weights=False)
 
-    def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
-        return self._through(compressor, rows, memory, context, weights=True)
+    def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        return self._through(compressor, rows, state, context, weights=True)
 
-    def start_memory(self, compressor: Compressor, rows: Tensor) -> Memory:
-        return {} if plain(compressor) else self.outer.start_memory(compressor, self._slice(rows))
+    def init_state(self, compressor: Compressor, rows: Tensor) -> State:
+        return {} if plain(compressor) else self.outer.init_state(compressor, self._slice(rows))
 
-    def rebase(self, memory: Memory, rows: Tensor) -> Memory:
-        return self.outer.rebase(memory, self._slice(rows))
+    def rebase(self, state: State, rows: Tensor) -> State:
+        return self.outer.rebase(state, self._slice(rows))
 
-    def _through(
-        self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context, weights: bool
-    ) -> tuple[Tensor, Memory]:
+    def _through(self, compressor: Compressor, rows: Tensor, state: State, context: Context, weights: bool) -> tuple[Tensor, State]:
         mixed = self.inner.mean(rows, context) if self.size > 1 else rows
-        if self.outer.team.size == 1 or (context.exchange + 1) % self.spec.every:
-            return mixed, memory
+        if self.outer.subgroups.size == 1 or (context.exchange + 1) % self.spec.every:
+            return mixed, state
         outer = without_shapes(context) if self.sliced else context
         outer = replace(outer, exchange=context.exchange // self.spec.every)
         exchange = self.outer.weights if weights else self.outer.gradients
-        part, memory = exchange(compressor, self._slice(mixed), memory, outer)
-        return self._gather(part, rows), memory
+        part, state = exchange(compressor, self._slice(mixed), state, outer)
+        return self._gather(part, rows), state
 
     def _slice(self, rows: Tensor) -> Tensor:
         """Each worker's slice of its row."""
@@ -125,5 +123,5 @@ class HierarchicalChannel(Channel):
         if not self.sliced:
             return part
         _, position = self.cluster.groups_here(self.hosts)
-        whole = self.cluster.share(Message((part.contiguous(),)), self.hosts).parts[0].view(-1, self.size * part.shape[1])
+        whole = self.cluster.all_gather(Message((part.contiguous(),)), self.hosts).parts[0].view(-1, self.size * part.shape[1])
         return whole[:, : rows.shape[1]][there(position, rows)]

@@ -16,8 +16,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hocket.cluster.base import Cluster, Team
-from hocket.compression.base import Codec, Compressor, Context, Heard, Memory
+from hocket.cluster.base import Cluster, Subgroups
+from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.lowrank import LowRank
 from hocket.errors import HocketError, nearest
 from hocket.topology.base import Channel, Topology, plain
@@ -32,32 +32,31 @@ class SumChannel(Channel):
 
     uniform = True
 
-    def __init__(self, cluster: Cluster, team: Team, servers: int) -> None:
-        super().__init__(cluster, team)
+    def __init__(self, cluster: Cluster, subgroups: Subgroups, servers: int) -> None:
+        super().__init__(cluster, subgroups)
         self.servers = servers
 
     def mean(self, rows: Tensor, context: Context) -> Tensor:
-        return self.cluster.mean_on(self.servers, rows)
+        return self.cluster.reduce_on_servers(self.servers, rows)
 
-    def coded(self, codec: Codec, rows: Tensor, memory: Memory, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
         raise HocketError("Servers that only sum cannot add up codes.")  # refused when the strategy was built
 
-    def weights(self, compressor: Compressor, rows: Tensor, memory: Memory, context: Context) -> tuple[Tensor, Memory]:
-        return self.mean(rows, context), memory
+    def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
+        return self.mean(rows, context), state
 
 
 @dataclass(frozen=True)
 class Server(Topology):
-    """``server(shards=1)``, ``server(shards=2, optimizer=adagrad, rate=10)``, ``server(shards=2, role=sum)``."""
+    """``server(shards=1)``, ``server(shards=2, optimizer=adagrad, lr=10)``, ``server(shards=2, role=sum)``."""
 
     shards: int = 1
     role: str = "optimize"
     optimizer: str | None = None
-    rate: float = 1.0
+    lr: float = 1.0
     fetch: str = "fp32"
     """How precisely weights travel to the workers."""
     name: ClassVar[str] = "server"
-    has_servers: ClassVar[bool] = True
     paper: ClassVar[str] = "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014"
 
     def __post_init__(self) -> None:
@@ -70,10 +69,10 @@ class Server(Topology):
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             hint = nearest(str(self.optimizer), OPTIMIZERS) or "."
             raise HocketError(f"server(optimizer={self.optimizer!r}): unknown{hint} Use one of {', '.join(OPTIMIZERS)}.")
-        if not isinstance(self.rate, (int, float)) or isinstance(self.rate, bool) or not 0 < self.rate < float("inf"):
-            raise HocketError(f"server(rate={self.rate!r}): the factor on the worker's rate must be a number above 0.")
-        if self.role == "sum" and (self.optimizer is not None or self.rate != 1 or self.fetch != "fp32"):
-            raise HocketError("server(role=sum): who only sums has no optimiser, no rate and no weights; leave them out.")
+        if not isinstance(self.lr, (int, float)) or isinstance(self.lr, bool) or not 0 < self.lr < float("inf"):
+            raise HocketError(f"server(lr={self.lr!r}): the factor on the worker's learning rate must be a number above 0.")
+        if self.role == "sum" and (self.optimizer is not None or self.lr != 1 or self.fetch != "fp32"):
+            raise HocketError("server(role=sum): who only sums has no optimiser, no learning rate and no weights; leave them out.")
 
     @property
     def uniform(self) -> bool:
@@ -84,7 +83,7 @@ class Server(Topology):
 
     @property
     def lr_factor(self) -> float:
-        return self.rate
+        return self.lr
 
     @property
     def server_optimizer(self) -> str | None:
@@ -95,19 +94,23 @@ class Server(Topology):
         return self.fetch
 
     @property
+    def has_servers(self) -> bool:
+        return not self.sums
+
+    @property
     def sums(self) -> bool:
         """Whether the servers only sum, and the workers keep the optimiser."""
         return self.role == "sum"
 
-    def bind(self, cluster: Cluster, team: Team, seed: int) -> Channel:
-        if not self.sums or not team.whole:
+    def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
+        if not self.sums or not subgroups.whole:
             raise HocketError("server(…) serves all workers at once, each by messages of its own; it cannot be part of another.")
         if self.shards > cluster.size:
             raise HocketError(
                 f"server({self.shards}, role=sum): more machines that sum than the {cluster.size} workers have nothing to carry; "
                 f"use at most {cluster.size}."
             )
-        return SumChannel(cluster, team, self.shards)
+        return SumChannel(cluster, subgroups, self.shards)
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
         if self.sums and not plain(compressor):

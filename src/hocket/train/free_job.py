@@ -84,8 +84,8 @@ class FreeJob:
         check: bool = True,
         seed: int = 0,
         scaler: Any = None,
-        cap_bytes: int | None = None,
-        first_cap_bytes: int | None = None,
+        bucket_cap_bytes: int | None = None,
+        first_bucket_cap_bytes: int | None = None,
         apart: Mapping[str, str] | None = None,
     ) -> None:
         """``connect`` makes the link to the shards; ``cluster`` is where workers agree on the model before they start, if any."""
@@ -94,8 +94,8 @@ class FreeJob:
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         self.model, self.optimizer, self.strategy, self.accumulate, self.check = model, optimizer, strategy, accumulate, check
         self.weight = 1.0
-        """This worker's share of the next exchange (set by :func:`hocket.shard`); it counts where pushes make one update."""
-        self.layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes, apart)
+        """This worker's share of the next exchange (set by :func:`hocket.distribute`); it counts where pushes make one update."""
+        self.layout = layout_for(model, optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes, apart)
         if not self.layout.buckets:
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
         check_optimizer(model, optimizer)

@@ -68,13 +68,13 @@ def _network() -> str:
     return f"{boot_id()} {network}"
 
 
-def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, patience_s: float) -> Servers:
+def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, liveness_timeout_s: float) -> Servers:
     """Start this process's share of the shards and learn of the others'; all processes of the cluster must call it."""
     shards = strategy.topology.num_shards(cluster.size)
     rank, processes = (cluster.rank, cluster.processes) if isinstance(cluster, ProcessCluster) else (0, 1)
     store, job, bind = common_ground(cluster)
     most = link_bytes(strategy, layout)
-    own = {p: start_shard(p, job, bind, keys, patience_s, most_bytes=most) for p in range(rank, shards, processes)}
+    own = {p: start_shard(p, job, bind, keys, liveness_timeout_s, most_bytes=most) for p in range(rank, shards, processes)}
     told: dict[int, str] = {}
     for place, child in own.items():
         try:

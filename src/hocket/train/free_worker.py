@@ -14,7 +14,7 @@ from torch import nn
 
 from hocket.cluster.layout import Layout
 from hocket.data import DataSet, Partition, load
-from hocket.data.dealing import Dealing, Hand
+from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
 from hocket.messages import Keys
@@ -22,13 +22,12 @@ from hocket.models import build, loss_for
 from hocket.noise import step_keys
 from hocket.programs.account import Account
 from hocket.programs.server.requests import WorkerConfig
-from hocket.topology import Gossip
 from hocket.train.engines.loop import forked, random_modules
 from hocket.train.free_job import FreeJob
-from hocket.train.pairs_job import Place
+from hocket.train.lr_schedule import factor
+from hocket.train.pairs_job import PeerConfig
 from hocket.train.pairs_worker import DealtPairsJob
 from hocket.train.run import AUTOCAST, Settings
-from hocket.train.schedule import factor
 from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
 
@@ -36,7 +35,7 @@ _Job = FreeJob | DealtPairsJob
 
 
 @dataclass(frozen=True)
-class Post:
+class WorkerTask:
     """Where a worker stands, as plain data: what whoever starts it tells it."""
 
     settings: dict[str, Any]
@@ -46,7 +45,7 @@ class Post:
     device: str = "cpu"
     data_dir: str | None = None
     keys: str | None = None
-    patience_s: float = 10.0
+    liveness_timeout_s: float = 10.0
     replaces: bool = False
     record: str | None = None
     """A file for all that happens to the worker, to replay the run."""
@@ -55,44 +54,44 @@ class Post:
         return asdict(self)
 
 
-def dealing_of(settings: Settings, data: DataSet) -> Dealing:
+def batch_sequence(settings: Settings, data: DataSet) -> BatchSequence:
     """All mini-batches of a run."""
     plan = settings.plan()
-    partition = Partition(len(data.train[0]), settings.workers, plan.batch, plan.seed, plan.rounds)
+    partition = Partition(len(data.train[0]), settings.workers, plan.batch_size, plan.seed, plan.rounds)
     total = len(partition) * plan.epochs
-    return Dealing(partition, total if plan.max_steps is None else min(total, plan.max_steps))
+    return BatchSequence(partition, total if plan.max_steps is None else min(total, plan.max_steps))
 
 
-def work(post: Post) -> None:
+def work(post: WorkerTask) -> None:
     """Train until there is no mini-batch left, and leave."""
     settings = Settings(**post.settings)
     settings.check()
     device = torch.device(post.device)
     data = load(settings.data, None if post.data_dir is None else Path(post.data_dir))
-    dealing, loss_of = dealing_of(settings, data), loss_for(data)
+    sequence, loss_of = batch_sequence(settings, data), loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
-    at = factor(settings.schedule, dealing.steps, round(settings.warmup * len(dealing.partition)))
-    job = _enter(post, settings, model, optimizer, dealing)
+    at = factor(settings.lr_schedule, sequence.steps, round(settings.warmup * len(sequence.partition)))
+    job = _enter(post, settings, model, optimizer, sequence)
     throttle, account = Throttle(settings.slowdown_of(post.worker)), _account_of(job)
     x, y = (t.to(device) for t in data.train)
     dtype, random = AUTOCAST[settings.autocast], bool(random_modules(model))
     model.train()
-    while (hand := _next(job, post.worker, dealing)) is not None:
+    while (minibatch := _next(job, post.worker, sequence)) is not None:
         throttle.begin()
-        key = step_keys(settings.seed, hand.step, settings.workers)[hand.slot : hand.slot + 1]
-        inputs = x[hand.indices.to(device)]
+        key = step_keys(settings.seed, minibatch.step, settings.workers)[minibatch.slot : minibatch.slot + 1]
+        inputs = x[minibatch.indices.to(device)]
         if settings.augment and data.augment is not None:
             inputs = data.augment(inputs.unsqueeze(0), key)[0]
         for group, rate in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = rate * at(hand.step)
-        job.weight = hand.weight
+            group["lr"] = rate * at(minibatch.step)
+        job.weight = minibatch.weight
         optimizer.zero_grad()
         with forked(random, device), torch.autocast(device.type, dtype, enabled=dtype is not None):
             if random:
                 torch.manual_seed(int(key[0]))
-            loss = loss_of(model(data.prepare(inputs)), y[hand.indices.to(device)])
+            loss = loss_of(model(data.prepare(inputs)), y[minibatch.indices.to(device)])
         loss.backward()
         if settings.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
@@ -103,30 +102,34 @@ def work(post: Post) -> None:
     job.detach()
 
 
-def _enter(post: Post, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, dealing: Dealing) -> _Job:
+def _enter(
+    post: WorkerTask, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence
+) -> _Job:
     strategy, keys, job = settings.check(), None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
     options: dict[str, Any] = {
         "nonfinite": settings.nonfinite,
         "seed": settings.seed,
-        "cap_bytes": settings.bucket_bytes,
-        "first_cap_bytes": settings.first_bucket_bytes,
+        "bucket_cap_bytes": settings.bucket_cap_bytes,
+        "first_bucket_cap_bytes": settings.first_bucket_cap_bytes,
     }
-    if isinstance(strategy.topology, Gossip):
-        place = Place(post.worker, settings.workers, job, keys=keys, patience_s=post.patience_s, joins=post.replaces)
+    if strategy.runtime == "peers":
+        place = PeerConfig(
+            post.worker, settings.workers, job, keys=keys, liveness_timeout_s=post.liveness_timeout_s, joins=post.replaces
+        )
         return DealtPairsJob(model, optimizer, strategy, place, post.addresses[0], **options)
-    return FreeJob(model, optimizer, strategy, lambda layout: _connect(post, settings, layout, dealing), **options)
+    return FreeJob(model, optimizer, strategy, lambda layout: _connect(post, settings, layout, sequence), **options)
 
 
-def _connect(post: Post, settings: Settings, layout: Layout, dealing: Dealing) -> ServerRuntime:
+def _connect(post: WorkerTask, settings: Settings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
     config = WorkerConfig(
         settings.check(),
         layout,
         post.worker,
         settings.workers,
         settings.seed,
-        post.patience_s,
-        total=len(dealing),
-        per_epoch=dealing.per_epoch,
+        post.liveness_timeout_s,
+        total=len(sequence),
+        per_epoch=sequence.per_epoch,
         replaces=post.replaces,
     )
     keys = None if post.keys is None else Keys.read(post.keys)
@@ -137,19 +140,19 @@ def _account_of(job: _Job) -> Account:
     return job.runtime.account if isinstance(job, FreeJob) else job.client.account
 
 
-def _next(job: _Job, worker: int, dealing: Dealing) -> Hand | None:
+def _next(job: _Job, worker: int, sequence: BatchSequence) -> MiniBatch | None:
     if job.strategy.sync.static_partition:
-        number: int | None = dealing.own(worker, job.step)
+        number: int | None = sequence.own(worker, job.step)
         if isinstance(job, FreeJob):
             job.runtime.record_batch(number)
     else:
         number = job.runtime.next_batch() if isinstance(job, FreeJob) else job.client.take()
-    return None if number is None or number >= len(dealing) else dealing.hand(number)
+    return None if number is None or number >= len(sequence) else sequence.minibatch(number)
 
 
-def read_post(told: Any) -> Post:
-    """From :meth:`Post.describe`."""
+def read_worker_config(told: Any) -> WorkerTask:
+    """From :meth:`WorkerTask.describe`."""
     try:
-        return Post(**told)
+        return WorkerTask(**told)
     except TypeError:
         raise HocketError(f"Invalid worker configuration from the launcher: {str(told)[:200]}.") from None

@@ -28,16 +28,16 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.layout import CAP_BYTES, FIRST_CAP_BYTES, Layout, layout_of
+from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
 from hocket.compression import DGC
 from hocket.errors import HocketError
 from hocket.program import Program
 from hocket.split.offload import refuse_offloaded
-from hocket.split.sharded import ShardedState, refuse_shard
+from hocket.split.sharded import ShardedState, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.sync import Bulk, Local, PostLocal, proven_period
 from hocket.topology import Server
-from hocket.train.report import LedgerView
+from hocket.train.ledger_view import LedgerView
 from hocket.train.watch import NonFinite
 
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.backward.__code__
@@ -58,28 +58,27 @@ class Job:
         steps: int | None = None,
         seed: int = 0,
         scaler: Any = None,
-        cap_bytes: int | None = None,
-        first_cap_bytes: int | None = None,
+        bucket_cap_bytes: int | None = None,
+        first_bucket_cap_bytes: int | None = None,
         apart: Mapping[str, str] | None = None,
         hooked: bool = True,
-        shard: str | None = None,
+        zero: int = 0,
     ) -> None:
         """``apart``: kinds of parameters that share no bucket with others. ``hooked=False``: gradients are computed in a way that
-        autograd's hooks do not see; whoever computes them calls :meth:`exchange` when all are there. ``shard="state"``: every
+        autograd's hooks do not see; whoever computes them calls :meth:`exchange` when all are there. ``zero=1``: every
         worker keeps a part of the optimiser's state (``self.sharded``)."""
         if cluster.rows != 1:
             raise HocketError(
                 f"parallelize trains one worker per process, but {cluster.rows} are hosted here; use hocket.simulate."
             )
         check_job(model, optimizer, strategy, accumulate, nonfinite)
-        if shard is not None:
-            refuse_shard(shard, strategy, scaler)
+        refuse_sharding(strategy, zero, fsdp=False, scaler=scaler)
         self.model, self.optimizer, self.strategy, self.cluster = model, optimizer, strategy, cluster
         self.accumulate, self.check = accumulate, check
         self.weight = 1.0
-        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.shard`)."""
+        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.distribute`)."""
         check_device(model, cluster)
-        self.layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes, apart)
+        self.layout = layout_for(model, optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes, apart)
         if not self.layout.buckets and hooked:  # a stage of a pipeline may have none
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
         check_optimizer(model, optimizer)
@@ -93,7 +92,7 @@ class Job:
                 f"check={check}",
                 f"seed={seed}",
                 f"scaler={scaler is not None}",
-                f"shard={shard}",
+                f"zero={zero}",
             ],
         )
         # With a scaler overflow is expected: it leads to a skipped step, not to an end.
@@ -119,7 +118,7 @@ class Job:
         """When the last backward pass had computed all gradients (``time.perf_counter``); exchanges may go on after it."""
         self._handles = self._hook(hooked)
         self.sharded: ShardedState | None = None
-        if shard == "state" and cluster.size > 1:
+        if zero and cluster.size > 1:
             self.sharded = ShardedState(model, optimizer, cluster, self.layout, self.weights)
         if scaler is not None:
             self._share_overflow(scaler)
@@ -196,7 +195,7 @@ class Job:
                 return found
             own = self._overflow or any(bool(overflow > 0) for overflow in found.values())
             self._overflow = False
-            skips = bool(self.cluster.any(torch.tensor([[own]], device=self.cluster.device)))
+            skips = bool(self.cluster.all_reduce_any(torch.tensor([[own]], device=self.cluster.device)))
             for overflow in found.values():
                 overflow.fill_(float(skips))
             if skips and not getattr(optimizer, "_step_supports_amp_scaling", False):  # those are called, and skip by themselves
@@ -330,7 +329,7 @@ class Job:
 
     def _mean(self, rows: Tensor) -> None:
         exchange = self.cluster.exchange()
-        exchange.submit(lambda: self.cluster.mean(rows, self.cluster.everybody))
+        exchange.submit(lambda: self.cluster.mean(rows, self.cluster.world))
         exchange.wait()
 
 
@@ -338,14 +337,14 @@ def layout_for(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
-    cap_bytes: int | None,
-    first_cap_bytes: int | None,
+    bucket_cap_bytes: int | None,
+    first_bucket_cap_bytes: int | None,
     apart: Mapping[str, str] | None = None,
 ) -> Layout:
     """The buckets of a job: a few large ones, or a single one where the compression wants all values at once."""
-    unlimited = sys.maxsize if strategy.compression.gathers else None
-    cap = cap_bytes or unlimited or CAP_BYTES
-    first = first_cap_bytes or unlimited or FIRST_CAP_BYTES
+    unlimited = sys.maxsize if strategy.compression.single_bucket else None
+    cap = bucket_cap_bytes or unlimited or BUCKET_CAP_BYTES
+    first = first_bucket_cap_bytes or unlimited or FIRST_BUCKET_CAP_BYTES
     layout = layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap, first, apart)
     return replace(layout, buffer_bytes=4 * sum(b.numel() for b in model.buffers() if b.is_floating_point()))
 
@@ -358,11 +357,11 @@ def adopt(
         for view, p in zip(bucket.views(rows, 0), own, strict=True):
             view.copy_(p.data)
             p.data = view
-        cluster.broadcast(rows)
+        cluster.synchronize(rows)
     ours = {id(p) for own in params for p in own}
     for tensor in (*(p for p in model.parameters() if id(p) not in ours), *model.buffers()):
         rows = tensor.data.reshape(1, -1).clone()
-        cluster.broadcast(rows)
+        cluster.synchronize(rows)
         tensor.data.copy_(rows.view(tensor.shape))
     return ours
 
@@ -451,13 +450,15 @@ def check_equal(model: nn.Module, layout: Layout, cluster: Cluster, terms: Seque
     lines += [_line("buffer", n, b) for n, b in model.named_buffers()]
     text = "\n".join(lines).encode()
     digest = torch.tensor([list(hashlib.sha256(text + layout.digest().encode()).digest())], dtype=torch.uint8)
-    everyone = cluster.collect(digest.expand(cluster.rows, -1))
+    everyone = cluster.all_gather_metrics(digest.expand(cluster.rows, -1))
     odd = (everyone != everyone[0]).any(1).nonzero().flatten().tolist()
     if not odd:
         return
-    sizes = cluster.collect(torch.full((cluster.rows, 1), len(text)))
+    sizes = cluster.all_gather_metrics(torch.full((cluster.rows, 1), len(text)))
     padded = torch.tensor([list(text.ljust(int(sizes.max()), b"\n"))], dtype=torch.uint8)
-    texts = [bytes(row.tolist()).decode().rstrip("\n").split("\n") for row in cluster.collect(padded.expand(cluster.rows, -1))]
+    texts = [
+        bytes(row.tolist()).decode().rstrip("\n").split("\n") for row in cluster.all_gather_metrics(padded.expand(cluster.rows, -1))
+    ]
     pairs = zip_longest(texts[0], texts[odd[0]], fillvalue="nothing")
     first, other = next(((a, b) for a, b in pairs if a != b), ("other buckets", "other buckets"))
     raise HocketError(

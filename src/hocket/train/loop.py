@@ -19,24 +19,24 @@ from hocket.data.base import DataSet
 from hocket.data.partition import Last, Partition, Round
 from hocket.errors import HocketError, nearest
 from hocket.noise import step_keys
+from hocket.train.balance import by_speed, check_balance, check_speeds
 from hocket.train.flops import step_flops
+from hocket.train.ledger_view import LedgerView
+from hocket.train.lr_schedule import factor, scheduler
 from hocket.train.replicas import Loss, Replicas
-from hocket.train.report import LedgerView
-from hocket.train.schedule import factor, scheduler
-from hocket.train.share import by_speed, check_share, check_speeds
 
 _EVALUATION_BATCH = 1000
 _MOST_ON_CUDA, _ROOM = 10_000, 2**34
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How long and on what mini-batches to train."""
 
     epochs: int = 1
-    batch: int = 100
+    batch_size: int = 100
     seed: int = 0
-    schedule: str = "constant"
+    lr_schedule: str = "constant"
     warmup_epochs: float = 0.0
     max_steps: int | None = None
     augment: bool = True
@@ -45,20 +45,20 @@ class Plan:
     """Evaluate the mean model after every epoch, not only after the last."""
     worst: bool = True
     """After the last epoch evaluate every replica too, for the worst of them."""
-    share: str = "even"
+    balance: str = "even"
     """A worker's share of a round: even, or by its speed in the epoch before."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch"):
+        for name in ("epochs", "batch_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise HocketError(f"{name}={value!r}: it must be a whole number of at least 1.")
         if self.max_steps is not None and self.max_steps < 1:
             raise HocketError(f"max_steps={self.max_steps!r}: it must be a whole number of at least 1, or left out.")
-        factor(self.schedule, 1)  # refuses a name that there is not
+        factor(self.lr_schedule, 1)  # refuses a name that there is not
         if not 0 <= self.warmup_epochs < math.inf:
             raise HocketError(f"warmup={self.warmup_epochs!r}: the warm-up is a number of epochs, 0 for none.")
-        check_share(self.share)
+        check_balance(self.balance)
         if self.last not in get_args(Last):
             hint = nearest(str(self.last), get_args(Last))
             raise HocketError(f"last={self.last!r}: the last round of an epoch is dealt out as even or dropped (drop){hint}.")
@@ -87,25 +87,25 @@ class Training:
     cluster: Cluster
     data: DataSet
     loss: Loss
-    plan: Plan
+    plan: TrainingPlan
     metrics: list[dict[str, Any]] = field(default_factory=list)
     epoch: int = 0
     step: int = 0
 
     def __post_init__(self) -> None:
         plan, samples = self.plan, len(self.data.train[0])
-        self.partition = Partition(samples, self.cluster.size, plan.batch, plan.seed, plan.rounds)
+        self.partition = Partition(samples, self.cluster.size, plan.batch_size, plan.seed, plan.rounds)
         if not len(self.partition):
             raise HocketError(f"{samples} samples give no round for {self.cluster.size} workers; use fewer workers or more data.")
         self.shares: list[int] | None = None
         """Samples of each worker in a whole round of the next epoch, where that goes by speed."""
-        if plan.share == "speed":
+        if plan.balance == "speed":
             check_speeds(self.cluster)
-            self.shares = [plan.batch] * self.cluster.size
+            self.shares = [plan.batch_size] * self.cluster.size
         total = len(self.partition) * plan.epochs
         self.steps = total if plan.max_steps is None else min(total, plan.max_steps)
         self.scheduler = scheduler(
-            self.replicas.optimizer, plan.schedule, self.steps, round(plan.warmup_epochs * len(self.partition))
+            self.replicas.optimizer, plan.lr_schedule, self.steps, round(plan.warmup_epochs * len(self.partition))
         )
         self.ledger = getattr(self.replicas, "ledger", None) or LedgerView(self.cluster)
         device = self.cluster.device
@@ -114,7 +114,7 @@ class Training:
         self._workers = torch.arange(self.cluster.workers.start, self.cluster.workers.stop)
         if (clock := self.cluster.clock) is not None and clock.spec.step_s is None:
             x, y = (t[:2] for t in self.data.train)
-            flops = step_flops(self.replicas.model, self.loss, self.data.prepare(x), y, plan.batch)
+            flops = step_flops(self.replicas.model, self.loss, self.data.prepare(x), y, plan.batch_size)
             clock.step_s = clock.spec.seconds(flops)
 
     def run(self, watch: Callable[[Progress], None] = lambda _: None) -> Iterator[dict[str, Any]]:
@@ -160,14 +160,14 @@ class Training:
         if not losses:
             return math.nan
         own = [[math.fsum(column) / len(losses)] for column in torch.stack(losses, 1).tolist()]
-        everyone = self.cluster.collect(torch.tensor(own, dtype=torch.float64))
+        everyone = self.cluster.all_gather_metrics(torch.tensor(own, dtype=torch.float64))
         return math.fsum(everyone.flatten().tolist()) / self.cluster.size
 
     def _indices(self, rounds: list[Round]) -> list[list[Tensor] | Tensor]:
         """Per round, the samples of the workers hosted here: one tensor where all have equally many. One copy to the device."""
         here = slice(self.cluster.workers.start, self.cluster.workers.stop)
         device = self._train[0].device
-        whole = self.plan.batch if self.shares is None else self.shares[here.start]
+        whole = self.plan.batch_size if self.shares is None else self.shares[here.start]
         own = [r.indices[here] for r in rounds]
         even = [k for k, parts in enumerate(own) if len({len(p) for p in parts}) == 1 and len(parts[0]) == whole]
         stacked = torch.stack([torch.stack(own[k]) for k in even]).to(device) if even else None
@@ -200,8 +200,8 @@ class Training:
     def _loads(self, index: list[Tensor] | Tensor) -> Tensor | float:
         """What part of a whole mini-batch each worker has in this round."""
         if isinstance(index, Tensor):
-            return index.shape[1] / self.plan.batch
-        return torch.tensor([len(i) / self.plan.batch for i in index], dtype=torch.float64)
+            return index.shape[1] / self.plan.batch_size
+        return torch.tensor([len(i) / self.plan.batch_size for i in index], dtype=torch.float64)
 
     def _prepared(self, x: Tensor, keys: Tensor) -> Tensor:
         if self.plan.augment and self.data.augment is not None:
@@ -213,7 +213,7 @@ class Training:
             right, seen = accuracy_of(model, self._share(), self.data)
         rows = torch.zeros(self.cluster.rows, 2, dtype=torch.float64)
         rows[0] = torch.tensor([right, seen])
-        right, seen = self.cluster.collect(rows).sum(0).tolist()
+        right, seen = self.cluster.all_gather_metrics(rows).sum(0).tolist()
         return right / seen if seen else None
 
     def _share(self) -> tuple[Tensor, Tensor]:
@@ -227,7 +227,7 @@ class Training:
         if self.cluster.size == 1 or not _countable(self._test[1]):
             return None
         own = [r / n for r, n in (accuracy_of(model, self._test_pair(), self.data) for model in self.replicas.each())]
-        return float(self.cluster.collect(torch.tensor(own, dtype=torch.float64).unsqueeze(1)).min())
+        return float(self.cluster.all_gather_metrics(torch.tensor(own, dtype=torch.float64).unsqueeze(1)).min())
 
     def _test_pair(self) -> tuple[Tensor, Tensor]:
         return self._test[0], self._test[1]

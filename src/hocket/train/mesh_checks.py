@@ -12,7 +12,7 @@ from hocket.errors import HocketError
 from hocket.split import Mesh
 from hocket.split.pipeline import Cut
 from hocket.split.pipeline.schedules import find
-from hocket.split.sharded import SEES_WHOLE, refuse_shard
+from hocket.split.sharded import SEES_WHOLE, refuse_sharding
 from hocket.strategy import Strategy
 
 ASYNCHRONOUS = "pipedream"
@@ -22,11 +22,11 @@ DEFAULT_SCHEDULE = "1f1b"
 def refuse_split_options(mesh: Mesh | None, given: dict[str, Any]) -> None:
     """Refuse options that say how to split what is not split; ``given`` are those of ``parallelize``.
 
-    >>> refuse_split_options(Mesh(tensor=2), {"micro": 4})
+    >>> refuse_split_options(Mesh(tensor=2), {"num_microbatches": 4})
     Traceback (most recent call last):
-    hocket.errors.HocketError: micro= is about stages, but the mesh tensor=2 has one; add pipeline=2, for example.
+    hocket.errors.HocketError: num_microbatches= is about stages, but the mesh tensor=2 has one; add pipeline=2, for example.
     """
-    staged = {name: given.get(name) for name in ("micro", "virtual", "cut", "measure")}
+    staged = {name: given.get(name) for name in ("num_microbatches", "stages_per_rank", "cut", "measure")}
     staged["schedule"] = None if given.get("schedule", DEFAULT_SCHEDULE) == DEFAULT_SCHEDULE else given["schedule"]
     for name, value in staged.items():
         if value is not None and (mesh is None or mesh.pipeline == 1):
@@ -35,13 +35,15 @@ def refuse_split_options(mesh: Mesh | None, given: dict[str, Any]) -> None:
     if given.get("plan") is not None and (mesh is None or mesh.tensor == 1):
         where = "there is no mesh" if mesh is None else f"the mesh {mesh} has no tensor axis"
         raise HocketError(f"plan= is about splitting operations, but {where}; add tensor=2, for example.")
-    micro = given.get("micro")
-    if micro is not None and (not isinstance(micro, int) or isinstance(micro, bool) or micro < 1):
-        raise HocketError(f"micro={micro!r}: the number of micro-batches is a whole number of at least 1.")
+    num_microbatches = given.get("num_microbatches")
+    if num_microbatches is not None and (
+        not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1
+    ):
+        raise HocketError(f"micro={num_microbatches!r}: the number of micro-batches is a whole number of at least 1.")
     if mesh is not None and mesh.pipeline > 1:
         find(staged["schedule"] or DEFAULT_SCHEDULE)
-        if staged["schedule"] == ASYNCHRONOUS and micro is not None:
-            raise HocketError(f"{ASYNCHRONOUS} takes whole mini-batches, one after another; leave micro= out.")
+        if staged["schedule"] == ASYNCHRONOUS and num_microbatches is not None:
+            raise HocketError(f"{ASYNCHRONOUS} takes whole mini-batches, one after another; leave num_microbatches= out.")
 
 
 def refuse_on_mesh(
@@ -49,7 +51,8 @@ def refuse_on_mesh(
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
     world: Cluster,
-    shard: str | None,
+    zero: int,
+    fsdp: bool,
     served: bool,
     given: dict[str, Any],
 ) -> None:
@@ -57,17 +60,16 @@ def refuse_on_mesh(
     if given.get("accumulate", 1) != 1 or given.get("scaler") is not None or given.get("nonfinite", "raise") != "raise":
         raise HocketError(
             f"On the mesh {mesh} a step is one backward pass, and gradients that are not finite end it; leave accumulate=, "
-            "scaler= and nonfinite= out (micro-batches are micro=)."
+            "scaler= and nonfinite= out (micro-batches are num_microbatches=)."
         )
     if mesh.pipeline > 1 and (given.get("loss") is None or given.get("sample") is None):
         raise HocketError(
             f"The mesh {mesh} cuts the model into stages, which needs loss=, a function of output and target, and sample=, some "
             "inputs."
         )
-    if shard is not None:
-        refuse_shard(shard, strategy, None)
-    if shard == "full" and mesh.splits:
-        raise HocketError(f"shard='full' cuts every parameter, and so does the mesh {mesh}; use shard='state', or data= alone.")
+    refuse_sharding(strategy, zero, fsdp)
+    if fsdp and mesh.splits:
+        raise HocketError(f"fsdp=True cuts every parameter, and so does the mesh {mesh}; use zero=1, or data= alone.")
     if mesh.tensor > 1 and type(optimizer).__name__ in SEES_WHOLE:
         raise HocketError(
             f"{type(optimizer).__name__} looks at whole matrices, of which the mesh {mesh} leaves each process a part; use AdamW "
@@ -77,11 +79,11 @@ def refuse_on_mesh(
         raise HocketError("Stages talk through host memory, which NCCL does not reach; call hocket.init(backend='gloo').")
 
 
-def refuse_cut(cut: Cut, strategy: Strategy, schedule: str, shard: str | None, served: bool) -> None:
+def refuse_cut(cut: Cut, strategy: Strategy, schedule: str, zero: int, served: bool) -> None:
     """Refuse stages that a strategy cannot serve; all processes know all stages, so all refuse together."""
     empty = [k for k, stage in enumerate(cut.stages) if not any(p.requires_grad for p in stage.parameters())]
-    if empty and (served or shard is not None):
-        what = str(strategy) if served else f"shard={shard!r}"
+    if empty and (served or zero):
+        what = str(strategy) if served else f"zero={zero}"
         raise HocketError(
             f"{what} needs something to train in every stage, but stage {empty[0]} has nothing; cut elsewhere (cut=)."
         )

@@ -27,17 +27,18 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import NoCompression
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
-from hocket.split import Mesh, Part, Place, settle
-from hocket.split.born import bring_to_life
+from hocket.split import Mesh, MeshCoordinate, Part, init_mesh
+from hocket.split.materialize import materialize
 from hocket.split.dropout import Draws, prepare_dropout
-from hocket.split.picture import draw, holding_of, in_flight, saved_bytes, state_copies
+from hocket.split.full_state import WholeOptimizer, gather_full_state, take_parts
+from hocket.split.materialize import materialize
+from hocket.split.picture import draw, held_bytes, in_flight, saved_bytes, state_copies
 from hocket.split.pipeline import Cut, Pipeline, cut_model
 from hocket.split.pipeline.schedules import find
 from hocket.split.pipeline.timeline import Span, Timeline, gather
 from hocket.split.sharded import ShardedState
 from hocket.split.tensor import explain_plan, split_tensor
 from hocket.split.tied import Tied
-from hocket.split.wholes import WholeOptimizer, gather_wholes, take_parts
 from hocket.strategy import Strategy
 from hocket.train.free_job import FreeJob
 from hocket.train.job import Job, check_equal, check_job, layout_for
@@ -68,33 +69,44 @@ class MeshJob:
         loss: Loss | None = None,
         sample: Tensor | None = None,
         schedule: str = DEFAULT_SCHEDULE,
-        micro: int | None = None,
-        virtual: int | None = None,
+        num_microbatches: int | None = None,
+        stages_per_rank: int | None = None,
         plan: Mapping[str, str] | None = None,
         cut: Sequence[str] | None = None,
         measure: str | None = None,
-        connect: Callable[[Layout, Place, Cluster], ServerRuntime] | None = None,
+        connect: Callable[[Layout, MeshCoordinate, Cluster], ServerRuntime] | None = None,
         accumulate: int = 1,
         nonfinite: str = "raise",
         seed: int = 0,
-        shard: str | None = None,
+        zero: int = 0,
+        fsdp: bool = False,
         **options: Any,
     ) -> None:
         """``connect`` makes the link to the shards of this part of the model, where the strategy has some."""
         check_job(model, optimizer, strategy, accumulate, nonfinite)
-        split = {"schedule": schedule, "micro": micro, "virtual": virtual, "plan": plan, "cut": cut, "measure": measure}
+        split = {
+            "schedule": schedule,
+            "num_microbatches": num_microbatches,
+            "stages_per_rank": stages_per_rank,
+            "plan": plan,
+            "cut": cut,
+            "measure": measure,
+        }
         refuse_split_options(mesh, split)
         given = {"loss": loss, "sample": sample, "accumulate": accumulate, "nonfinite": nonfinite, "scaler": options.get("scaler")}
-        refuse_on_mesh(mesh, optimizer, strategy, world, shard, connect is not None, given)
-        self.place = settle(mesh, world.device.type)
+        refuse_on_mesh(mesh, optimizer, strategy, world, zero, fsdp, connect is not None, given)
+        self.place = init_mesh(mesh, world.device.type)
         if isinstance(world, ProcessCluster):
             for axis in self.place.axes.values():
                 axis.explain = world.heartbeat.explain
         self.mesh, self.loss, self.optimizer, self.strategy, self.world = mesh, loss, optimizer, strategy, world
         check_equal(
-            model, layout_for(model, optimizer, strategy, None, None), world, [str(strategy), f"mesh={mesh}", f"{schedule} {micro}"]
+            model,
+            layout_for(model, optimizer, strategy, None, None),
+            world,
+            [str(strategy), f"mesh={mesh}", f"{schedule} {num_microbatches}"],
         )
-        _spread(model, world)
+        _broadcast_model(model, world)
         self.whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         """Of the model's parameters before it was split."""
         self._saved = set(model.state_dict())
@@ -112,19 +124,19 @@ class MeshJob:
         if mesh.pipeline > 1:
             assert loss is not None
             assert sample is not None
-            virtual = find(schedule).virtual if virtual is None else virtual
-            micro = micro or 2 * mesh.pipeline
+            stages_per_rank = find(schedule).stages_per_rank if stages_per_rank is None else stages_per_rank
+            num_microbatches = num_microbatches or 2 * mesh.pipeline
             unborn = any(p.is_meta for p in model.parameters())
             measure = measure or ("flops" if unborn or mesh.tensor > 1 else "seconds")
-            part = sample if schedule == ASYNCHRONOUS else sample[: max(1, len(sample) // micro)]
-            self.cut = cut_model(model, part, mesh.pipeline * virtual, measure, points=cut)
-            refuse_cut(self.cut, strategy, schedule, shard, connect is not None)
-            self.pipe = Pipeline(self.cut, self.place.pipeline, loss, schedule, micro, draws=self.draws)
+            part = sample if schedule == ASYNCHRONOUS else sample[: max(1, len(sample) // num_microbatches)]
+            self.cut = cut_model(model, part, mesh.pipeline * stages_per_rank, measure, points=cut)
+            refuse_cut(self.cut, strategy, schedule, zero, connect is not None)
+            self.pipe = Pipeline(self.cut, self.place.pipeline, loss, schedule, num_microbatches, draws=self.draws)
             self.module = self.pipe.module
             if schedule == ASYNCHRONOUS:
                 self.pipe.update = self._update
         _forget(model, self.module)
-        bring_to_life(self.module, self.parts, seed, model, world.device)
+        materialize(self.module, self.parts, seed, model, world.device)
         held = self._parameters()
         self.whole_optimizer.point_at(held)
         gc.collect()  # traces hold whole weights in cycles
@@ -154,7 +166,7 @@ class MeshJob:
         else:
             hooked = self.pipe is None
             self.job = Job(
-                self.module, optimizer, strategy, self.cluster, seed=seed, apart=apart, hooked=hooked, shard=shard, **options
+                self.module, optimizer, strategy, self.cluster, seed=seed, apart=apart, hooked=hooked, zero=zero, **options
             )
         self.layout = self.job.layout
         self._weights: deque[float] = deque()
@@ -167,7 +179,7 @@ class MeshJob:
 
     @property
     def weight(self) -> float:
-        """This replica's share of the next exchange (set by :func:`hocket.shard`)."""
+        """This replica's share of the next exchange (set by :func:`hocket.distribute`)."""
         return self.job.weight
 
     @weight.setter
@@ -281,7 +293,7 @@ class MeshJob:
 
     def picture(self) -> str:
         """The mesh as text: who holds what, and how many bytes of it."""
-        own = holding_of(self.module, self.optimizer, self._activation_bytes())
+        own = held_bytes(self.module, self.optimizer, self._activation_bytes())
         if self._sharded is not None:
             own = replace(own, state=self._sharded.owned_bytes * state_copies(self.optimizer))
         everyone = [own] * self.mesh.size
@@ -305,11 +317,11 @@ class MeshJob:
     def whole_state(self) -> dict[str, Any] | None:
         """Model and optimiser as if they had never been split, on the first process of each replica; ``None`` elsewhere.
 
-        It loads into the unsplit model and optimiser: ``{"model": …, "optimizer": …}``; with ``shard="state"`` only the first
+        It loads into the unsplit model and optimiser: ``{"model": …, "optimizer": …}``; with ``zero=1`` only the first
         replica has the optimiser's. All processes must call it.
         """
         self.drain()
-        model = gather_wholes(self._held(), self.parts, self.place)
+        model = gather_full_state(self._held(), self.parts, self.place)
         state, sharded = None, self._sharded
         if sharded is not None:  # the whole of this part lies with the first replica
             packed = sharded.consolidate()
@@ -381,12 +393,12 @@ class MeshJob:
     @contextmanager
     def _untold(self) -> Iterator[None]:
         """What happens inside is not training: no axis counts it."""
-        tolls = {name: replace(axis.toll) for name, axis in self.place.axes.items()}
+        comm_stats = {name: replace(axis.comm_stats) for name, axis in self.place.axes.items()}
         try:
             yield
         finally:
             for name, axis in self.place.axes.items():
-                axis.toll = tolls[name]
+                axis.comm_stats = comm_stats[name]
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -395,7 +407,7 @@ class MeshJob:
         coming, self.job.weight = self.job.weight, self._weights.popleft()
         self._exchange()
         self.optimizer.step()
-        self.place.tensor.spread([p.data for p in self._alike])
+        self.place.tensor.broadcast([p.data for p in self._alike])
         self.optimizer.zero_grad()
         self.job.weight = coming
 
@@ -412,7 +424,7 @@ class MeshJob:
         """What several processes of a replica hold is the first one's."""
         if self._parts_drift:
             self.tied.copy_weights()
-        self.place.tensor.spread([p.data for p in self._alike])
+        self.place.tensor.broadcast([p.data for p in self._alike])
 
 
 class Facade(nn.Module):
@@ -427,7 +439,7 @@ class Facade(nn.Module):
         return self._job[0].predict(x)
 
 
-def _data_cluster(place: Place, world: Cluster) -> Cluster:
+def _data_cluster(place: MeshCoordinate, world: Cluster) -> Cluster:
     """The replicas' processes that hold the same part as this one."""
     if place.data.size == 1:
         return VirtualCluster(1, world.device, timed=True)
@@ -446,14 +458,14 @@ def _data_cluster(place: Place, world: Cluster) -> Cluster:
     return found
 
 
-def _spread(model: nn.Module, world: Cluster) -> None:
+def _broadcast_model(model: nn.Module, world: Cluster) -> None:
     """Every process starts from process 0's values (a model that is not born yet has none)."""
     if world.size == 1:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             rows = tensor.data.reshape(1, -1).clone()
-            world.broadcast(rows)
+            world.synchronize(rows)
             tensor.data.copy_(rows.view(tensor.shape))
 
 

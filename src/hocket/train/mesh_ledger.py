@@ -8,18 +8,18 @@ import torch
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
-from hocket.split import Place
+from hocket.split import MeshCoordinate
 from hocket.train.free_job import FreeLedger
-from hocket.train.report import LedgerView
+from hocket.train.ledger_view import LedgerView
 
 _SECONDS = ("seconds", "compute_s", "wait_s", "transfer_s", "transfer_hidden_s")
 Axes = dict[str, dict[str, float]]
 
 
 class MeshLedger:
-    """The data axis has the ledger of its strategy; the tolls of the others stand beside it. All processes must ask together."""
+    """The data axis has the ledger of its strategy; those of the others stand beside it. All processes must ask together."""
 
-    def __init__(self, inner: LedgerView | FreeLedger, place: Place, world: Cluster) -> None:
+    def __init__(self, inner: LedgerView | FreeLedger, place: MeshCoordinate, world: Cluster) -> None:
         self._inner, self._place, self._world = inner, place, world
         self._free = isinstance(inner, FreeLedger)
         self._total = Entry()
@@ -32,9 +32,9 @@ class MeshLedger:
         entry = self._inner.close_epoch() if isinstance(self._inner, LedgerView) else self._inner.total()
         figures = [float(getattr(entry, name) or 0.0) for name in _SECONDS] + [float(entry.bytes_sent)]
         for name in ("pipeline", "tensor"):
-            toll = self._place.axes[name].toll.take()
-            figures += [float(toll.bytes_sent), float(toll.exchanges), toll.seconds]
-        everyone = self._world.collect(torch.tensor([figures], dtype=torch.float64))
+            stats = self._place.axes[name].comm_stats.take()
+            figures += [float(stats.bytes_sent), float(stats.exchanges), stats.seconds]
+        everyone = self._world.all_gather_metrics(torch.tensor([figures], dtype=torch.float64))
         sums, means = everyone.sum(0).tolist(), everyone.mean(0).tolist()
         for name, value in zip(_SECONDS, means, strict=False):
             setattr(entry, name, value)

@@ -29,7 +29,7 @@ from hocket.server.doorkeeper import Doorkeeper
 from hocket.server.exchanges import Calls, Exchanges, Halves
 from hocket.server.holding import Holding, Mean, Rows
 from hocket.server.peers import Peers, agree, join, look_around
-from hocket.server.wire import PATIENCE_S, link_bytes
+from hocket.server.wire import LIVENESS_TIMEOUT_S, link_bytes
 from hocket.strategy import Strategy
 from hocket.topology import Gossip
 from hocket.train.job import adopt, check_equal, check_job, check_optimizer, layout_for, refuse_newcomers
@@ -37,7 +37,7 @@ from hocket.train.watch import NonFinite
 
 
 @dataclass(frozen=True)
-class Place:
+class PeerConfig:
     """Where a worker of such a job stands; ``meet`` tells the others its address and learns theirs, in worker order."""
 
     worker: int
@@ -46,7 +46,7 @@ class Place:
     meet: Callable[[str], list[str | None]] = lambda address: [address]
     bind: str = "tcp://127.0.0.1:0"
     keys: Keys | None = None
-    patience_s: float = PATIENCE_S
+    liveness_timeout_s: float = LIVENESS_TIMEOUT_S
     joins: bool = False
     """Whether it takes the place of a worker that has died, and weights from those who live."""
 
@@ -92,15 +92,15 @@ class PairsJob:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         strategy: Strategy,
-        place: Place,
+        place: PeerConfig,
         cluster: Cluster | None = None,
         accumulate: int = 1,
         nonfinite: str = "raise",
         check: bool = True,
         seed: int = 0,
         scaler: Any = None,
-        cap_bytes: int | None = None,
-        first_cap_bytes: int | None = None,
+        bucket_cap_bytes: int | None = None,
+        first_bucket_cap_bytes: int | None = None,
     ) -> None:
         """``cluster`` is where workers agree on the model before they start, if any."""
         assert isinstance(strategy.topology, Gossip)
@@ -109,8 +109,8 @@ class PairsJob:
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         self.model, self.optimizer, self.strategy, self.place, self.check = model, optimizer, strategy, place, check
         self.weight = 1.0
-        """Set by :func:`hocket.shard`; every worker's update is its own here, so it counts for nothing."""
-        self.layout: Layout = layout_for(model, optimizer, strategy, cap_bytes, first_cap_bytes)
+        """Set by :func:`hocket.distribute`; every worker's update is its own here, so it counts for nothing."""
+        self.layout: Layout = layout_for(model, optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes)
         if not self.layout.buckets:
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
         check_optimizer(model, optimizer)
@@ -132,9 +132,9 @@ class PairsJob:
         self.holding.account.pause()
         self._halves, most = strategy.topology.kind == "pushsum", link_bytes(strategy, self.layout)
         listener = Listener(place.bind, place.job, place.keys, most)
-        self.door = Doorkeeper(listener, self.holding, place.worker, place.world, self._halves, place.patience_s)
+        self.door = Doorkeeper(listener, self.holding, place.worker, place.world, self._halves, place.liveness_timeout_s)
         addresses = place.meet(listener.address)
-        self.peers = Peers(addresses, place.job, place.worker, place.keys, most, place.patience_s, self.door.newcomers)
+        self.peers = Peers(addresses, place.job, place.worker, place.keys, most, place.liveness_timeout_s, self.door.newcomers)
         if place.joins:
             self._join(listener.address)
         else:

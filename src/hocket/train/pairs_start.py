@@ -12,10 +12,10 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.processes import ProcessCluster
 from hocket.messages import Keys
 from hocket.train.free_start import common_ground
-from hocket.train.pairs_job import Place
+from hocket.train.pairs_job import PeerConfig
 
 
-def place_in(cluster: Cluster, keys: Path | None, patience_s: float) -> Place:
+def peer_config(cluster: Cluster, keys: Path | None, liveness_timeout_s: float) -> PeerConfig:
     """This process's place among those of ``cluster``; all of them must call it."""
     assert isinstance(cluster, ProcessCluster)
     worker, world = cluster.workers.start, cluster.size
@@ -27,4 +27,4 @@ def place_in(cluster: Cluster, keys: Path | None, patience_s: float) -> Place:
         cluster.heartbeat.stop()  # from here on nobody waits for others, nor ends with them
         return addresses
 
-    return Place(worker, world, job, meet, bind, None if keys is None else Keys.read(keys), patience_s)
+    return PeerConfig(worker, world, job, meet, bind, None if keys is None else Keys.read(keys), liveness_timeout_s)

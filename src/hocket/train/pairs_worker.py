@@ -12,16 +12,16 @@ from hocket.server.clerk import ClerkLink
 from hocket.server.wire import link_bytes
 from hocket.strategy import Strategy
 from hocket.train.job import layout_for
-from hocket.train.pairs_job import PairsJob, Place
+from hocket.train.pairs_job import PairsJob, PeerConfig
 
 
 class DealtPairsJob(PairsJob):
     """Its clerk listens at ``clerk`` and tells where the others are; one that joins when these have ended has nothing to do."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, place: Place, clerk: str, **options: Any
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, place: PeerConfig, clerk: str, **options: Any
     ) -> None:
-        layout = layout_for(model, optimizer, strategy, options["cap_bytes"], options["first_cap_bytes"])
+        layout = layout_for(model, optimizer, strategy, options["bucket_cap_bytes"], options["first_bucket_cap_bytes"])
         self.client = ClerkLink(clerk, place.job, place.worker, place.keys, link_bytes(strategy, layout), place.joins)
         super().__init__(model, optimizer, strategy, replace(place, meet=self.client.meet), **options)
         self.client.account = self.holding.account

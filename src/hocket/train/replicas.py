@@ -85,8 +85,8 @@ class LiveReplica:
         autocast: torch.dtype | None = None,
         nonfinite: str = "raise",
         steps: int | None = None,
-        cap_bytes: int | None = None,
-        first_cap_bytes: int | None = None,
+        bucket_cap_bytes: int | None = None,
+        first_bucket_cap_bytes: int | None = None,
         slowdown: float = 1.0,
     ) -> None:
         self.model, self.loss, self.clip, self.autocast, self.cluster = model, loss, clip, autocast, cluster
@@ -99,8 +99,8 @@ class LiveReplica:
             nonfinite=nonfinite,
             steps=steps,
             seed=seed,
-            cap_bytes=cap_bytes,
-            first_cap_bytes=first_cap_bytes,
+            bucket_cap_bytes=bucket_cap_bytes,
+            first_bucket_cap_bytes=first_bucket_cap_bytes,
         )
         self.layout = self.job.layout
         self._random = random_modules(model)
@@ -173,15 +173,15 @@ class StackedReplicas:
         autocast: torch.dtype | None = None,
         nonfinite: str = "raise",
         engine: str | Callable[[Layout], Engine] = "auto",
-        cap_bytes: int | None = None,
-        first_cap_bytes: int | None = None,
+        bucket_cap_bytes: int | None = None,
+        first_bucket_cap_bytes: int | None = None,
     ) -> None:
         """``engine``: a name, or what gives an engine for a layout."""
         self.cluster, self.clip, self.strategy = cluster, clip, strategy
         self.model = model.to(cluster.device)
         template = optimizer(list(model.parameters()))
         check_job(model, template, strategy, 1, nonfinite)
-        self.layout = layout_for(model, template, strategy, cap_bytes, first_cap_bytes)
+        self.layout = layout_for(model, template, strategy, bucket_cap_bytes, first_bucket_cap_bytes)
         check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
         _check_memory(self.layout, cluster)
         self.weights = [b.spaced(cluster.rows) for b in self.layout.buckets]
@@ -242,7 +242,7 @@ class StackedReplicas:
         self.program.drain()
         with self.cluster.uncounted():
             means = [self._mean(w) for w in self.weights], {n: self._mean_buffer(b) for n, b in self.buffers.items()}
-            with lent(self.model, self.layout, *means):
+            with swapped_weights(self.model, self.layout, *means):
                 yield self.model
 
     def audit(self) -> None:
@@ -260,7 +260,7 @@ class StackedReplicas:
         self.program.drain()
         with self.cluster.uncounted():
             for row in range(self.cluster.rows):
-                with lent(self.model, self.layout, [w[row : row + 1] for w in self.weights], self._buffers_of(row)):
+                with swapped_weights(self.model, self.layout, [w[row : row + 1] for w in self.weights], self._buffers_of(row)):
                     yield self.model
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,11 +288,11 @@ class StackedReplicas:
         for bucket, rows in zip(self.layout.buckets, self.weights, strict=True):
             for stacked, slot in zip(bucket.stacked(rows), bucket.slots, strict=True):
                 stacked.copy_(named[slot.name].data.expand_as(stacked))
-            self.cluster.broadcast(rows)
+            self.cluster.synchronize(rows)
         trained = {s.name for b in self.layout.buckets for s in b.slots}
         for tensor in (*(p for n, p in named.items() if n not in trained), *self.model.buffers()):
             rows = tensor.data.reshape(1, -1).clone()
-            self.cluster.broadcast(rows)
+            self.cluster.synchronize(rows)
             tensor.data.copy_(rows.view(tensor.shape))
 
     def _clip(self, used: Tensor, max_norm: float) -> None:
@@ -318,7 +318,7 @@ class StackedReplicas:
     def _mean(self, rows: Tensor) -> Tensor:
         exchange = self.cluster.exchange()
         copied = rows.clone()
-        exchange.submit(lambda: self.cluster.mean(copied, self.cluster.everybody))
+        exchange.submit(lambda: self.cluster.mean(copied, self.cluster.world))
         exchange.wait()
         return copied[:1]
 
@@ -333,7 +333,7 @@ class StackedReplicas:
 
 
 @contextmanager
-def lent(model: nn.Module, layout: Layout, rows: list[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
+def swapped_weights(model: nn.Module, layout: Layout, rows: list[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
     """``model`` with these weights (``[1, values]`` per bucket) and buffers, for a while."""
     named, own = dict(model.named_parameters()), dict(model.named_buffers())
     kept = [(t, t.data) for t in (*named.values(), *own.values())]

@@ -16,7 +16,7 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
 from hocket.cluster.processes import ProcessCluster
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, nearest
@@ -24,18 +24,18 @@ from hocket.models import build, loss_for
 from hocket.split import Mesh
 from hocket.split.pipeline.probe import MEASURES
 from hocket.split.pipeline.schedules import SCHEDULES, make
-from hocket.split.sharded import refuse_shard
+from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
+from hocket.train.balance import check_balance
 from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.free_job import serves_itself
 from hocket.train.job import mention_period
-from hocket.train.loop import Plan, Progress, Training
+from hocket.train.loop import Progress, Training, TrainingPlan
 from hocket.train.mesh_checks import DEFAULT_SCHEDULE
 from hocket.train.plan_file import read_plan
 from hocket.train.record import Record, versions
 from hocket.train.replicas import LiveReplica, Loss, Replicas, StackedReplicas
-from hocket.train.share import check_share
 from hocket.train.simulate import seeded
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
@@ -43,6 +43,16 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor")
 }
 Engines = dict[tuple[Any, ...], Engine]
+_RECORDED_AS = {
+    "lr_schedule": "schedule",
+    "batch_size": "batch",
+    "balance": "share",
+    "bucket_cap_bytes": "bucket_bytes",
+    "first_bucket_cap_bytes": "first_bucket_bytes",
+    "num_microbatches": "micro",
+    "stages_per_rank": "virtual_stages",
+}
+"""Settings that run.json and study.json name otherwise: records of older runs stay readable."""
 AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -59,10 +69,10 @@ class Settings:
     lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
-    schedule: str = "constant"
+    lr_schedule: str = "constant"
     warmup: float = 0.0
     scale_lr: bool = False
-    batch: int = 100
+    batch_size: int = 100
     epochs: int = 1
     max_steps: int | None = None
     clip: float | None = None
@@ -76,20 +86,22 @@ class Settings:
     host_size: int | None = None
     cluster: str | None = None
     slowdown: str | None = None
-    share: str = "even"
-    bucket_bytes: int | None = None
-    first_bucket_bytes: int | None = None
+    balance: str = "even"
+    bucket_cap_bytes: int | None = None
+    first_bucket_cap_bytes: int | None = None
     mesh: str | None = None
     """How each worker's model is split: ``pipeline=2,tensor=2``; workers are replicas."""
     pipe: str | None = None
-    micro: int | None = None
+    num_microbatches: int | None = None
     cut: str | None = None
     """Modules after which to cut, with commas between them."""
-    virtual_stages: int | None = None
+    stages_per_rank: int | None = None
     measure: str | None = None
     plan_file: str | None = None
-    shard: str | None = None
-    """What of the replicas lies in parts: the optimiser's ``state``, or everything (``full``)."""
+    zero: int = 0
+    """1: the optimiser's state is sharded over the workers (ZeRO-1)."""
+    fsdp: bool = False
+    """Weights, gradients and optimiser state are sharded (PyTorch's FSDP2)."""
 
     def check(self) -> Strategy:
         """Refuse what cannot work before anything is started; returns the parsed strategy."""
@@ -104,11 +116,11 @@ class Settings:
         if not self.lr > 0:
             raise HocketError(f"--lr {self.lr}: the rate must be above 0.")
         self.plan()
-        self._check_shard(strategy)
+        self._check_sharding(strategy)
         self._check_mesh(strategy)
-        check_share(self.share, strategy)
-        if self.spec() is None and self.virtual and self.share == "speed":
-            raise HocketError("--share speed: virtual workers have speeds only with --cluster, such as 1gbit.")
+        check_balance(self.balance, strategy)
+        if self.spec() is None and self.virtual and self.balance == "speed":
+            raise HocketError("--balance speed: virtual workers have speeds only with --cluster, such as 1gbit.")
         return strategy
 
     @property
@@ -117,7 +129,12 @@ class Settings:
         return 1 if self.mesh is None else Mesh.parse(self.mesh).size // self.workers
 
     def _check_mesh(self, strategy: Strategy) -> None:
-        given = {"pipe": self.pipe, "micro": self.micro, "cut": self.cut, "virtual-stages": self.virtual_stages}
+        given = {
+            "pipe": self.pipe,
+            "num-microbatches": self.num_microbatches,
+            "cut": self.cut,
+            "stages-per-rank": self.stages_per_rank,
+        }
         said = [f"--{name}" for name, value in {**given, "measure": self.measure}.items() if value is not None]
         staged = f"{', '.join(said)} {'are' if len(said) > 1 else 'is'} about a model cut into stages"
         if self.mesh is None:
@@ -132,12 +149,12 @@ class Settings:
                 f"--mesh {self.mesh} has {mesh.data} replica{'s' * (mesh.data > 1)}, but --workers says {self.workers}; "
                 "leave --workers out, or make data= the same."
             )
-        if self.virtual or self.share != "even" or self.slowdown is not None or self.autocast == "fp16":
+        if self.virtual or self.balance != "even" or self.slowdown is not None or self.autocast == "fp16":
             raise HocketError(
-                f"--mesh {self.mesh} splits a model over real processes that wait for each other; leave --virtual, --share, "
+                f"--mesh {self.mesh} splits a model over real processes that wait for each other; leave --virtual, --balance, "
                 "--slowdown and --autocast fp16 out."
             )
-        if strategy.free and (mesh.data > 1 or serves_itself(strategy)):
+        if strategy.runtime != "collective" and (mesh.data > 1 or serves_itself(strategy)):
             raise HocketError(
                 f"{strategy} between split replicas runs in a script of yours (hocket.parallelize(…, mesh=…) under torchrun), "
                 "not under `hocket train`."
@@ -155,28 +172,49 @@ class Settings:
         if not all(self.points() or ["none"]):
             raise HocketError(f"--cut '{self.cut}': give names of modules with commas between them, such as blocks.0,blocks.1.")
         if mesh.pipeline > 1:
-            micro = 2 * mesh.pipeline if self.micro is None else self.micro
-            make(self.pipe or DEFAULT_SCHEDULE, mesh.pipeline, micro, self.virtual_stages)  # refuses what cannot be scheduled
+            num_microbatches = 2 * mesh.pipeline if self.num_microbatches is None else self.num_microbatches
+            make(
+                self.pipe or DEFAULT_SCHEDULE, mesh.pipeline, num_microbatches, self.stages_per_rank
+            )  # refuses what cannot be scheduled
 
-    def _check_shard(self, strategy: Strategy) -> None:
-        if self.shard is None:
+    def _check_sharding(self, strategy: Strategy) -> None:
+        refuse_sharding(strategy, self.zero, self.fsdp)
+        if not self.sharding:
             return
-        refuse_shard(self.shard, strategy)
         if self.virtual:
+            raise HocketError(f"{self.sharding}: virtual workers share one memory, so none is saved; leave it or --virtual out.")
+        if self.fsdp and self.mesh is not None:
             raise HocketError(
-                f"--shard {self.shard}: virtual workers share one memory, so none is saved; leave it or --virtual out."
+                f"--fsdp cuts every parameter between --workers by itself; leave --mesh out, or use --zero 1 with {self.mesh}."
             )
-        if self.shard == "full" and self.mesh is not None:
+        own = (
+            self.balance != "even",
+            self.slowdown is not None,
+            self.exact,
+            self.bucket_cap_bytes,
+            self.first_bucket_cap_bytes,
+        )
+        if self.fsdp and any(own):
             raise HocketError(
-                f"--shard full cuts every parameter between --workers by itself; leave --mesh out, or use --shard state with "
-                f"{self.mesh}."
+                "--fsdp leaves all exchanges to PyTorch's FSDP2; leave --balance, --slowdown, --exact, --bucket-cap-bytes and "
+                "--first-bucket-cap-bytes out, or use --zero 1."
             )
-        own = (self.share != "even", self.slowdown is not None, self.exact, self.bucket_bytes, self.first_bucket_bytes)
-        if self.shard == "full" and any(own):
-            raise HocketError(
-                "--shard full leaves all exchanges to PyTorch's FSDP2; leave --share, --slowdown, --exact, --bucket-bytes and "
-                "--first-bucket-bytes out, or use --shard state."
-            )
+
+    @property
+    def sharding(self) -> str:
+        """The option that shards the replicas, or nothing."""
+        return "--fsdp" if self.fsdp else f"--zero {self.zero}" if self.zero else ""
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings by the names that run.json and study.json have for them.
+
+        >>> Settings(batch_size=20, zero=1).recorded()["batch"], Settings(fsdp=True).recorded()["shard"]
+        (20, 'full')
+        """
+        values = asdict(self)
+        zero, fsdp = values.pop("zero"), values.pop("fsdp")
+        named = {_RECORDED_AS.get(name, name): value for name, value in values.items()}
+        return {**named, "shard": "full" if fsdp else "state" if zero else None}
 
     def points(self) -> list[str] | None:
         """The modules after which to cut, if they are given.
@@ -190,7 +228,7 @@ class Settings:
         """How operations are split, by modules' names or patterns, if that is given."""
         return None if self.plan_file is None else read_plan(self.plan_file)
 
-    def spec(self) -> Spec | None:
+    def spec(self) -> ClusterSpec | None:
         """The cluster whose seconds virtual workers predict, if one is described."""
         slowdown = None if self.slowdown is None else _factors(self.slowdown)
         if not self.virtual:
@@ -201,12 +239,12 @@ class Settings:
             if slowdown is not None and min(slowdown) < 1:
                 raise HocketError(f"--slowdown {self.slowdown}: real workers can only be made slower; give numbers of at least 1.")
             return None
-        name = self.cluster or (DEFAULT_CLUSTER if Strategy.parse(self.strategy).free else None)
+        name = self.cluster or (DEFAULT_CLUSTER if Strategy.parse(self.strategy).runtime != "collective" else None)
         if name is None:
             if slowdown is not None:
                 raise HocketError(f"--slowdown {self.slowdown}: virtual workers have a clock only with --cluster, such as 1gbit.")
             return None
-        spec = Spec.parse(name)
+        spec = ClusterSpec.parse(name)
         return spec if slowdown is None else spec.slowed(slowdown)
 
     def slowdown_of(self, worker: int) -> float:
@@ -218,18 +256,18 @@ class Settings:
         """The virtual workers that these settings ask for."""
         return VirtualCluster(self.workers, device, self.host_size, spec=self.spec(), seed=self.seed)
 
-    def plan(self) -> Plan:
+    def plan(self) -> TrainingPlan:
         """The part that the loop needs."""
-        return Plan(
+        return TrainingPlan(
             self.epochs,
-            self.batch,
+            self.batch_size,
             self.seed,
-            self.schedule,
+            self.lr_schedule,
             self.warmup,
             self.max_steps,
             self.augment,
             self.last,
-            share=self.share,
+            balance=self.balance,
         )
 
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -257,7 +295,7 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: 
     """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy = settings.check()
     Partition(
-        len(data.train[0]), settings.workers, settings.batch, settings.seed, settings.plan().rounds
+        len(data.train[0]), settings.workers, settings.batch_size, settings.seed, settings.plan().rounds
     )  # refuses too few samples
     loss = loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
@@ -266,24 +304,24 @@ def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: 
         "clip": settings.clip,
         "autocast": AUTOCAST[settings.autocast],
         "nonfinite": settings.nonfinite,
-        "cap_bytes": settings.bucket_bytes,
-        "first_cap_bytes": settings.first_bucket_bytes,
+        "bucket_cap_bytes": settings.bucket_cap_bytes,
+        "first_bucket_cap_bytes": settings.first_bucket_cap_bytes,
     }
 
     def engine(layout: Layout) -> Engine:
         return _engine(settings, model, loss, layout, cluster, {} if engines is None else engines)
 
-    if strategy.free and (settings.virtual or cluster.size > 1):  # one real worker has nobody to talk to
+    if strategy.runtime != "collective" and (settings.virtual or cluster.size > 1):  # one real worker has nobody to talk to
         if cluster.rows != cluster.size:
             raise HocketError(f"{strategy}: its workers are processes of their own; leave --processes out, or use --virtual.")
         free = {name: value for name, value in options.items() if name not in ("seed", "autocast")}
-        replicas = AsyncReplicas(model, settings.make_optimizer, strategy, cluster, engine=engine, **free)
-        return AsyncSimulation(replicas, cluster, data, loss, settings.plan())
+        rows = AsyncReplicas(model, settings.make_optimizer, strategy, cluster, engine=engine, **free)
+        return AsyncSimulation(rows, cluster, data, loss, settings.plan())
     if settings.mesh is not None:
         return _on_mesh(settings, strategy, cluster, data, model, loss, options)
     live = cluster.rows == 1 and not settings.virtual
     replicas: Replicas
-    if settings.shard is not None and cluster.size > 1:
+    if settings.sharding and cluster.size > 1:
         replicas = _sharded(settings, strategy, cluster, model, loss, options)
     elif live:
         slowdown = settings.slowdown_of(cluster.workers.start)
@@ -304,15 +342,15 @@ def _on_mesh(
 
     assert settings.mesh is not None
     mesh = Mesh.parse(settings.mesh)
-    sample = data.prepare(data.train[0][: settings.batch].to(world.device))
+    sample = data.prepare(data.train[0][: settings.batch_size].to(world.device))
     split: dict[str, Any] = {
         "schedule": settings.pipe or DEFAULT_SCHEDULE,
-        "micro": settings.micro,
+        "num_microbatches": settings.num_microbatches,
         "cut": settings.points(),
-        "virtual": settings.virtual_stages,
+        "stages_per_rank": settings.stages_per_rank,
         "measure": settings.measure,
         "plan": settings.kinds(),
-        "shard": settings.shard,
+        "zero": settings.zero,
     }
     replica = MeshReplica(model, loss, settings.make_optimizer, strategy, world, mesh, sample, **split, **options)
     return Training(replica, replica.cluster, data, loss, settings.plan())
@@ -325,9 +363,9 @@ def _sharded(
     from hocket.train.sharded_replica import FullReplica, StateReplica  # loaded only where something is sharded
 
     if cluster.rows != 1 or not isinstance(cluster, ProcessCluster):
-        raise HocketError(f"--shard {settings.shard}: a worker that keeps a part has a process of its own; leave --processes out.")
-    if settings.shard == "full":
-        full = {name: value for name, value in options.items() if not name.endswith("cap_bytes")}
+        raise HocketError(f"{settings.sharding}: a worker that keeps a part has a process of its own; leave --processes out.")
+    if settings.fsdp:
+        full = {name: value for name, value in options.items() if not name.endswith("bucket_cap_bytes")}
         return FullReplica(model, loss, settings.make_optimizer, strategy, cluster, **full)
     slowdown = settings.slowdown_of(cluster.workers.start)
     return StateReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, **options)
@@ -394,7 +432,7 @@ def run(
     if record is not None and resume:
         record.check_resumed(_repeated(settings))
         late = _go_on(settings, cluster, training, record)
-        reached = cluster.collect(torch.full((cluster.rows, 1), training.step)).flatten().tolist()
+        reached = cluster.all_gather_metrics(torch.full((cluster.rows, 1), training.step)).flatten().tolist()
         if len(set(reached)) > 1:
             raise HocketError(f"The checkpoints in {out} are of different steps ({min(reached)} to {max(reached)}); start anew.")
     # A run that goes on split otherwise is described so only when there is a checkpoint of that kind.
@@ -425,11 +463,11 @@ def _go_on(settings: Settings, cluster: Cluster, training: Training | AsyncSimul
         return False
     other = record.mesh() != settings.mesh
     state = {} if other else record.load()
-    if settings.shard == "full" and not other:
+    if settings.fsdp and not other:
         state["replicas"]["whole"] = record.load(first=True)["replicas"]["whole"]
     if settings.mesh is not None and not other:  # a cut that is measured may be elsewhere this time
         fits = training.replicas.fits(state["replicas"])  # type: ignore[attr-defined]
-        other = bool(cluster.any(torch.tensor([[not fits]], device=cluster.device)))
+        other = bool(cluster.all_reduce_any(torch.tensor([[not fits]], device=cluster.device)))
     if other:
         training.load_whole(record.load_whole())
     else:
@@ -470,7 +508,7 @@ def _repeated(settings: Settings) -> dict[str, Any]:
     """What a run must have in common with the one it goes on with. Of files there is what they said: ``spec`` (the
     cluster) and ``plan``."""
     spec = settings.spec()
-    given = {name: value for name, value in asdict(settings).items() if name not in ("cluster", "plan_file")}
+    given = {name: value for name, value in settings.recorded().items() if name not in ("cluster", "plan_file")}
     described = {"plan": settings.kinds(), "spec": None if spec is None else spec.describe()}
     return {**given, "strategy": str(settings.check()), **described}
 

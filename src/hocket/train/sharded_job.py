@@ -1,4 +1,4 @@
-"""``parallelize(…, shard="full")``: the loop stays, weights, gradients and optimiser state lie in parts (PyTorch's FSDP2).
+"""``parallelize(…, fsdp=True)``: the loop stays, weights, gradients and optimiser state lie in parts (PyTorch's FSDP2).
 
 FSDP2 makes all exchanges by itself, inside the forward and the backward pass. So the ledger knows the seconds of training as a
 whole, not what of it was spent waiting; and bytes are computed by formula, not counted at each message. Each backward pass is
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map_only
 from hocket.cluster.ledger import Entry
 from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError, NonFiniteGradient
-from hocket.split.sharded import FullShards, gathered, part_like, refuse_full_on, refuse_shard
+from hocket.split.sharded import FullShards, gathered, part_like, refuse_fsdp_on, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.job import check_device, check_equal, check_job, check_optimizer, layout_for
-from hocket.train.report import LedgerView
+from hocket.train.ledger_view import LedgerView
 
 
 class FSDPJob:
@@ -41,17 +41,17 @@ class FSDPJob:
         seed: int = 0,
         scaler: Any = None,
     ) -> None:
-        refuse_shard("full", strategy, scaler)
-        refuse_full_on(cluster)
+        refuse_sharding(strategy, zero=0, fsdp=True, scaler=scaler)
+        refuse_fsdp_on(cluster)
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         check_device(model, cluster)
         check_optimizer(model, optimizer)
         layout = layout_for(model, optimizer, strategy, None, None)
-        check_equal(model, layout, cluster, [str(strategy), f"accumulate={accumulate}", f"check={check}", "shard=full"])
+        check_equal(model, layout, cluster, [str(strategy), f"accumulate={accumulate}", f"check={check}", "fsdp=True"])
         self.model, self.optimizer, self.strategy, self.cluster = model, optimizer, strategy, cluster
         self.accumulate, self.check, self.nonfinite, self.seed = accumulate, check, nonfinite, seed
         self.weight = 1.0
-        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.shard`)."""
+        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.distribute`)."""
         self.step = 0
         self._backwards = 0
         self.layout = layout
@@ -76,7 +76,7 @@ class FSDPJob:
             for name, buffer in self.model.named_buffers():
                 if name in values and buffer.is_floating_point():
                     rows = buffer.detach().reshape(1, -1).clone()
-                    self.cluster.start(partial(self.cluster.mean, rows, self.cluster.everybody))()
+                    self.cluster.start(partial(self.cluster.mean, rows, self.cluster.world))()
                     values[name] = rows.view(buffer.shape)
         model.load_state_dict(values, assign=True)
         return model.train(self.model.training)
@@ -172,7 +172,7 @@ class FSDPJob:
         """NaN and Inf in parts of gradients: all workers raise, or leave that parameter's gradient out."""
         named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         flags = [not bool(torch.isfinite(_local(grad)).all()) for _, grad in named]
-        agreed = self.cluster.any(torch.tensor([flags or [False]], device=self.cluster.device)).tolist()
+        agreed = self.cluster.all_reduce_any(torch.tensor([flags or [False]], device=self.cluster.device)).tolist()
         bad = [(name, grad) for (name, grad), flag in zip(named, agreed, strict=False) if flag]
         if not bad:
             return
@@ -193,7 +193,7 @@ class ComputedLedger(LedgerView):
 
     def close_epoch(self) -> Entry:
         entry = super().close_epoch()
-        everyone = self._cluster.collect(torch.tensor([[self.computed_bytes]]))
+        everyone = self._cluster.all_gather_metrics(torch.tensor([[self.computed_bytes]]))
         self.computed_bytes = 0
         entry.bytes_sent += int(everyone.sum())
         entry.compute_s = entry.wait_s = entry.transfer_s = entry.transfer_hidden_s = None

@@ -14,18 +14,18 @@ from torch import nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.ledger import Entry
-from hocket.cluster.spec import PRESETS, Spec
+from hocket.cluster.spec import PRESETS, ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data.base import DataSet, identity
 from hocket.data.tensors import as_tensors
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
+from hocket.train.balance import check_balance
 from hocket.train.engines import Engine, choose
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.job import mention_period
-from hocket.train.loop import Plan, Progress, Training
+from hocket.train.loop import Progress, Training, TrainingPlan
 from hocket.train.replicas import Factory, Loss, StackedReplicas
-from hocket.train.share import check_share
 
 
 @dataclass
@@ -53,10 +53,10 @@ def simulate(
     strategy: str | Strategy = "bulk + allreduce",
     workers: int = 4,
     optimizer: Factory = lambda params: torch.optim.SGD(params, 0.1),
-    batch: int = 100,
+    batch_size: int = 100,
     epochs: int = 1,
     seed: int = 0,
-    schedule: str = "constant",
+    lr_schedule: str = "constant",
     warmup_epochs: float = 0.0,
     max_steps: int | None = None,
     clip: float | None = None,
@@ -65,38 +65,38 @@ def simulate(
     device: torch.device | str = "cpu",
     engine: str = "auto",
     host_size: int | None = None,
-    cluster: str | Path | Spec | None = None,
+    cluster: str | Path | ClusterSpec | None = None,
     last: str = "even",
-    share: str = "even",
+    balance: str = "even",
     evaluate: bool = True,
-    cap_bytes: int | None = None,
-    first_cap_bytes: int | None = None,
+    bucket_cap_bytes: int | None = None,
+    first_bucket_cap_bytes: int | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
 ) -> Run:
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
     ``train_set`` and ``test_set`` are map-style data sets or pairs of tensors (inputs, targets). Every worker steps with
-    ``optimizer`` on its own ``batch`` samples; means, gossip and compression are those of ``strategy``, the same code that real
-    processes run.
+    ``optimizer`` on its own ``batch_size`` samples; means, gossip and compression are those of ``strategy``, the same code that
+    real processes run.
 
-    ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.Spec`): seconds are then
-    predicted for it; without it they are None. With it, ``share="speed"`` deals each round out by the workers' speeds in the epoch
-    before, instead of evenly.
+    ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.ClusterSpec`): seconds are
+    then predicted for it; without it they are None. With it, ``balance="speed"`` deals each round out by the workers' speeds in the
+    epoch before, instead of evenly.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",
-    ...                workers=8, optimizer=lambda p: torch.optim.SGD(p, 1.0), batch=4, epochs=10)
+    ...                workers=8, optimizer=lambda p: torch.optim.SGD(p, 1.0), batch_size=4, epochs=10)
     >>> run.accuracy > 0.9, run.ledger.bytes_sent > 0
     (True, True)
     """
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise HocketError(f"workers={workers!r}: the number of workers must be a whole number of at least 1.")
     parsed = Strategy.parse(strategy)
-    check_share(share, parsed)
+    check_balance(balance, parsed)
     train = as_tensors(train_set)
     test = train if test_set is None else as_tensors(test_set)
     data = DataSet("simulated", train, test, 0, identity)
-    spec = Spec.parse(cluster) if cluster is not None else PRESETS[DEFAULT_CLUSTER] if parsed.free else None
+    spec = ClusterSpec.parse(cluster) if cluster is not None else PRESETS[DEFAULT_CLUSTER] if parsed.runtime != "collective" else None
     training = train_rows(
         model,
         loss,
@@ -104,13 +104,13 @@ def simulate(
         data,
         parsed,
         VirtualCluster(workers, device, host_size, spec=spec, seed=seed),
-        Plan(epochs, batch, seed, schedule, warmup_epochs, max_steps, True, last, evaluate, share=share),
+        TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, evaluate, balance=balance),
         clip=clip,
         autocast=autocast,
         nonfinite=nonfinite,
         engine=engine,
-        cap_bytes=cap_bytes,
-        first_cap_bytes=first_cap_bytes,
+        bucket_cap_bytes=bucket_cap_bytes,
+        first_bucket_cap_bytes=first_bucket_cap_bytes,
     )
     mention_period(parsed, training.steps, workers)
     for _ in training.run(watch):
@@ -125,7 +125,7 @@ def train_rows(
     data: DataSet,
     strategy: Strategy,
     cluster: Cluster,
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     engine: str = "auto",
     autocast: torch.dtype | None = None,
@@ -137,7 +137,7 @@ def train_rows(
     def engine_for(layout: Layout) -> Engine:
         return choose(built, loss, layout, cluster.rows, cluster.device, engine, autocast=autocast)
 
-    if not strategy.free:
+    if strategy.runtime == "collective":
         options |= {"seed": plan.seed, "autocast": autocast}
         replicas = StackedReplicas(built, loss, optimizer, strategy, cluster, engine=engine_for, **options)
         return Training(replicas, cluster, data, loss, plan)

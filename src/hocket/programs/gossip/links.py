@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hocket.errors import HocketError
 from hocket.messages.frame import Envelope, Kind
-from hocket.programs.base import Program, Task, Until
+from hocket.programs.base import Program, Task, Until, from_plain, to_plain
 from hocket.programs.gossip.state import JOINING, PHASES
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S
 
@@ -91,6 +91,17 @@ class Request:
     """Of an exchange: that of the weights which were sent."""
     answer: Envelope | None = None
     lost: bool = False
+
+    def state(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**vars(self), "message": to_plain(self.message), "answer": to_plain(self.answer)}
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> Request:
+        """Back from :meth:`state`."""
+        message = from_plain(state["message"])
+        assert message is not None
+        return cls(**{**state, "message": message, "answer": from_plain(state["answer"])})
 
     @property
     def exchange(self) -> bool:

@@ -205,17 +205,16 @@ class GossipPeer(PeerServer):
         """All state of this worker; its ``rows``, messages and timers under way are the driver's."""
         return copy.deepcopy(
             {
-                "state": vars(self.state),
+                "state": {**vars(self.state), "mean": None if self.mean is None else vars(self.mean)},
                 "account": vars(self.account),
                 "decisions": {peer: vars(decision) for peer, decision in self.decisions.items()},
                 "peers": {peer: vars(other) for peer, other in self.peers.items()},
-                "requests": {number: vars(r) for number, r in self.requests.items() if r.exchange},
+                "requests": {number: r.state() for number, r in self.requests.items() if r.exchange},
                 "counters": [self.now, self.step, self._number, self.exchanges.turn, self._changes, self._heard],
                 "time": [self._checked, self._pinged, self._timed, self._late_until],
                 "shown": self._shown,
-                "given": self.given,
+                "given": sorted(self.given),
                 "refused": dict(self.refused),
-                "means": [self.joined, self.looked],
                 "doing": self._doing,
             }
         )
@@ -225,14 +224,14 @@ class GossipPeer(PeerServer):
         state = copy.deepcopy(state)
         self.state = PeerState([])
         vars(self.state).update(state["state"])
+        self.state.mean = None if state["state"]["mean"] is None else Mean(**state["state"]["mean"])
         self.account = Account(**state["account"])
         self.decisions = {peer: Decision(**saved) for peer, saved in state["decisions"].items()}
         self.peers = {peer: Peer(**saved) for peer, saved in state["peers"].items()}
-        self.requests = {number: Request(**saved) for number, saved in state["requests"].items()}
+        self.requests = {number: Request.load(saved) for number, saved in state["requests"].items()}
         self.now, self.step, self._number, self.exchanges.turn, self._changes, self._heard = state["counters"]
         self._checked, self._pinged, self._timed, self._late_until = state["time"]
-        self._shown, self.given, self.refused = state["shown"], state["given"], Counter(state["refused"])
-        self.joined, self.looked = state["means"]
+        self._shown, self.given, self.refused = state["shown"], set(state["given"]), Counter(state["refused"])
         self._doing = state["doing"]
         self._task = None if self._doing is None else self._do(*self._doing)
         self._until = None

@@ -33,7 +33,7 @@ class Mean:
 
 
 class PeerState:
-    """Flat rows on the CPU, one per bucket."""
+    """Flat rows, one per bucket."""
 
     def __init__(self, rows: Sequence[Tensor], joined: bool = True) -> None:
         self.x: Rows = flat(rows)
@@ -142,8 +142,8 @@ class PeerState:
 
 
 def flat(rows: Sequence[Tensor]) -> Rows:
-    """Copies of rows as they travel: flat, on the CPU."""
-    return [row.detach().flatten().to("cpu", copy=True) for row in rows]
+    """Copies of rows, flat."""
+    return [row.detach().flatten().clone() for row in rows]
 
 
 def weight_tensor(weight: float) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Codec, Context, Memory
+from hocket.compression.base import Codec, Context, State
 from hocket.programs.server.slices import Slices
 from hocket.strategy import Strategy
 from hocket.topology.base import slice_keys
@@ -26,7 +26,7 @@ class PushEncoder:
     def __init__(self, strategy: Strategy, slices: Slices, worker: int, world: int, seed: int) -> None:
         self.slices, self.worker, self.world, self.seed = slices, worker, world, seed
         self.codec = strategy.compression if isinstance(strategy.compression, Codec) else None
-        none: list[list[Memory]] = [[{} for _ in range(slices.shards)] for _ in slices.sizes]
+        none: list[list[State]] = [[{} for _ in range(slices.shards)] for _ in slices.sizes]
         self.memory = none
         self.errors: list[Tensor | None] = [None for _ in slices.sizes]
 
@@ -49,9 +49,9 @@ class PushEncoder:
             row, memory = part.reshape(1, -1), self.memory[bucket]
             message, memory[s] = self.codec.encode(row, keys[s : s + 1].to(row.device), memory[s], context)
             messages.append(message)
-            if self.codec.remembers:
+            if self.codec.uses_error_feedback:
                 left -= self.codec.decode(message, row.shape[1], context)[0]
-        if self.codec.remembers:
+        if self.codec.uses_error_feedback:
             self.errors[bucket] = rest
         return messages
 

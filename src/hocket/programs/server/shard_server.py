@@ -313,13 +313,11 @@ class ShardServer(Membership):
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
-    def extend(self, total: int) -> bool:
-        """There are ``total`` mini-batches from now on; whether these are more than before."""
-        longer = total > self.epochs.total
+    def extend(self, total: int) -> None:
+        """There are ``total`` mini-batches from now on."""
         self._start_config["total"] = self.epochs.total = total
         if self.dispatcher is not None:
             self.dispatcher.total = total
-        return longer
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from."""

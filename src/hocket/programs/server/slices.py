@@ -31,7 +31,7 @@ class Slices:
             raise HocketError(
                 f"server(shards={shards}): the model has only {layout.parameters} parameters; use at most as many shards."
             )
-        return cls(tuple(b.size for b in layout.buckets), shards, strategy.compression.compares)
+        return cls(tuple(b.size for b in layout.buckets), shards, strategy.compression.global_selection)
 
     def cut(self, bucket: int, row: Tensor) -> list[Tensor]:
         """A bucket's values (the last dimension) as one slice per shard: views.

@@ -2,7 +2,7 @@
 
 ```python
 cut = cut_model(model, sample, stages=4)
-pipe = Pipeline(cut, axis, loss_fn, schedule="1f1b", micro=8)
+pipe = Pipeline(cut, axis, loss_fn, schedule="1f1b", num_microbatches=8)
 optimizer = torch.optim.SGD(pipe.module.parameters(), 0.1)
 loss = pipe.run(x, y)
 optimizer.step()

@@ -23,7 +23,7 @@ def text(timeline: Timeline) -> str:
 
     >>> from hocket.split.pipeline.schedules import make
     >>> from hocket.split.pipeline.simulate import simulate
-    >>> print(text(simulate(make("gpipe", stages=2, micro=2))))
+    >>> print(text(simulate(make("gpipe", stages=2, num_microbatches=2))))
      0 │ F0 F1 ·  ·  ·  B0─── B1───
      1 │ ·  F0 F1 B0─── B1─── ·  ·
     """
@@ -46,7 +46,7 @@ def text(timeline: Timeline) -> str:
 
 
 def _name(action: Action, several: bool) -> str:
-    return str(action) if several else f"{action.kind}{action.micro}"
+    return str(action) if several else f"{action.kind}{action.microbatch}"
 
 
 def _unit(timeline: Timeline) -> Fraction:
@@ -90,11 +90,11 @@ def _bars(axes: Any, timeline: Timeline, scale: float) -> None:
     named: set[str] = set()
     for process, row in enumerate(timeline.rows):
         for span in row:
-            kind, stage, micro = span.action
+            kind, stage, microbatch = span.action
             start, length = span.start * scale, (span.end - span.start) * scale
             label = "_" if kind in named else _WORDS[kind]
             named.add(kind)
             look = {"color": _COLOURS[kind], "alpha": max(0.4, 1 - 0.35 * (stage // processes)), "edgecolor": "white"}
             axes.barh(process, length, 0.8, left=start, linewidth=0.6, label=label, **look)
-            if length * 9.6 > 0.13 * len(str(micro)) * timeline.length * scale:
-                axes.annotate(str(micro), (start + length / 2, process), ha="center", va="center", fontsize=7, color="white")
+            if length * 9.6 > 0.13 * len(str(microbatch)) * timeline.length * scale:
+                axes.annotate(str(microbatch), (start + length / 2, process), ha="center", va="center", fontsize=7, color="white")

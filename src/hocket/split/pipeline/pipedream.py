@@ -27,9 +27,9 @@ from hocket.errors import HocketError
 from hocket.split.axis import Axis
 from hocket.split.pipeline.cut import Cut
 from hocket.split.pipeline.hold import held
-from hocket.split.pipeline.post import Post
 from hocket.split.pipeline.schedules import Action
 from hocket.split.pipeline.stage import LossFunction
+from hocket.split.pipeline.stage_comm import StageComm
 from hocket.split.pipeline.timeline import Span, Timeline, gather
 from hocket.split.pipeline.trace import Wire
 
@@ -77,7 +77,7 @@ class PipeDream:
         self._restart()
 
     def _restart(self) -> None:
-        self._post: Post | None = None
+        self._stage_comm: StageComm | None = None
         self._waiting: tuple[Tensor, Tensor, int] | None = None
         self._flights: dict[int, _Flight] = {}
         self._weights: dict[str, Tensor] | None = None
@@ -97,8 +97,8 @@ class PipeDream:
 
         A mini-batch is worked on when the next one is known: its inputs are then already under way.
         """
-        if self._post is None:
-            self._post = Post(self.axis, x.device)
+        if self._stage_comm is None:
+            self._stage_comm = StageComm(self.axis, x.device)
             self.spans.clear()
         self._expect_inputs(self._fed, len(x))
         self._fed += 1
@@ -109,14 +109,14 @@ class PipeDream:
 
     def drain(self) -> list[Tensor]:
         """Work on what is left in the pipe; the losses not yet returned, in order. The pipe can then be fed anew."""
-        if self._post is None:
+        if self._stage_comm is None:
             return []
         if self._waiting is not None:
             self._turn(self._fed - 1, *self._waiting)
         while self._back < self._fed:
             self._backward(self._back)
         self._finish_tied()
-        self._post.settle()
+        self._stage_comm.settle()
         losses = list(self._losses)
         self._restart()
         return losses
@@ -128,9 +128,9 @@ class PipeDream:
     # --- forward and backward ----------------------------------------------------------------------------------------------
 
     @property
-    def _mail(self) -> Post:
-        assert self._post is not None
-        return self._post
+    def _comm(self) -> StageComm:
+        assert self._stage_comm is not None
+        return self._stage_comm
 
     def _turn(self, j: int, x: Tensor, y: Tensor, step: int) -> None:
         now = getattr(self.draws, "step", 0)
@@ -154,10 +154,10 @@ class PipeDream:
 
     def _expect_inputs(self, j: int, size: int) -> None:
         if self._place:
-            self._mail.expect(self._place - 1, "ahead", j, self._enter, size)
+            self._comm.expect(self._place - 1, "ahead", j, self._enter, size)
 
     def _forward(self, j: int, x: Tensor, y: Tensor) -> None:
-        values = self._mail.take(self._place - 1, "ahead", j) if self._place else [x]
+        values = self._comm.take(self._place - 1, "ahead", j) if self._place else [x]
         inputs = [v.detach().requires_grad_(w.grad) for v, w in zip(values, self._enter, strict=True)] if self._enter else values
         start = time.perf_counter()
         weights = self._newest()
@@ -171,20 +171,20 @@ class PipeDream:
         self._flights[j] = _Flight(list(inputs), list(given), weights, None if loss is None else loss.detach())
         self._done("F", j, start)
         if self._place < self._last:
-            self._mail.send(self._place, "ahead", j, [t.detach() for t in given])
-            self._mail.expect(self._place, "back", j, [*(w for w in self._leave if w.grad), _LOSS], len(x))
+            self._comm.send(self._place, "ahead", j, [t.detach() for t in given])
+            self._comm.expect(self._place, "back", j, [*(w for w in self._leave if w.grad), _LOSS], len(x))
 
     def _backward(self, j: int) -> None:
-        coming = self._mail.take(self._place, "back", j) if self._place < self._last else []
-        self._mail.sent(self._place, "ahead", j)
+        coming = self._comm.take(self._place, "back", j) if self._place < self._last else []
+        self._comm.sent(self._place, "ahead", j)
         flight = self._flights.pop(j)
         start = time.perf_counter()
         loss = flight.loss.float() if flight.loss is not None else coming.pop()
         back, grads = self._gradients(flight, coming)
         self._back += 1
         if self._place:
-            self._mail.send(self._place - 1, "back", j, [*back, loss])
-            self._mail.sent(self._place - 1, "back", j - 2 * self.axis.size)
+            self._comm.send(self._place - 1, "back", j, [*back, loss])
+            self._comm.sent(self._place - 1, "back", j - 2 * self.axis.size)
         self._set(grads)
         self._set_tied(j, grads)
         self._step()

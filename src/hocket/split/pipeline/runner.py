@@ -20,9 +20,9 @@ from hocket.split.axis import Axis
 from hocket.split.pipeline.cut import Cut
 from hocket.split.pipeline.hold import held
 from hocket.split.pipeline.pipedream import PipeDream
-from hocket.split.pipeline.post import Post
 from hocket.split.pipeline.schedules import Action, make
 from hocket.split.pipeline.stage import LossFunction, Stage
+from hocket.split.pipeline.stage_comm import StageComm
 from hocket.split.pipeline.timeline import Span, Timeline, gather
 
 _AHEAD = 2
@@ -52,7 +52,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, cut: Cut, axis: Axis, loss_fn: LossFunction, schedule: str = "1f1b", micro: int = 4, draws: Any = None
+        self, cut: Cut, axis: Axis, loss_fn: LossFunction, schedule: str = "1f1b", num_microbatches: int = 4, draws: Any = None
     ) -> None:
         """
         Args:
@@ -61,18 +61,23 @@ class Pipeline:
             loss_fn: The mean loss of an output and its targets.
             schedule: naive, gpipe, 1f1b, interleaved or zero-bubble, for which ``run`` is called with each batch; or pipedream,
                 which is fed mini-batches and updates by itself: set ``update``, call ``feed`` and at the end ``drain``.
-            micro: Micro-batches of a batch. Where they do not divide it, the first ones are larger by one sample.
+            num_microbatches: Micro-batches of a batch. Where they do not divide it, the first ones are larger by one sample.
             draws: Told the first sample of each micro-batch as ``draws.first_sample``.
         """
         if len(cut.stages) % axis.size:
             raise HocketError(
                 f"{len(cut.stages)} stages cannot lie evenly on {axis.size} processes: cut the model into a multiple."
             )
-        self.axis, self.loss_fn, self.micro, self.draws = axis, loss_fn, micro, draws
+        self.axis, self.loss_fn, self.num_microbatches, self.draws = axis, loss_fn, num_microbatches, draws
         self._output, self._last = cut.output, len(cut.stages) - 1  # not the cut itself, which holds all stages
         asynchronous = schedule == "pipedream"
         self._pipedream = PipeDream(cut, axis, loss_fn, draws=draws) if asynchronous else None
-        self.schedule = make(schedule, axis.size, max(micro, axis.size) if asynchronous else micro, len(cut.stages) // axis.size)
+        self.schedule = make(
+            schedule,
+            axis.size,
+            max(num_microbatches, axis.size) if asynchronous else num_microbatches,
+            len(cut.stages) // axis.size,
+        )
         self._actions = self.schedule[axis.place]
         own = range(axis.place, len(cut.stages), axis.size)
         borders = [(), *cut.wires, ()]
@@ -88,7 +93,7 @@ class Pipeline:
         if self._pipedream is not None:
             raise HocketError("pipedream never empties the pipe, so a batch has no end to run to: feed it and drain it.")
         batch = self._split(x, y)
-        self._perform([a for a in self._actions if batch.sizes[a.micro]], batch)
+        self._perform([a for a in self._actions if batch.sizes[a.microbatch]], batch)
         return self.axis.all_reduce(batch.loss)
 
     def feed(self, x: Tensor, y: Tensor) -> Tensor | None:
@@ -133,35 +138,35 @@ class Pipeline:
     # --- actions -----------------------------------------------------------------------------------------------------------
 
     def _perform(self, actions: Sequence[Action], batch: _Batch, keep: bool = True) -> None:
-        post = Post(self.axis, batch.loss.device)
+        comm = StageComm(self.axis, batch.loss.device)
         self.spans = []
         if hasattr(self.draws, "begin"):
             self.draws.begin(self.draws.step)
         for i, action in enumerate(actions):
             for coming in actions[i : i + 1 + _AHEAD]:
-                self._expect(post, coming, batch)
+                self._expect(comm, coming, batch)
             if action.kind == "F":
-                self._forward(post, action, batch, keep)
+                self._forward(comm, action, batch, keep)
             elif action.kind == "W":
                 start = time.perf_counter()
-                self._stages[action.stage].backward_weight(action.micro)
+                self._stages[action.stage].backward_weight(action.microbatch)
                 self._done(action, start)
             else:
-                self._backward(post, action)
-        post.settle()
+                self._backward(comm, action)
+        comm.settle()
 
-    def _expect(self, post: Post, action: Action, batch: _Batch) -> None:
+    def _expect(self, comm: StageComm, action: Action, batch: _Batch) -> None:
         kind, k, j = action
         stage = self._stages[k]
         if kind == "F" and k > 0:
-            post.expect(k - 1, "ahead", j, stage.enter, batch.sizes[j])
+            comm.expect(k - 1, "ahead", j, stage.enter, batch.sizes[j])
         elif kind in "BI" and k < self._last:
-            post.expect(k, "back", j, [w for w in stage.leave if w.grad], batch.sizes[j])
+            comm.expect(k, "back", j, [w for w in stage.leave if w.grad], batch.sizes[j])
 
-    def _forward(self, post: Post, action: Action, batch: _Batch, keep: bool) -> None:
+    def _forward(self, comm: StageComm, action: Action, batch: _Batch, keep: bool) -> None:
         _, k, j = action
         stage = self._stages[k]
-        values = post.take(k - 1, "ahead", j) if k else [batch.x[j]]
+        values = comm.take(k - 1, "ahead", j) if k else [batch.x[j]]
         if self.draws is not None:
             self.draws.first_sample = sum(batch.sizes[:j])
         start = time.perf_counter()
@@ -174,22 +179,22 @@ class Pipeline:
             outputs = stage.forward(j, values, lambda output: self.loss_fn(output, batch.y[j]) * share)
         self._done(action, start)
         if k < self._last:
-            post.send(k, "ahead", j, outputs)
+            comm.send(k, "ahead", j, outputs)
         elif keep:
             batch.loss += outputs[0]
         else:
             batch.outputs += outputs
 
-    def _backward(self, post: Post, action: Action) -> None:
+    def _backward(self, comm: StageComm, action: Action) -> None:
         kind, k, j = action
         stage = self._stages[k]
-        grads = post.take(k, "back", j) if k < self._last else []
-        post.sent(k, "ahead", j)
+        grads = comm.take(k, "back", j) if k < self._last else []
+        comm.sent(k, "ahead", j)
         start = time.perf_counter()
         back = stage.backward(j, grads) if kind == "B" else stage.backward_input(j, grads)
         self._done(action, start)
         if k:
-            post.send(k - 1, "back", j, back)
+            comm.send(k - 1, "back", j, back)
 
     def _done(self, action: Action, start: float) -> None:
         self.spans.append(Span(action, start, time.perf_counter()))
@@ -198,8 +203,8 @@ class Pipeline:
         if not len(x) or (y is not None and len(y) != len(x)):
             found = f"{len(x)} inputs" if y is None else f"{len(x)} inputs and {len(y)} targets"
             raise HocketError(f"A batch has at least one sample, and as many targets as inputs; got {found}.")
-        parts = x.tensor_split(self.micro)
-        targets = () if y is None else y.tensor_split(self.micro)
+        parts = x.tensor_split(self.num_microbatches)
+        targets = () if y is None else y.tensor_split(self.num_microbatches)
         return _Batch(parts, targets, [len(part) for part in parts], torch.zeros((), device=x.device))
 
     def _shown(self, output: Tensor | None, x: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """When each action runs if it starts as soon as its process and its inputs are ready.
 
     >>> from hocket.split.pipeline.schedules import make
-    >>> simulate(make("gpipe", stages=4, micro=8)).length  # (8 + 3) · (1 + 2)
+    >>> simulate(make("gpipe", stages=4, num_microbatches=8)).length  # (8 + 3) · (1 + 2)
     33.0
     """
     costs = costs or Costs()
@@ -74,7 +74,7 @@ def bubble(schedule: Schedule, costs: Costs | None = None) -> float:
     For GPipe and 1F1B it is ``(S−1)/(m+S−1)`` whatever a backward costs.
 
     >>> from hocket.split.pipeline.schedules import make
-    >>> f"{bubble(make('1f1b', stages=4, micro=8)):.1%}"
+    >>> f"{bubble(make('1f1b', stages=4, num_microbatches=8)):.1%}"
     '27.3%'
     """
     timeline = simulate(schedule, costs)

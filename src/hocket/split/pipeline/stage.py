@@ -39,7 +39,7 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self._halved: dict[int, list[tuple[Tensor, list[nn.Parameter], Tensor]]] = {}
 
-    def forward(self, micro: int, values: Sequence[Tensor], finish: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    def forward(self, microbatch: int, values: Sequence[Tensor], finish: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
         """Outputs for the next stage; with ``finish`` (the last stage) the loss that it makes of the output."""
         inputs = (
             [v.detach().requires_grad_(w.grad) for v, w in zip(values, self.enter, strict=True)] if self.enter else list(values)
@@ -48,7 +48,7 @@ class Stage:
         given, marks = given if self.halves else (given, [])
         # Under autocast a value may come in another type than the one that was agreed on.
         outputs = [t.to(w.dtype) for t, w in zip(given, self.leave, strict=True)] if finish is None else [finish(given)]
-        self._kept[micro] = _Kept(inputs, outputs, list(marks))
+        self._kept[microbatch] = _Kept(inputs, outputs, list(marks))
         return [out.detach() for out in outputs]
 
     def only_forward(self, values: Sequence[Tensor], last: bool) -> list[Tensor]:
@@ -57,22 +57,22 @@ class Stage:
         given = given[0] if self.halves else given
         return [given] if last else [t.to(w.dtype) for t, w in zip(given, self.leave, strict=True)]
 
-    def backward(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, microbatch: int, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the inputs that want one; the parameters' are added to theirs."""
-        kept = self._kept.pop(micro)
+        kept = self._kept.pop(microbatch)
         outputs, grads_ = self._wanted(kept, grads)
         if outputs:
             torch.autograd.backward(outputs, grads_)
         return [_or_zeros(v.grad, v) for v, w in zip(kept.inputs, self.enter, strict=False) if w.grad]
 
-    def backward_input(self, micro: int, grads: Sequence[Tensor]) -> list[Tensor]:
+    def backward_input(self, microbatch: int, grads: Sequence[Tensor]) -> list[Tensor]:
         """The first half: gradients of the inputs. Where no input wants one, all is left to the second half."""
-        kept = self._kept[micro]
+        kept = self._kept[microbatch]
         wanted = [v for v, w in zip(kept.inputs, self.enter, strict=False) if w.grad]
         if not wanted:
             kept.grads = list(grads)
             return []
-        del self._kept[micro]
+        del self._kept[microbatch]
         outputs, grads_ = self._wanted(kept, grads)
         owned = [(m, ps) for m, ps in zip(kept.marks, self._owned, strict=True) if isinstance(m, Tensor) and m.requires_grad]
         marks = [m for m, _ in owned]
@@ -82,15 +82,15 @@ class Stage:
         for parameter, grad in zip(self._shared, found[len(wanted) + len(marks) :], strict=True):
             _add(parameter, grad)
         at_marks = found[len(wanted) : len(wanted) + len(marks)]
-        self._halved[micro] = [(m, ps, g) for (m, ps), g in zip(owned, at_marks, strict=True) if g is not None]
+        self._halved[microbatch] = [(m, ps, g) for (m, ps), g in zip(owned, at_marks, strict=True) if g is not None]
         return [_or_zeros(g, v) for g, v in zip(found, wanted, strict=False)]
 
-    def backward_weight(self, micro: int) -> None:
+    def backward_weight(self, microbatch: int) -> None:
         """The second half: gradients of the parameters."""
-        if micro in self._kept:
-            self.backward(micro, self._kept[micro].grads or [])
+        if microbatch in self._kept:
+            self.backward(microbatch, self._kept[microbatch].grads or [])
             return
-        for mark, parameters, grad in self._halved.pop(micro):
+        for mark, parameters, grad in self._halved.pop(microbatch):
             for parameter, own in zip(parameters, torch.autograd.grad(mark, parameters, grad, allow_unused=True), strict=True):
                 _add(parameter, own)
 

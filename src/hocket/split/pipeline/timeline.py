@@ -88,7 +88,7 @@ class Timeline:
         return Shares(computing, bubble, communication)
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``timeline.json``: each process's actions as ``[kind, stage, micro, start, end]``, and the shares."""
+        """For ``timeline.json``: each process's actions as ``[kind, stage, microbatch, start, end]``, and the shares."""
         shares = self.shares()
         return {
             "length_s": self.length,
@@ -120,13 +120,13 @@ def gather(axis: Axis, spans: Collection[Span]) -> Timeline:
     longest = int(axis.all_gather(torch.tensor([float(len(spans))])).max())
     own = torch.full((1, longest, 5), -1.0, dtype=torch.float64)
     for i, span in enumerate(spans):
-        kind, stage, micro = span.action
-        own[0, i] = torch.tensor([KINDS.index(kind), stage, micro, span.start - shift, span.end - shift], dtype=torch.float64)
+        kind, stage, microbatch = span.action
+        own[0, i] = torch.tensor([KINDS.index(kind), stage, microbatch, span.start - shift, span.end - shift], dtype=torch.float64)
     everyone = axis.all_gather(own, 0).tolist()
     origin = min((line[3] for row in everyone for line in row if line[0] >= 0), default=0.0)
     return Timeline(tuple(tuple(_span(line, origin) for line in row if line[0] >= 0) for row in everyone))
 
 
 def _span(line: list[float], origin: float) -> Span:
-    kind, stage, micro, start, end = line
-    return Span(Action(KINDS[int(kind)], int(stage), int(micro)), start - origin, end - origin)
+    kind, stage, microbatch, start, end = line
+    return Span(Action(KINDS[int(kind)], int(stage), int(microbatch)), start - origin, end - origin)

@@ -18,8 +18,16 @@ from hocket.split.branches import Branches
 from hocket.split.draws import lay
 from hocket.split.parts import Part
 from hocket.split.tensor.attention import SplitMultihead, split_heads
-from hocket.split.tensor.layers import ColumnLinear, Cut, GatheredConv2d, GatheredLinear, RowLinear, SplitEmbedding, SplitLogits
-from hocket.split.tensor.plan import KINDS, Plan, automatic, explicit
+from hocket.split.tensor.layers import (
+    ColumnLinear,
+    GatheredConv2d,
+    GatheredLinear,
+    ParameterSlicer,
+    RowLinear,
+    SplitEmbedding,
+    SplitLogits,
+)
+from hocket.split.tensor.plan import KINDS, TensorPlan, automatic, explicit
 from hocket.split.tensor.rotate import RotatingLinear
 from hocket.split.tensor.swap import swap, without_fast_path
 
@@ -58,7 +66,7 @@ def split_tensor(model: nn.Module, axis: Axis, plan: Mapping[str, str] | None = 
     if axis.size == 1:
         return {name: Part(tuple(p.shape)) for name, p in model.named_parameters()}
     found = automatic(model, axis.size) if plan is None else explicit(model, axis.size, plan)
-    cut = Cut(axis)
+    cut = ParameterSlicer(axis)
     modules = dict(model.named_modules())
     for name, kind in found.kinds.items():
         if kind != "whole":
@@ -79,7 +87,7 @@ def _enter_together(model: nn.Module, first: str, others: list[str]) -> None:
         model.get_submodule(name).enter = enter
 
 
-def _split(model: nn.Module, name: str, module: nn.Module, kind: str, cut: Cut, plan: Plan) -> None:
+def _split(model: nn.Module, name: str, module: nn.Module, kind: str, cut: ParameterSlicer, plan: TensorPlan) -> None:
     match kind, module:
         case "branches", Branches():
             cut.lies |= module.split(cut.axis, name)

@@ -14,7 +14,7 @@ from hocket.models.gpt import Attention
 from hocket.split.axis import Axis
 from hocket.split.draws import Draws, Dropout
 from hocket.split.functions import copied, gathered, summed
-from hocket.split.tensor.layers import ColumnLinear, Cut, RowLinear
+from hocket.split.tensor.layers import ColumnLinear, ParameterSlicer, RowLinear
 
 
 def attend(
@@ -45,7 +45,7 @@ class DrawnAttention(Attention):
         return attend(query, key, value, None, True, self.drop)[0]
 
 
-def split_heads(attention: Attention, cut: Cut) -> None:
+def split_heads(attention: Attention, cut: ParameterSlicer) -> None:
     """Leave gpt's attention, in place, with this process's heads."""
     axis = cut.axis
     attention.into, attention.out = ColumnLinear(attention.into, cut, blocks=3), RowLinear(attention.out, cut)
@@ -59,7 +59,7 @@ class SplitMultihead(nn.MultiheadAttention):
 
     whole = True
 
-    def __init__(self, attention: nn.MultiheadAttention, cut: Cut) -> None:
+    def __init__(self, attention: nn.MultiheadAttention, cut: ParameterSlicer) -> None:
         bias = attention.in_proj_bias is not None
         super().__init__(attention.embed_dim, attention.num_heads, bias=bias, batch_first=attention.batch_first, device="meta")
         self.axis, self.dropout, self.heads = cut.axis, attention.dropout, attention.num_heads // cut.axis.size
@@ -153,6 +153,6 @@ def common(attention: nn.MultiheadAttention) -> bool:
 
 def drawn_multihead(attention: nn.MultiheadAttention, layer: str, draws: Draws) -> SplitMultihead:
     """The same attention, not split (unless it is already), drawing from ``draws``."""
-    drawn = attention if isinstance(attention, SplitMultihead) else SplitMultihead(attention, Cut(Axis("tensor")))
+    drawn = attention if isinstance(attention, SplitMultihead) else SplitMultihead(attention, ParameterSlicer(Axis("tensor")))
     drawn.draw(layer, draws)
     return drawn

@@ -12,7 +12,7 @@ from hocket.split.functions import copied, gathered, summed
 from hocket.split.parts import Part
 
 
-class Cut:
+class ParameterSlicer:
     """Cuts parameters for one process and remembers how each part lies; values are copied, never read, so meta tensors will do."""
 
     def __init__(self, axis: Axis) -> None:
@@ -56,7 +56,7 @@ class ColumnLinear(nn.Linear):
 
     whole = True
 
-    def __init__(self, linear: nn.Linear, cut: Cut, blocks: int = 1) -> None:
+    def __init__(self, linear: nn.Linear, cut: ParameterSlicer, blocks: int = 1) -> None:
         """``blocks`` of the outputs lie one after another in the whole, as query, key and value do; each is split."""
         super().__init__(linear.in_features, linear.out_features // cut.axis.size, linear.bias is not None, device="meta")
         self.axis, self.enter = cut.axis, Entry(cut.axis)
@@ -81,7 +81,7 @@ class RowLinear(nn.Linear):
 
     whole = True
 
-    def __init__(self, linear: nn.Linear, cut: Cut) -> None:
+    def __init__(self, linear: nn.Linear, cut: ParameterSlicer) -> None:
         super().__init__(linear.in_features // cut.axis.size, linear.out_features, linear.bias is not None, device="meta")
         self.axis = cut.axis
         self.weight = cut(linear.weight, 1)
@@ -100,7 +100,7 @@ class GatheredConv2d(nn.Conv2d):
 
     whole = True
 
-    def __init__(self, conv: nn.Conv2d, cut: Cut) -> None:
+    def __init__(self, conv: nn.Conv2d, cut: ParameterSlicer) -> None:
         super().__init__(
             conv.in_channels,
             conv.out_channels // cut.axis.size,
@@ -127,7 +127,7 @@ class SplitEmbedding(nn.Embedding):
 
     whole = True
 
-    def __init__(self, embedding: nn.Embedding, cut: Cut) -> None:
+    def __init__(self, embedding: nn.Embedding, cut: ParameterSlicer) -> None:
         super().__init__(embedding.num_embeddings // cut.axis.size, embedding.embedding_dim, device="meta")
         self.axis, self.first = cut.axis, cut.axis.place * self.num_embeddings
         self.weight = cut(embedding.weight, 0)

@@ -42,7 +42,7 @@ _Shared = dict[int, list[str]]
 
 
 @dataclass
-class Plan:
+class TensorPlan:
     """Kinds by module name, and what else the split must know."""
 
     kinds: dict[str, str] = field(default_factory=dict)
@@ -61,9 +61,9 @@ class Plan:
         )
 
 
-def automatic(model: nn.Module, size: int) -> Plan:
+def automatic(model: nn.Module, size: int) -> TensorPlan:
     """What can be split over ``size`` processes without being told."""
-    plan, flow, shared = Plan(), Flow(model), _shared(model)
+    plan, flow, shared = TensorPlan(), Flow(model), _shared(model)
     for name, module in flow.modules.items():
         if _inside(name, plan.kinds):
             continue
@@ -90,7 +90,7 @@ def automatic(model: nn.Module, size: int) -> Plan:
     return plan
 
 
-def explicit(model: nn.Module, size: int, given: Mapping[str, str]) -> Plan:
+def explicit(model: nn.Module, size: int, given: Mapping[str, str]) -> TensorPlan:
     """What was asked for, checked; modules that are not named stay whole. Names may be patterns: ``blocks.*.perceptron.into``."""
     flow = Flow(model)
     kinds: dict[str, str] = {}
@@ -101,7 +101,7 @@ def explicit(model: nn.Module, size: int, given: Mapping[str, str]) -> Plan:
         _check(name, flow.modules[name], kind, size)
     if not set(kinds.values()) - {"whole"}:
         raise HocketError(f"The plan splits nothing over {size} processes: give at least one module a kind other than 'whole'.")
-    plan = Plan({name: kinds[name] for name in flow.modules if name in kinds})
+    plan = TensorPlan({name: kinds[name] for name in flow.modules if name in kinds})
     _check_shared(model, kinds)
     _check_readers(flow, kinds)
     _check_flow(flow, plan)
@@ -109,14 +109,14 @@ def explicit(model: nn.Module, size: int, given: Mapping[str, str]) -> Plan:
     return plan
 
 
-def _entered(plan: Plan) -> set[str]:
+def _entered(plan: TensorPlan) -> set[str]:
     return {name for name, kind in plan.kinds.items() if kind in ("columns", "gather")}
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------------
 
 
-def _find_heads(name: str, module: nn.Module, size: int, plan: Plan) -> None:
+def _find_heads(name: str, module: nn.Module, size: int, plan: TensorPlan) -> None:
     if isinstance(module, nn.MultiheadAttention) and not common(module):
         plan.kinds[name], plan.reasons[name] = "whole", "it has inputs of several widths or adds to the sequence"
         return
@@ -124,7 +124,7 @@ def _find_heads(name: str, module: nn.Module, size: int, plan: Plan) -> None:
     plan.kinds[name] = "heads"
 
 
-def _pair(first: list[str], second: str, dropouts: list[str], flow: Flow, size: int, shared: _Shared, plan: Plan) -> None:
+def _pair(first: list[str], second: str, dropouts: list[str], flow: Flow, size: int, shared: _Shared, plan: TensorPlan) -> None:
     """Split layers whose outputs meet, value by value, in the input of another: the first by columns, the other by rows."""
     names = {*first, second}
     taken = set(plan.kinds) | {name for users in shared.values() for name in users} | {r.rpartition(".")[0] for r in flow.read}
@@ -142,7 +142,7 @@ def _elementwise(layer: nn.Module) -> bool:
     return activation in (F.relu, F.gelu) or type(activation) in ELEMENTWISE
 
 
-def _find_tied(users: list[str], flow: Flow, size: int, plan: Plan) -> None:
+def _find_tied(users: list[str], flow: Flow, size: int, plan: TensorPlan) -> None:
     """An embedding that is also the head, as one parameter of two modules: by the vocabulary in both. Anything else stays whole."""
     if any(_inside(name, plan.kinds) or name in plan.kinds for name in users):
         return  # checked in the end
@@ -158,7 +158,7 @@ def _find_tied(users: list[str], flow: Flow, size: int, plan: Plan) -> None:
         plan.kinds[name], plan.reasons[name] = "whole", "it shares a parameter with another module"
 
 
-def _find_left_over(name: str, module: nn.Module, flow: Flow, size: int, plan: Plan) -> None:
+def _find_left_over(name: str, module: nn.Module, flow: Flow, size: int, plan: TensorPlan) -> None:
     if type(module) not in (nn.Linear, nn.Conv2d, nn.Embedding):
         return
     kind = "vocabulary" if isinstance(module, nn.Embedding) else "gather"
@@ -259,7 +259,7 @@ def _check_readers(flow: Flow, kinds: Mapping[str, str]) -> None:
                 )
 
 
-def _check_flow(flow: Flow, plan: Plan) -> None:
+def _check_flow(flow: Flow, plan: TensorPlan) -> None:
     """Where the flow is known: what reads split activations gets them, and what leaves them is read so."""
     kinds, known, read = plan.kinds, set(flow.names.values()), set()
     for node, name in flow.linears():

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from hocket.split.axis import Axis
 from hocket.split.functions import gathered
-from hocket.split.tensor.layers import ColumnLinear, Cut, check_split_input
+from hocket.split.tensor.layers import ColumnLinear, ParameterSlicer, check_split_input
 
 
 class RotatingLinear(ColumnLinear):
     """A Linear between split activations, without an all-reduce; ``closing``: its output is gathered at the end."""
 
-    def __init__(self, linear: nn.Linear, cut: Cut, closing: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, cut: ParameterSlicer, closing: bool = False) -> None:
         super().__init__(linear, cut)
         self.closing = closing
 

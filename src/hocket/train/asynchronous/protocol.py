@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.drivers.links import LinkModel, LinkNetwork
 from hocket.drivers.simulation import Simulation
 from hocket.programs.account import Account
@@ -22,7 +22,7 @@ class Setup:
     """What protocols are made of: ``total`` mini-batches, ``per_epoch`` of them in an epoch."""
 
     replicas: AsyncReplicas
-    spec: Spec
+    spec: ClusterSpec
     seed: int
     total: int
     per_epoch: int

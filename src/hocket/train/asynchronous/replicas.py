@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.data.base import DataSet
-from hocket.data.dealing import Dealing, Hand
+from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.noise import step_keys
 from hocket.strategy import Strategy
 from hocket.train.engines import Engine, VmapEngine, stack_buffers
 from hocket.train.job import check_job, layout_for
-from hocket.train.replicas import Factory, lent
+from hocket.train.replicas import Factory, swapped_weights
 from hocket.train.watch import NonFinite
 
 
@@ -40,14 +40,14 @@ class AsyncReplicas:
         engine: Any,
         clip: float | None = None,
         nonfinite: str = "raise",
-        cap_bytes: int | None = None,
-        first_cap_bytes: int | None = None,
+        bucket_cap_bytes: int | None = None,
+        first_bucket_cap_bytes: int | None = None,
     ) -> None:
         self.model, self.strategy, self.cluster, self.clip = model.to(cluster.device), strategy, cluster, clip
         self.factory = optimizer
         self.optimizer = optimizer(list(model.parameters()))
         check_job(model, self.optimizer, strategy, 1, nonfinite)
-        self.layout: Layout = layout_for(model, self.optimizer, strategy, cap_bytes, first_cap_bytes)
+        self.layout: Layout = layout_for(model, self.optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes)
         rows = cluster.size
         self.weights = [b.spaced(rows) for b in self.layout.buckets]
         self.grads = [b.empty(rows) for b in self.layout.buckets]
@@ -59,7 +59,7 @@ class AsyncReplicas:
         self.engine: Engine = engine(self.layout)
         self.losses = torch.zeros(rows, device=cluster.device)
         self._watch = NonFinite(nonfinite, self.layout, cluster) if cluster.device.type == "cpu" or nonfinite == "skip" else None
-        self._pending: dict[int, Hand] = {}
+        self._pending: dict[int, MiniBatch] = {}
         self._used = torch.ones(rows, sum(len(b.slots) for b in self.layout.buckets), dtype=torch.bool)
         self._alone: dict[int, tuple[torch.optim.Optimizer, list[nn.Parameter], list[Tensor]]] = {}
         # One row of its own for engines that go row by row: views are then made once.
@@ -73,15 +73,15 @@ class AsyncReplicas:
 
     # --- gradients -----------------------------------------------------------------------------------------------------------
 
-    def begin(self, worker: int, hand: Hand) -> None:
+    def begin(self, worker: int, minibatch: MiniBatch) -> None:
         """A worker begins a step on these samples, at the weights that it has."""
-        self._pending[worker] = hand
+        self._pending[worker] = minibatch
 
-    def compute(self, worker: int, data: DataSet, tensors: tuple[Tensor, ...], dealing: Dealing, seed: int, augment: bool) -> None:
+    def compute(self, worker: int, data: DataSet, tensors: tuple[Tensor, ...], sequence: BatchSequence, seed: int, augment: bool) -> None:
         """Make sure that a worker's gradient is computed, along with those of all who are pending."""
         if worker not in self._pending:
             return
-        batches = {w: self._batch(w, h, data, tensors, dealing, seed, augment) for w, h in self._pending.items()}
+        batches = {w: self._batch(w, h, data, tensors, sequence, seed, augment) for w, h in self._pending.items()}
         if isinstance(self.engine, VmapEngine) and len({b[0].shape for b in batches.values()}) == 1:
             self._all(batches)
         else:
@@ -99,10 +99,17 @@ class AsyncReplicas:
         self._pending.clear()
 
     def _batch(
-        self, worker: int, hand: Hand, data: DataSet, tensors: tuple[Tensor, ...], dealing: Dealing, seed: int, augment: bool
+        self,
+        worker: int,
+        minibatch: MiniBatch,
+        data: DataSet,
+        tensors: tuple[Tensor, ...],
+        sequence: BatchSequence,
+        seed: int,
+        augment: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x, y = (t[hand.indices.to(t.device)] for t in tensors)
-        key = step_keys(seed, hand.step, dealing.partition.workers)[hand.slot : hand.slot + 1]
+        x, y = (t[minibatch.indices.to(t.device)] for t in tensors)
+        key = step_keys(seed, minibatch.step, sequence.partition.workers)[minibatch.slot : minibatch.slot + 1]
         if augment and data.augment is not None:
             x = data.augment(x.unsqueeze(0), key)[0]
         return data.prepare(x), y, key
@@ -187,14 +194,14 @@ class AsyncReplicas:
             names = [n for n, b in self.buffers.items() if b.is_floating_point()]
             parts = flat.split([means[n].numel() for n in names])
             means |= {n: part.view(means[n].shape).to(means[n]) for n, part in zip(names, parts, strict=True)}
-        with lent(self.model, self.layout, rows, means):
+        with swapped_weights(self.model, self.layout, rows, means):
             yield self.model
 
     def each(self) -> Iterator[nn.Module]:
         """Every worker's own model, in turn."""
         for row in range(self.rows):
             own = {n: b[row] for n, b in self.buffers.items()}
-            with lent(self.model, self.layout, [w[row : row + 1] for w in self.weights], own):
+            with swapped_weights(self.model, self.layout, [w[row : row + 1] for w in self.weights], own):
                 yield self.model
 
     def state_dict(self) -> dict[str, Any]:

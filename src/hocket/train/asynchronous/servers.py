@@ -73,9 +73,12 @@ class ServerProtocol(AsyncProtocol):
         if self.sync.static_partition:
             number = own.step * len(self.workers) + worker
             return (number if number < self.setup.total else None), []
-        number = own.next_batch()
-        wait = number is None and own.may_get_batch
-        return number, own.take_batch(self.simulation.now) if wait else []
+        ready, dispatcher = own.next_batch(), self.servers[0].dispatcher
+        assert dispatcher is not None
+        if own.over and not dispatcher.empty:
+            own.over = False  # the training was made longer after this worker was told so
+        wait = ready is None and own.may_get_batch
+        return ready, own.take_batch(self.simulation.now) if wait else []
 
     def before_update(self, worker: int, weight: float) -> Effects:
         together = self.sync.max_staleness == 0
@@ -125,6 +128,4 @@ class ServerProtocol(AsyncProtocol):
             worker.attach(self.replicas.rows_of(w), self.optimizer)
             worker.load_state_dict(saved)
         for server in self.servers:
-            if server.extend(self.setup.total):
-                for worker in self.workers:
-                    worker.over = False  # there are more mini-batches now
+            server.extend(self.setup.total)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
-from hocket.cluster.spec import PRESETS, Spec
+from hocket.cluster.spec import PRESETS, ClusterSpec
 from hocket.data.base import DataSet
-from hocket.data.dealing import Dealing, Hand
+from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.data.partition import Partition
 from hocket.drivers.simulation import Alarm, Call, Delivery, Key
 from hocket.errors import HocketError
@@ -27,10 +27,10 @@ from hocket.programs.base import Effects, from_plain, to_plain
 from hocket.train.asynchronous.protocol import AsyncProtocol, Setup
 from hocket.train.asynchronous.replicas import AsyncReplicas
 from hocket.train.flops import step_flops
-from hocket.train.loop import Plan, Progress, accuracy_of
+from hocket.train.loop import Progress, TrainingPlan, accuracy_of
 from hocket.train.replicas import Loss
-from hocket.train.report import LedgerView
-from hocket.train.schedule import factor
+from hocket.train.ledger_view import LedgerView
+from hocket.train.lr_schedule import factor
 from hocket.train.watch import check_weights
 
 DEFAULT_CLUSTER = "1gbit"
@@ -52,23 +52,23 @@ def protocol_of(setup: Setup) -> AsyncProtocol:
 class AsyncSimulation:
     """The counterpart of :class:`hocket.train.loop.Training`."""
 
-    def __init__(self, replicas: AsyncReplicas, cluster: Cluster, data: DataSet, loss: Loss, plan: Plan) -> None:
+    def __init__(self, replicas: AsyncReplicas, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
         self.replicas, self.cluster, self.data, self.loss, self.plan = replicas, cluster, data, loss, plan
         self.strategy = replicas.strategy
         self.metrics: list[dict[str, Any]] = []
         self.epoch = 0
         samples, size = len(data.train[0]), cluster.size
-        partition = Partition(samples, size, plan.batch, plan.seed, plan.rounds)
+        partition = Partition(samples, size, plan.batch_size, plan.seed, plan.rounds)
         if not len(partition):
             raise HocketError(f"{samples} samples give no round for {size} workers; use fewer workers or more data.")
         total = len(partition) * plan.epochs
         self.steps = total if plan.max_steps is None else min(total, plan.max_steps)
-        self.batches = Dealing(partition, self.steps)
-        self._factor = factor(plan.schedule, self.steps, round(plan.warmup_epochs * len(partition)))
+        self.batches = BatchSequence(partition, self.steps)
+        self._factor = factor(plan.lr_schedule, self.steps, round(plan.warmup_epochs * len(partition)))
         self._base_lrs = [float(g["lr"]) for g in replicas.optimizer.param_groups]
         self._train = tuple(t.to(cluster.device) for t in data.train)
         self._test = tuple(t.to(cluster.device) for t in data.test)
-        self.spec: Spec = PRESETS[DEFAULT_CLUSTER] if cluster.clock is None else cluster.clock.spec
+        self.spec: ClusterSpec = PRESETS[DEFAULT_CLUSTER] if cluster.clock is None else cluster.clock.spec
         self.step_s = self._step_seconds()
         if cluster.clock is not None:
             cluster.clock.step_s = self.step_s
@@ -100,7 +100,7 @@ class AsyncSimulation:
         flops = 0.0
         if self.spec.step_s is None:
             x, y = (t[:2] for t in self.data.train)
-            flops = step_flops(self.replicas.model, self.loss, self.data.prepare(x), y, self.plan.batch)
+            flops = step_flops(self.replicas.model, self.loss, self.data.prepare(x), y, self.plan.batch_size)
         return self.spec.seconds(flops)
 
     # --- a worker's step -----------------------------------------------------------------------------------------------------
@@ -144,10 +144,10 @@ class AsyncSimulation:
 
     def _begin(self, worker: int, number: int) -> None:
         """A worker computes the gradient of mini-batch ``number``."""
-        now, batch = self.simulation.now, self.batches.hand(number)
+        now, batch = self.simulation.now, self.batches.minibatch(number)
         self._numbers[worker], self.phases[worker] = number, COMPUTING
         self.replicas.begin(worker, batch)
-        share = len(batch.indices) / self.plan.batch
+        share = len(batch.indices) / self.plan.batch_size
         seconds = self.step_s * share * self._slowdown[worker] * self._disturbance(worker, self._begun[worker])
         self._begun[worker] += 1
         self._computing[worker] = now
@@ -171,9 +171,9 @@ class AsyncSimulation:
         """Compute a worker's gradient, along with those of all others that are pending."""
         self.replicas.compute(worker, self.data, self._train, self.batches, self.plan.seed, self.plan.augment)
 
-    def batch(self, worker: int) -> Hand:
+    def batch(self, worker: int) -> MiniBatch:
         """The mini-batch that a worker took last."""
-        return self.batches.hand(self._numbers[worker])
+        return self.batches.minibatch(self._numbers[worker])
 
     def lrs(self, worker: int) -> list[float]:
         """The learning rates of the optimiser's groups at the mini-batch that a worker took last."""

@@ -21,36 +21,36 @@ def find(name: str) -> Method:
     return SCHEDULES[name]
 
 
-def make(name: str, stages: int, micro: int, virtual: int | None = None) -> Schedule:
-    """The schedule of that name for ``stages`` processes with ``virtual`` stages each, and ``micro`` micro-batches.
+def make(name: str, stages: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """The schedule of that name for ``stages`` processes with ``stages_per_rank`` stages each.
 
-    >>> for row in make("1f1b", stages=2, micro=3):
+    >>> for row in make("1f1b", stages=2, num_microbatches=3):
     ...     print(*row)
     0F0 0F1 0B0 0F2 0B1 0B2
     1F0 1B0 1F1 1B1 1F2 1B2
     """
     method = find(name)
-    virtual = method.virtual if virtual is None else virtual
-    _check(method, stages, micro, virtual)
-    return tuple(tuple(method.order(process, stages, micro, virtual)) for process in range(stages))
+    stages_per_rank = method.stages_per_rank if stages_per_rank is None else stages_per_rank
+    _check(method, stages, num_microbatches, stages_per_rank)
+    return tuple(tuple(method.order(process, stages, num_microbatches, stages_per_rank)) for process in range(stages))
 
 
-def _check(method: Method, stages: int, micro: int, virtual: int) -> None:
-    for what, value in (("stages", stages), ("micro-batches", micro), ("stages on each process", virtual)):
+def _check(method: Method, stages: int, num_microbatches: int, stages_per_rank: int) -> None:
+    for what, value in (("stages", stages), ("micro-batches", num_microbatches), ("stages on each process", stages_per_rank)):
         if value < 1:
             raise HocketError(f"{method.name}: the number of {what} is a whole number of at least 1; got {value}.")
-    if virtual > 1 and not method.several:
+    if stages_per_rank > 1 and not method.several:
         able = " or ".join(m.name for m in SCHEDULES.values() if m.several)
-        raise HocketError(f"{method.name} has one stage on each process; got {virtual}: use {able}.")
-    if method.fills and micro < stages:
+        raise HocketError(f"{method.name} has one stage on each process; got {stages_per_rank}: use {able}.")
+    if method.fills and num_microbatches < stages:
         what = "mini-batches" if method.name == "pipedream" else "micro-batches"
         raise HocketError(
-            f"{method.name} cannot fill {stages} stages with {micro} {what}: give it at least {stages}, or use gpipe."
+            f"{method.name} cannot fill {stages} stages with {num_microbatches} {what}: give it at least {stages}, or use gpipe."
         )
-    size = per_round(micro, stages)
-    if method.rounds and micro % size:
-        rounds = micro // stages
+    size = per_round(num_microbatches, stages)
+    if method.rounds and num_microbatches % size:
+        rounds = num_microbatches // stages
         raise HocketError(
-            f"{method.name} takes micro-batches in {rounds} equal rounds for {stages} processes, which {micro} do not fill: "
-            f"use {rounds * size} or {rounds * (size + 1)}."
+            f"{method.name} takes micro-batches in {rounds} equal rounds for {stages} processes, which {num_microbatches} do not "
+            f"fill: use {rounds * size} or {rounds * (size + 1)}."
         )

@@ -18,10 +18,10 @@ class Action(NamedTuple):
 
     kind: Kind
     stage: int
-    micro: int
+    microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.micro}"
+        return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 Schedule = tuple[tuple[Action, ...], ...]
@@ -38,7 +38,7 @@ class Method:
     order: Order
     about: str
     paper: str
-    virtual: int = 1
+    stages_per_rank: int = 1
     """Stages on each process unless told otherwise."""
     several: bool = False
     """Whether a process may hold several stages."""
@@ -48,44 +48,46 @@ class Method:
     """Whether micro-batches go in rounds of equal length, about one per process."""
 
 
-def per_round(micro: int, processes: int) -> int:
+def per_round(num_microbatches: int, processes: int) -> int:
     """How many micro-batches a process takes through one of its stages before it turns to the next."""
-    return micro // max(1, micro // processes)
+    return num_microbatches // max(1, num_microbatches // processes)
 
 
 def before(action: Action, known: frozenset[Action] | set[Action]) -> list[Action]:
     """What must be done before ``action``, among the ``known`` actions of a schedule."""
-    kind, stage, micro = action
+    kind, stage, microbatch = action
     if kind == "F":
-        wanted = [Action("F", stage - 1, micro)]
+        wanted = [Action("F", stage - 1, microbatch)]
     elif kind == "W":
-        wanted = [Action("I", stage, micro)]
+        wanted = [Action("I", stage, microbatch)]
     else:
-        wanted = [Action("F", stage, micro), Action("B", stage + 1, micro), Action("I", stage + 1, micro)]
+        wanted = [Action("F", stage, microbatch), Action("B", stage + 1, microbatch), Action("I", stage + 1, microbatch)]
     return [a for a in wanted if a in known]
 
 
-def alternating(process: int, processes: int, micro: int, virtual: int, warm: int, split: bool = False) -> Iterator[Action]:
+def alternating(
+    process: int, processes: int, num_microbatches: int, stages_per_rank: int, warm: int, split: bool = False
+) -> Iterator[Action]:
     """``warm`` forwards, then one forward and one backward in turn, then the backwards that are left.
 
     With ``split`` backwards are halved: the halves for the weights wait until ``process`` others are behind, and fill the end.
     """
-    size, total = per_round(micro, processes), micro * virtual
+    size, total = per_round(num_microbatches, processes), num_microbatches * stages_per_rank
     warm = min(warm, total)
 
     def stage(turn: int) -> int:
-        return turn // size % virtual * processes + process
+        return turn // size % stages_per_rank * processes + process
 
     def mirrored(turn: int) -> int:
-        return (virtual - 1 - turn // size % virtual) * processes + process
+        return (stages_per_rank - 1 - turn // size % stages_per_rank) * processes + process
 
     backward: Kind = "I" if split else "B"
     done: dict[tuple[str, int], int] = {}
 
     def act(kind: Kind, at: int) -> Action:
-        micro_ = done.get((kind, at), 0)
-        done[kind, at] = micro_ + 1
-        return Action(kind, at, micro_)
+        index = done.get((kind, at), 0)
+        done[kind, at] = index + 1
+        return Action(kind, at, index)
 
     weights = 0
     for turn in range(warm):

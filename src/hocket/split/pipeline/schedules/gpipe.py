@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from hocket.split.pipeline.schedules.base import Action, Method
 
 
-def order(process: int, processes: int, micro: int, virtual: int) -> Iterator[Action]:
+def order(process: int, processes: int, num_microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """All forwards, then all backwards."""
-    yield from (Action("F", process, j) for j in range(micro))
-    yield from (Action("B", process, j) for j in range(micro))
+    yield from (Action("F", process, j) for j in range(num_microbatches))
+    yield from (Action("B", process, j) for j in range(num_microbatches))
 
 
 METHOD = Method("gpipe", order, "all forward, then all backward", "Huang 2019")

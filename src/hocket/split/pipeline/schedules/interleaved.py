@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from hocket.split.pipeline.schedules.base import Action, Method, alternating, per_round
 
 
-def order(process: int, processes: int, micro: int, virtual: int) -> Iterator[Action]:
+def order(process: int, processes: int, num_microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """1F1B over the process's stages, a round of micro-batches through each."""
-    warm = (virtual - 1) * per_round(micro, processes) + 2 * (processes - 1 - process)
-    return alternating(process, processes, micro, virtual, warm)
+    warm = (stages_per_rank - 1) * per_round(num_microbatches, processes) + 2 * (processes - 1 - process)
+    return alternating(process, processes, num_microbatches, stages_per_rank, warm)
 
 
 METHOD = Method(
@@ -22,7 +22,7 @@ METHOD = Method(
     order,
     "1f1b with several stages on each process",
     "Narayanan 2021",
-    virtual=2,
+    stages_per_rank=2,
     several=True,
     fills=True,
     rounds=True,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from hocket.split.pipeline.schedules.base import Action, Method
 
 
-def order(process: int, processes: int, micro: int, virtual: int) -> Iterator[Action]:
+def order(process: int, processes: int, num_microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """Forward and backward of each micro-batch in turn."""
-    for j in range(micro):
+    for j in range(num_microbatches):
         yield Action("F", process, j)
         yield Action("B", process, j)
 

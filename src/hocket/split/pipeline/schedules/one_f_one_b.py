@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from hocket.split.pipeline.schedules.base import Action, Method, alternating
 
 
-def order(process: int, processes: int, micro: int, virtual: int) -> Iterator[Action]:
+def order(process: int, processes: int, num_microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """``S − 1 − s`` forwards, then one forward and one backward in turn."""
-    return alternating(process, processes, micro, 1, warm=processes - 1 - process)
+    return alternating(process, processes, num_microbatches, 1, warm=processes - 1 - process)
 
 
 METHOD = Method("1f1b", order, "one forward, one backward in turn", "Narayanan 2019", fills=True)

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from hocket.split.pipeline.schedules.base import Action, Method, alternating, per_round
 
 
-def order(process: int, processes: int, micro: int, virtual: int) -> Iterator[Action]:
+def order(process: int, processes: int, num_microbatches: int, stages_per_rank: int) -> Iterator[Action]:
     """1F1B with halved backwards; the weights' halves come ``process`` backwards later."""
-    warm = (virtual - 1) * per_round(micro, processes) + processes - 1 - process
-    return alternating(process, processes, micro, virtual, warm, split=True)
+    warm = (stages_per_rank - 1) * per_round(num_microbatches, processes) + processes - 1 - process
+    return alternating(process, processes, num_microbatches, stages_per_rank, warm, split=True)
 
 
 METHOD = Method("zero-bubble", order, "weight gradients fill the bubble", "Qi 2023", several=True, fills=True, rounds=True)

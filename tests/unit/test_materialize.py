@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hocket.errors import HocketError
 from hocket.models import cnn, gpt, mlp, resnet20, vgg11
 from hocket.split import Part
-from hocket.split.born import bring_to_life, deferred
+from hocket.split.materialize import deferred, materialize
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: mlp(16, 8, (32, 24)),
@@ -46,8 +46,8 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 def test_weights_are_the_same_for_every_split(name: str) -> None:
     whole = unborn(name)
     assert all(t.is_meta for t in whole.state_dict().values())
-    bring_to_life(whole, seed=3)
-    wholes = values(whole)
+    materialize(whole, seed=3)
+    full_state = values(whole)
     for size in (4,) if name == "vgg11" else (2, 4):
         shapes = {n: tuple(p.shape) for n, p in whole.named_parameters()}
         together = {n: torch.full(shape, torch.nan) for n, shape in shapes.items()}
@@ -55,17 +55,17 @@ def test_weights_are_the_same_for_every_split(name: str) -> None:
             model = unborn(name)
             parts = parts_of(model, place, size)
             assert parts
-            bring_to_life(model, parts, seed=3)
+            materialize(model, parts, seed=3)
             for n, p in model.named_parameters():
                 parts.get(n, Part(shapes[n])).put(p.detach(), together[n])
         for n, found in together.items():
-            assert torch.equal(found, wholes[n])
+            assert torch.equal(found, full_state[n])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_are_drawn_like_those_of_the_constructor(name: str) -> None:
     model = unborn(name)
-    bring_to_life(model, seed=3)
+    materialize(model, seed=3)
     torch.manual_seed(0)
     built = values(MODELS[name]())
     for n, value in values(model).items():
@@ -83,12 +83,12 @@ def test_a_module_draws_by_its_name_and_the_seed_and_touches_no_other_randomness
     expected = torch.rand(3)
     torch.manual_seed(5)
     one, other = unborn("mlp"), unborn("mlp")
-    bring_to_life(one, seed=0)
-    bring_to_life(other, seed=1)
+    materialize(one, seed=0)
+    materialize(other, seed=1)
     assert torch.equal(torch.rand(3), expected)
     assert not torch.equal(one[1].weight, other[1].weight)
     twins = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta"))
-    bring_to_life(twins)
+    materialize(twins)
     assert not torch.equal(twins[0].weight, twins[1].weight)
 
 
@@ -96,11 +96,11 @@ def test_a_stage_is_born_like_the_whole() -> None:
     """Also where it holds a bare weight of a module that is elsewhere, and where the model has a start of its own."""
     for name, weight in (("gpt", "token.weight"), ("mlp", "1.weight")):
         whole, model = unborn(name), unborn(name)
-        bring_to_life(whole, seed=2)
+        materialize(whole, seed=2)
         bare, stage = nn.Module(), nn.Module()
         bare.register_parameter("weight", model.get_parameter(weight))
         stage.add_module(weight.split(".")[0], bare)
-        bring_to_life(stage, {}, 2, model)
+        materialize(stage, {}, 2, model)
         assert torch.equal(stage.get_parameter(weight), whole.get_parameter(weight))
 
 
@@ -109,8 +109,8 @@ def test_a_module_that_has_the_shape_of_its_part_is_born_like_the_whole() -> Non
     with deferred():
         whole, part = nn.Sequential(nn.Linear(64, 6)), nn.Sequential(nn.Linear(16, 6))
     lies = Part.even(whole[0].weight, 1, place=2, size=4)
-    bring_to_life(whole, seed=1)
-    bring_to_life(part, {"0.weight": lies}, seed=1)
+    materialize(whole, seed=1)
+    materialize(part, {"0.weight": lies}, seed=1)
     assert torch.equal(part[0].weight, lies.take(whole[0].weight))
     assert torch.equal(part[0].bias, whole[0].bias)
 
@@ -120,7 +120,7 @@ def test_parameters_stay_the_same_objects_and_tied_ones_tied() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = model[0].weight
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    bring_to_life(model)
+    materialize(model)
     assert model[1].weight is model[0].weight
     model(torch.ones(1, 4)).sum().backward()
     before = model[0].weight.clone()
@@ -132,7 +132,7 @@ def test_what_has_values_already_keeps_them() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     model[1].bias = nn.Parameter(torch.tensor([5.0, 6.0]))
     first = model[0].weight.clone()
-    bring_to_life(model)
+    materialize(model)
     assert torch.equal(model[0].weight, first)
     assert model[1].bias.tolist() == [5.0, 6.0]
     assert not model[1].weight.is_meta
@@ -155,11 +155,11 @@ def test_what_cannot_be_made_is_refused(kind: type[nn.Module], name: str) -> Non
     with deferred():
         model = nn.Sequential(nn.Linear(2, 2), kind())
     with pytest.raises(HocketError, match=f"'1.{name}' of {kind.__name__} cannot be given a value"):
-        bring_to_life(model)
+        materialize(model)
 
 
 def test_layers_that_watch_their_weights_are_refused() -> None:
     with deferred():
         model = nn.Sequential(nn.LSTM(4, 4))
     with pytest.raises(HocketError, match="LSTM '0' watches its weights"):
-        bring_to_life(model)
+        materialize(model)

@@ -16,12 +16,12 @@ from hocket.split.pipeline.trace import Wire
 Way = Literal["ahead", "back"]
 Key = tuple[int, Way, int]
 """A border (border ``k`` lies between stages ``k`` and ``k + 1``), a direction, and a micro-batch."""
-_MICROS, _WIRES = 1 << 10, 1 << 5
+_MICROBATCHES, _WIRES = 1 << 10, 1 << 5
 """Tags repeat beyond these; messages of one tag arrive in order."""
 
 
 @dataclass
-class Post:
+class StageComm:
     """A process's messages to and from the stages beside its own."""
 
     axis: Axis
@@ -30,26 +30,26 @@ class Post:
     _leaving: dict[Key, list[tuple[Tensor, Any]]] = field(default_factory=dict)
     _here: dict[Key, list[Tensor]] = field(default_factory=dict)
 
-    def send(self, border: int, way: Way, micro: int, values: Sequence[Tensor]) -> None:
+    def send(self, border: int, way: Way, microbatch: int, values: Sequence[Tensor]) -> None:
         """Start sending. The tensors must not be changed afterwards."""
-        key, to = (border, way, micro), self._far_end(border, way == "ahead")
+        key, to = (border, way, microbatch), self._far_end(border, way == "ahead")
         if to == self.axis.place:
             self._here[key] = list(values)
             return
         whole = [value.contiguous().cpu() for value in values]
         self._leaving.setdefault(key, []).extend((v, self.axis.send(v, to, _tag(key, i))) for i, v in enumerate(whole))
 
-    def expect(self, border: int, way: Way, micro: int, wires: Sequence[Wire], batch: int) -> None:
+    def expect(self, border: int, way: Way, microbatch: int, wires: Sequence[Wire], batch: int) -> None:
         """Start receiving; does nothing when that was done before."""
-        key, source = (border, way, micro), self._far_end(border, way == "back")
+        key, source = (border, way, microbatch), self._far_end(border, way == "back")
         if key in self._coming or source == self.axis.place:
             return
         into = [torch.empty(wire.shape(batch), dtype=wire.dtype, device="cpu") for wire in wires]
         self._coming[key] = [(t, self.axis.receive(t, source, _tag(key, i))) for i, t in enumerate(into)]
 
-    def take(self, border: int, way: Way, micro: int) -> list[Tensor]:
+    def take(self, border: int, way: Way, microbatch: int) -> list[Tensor]:
         """What was expected; waits for it."""
-        key = (border, way, micro)
+        key = (border, way, microbatch)
         if key in self._here:
             return self._here.pop(key)
         coming = self._coming.pop(key)
@@ -57,9 +57,9 @@ class Post:
             self.axis.wait(work)
         return [value.to(self.device) for value, _ in coming]
 
-    def sent(self, border: int, way: Way, micro: int) -> None:
+    def sent(self, border: int, way: Way, microbatch: int) -> None:
         """Let go of a message that has surely arrived."""
-        for _, work in self._leaving.pop((border, way, micro), []):
+        for _, work in self._leaving.pop((border, way, microbatch), []):
             self.axis.wait(work)
 
     def settle(self) -> None:
@@ -72,5 +72,5 @@ class Post:
 
 
 def _tag(key: Key, wire: int) -> int:
-    border, way, micro = key
-    return ((border * 2 + (way == "back")) * _MICROS + micro % _MICROS) * _WIRES + wire
+    border, way, microbatch = key
+    return ((border * 2 + (way == "back")) * _MICROBATCHES + microbatch % _MICROBATCHES) * _WIRES + wire

@@ -12,22 +12,22 @@ from torch.nn import functional as F
 
 import hocket
 from hocket.cluster import VirtualCluster
-from hocket.cluster.spec import Spec
+from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet, identity
 from hocket.data.partition import Partition
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
-from hocket.train.loop import Plan
+from hocket.train.balance import by_speed
+from hocket.train.loop import TrainingPlan
 from hocket.train.replicas import LiveReplica, StackedReplicas
 from hocket.train.run import Settings
-from hocket.train.share import by_speed
 from hocket.train.simulate import train_rows
 from virtual.world import FEATURES, Tiny, seeded, sgd
 
 SLOWDOWN = (1.0, 1.0, 1.0, 4.0)
 FAST, BOUND = 0.01, 4 / 3.25
 """Seconds of a fast worker's step, and how many times as long a round takes at best: N / Σ 1/s."""
-SPEC = Spec(step_s=FAST, slowdown=SLOWDOWN, bandwidth=1e12, latency_s=0.0)
+SPEC = ClusterSpec(step_s=FAST, slowdown=SLOWDOWN, bandwidth=1e12, latency_s=0.0)
 
 
 def samples(count: int) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,16 @@ def samples(count: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(strategy: str = "bulk + allreduce", count: int = 400, **options: Any) -> hocket.train.simulate.Run:
-    given = {"workers": 4, "batch": 10, "epochs": 4, "seed": 1, "cluster": SPEC, "share": "speed", "optimizer": sgd(0.1), **options}
+    given = {
+        "workers": 4,
+        "batch_size": 10,
+        "epochs": 4,
+        "seed": 1,
+        "cluster": SPEC,
+        "balance": "speed",
+        "optimizer": sgd(0.1),
+        **options,
+    }
     return hocket.simulate(Tiny, F.cross_entropy, samples(count), samples(500), strategy=strategy, **given)
 
 
@@ -45,7 +54,7 @@ def weights_of(run: hocket.train.simulate.Run) -> Tensor:
 
 
 def test_seconds_fall_to_those_of_workers_that_all_take_equally_long() -> None:
-    even, speed = (trained(batch=100, count=1600, share=share).metrics for share in ("even", "speed"))
+    even, speed = (trained(batch_size=100, count=1600, balance=balance).metrics for balance in ("even", "speed"))
     rounds = 4
     assert [m["seconds"] for m in even] == pytest.approx([rounds * FAST * 4] * 4, rel=1e-3)
     assert speed[0]["seconds"] == even[0]["seconds"]
@@ -60,7 +69,7 @@ def test_seconds_fall_to_those_of_workers_that_all_take_equally_long() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_shares_add_up_and_nobody_is_left_out(seed: int) -> None:
-    spec = Spec(step_s=FAST, slowdown=(1, 2.5, 1, 300), jitter=0.3, stragglers=0.05)
+    spec = ClusterSpec(step_s=FAST, slowdown=(1, 2.5, 1, 300), jitter=0.3, stragglers=0.05)
     for metrics in trained(cluster=spec, seed=seed, epochs=5).metrics:
         assert sum(metrics["shares"]) == 40
         assert min(metrics["shares"]) >= 1
@@ -70,7 +79,7 @@ def test_shares_add_up_and_nobody_is_left_out(seed: int) -> None:
 
 def test_the_mean_gradient_is_that_of_all_samples() -> None:
     """One worker on the same samples: bulk, and means of weights where each worker has stepped by itself."""
-    alone = trained(workers=1, batch=40, share="even", cluster=None)
+    alone = trained(workers=1, batch_size=40, balance="even", cluster=None)
     for strategy in ("bulk + allreduce", "local(1, mean=after)"):
         run = trained(strategy)
         assert run.metrics[-1]["shares"] == [13, 12, 12, 3]
@@ -83,8 +92,8 @@ def test_the_mean_gradient_is_that_of_all_samples() -> None:
     ["bulk + allreduce", "bulk + topk(0.2)", "local(4)", "gossip", "gossip + exchange=gradients", "diloco(4)", "hierarchical"],
 )
 def test_it_learns_as_much_as_with_even_shares_in_less_time(strategy: str) -> None:
-    def figures(share: str) -> tuple[float, float]:
-        runs = [trained(strategy, seed=seed, share=share, count=800, host_size=2, epochs=5) for seed in range(3)]
+    def figures(balance: str) -> tuple[float, float]:
+        runs = [trained(strategy, seed=seed, balance=balance, count=800, host_size=2, epochs=5) for seed in range(3)]
         return sum(run.accuracy or 0.0 for run in runs) / 3, sum(m["seconds"] for run in runs for m in run.metrics[2:])
 
     (even, before), (speed, after) = figures("even"), figures("speed")
@@ -94,11 +103,11 @@ def test_it_learns_as_much_as_with_even_shares_in_less_time(strategy: str) -> No
 
 @pytest.mark.parametrize("strategy", ["bulk + topk(0.2)", "local(3)", "gossip", "diloco(2)"])
 def test_a_training_that_was_stopped_is_the_one_that_was_not(strategy: str) -> None:
-    spec = Spec(step_s=FAST, slowdown=SLOWDOWN, jitter=0.3)  # other shares in every epoch
+    spec = ClusterSpec(step_s=FAST, slowdown=SLOWDOWN, jitter=0.3)  # other shares in every epoch
 
     def training() -> Any:
         data = DataSet("d", samples(450), samples(100), 3, identity)
-        plan = Plan(epochs=4, batch=10, seed=1, share="speed")
+        plan = TrainingPlan(epochs=4, batch_size=10, seed=1, balance="speed")
         cluster = VirtualCluster(4, spec=spec, seed=1)
         return train_rows(Tiny, F.cross_entropy, sgd(0.1, momentum=0.9), data, Strategy.parse(strategy), cluster, plan)
 
@@ -120,7 +129,10 @@ def test_a_training_that_was_stopped_is_the_one_that_was_not(strategy: str) -> N
 
 
 def test_links_do_not_change_what_is_computed() -> None:
-    runs = [trained(cluster=Spec(step_s=0.003, slowdown=SLOWDOWN, bandwidth=b, latency_s=a)) for b, a in ((1e12, 0.0), (1e6, 1e-3))]
+    runs = [
+        trained(cluster=ClusterSpec(step_s=0.003, slowdown=SLOWDOWN, bandwidth=b, latency_s=a))
+        for b, a in ((1e12, 0.0), (1e6, 1e-3))
+    ]
     assert [m["shares"] for m in runs[0].metrics] == [m["shares"] for m in runs[1].metrics]
     assert torch.equal(*map(weights_of, runs))
 
@@ -132,7 +144,7 @@ def test_an_incomplete_round_and_an_early_end_are_shared_out_too() -> None:
 
 
 def test_a_last_round_in_which_all_have_as_little_as_the_slowest_costs_as_little() -> None:
-    run = trained(workers=2, count=22, epochs=2, cluster=Spec(step_s=FAST, slowdown=(1000, 1)))
+    run = trained(workers=2, count=22, epochs=2, cluster=ClusterSpec(step_s=FAST, slowdown=(1000, 1)))
     assert run.metrics[-1]["shares"] == [1, 19]
     assert run.metrics[-1]["seconds"] == pytest.approx(2 * 1000 * FAST / 10)  # 1 and 19 samples, then 1 and 1
 
@@ -148,7 +160,7 @@ def test_what_cannot_be_measured_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"share": "sped"}, "did you mean 'speed'"),
+        ({"balance": "sped"}, "did you mean 'speed'"),
         ({"cluster": None}, "describe a cluster for virtual workers"),
         ({"strategy": "async"}, "its workers take mini-batches one by one"),
         ({"strategy": "ssp(2)"}, "its workers take mini-batches one by one"),
@@ -164,7 +176,7 @@ def test_bad_input_meets_one_sentence(options: dict[str, Any], words: str) -> No
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"share": "fair"}, "share='fair'"),
+        ({"balance": "fair"}, "balance='fair'"),
         ({"virtual": True}, "virtual workers have speeds only with --cluster"),
         ({"strategy": "async"}, "one by one"),
         ({"strategy": "async", "virtual": True}, "one by one"),
@@ -172,14 +184,14 @@ def test_bad_input_meets_one_sentence(options: dict[str, Any], words: str) -> No
 )
 def test_settings_refuse_before_anything_is_started(given: dict[str, Any], words: str) -> None:
     with pytest.raises(HocketError, match=words):
-        Settings(**{"workers": 4, "share": "speed", **given}).check()
-    Settings(workers=4, share="speed").check()
-    Settings(workers=4, share="speed", virtual=True, cluster="1gbit").check()
+        Settings(**{"workers": 4, "balance": "speed", **given}).check()
+    Settings(workers=4, balance="speed").check()
+    Settings(workers=4, balance="speed", virtual=True, cluster="1gbit").check()
 
 
 def test_several_workers_in_one_process_have_no_speeds() -> None:
     data = DataSet("d", samples(100), samples(100), 3, identity)
-    plan = Plan(batch=10, share="speed")
+    plan = TrainingPlan(batch_size=10, balance="speed")
     with pytest.raises(HocketError, match="a process of its own"):
         train_rows(Tiny, F.cross_entropy, sgd(0.1), data, Strategy.parse("bulk"), VirtualCluster(4, timed=True), plan)
 
@@ -205,5 +217,5 @@ def test_models_with_batch_norm_and_dropout_take_uneven_rounds() -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, 3))
 
-    run = hocket.simulate(model, F.cross_entropy, samples(400), workers=4, batch=10, epochs=2, cluster=SPEC, share="speed")
+    run = hocket.simulate(model, F.cross_entropy, samples(400), workers=4, batch_size=10, epochs=2, cluster=SPEC, balance="speed")
     assert run.metrics[-1]["shares"] == [13, 12, 12, 3]

@@ -22,7 +22,7 @@ def factor(name: str, steps: int, warmup: int = 0) -> Callable[[int], float]:
     (0.1, 1.0, 0.5)
     """
     if name not in SCHEDULES:
-        raise HocketError(f"Unknown schedule '{name}'{nearest(name, SCHEDULES) or '.'} Use one of {', '.join(SCHEDULES)}.")
+        raise HocketError(f"Unknown lr_schedule '{name}'{nearest(name, SCHEDULES) or '.'} Use one of {', '.join(SCHEDULES)}.")
     after = max(1, steps - warmup)
 
     def at(step: int) -> float:

@@ -17,10 +17,10 @@ from hocket.data.partition import Last, Partition, Round
 from hocket.errors import HocketError
 
 
-def shard_loader(loader: Iterable[Any], workers: int, worker: int, seed: int, epoch: int) -> Iterator[tuple[Any, float]]:
+def distribute_loader(loader: Iterable[Any], workers: int, worker: int, seed: int, epoch: int) -> Iterator[tuple[Any, float]]:
     """Batches of ``worker`` with their weights ``b_i · N / Σ b`` in the mean over all workers.
 
-    >>> [batch for batch, _ in shard_loader(["a", "b", "c", "d", "e"], workers=2, worker=1, seed=0, epoch=0)]
+    >>> [batch for batch, _ in distribute_loader(["a", "b", "c", "d", "e"], workers=2, worker=1, seed=0, epoch=0)]
     ['b', 'd']
     """
     if not 0 <= worker < workers:
@@ -33,10 +33,10 @@ def shard_loader(loader: Iterable[Any], workers: int, worker: int, seed: int, ep
     return _by_batches(loader, workers, worker)
 
 
-def shard_length(loader: Any, workers: int) -> int:
+def distributed_length(loader: Any, workers: int) -> int:
     """How many batches each worker gets of a loader that has a length.
 
-    >>> shard_length(["a", "b", "c", "d", "e"], workers=2)
+    >>> distributed_length(["a", "b", "c", "d", "e"], workers=2)
     2
     """
     if isinstance(loader, DataLoader) and _re_partitionable(loader):

@@ -22,19 +22,19 @@ from hocket.data.partition import proportional
 from hocket.errors import HocketError, nearest
 from hocket.strategy import Strategy
 
-Share = Literal["even", "speed"]
+Balance = Literal["even", "speed"]
 _DIGITS = 6
 """Speeds are rounded to so many digits of the fastest: workers that are equally fast stay so whatever the last bits say."""
 
 
-def check_share(share: str, strategy: Strategy | None = None) -> None:
+def check_balance(balance: str, strategy: Strategy | None = None) -> None:
     """Refuse a name that there is not, and a strategy whose workers do not go in step."""
-    if share not in get_args(Share):
-        hint = nearest(str(share), get_args(Share))
-        raise HocketError(f"share={share!r}: a worker's share of a round is even, or goes by its speed (speed){hint or '.'}")
-    if share == "speed" and strategy is not None and strategy.free:
+    if balance not in get_args(Balance):
+        hint = nearest(str(balance), get_args(Balance))
+        raise HocketError(f"balance={balance!r}: a worker's share of a round is even, or goes by its speed (speed){hint or '.'}")
+    if balance == "speed" and strategy is not None and strategy.runtime != "collective":
         raise HocketError(
-            f"share=speed with {strategy}: its workers take mini-batches one by one, each at its own pace, so there is no round "
+            f"balance=speed with {strategy}: its workers take mini-batches one by one, each at its own pace, so there is no round "
             "to share out; leave it out."
         )
 
@@ -43,8 +43,8 @@ def check_speeds(cluster: Cluster) -> None:
     """Refuse workers whose speeds cannot be told."""
     if cluster.clock is None and not (cluster.ledger.timed and cluster.rows == 1):
         raise HocketError(
-            "share=speed needs every worker's own speed: describe a cluster for virtual workers, such as 1gbit, and give each real "
-            "worker a process of its own."
+            "balance=speed needs every worker's own speed: describe a cluster for virtual workers, such as 1gbit, and give each "
+            "real worker a process of its own."
         )
 
 

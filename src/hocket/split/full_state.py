@@ -1,4 +1,4 @@
-"""Split models as wholes: put together for checkpoints, taken apart again when one is loaded.
+"""The full state of split models: put together for checkpoints, taken apart again when one is loaded.
 
 Names are those of the whole model, so what is gathered here loads into a model that was never split, and what such a model saved
 can be loaded by a split one: every process takes its part.
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from hocket.errors import HocketError
 from hocket.split.axis import wire
-from hocket.split.mesh import Place
+from hocket.split.mesh import MeshCoordinate
 from hocket.split.parts import Part, Parts
 
 
-def gather_wholes(held: Mapping[str, Tensor], parts: Parts, place: Place) -> dict[str, Tensor] | None:
-    """All tensors of a replica as wholes, on its first process; ``None`` on its others. All processes of the job must call it.
+def gather_full_state(held: Mapping[str, Tensor], parts: Parts, place: MeshCoordinate) -> dict[str, Tensor] | None:
+    """All whole tensors of a replica, on its first process; ``None`` on its others. All processes of the job must call it.
 
     A tensor without a part is whole wherever it is; the first process that holds it sends it.
     """
@@ -32,7 +32,7 @@ def gather_wholes(held: Mapping[str, Tensor], parts: Parts, place: Place) -> dic
     members = [place.mesh.rank(place.data.place, s, t) for s in range(place.pipeline.size) for t in range(place.tensor.size)]
     me, root = dist.get_rank(), members[0]
     device = next(iter(held.values())).device if held else torch.device("cpu")
-    wholes: dict[str, Tensor] = {}
+    full_state: dict[str, Tensor] = {}
     for rank in members:
         for name in sorted(everyone[rank]):
             shape, dtype, part = everyone[rank][name]
@@ -44,21 +44,21 @@ def gather_wholes(held: Mapping[str, Tensor], parts: Parts, place: Place) -> dic
                 got = held[name].detach() if rank == root else torch.empty(shape, dtype=dtype, device=wire())
                 if rank != root:
                     dist.recv(got, rank)
-                whole = wholes.setdefault(name, torch.zeros(part.shape, dtype=dtype, device=device))
+                whole = full_state.setdefault(name, torch.zeros(part.shape, dtype=dtype, device=device))
                 part.put(got, whole)
-    return wholes if me == root else None
+    return full_state if me == root else None
 
 
-def take_parts(wholes: Mapping[str, Tensor], held: Mapping[str, Tensor], parts: Parts) -> None:
-    """Fill ``held`` with its parts of ``wholes``."""
+def take_parts(full_state: Mapping[str, Tensor], held: Mapping[str, Tensor], parts: Parts) -> None:
+    """Fill ``held`` with its parts of ``full_state``."""
     for name, tensor in held.items():
-        if name not in wholes:
+        if name not in full_state:
             raise HocketError(f"The checkpoint lacks '{name}': it is of another model.")
         part = parts.get(name, Part(tuple(tensor.shape)))
-        if tuple(wholes[name].shape) != part.shape:
-            there, here = tuple(wholes[name].shape), part.shape
+        if tuple(full_state[name].shape) != part.shape:
+            there, here = tuple(full_state[name].shape), part.shape
             raise HocketError(f"The checkpoint's '{name}' has shape {there}, this model's {here}: it is of another model.")
-        tensor.data.copy_(part.take(wholes[name]))
+        tensor.data.copy_(part.take(full_state[name]))
 
 
 class WholeOptimizer:
@@ -84,13 +84,15 @@ class WholeOptimizer:
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"] = [held[name] for name in names if name in held]
 
-    def gather(self, parts: Parts, place: Place, known: Mapping[int, Mapping[str, Any]] | None = None) -> dict[str, Any] | None:
+    def gather(
+        self, parts: Parts, place: MeshCoordinate, known: Mapping[int, Mapping[str, Any]] | None = None
+    ) -> dict[str, Any] | None:
         """``state_dict()`` as the optimiser of the whole model would have it, on the first process of each replica.
 
         ``known``: the state of the parameters held here, by number, where the optimiser itself has a part of it.
         """
         tensors, plain = self._split_state(known)
-        gathered = gather_wholes(tensors, {key: self._part(key, t, parts) for key, t in tensors.items()}, place)
+        gathered = gather_full_state(tensors, {key: self._part(key, t, parts) for key, t in tensors.items()}, place)
         everyone: list[Any] = [plain]
         if place.mesh.splits:
             everyone = [None] * dist.get_world_size()

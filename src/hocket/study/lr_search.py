@@ -22,12 +22,12 @@ MOST = 7
 _STEPS = tuple(float(f"{digit}e{power}") for power in range(-6, 3) for digit in (1, 3))
 
 
-def next_rate(losses: Mapping[float, float], start: float) -> float | None:
+def next_lr(losses: Mapping[float, float], start: float) -> float | None:
     """The rate to try next, given the training losses of those tried (infinite: diverged); None: enough.
 
-    >>> next_rate({}, 0.1), next_rate({0.1: 1.0, 0.03: 2.0, 0.3: 0.5}, 0.1), next_rate({0.1: 1.0, 0.03: 2.0, 0.3: 1.5}, 0.1)
+    >>> next_lr({}, 0.1), next_lr({0.1: 1.0, 0.03: 2.0, 0.3: 0.5}, 0.1), next_lr({0.1: 1.0, 0.03: 2.0, 0.3: 1.5}, 0.1)
     (0.1, 1.0, None)
-    >>> next_rate({0.1: 2.3, 0.03: math.inf, 0.3: math.inf}, 0.1)
+    >>> next_lr({0.1: 2.3, 0.03: math.inf, 0.3: math.inf}, 0.1)
     0.01
     """
     ladder = sorted({*_STEPS, start})
@@ -37,17 +37,17 @@ def next_rate(losses: Mapping[float, float], start: float) -> float | None:
             return ladder[place]
     if len(losses) >= MOST:
         return None
-    best = best_rate(losses)
+    best = best_lr(losses)
     lowest, highest = ladder.index(min(losses)), ladder.index(max(losses))
     if best is None or best == min(losses):
         return ladder[lowest - 1] if lowest > 0 else None
     return ladder[highest + 1] if best == max(losses) and highest + 1 < len(ladder) else None
 
 
-def best_rate(losses: Mapping[float, float], below: float = math.inf) -> float | None:
+def best_lr(losses: Mapping[float, float], below: float = math.inf) -> float | None:
     """The rate below ``below`` and all that diverged with the lowest loss, the lower of two equal ones; None: no such rate."""
-    limit = min([below, *(rate for rate, loss in losses.items() if not math.isfinite(loss))])
-    sound = [(loss, rate) for rate, loss in losses.items() if rate < limit]
+    limit = min([below, *(lr for lr, loss in losses.items() if not math.isfinite(loss))])
+    sound = [(loss, lr) for lr, loss in losses.items() if lr < limit]
     return min(sound)[1] if sound else None
 
 
@@ -61,7 +61,7 @@ def search_steps(rounds: int, steps: int) -> int:
     return min(max(min(steps // 10, 5 * rounds), 2 * rounds, 100), max(1, steps // 2))
 
 
-def short(settings: Settings, rate: float, rounds: int, steps: int) -> Settings:
+def short(settings: Settings, lr: float, rounds: int, steps: int) -> Settings:
     """A try, with the warm-up shortened likewise.
 
     >>> tried = short(Settings(epochs=50, warmup=5.0), 0.3, rounds=32, steps=1600)
@@ -70,4 +70,4 @@ def short(settings: Settings, rate: float, rounds: int, steps: int) -> Settings:
     """
     wanted = search_steps(rounds, steps)
     epochs = -(-wanted // rounds)
-    return replace(settings, epochs=epochs, warmup=settings.warmup * wanted / steps, lr=rate, max_steps=wanted)
+    return replace(settings, epochs=epochs, warmup=settings.warmup * wanted / steps, lr=lr, max_steps=wanted)

@@ -20,7 +20,7 @@ class LedgerView:
     def close_epoch(self) -> Entry:
         """The figures since the last call, combined over all workers (a collective)."""
         self._cluster.start(lambda: None)()  # what was launched before this has been counted
-        return self._cluster.ledger.close(self._cluster.collect)
+        return self._cluster.ledger.close(self._cluster.all_gather_metrics)
 
     def total(self) -> Entry:
         """All epochs closed since this view was made, together."""

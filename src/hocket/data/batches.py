@@ -15,7 +15,7 @@ from hocket.data.partition import Partition, Round
 
 
 @dataclass(frozen=True, eq=False)
-class Hand:
+class MiniBatch:
     """One mini-batch: its samples, its weight among those of its round, and where it stands (all from 0)."""
 
     indices: Tensor
@@ -27,11 +27,11 @@ class Hand:
     """Whose it is in that round under ``bulk``."""
 
 
-class Dealing:
+class BatchSequence:
     """The mini-batches of ``steps`` rounds of ``partition``, by number.
 
-    >>> dealing = Dealing(Partition(samples=11, workers=2, batch=4, seed=0), steps=4)
-    >>> len(dealing), [(len(h.indices), h.epoch, h.step) for h in map(dealing.hand, (0, 3, 4))]
+    >>> sequence = BatchSequence(Partition(samples=11, workers=2, batch_size=4, seed=0), steps=4)
+    >>> len(sequence), [(len(h.indices), h.epoch, h.step) for h in map(sequence.minibatch, (0, 3, 4))]
     (8, [(4, 0, 0), (1, 0, 1), (4, 1, 2)])
     """
 
@@ -51,7 +51,7 @@ class Dealing:
         """The number of a worker's ``step``-th mini-batch (from 0) where everyone has a share of its own."""
         return step * self.partition.workers + worker
 
-    def hand(self, number: int) -> Hand:
+    def minibatch(self, number: int) -> MiniBatch:
         """The mini-batch of that number."""
         step, slot = divmod(number, self.partition.workers)
         epoch, place = divmod(step, len(self.partition))
@@ -60,4 +60,4 @@ class Dealing:
                 self._rounds.pop(next(iter(self._rounds)))
             self._rounds[epoch] = self.partition.rounds(epoch)
         found = self._rounds[epoch][place]
-        return Hand(found.indices[slot], found.weights[slot], epoch, step, slot)
+        return MiniBatch(found.indices[slot], found.weights[slot], epoch, step, slot)

@@ -1,6 +1,6 @@
 """Models that are born in parts: built without memory, then given weights module by module, whatever part of them is held here.
 
-Under :func:`deferred` a model has shapes and no values (PyTorch's ``meta`` device). :func:`bring_to_life` makes the weights of one
+Under :func:`deferred` a model has shapes and no values (PyTorch's ``meta`` device). :func:`materialize` makes the weights of one
 module at a time, whole and on the CPU, by the module's own ``reset_parameters``; takes the part that this process holds; and drops
 the rest. The random numbers are a hash of the seed and the module's name, so the weights are the same for every split, and memory
 peaks at what is held and one module.
@@ -54,7 +54,7 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def bring_to_life(
+def materialize(
     module: nn.Module,
     parts: Parts | None = None,
     seed: int = 0,
@@ -69,7 +69,7 @@ def bring_to_life(
 
     >>> with deferred():
     ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    >>> bring_to_life(model, {"0.weight": Part((4, 4), 0, ((0, 2),)), "0.bias": Part((4,), 0, ((0, 2),))})
+    >>> materialize(model, {"0.weight": Part((4, 4), 0, ((0, 2),)), "0.bias": Part((4,), 0, ((0, 2),))})
     >>> model[0].weight.shape, bool(model[1].weight.isfinite().all())
     (torch.Size([2, 4]), True)
     """
@@ -80,9 +80,9 @@ def bring_to_life(
         unborn = {key: tensor for key, tensor in own.items() if tensor is not None and tensor.is_meta}
         if not unborn:
             continue
-        wholes = _made(name, child, unborn, parts or {}, seed, model)
+        full_state = _made(name, child, unborn, parts or {}, seed, model)
         for key, tensor in unborn.items():
-            value = _part(parts or {}, _joined(name, key), tensor).take(wholes.pop(key)).to(device)
+            value = _part(parts or {}, _joined(name, key), tensor).take(full_state.pop(key)).to(device)
             if isinstance(tensor, nn.Parameter):
                 if weakref.getweakrefs(tensor):
                     raise HocketError(f"{type(child).__name__} '{name}' watches its weights; build it without hocket.deferred().")
@@ -98,9 +98,9 @@ def _made(
     """The whole values of one module, drawn from the seed and its name."""
     body = copy.copy(_able(child, name, model))
     own = {**body._parameters, **body._buffers, **unborn}
-    wholes = {key: _whole(tensor, _joined(name, key), parts) for key, tensor in own.items() if tensor is not None}
-    body._parameters = {k: None if p is None else nn.Parameter(wholes[k], False) for k, p in body._parameters.items()}
-    body._buffers = {k: wholes.get(k) for k in body._buffers}
+    full_state = {key: _whole(tensor, _joined(name, key), parts) for key, tensor in own.items() if tensor is not None}
+    body._parameters = {k: None if p is None else nn.Parameter(full_state[k], False) for k, p in body._parameters.items()}
+    body._buffers = {k: full_state.get(k) for k in body._buffers}
     reset: Any = getattr(body, "reset_parameters", None) or getattr(body, "_reset_parameters", None)
     with torch.no_grad():
         if reset is not None:
@@ -108,14 +108,14 @@ def _made(
                 reset()
         for key in unborn:
             with _drawing(seed, _joined(name, key)):
-                _by_model(model, _joined(name, key), wholes[key])
-    missing = next((key for key in unborn if _is_blank(wholes[key])), None)
+                _by_model(model, _joined(name, key), full_state[key])
+    missing = next((key for key in unborn if _is_blank(full_state[key])), None)
     if missing is not None:
         raise HocketError(
             f"'{_joined(name, missing)}' of {type(child).__name__} cannot be given a value: the module has no reset_parameters() "
             "that fills it; write one, give the model init_parameter(name, weight), or build it without hocket.deferred()."
         )
-    return wholes
+    return full_state
 
 
 def _able(child: nn.Module, name: str, model: nn.Module) -> nn.Module:

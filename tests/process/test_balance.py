@@ -12,8 +12,8 @@ from process.launch import Hocket
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
-TRAIN = ["train", "--workers", "2", "--share", "speed", "--slowdown", "1,3"]
-TRAIN += ["--model", "cnn", "--batch", "32", "--lr", "0.05", "--device", "cpu"]
+TRAIN = ["train", "--workers", "2", "--balance", "speed", "--slowdown", "1,3"]
+TRAIN += ["--model", "cnn", "--batch-size", "32", "--lr", "0.05", "--device", "cpu"]
 
 
 @pytest.mark.parametrize(
