@@ -12,8 +12,9 @@ from dataclasses import replace
 from hocket.errors import HocketError
 from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Task, Until
+from hocket.programs.gossip.links import PeerLinks
 from hocket.programs.gossip.server import PeerServer
-from hocket.programs.gossip.state import ENDED, OVER, Mean, Part, mean_of
+from hocket.programs.gossip.state import ENDED, OVER, Mean, Part, PeerState, mean_of
 
 _RETRY_S = 0.5
 _GIVE_UP_S = 60.0
@@ -27,24 +28,25 @@ def greet(node: PeerServer) -> Task:
     yield from node.ask_all(node.here, Kind.BEAT)
 
 
-def gather(node: PeerServer) -> Task:
-    """What all others that answer hold now, by worker."""
-    answers = yield from node.ask_all(node.here, Kind.FETCH, node.state.bytes)
-    return {peer: _part(node, peer, answer) for peer, answer in answers.items()}
+def gather(node: PeerLinks, like: PeerState) -> Task:
+    """What all others that answer hold now, by worker; of the shapes of ``like``."""
+    answers = yield from node.ask_all(node.here, Kind.FETCH, like.bytes)
+    return {peer: _part(like, peer, answer) for peer, answer in answers.items()}
 
 
 def look_around(node: PeerServer) -> Task:
     """The mean of what all workers that answer hold now; no two workers need see the same."""
-    parts = yield from gather(node)
+    parts = yield from gather(node, node.state)
     return mean_of({**parts, node.worker: _own(node)})
 
 
 def join(node: PeerServer) -> Task:
     """Take the place of a worker that has died; the mean that it begins with.
 
-    It tells all others where it is, fetches what they hold, and begins at the mean of it, ``Σ x / Σ ω``, with a push-sum weight of 1
-    as all had at first. So it moves the mean no further than what is under way just then, and takes nothing from anybody. What the
-    dead worker held is lost, with its push-sum weight, which is 1 on average over the workers: so ``Σ ω`` stays about their number.
+    It tells all others where it is, fetches what they hold, and begins at the mean of it, ``Σ x / Σ ω``, with a push-sum weight
+    of 1 as all had at first. So it moves the mean no further than what is under way just then, and takes nothing from anybody. What
+    the dead worker held is lost, with its push-sum weight, which is 1 on average over the workers: so ``Σ ω`` stays about their
+    number.
     (Were it to take a half from another worker instead, each death would take weight away for good, and updates, which count
     ``1/ω``, would count ever more.) Where the training is over, it takes the final mean.
     """
@@ -55,13 +57,11 @@ def join(node: PeerServer) -> Task:
         if knows is not None:
             node.state.mean = yield from _fetch_mean(node, knows)
         if node.state.mean is None:
-            parts = yield from gather(node)
+            parts = yield from gather(node, node.state)
         if node.state.mean is not None or parts:
             break
         if node.now >= deadline or all(other.left for other in node.peers.values()):
-            raise HocketError(
-                f"Worker {node.worker} was to replace one that died, but no other worker is alive to take weights from: start again."
-            )
+            raise HocketError(f"Worker {node.worker} replaces one that died, but no other worker has weights for it: start again.")
         yield Until(lambda: False, node.now + _RETRY_S)
         yield Until(lambda: bool(node.here), deadline)
     mean = node.state.mean or mean_of(parts)
@@ -73,9 +73,9 @@ def agree(node: PeerServer) -> Task:
     """The mean over all live workers, with the same bits on all of them; each runs this when it has ended and drained.
 
     The live worker with the lowest number leads. It waits until all others have ended, and no exchange between them is open; from
-    then on nothing changes. It fetches what they hold, makes sure that nothing has changed meanwhile, and takes the mean; the others
-    fetch it. It stays until all that took part have it, have left, or are silent. Should it die before, the next one leads. Where
-    links are cut so that two groups cannot reach each other, each comes to a mean of its own.
+    then on nothing changes. It fetches what they hold, makes sure that nothing has changed meanwhile, and takes the mean; the
+    others fetch it. It stays until all that took part have it, have left, or are silent. Should it die before, the next one leads.
+    Where links are cut so that two groups cannot reach each other, each comes to a mean of its own.
     """
     state = node.state
     state.ended = True
@@ -92,12 +92,17 @@ def agree(node: PeerServer) -> Task:
             told = leader
             node.ask(leader, Kind.BEAT)
         else:
-            yield Until(lambda: _who_knows(node) is not None or _all_ended(node, since), node.now + _RETRY_S)
-            if _who_knows(node) is None and not _all_ended(node, since):
-                leader = min([*node.here, node.worker])
-                yield from node.ask_all(node.here if leader == node.worker else [leader], Kind.BEAT)
+            yield from _wait_for_others(node, since)
         since = since if _phases_ended(node) else node.now
     yield from _spread(node, led, knows)
+
+
+def _wait_for_others(node: PeerServer, since: float) -> Task:
+    """Until something can be done; after a while, ask again: the leader all others, they the leader."""
+    yield Until(lambda: _who_knows(node) is not None or _all_ended(node, since), node.now + _RETRY_S)
+    if _who_knows(node) is None and not _all_ended(node, since):
+        leader = min([*node.here, node.worker])
+        yield from node.ask_all(node.here if leader == node.worker else [leader], Kind.BEAT)
 
 
 def _spread(node: PeerServer, led: bool, knows: int | None) -> Task:
@@ -143,7 +148,7 @@ def _take_mean(node: PeerServer) -> Task:
         return None
     if version != node.state.version or any(last[p].note["version"] != answers[p].note["version"] for p in here):
         return None
-    mean = mean_of({**{peer: _part(node, peer, answer) for peer, answer in answers.items()}, node.worker: _own(node)})
+    mean = mean_of({**{peer: _part(node.state, peer, answer) for peer, answer in answers.items()}, node.worker: _own(node)})
     ledgers = {str(peer): dict(answer.note["ledger"]) for peer, answer in last.items()}
     ledgers[str(node.worker)] = node.account.describe(node.now)
     return mean if len(json.dumps(ledgers)) > _MAX_LEDGERS_BYTES else replace(mean, ledgers=ledgers)
@@ -169,8 +174,8 @@ def _own(node: PeerServer) -> Part:
     return node.state.unpacked(node.state.packed())
 
 
-def _part(node: PeerServer, peer: int, answer: Envelope) -> Part:
+def _part(like: PeerState, peer: int, answer: Envelope) -> Part:
     try:
-        return node.state.unpacked(answer.tensors)
+        return like.unpacked(answer.tensors)
     except ValueError as error:
         raise HocketError(f"Worker {peer} holds other weights: {error}.") from None

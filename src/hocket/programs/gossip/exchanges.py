@@ -3,8 +3,8 @@
 *Pairs* cannot deadlock. Workers with an even number call, those with an odd number answer. An answerer answers whatever it is
 doing, and waits for nobody; only callers wait, each for one answerer. So no chain of waiting is longer than one, and every wait
 ends with the answer or with the liveness timeout. A caller sends its weights after a step; the answerer takes the mean at once and
-answers with its own weights from before; with them the caller takes the mean too. Both changes add up to zero, also where the answer
-comes so late that the caller has gone on: it then adds half of the difference between the weights that were exchanged.
+answers with its own weights from before; with them the caller takes the mean too. Both changes add up to zero, also where the
+answer comes so late that the caller has gone on: it then adds half of the difference between the weights that were exchanged.
 
 *Push-sum* waits for nobody. After a step a worker keeps half of its weights and of its push-sum weight and sends the other half on.
 A half that the receiver refused is taken back. To each worker it has one half under way at a time; a worker with less than half of

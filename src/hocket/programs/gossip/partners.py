@@ -22,7 +22,12 @@ def in_turn(partner: Callable[[int], int], turn: int, workers: int, free: Callab
 
 
 def receiver(
-    worker: int, workers: int, turn: int, weight: float, under_way: Collection[int], reachable: Callable[[int], bool] = lambda _: True
+    worker: int,
+    workers: int,
+    turn: int,
+    weight: float,
+    under_way: Collection[int],
+    reachable: Callable[[int], bool] = lambda _: True,
 ) -> tuple[int | None, int]:
     """The worker that gets half of ``worker``'s push-sum weight (None: it keeps all), and the turn after it.
 

@@ -1,6 +1,6 @@
 """A worker of ``async + gossip``: it trains on its own, answers the others at any time, and exchanges weights after its steps.
 
-Whoever trains calls, per step, :meth:`GossipPeer.before_update`, steps its own optimiser, and calls :meth:`GossipPeer.after_update`.
+Per step, whoever trains calls :meth:`GossipPeer.before_update`, steps the optimiser, and calls :meth:`GossipPeer.after_update`.
 While the program is ``busy`` the worker stands still. The model's weights are in ``rows``, which the program reads and writes in
 these calls and the tasks that they begin, and at no other time: while the worker computes, others change ``state``, not the model.
 

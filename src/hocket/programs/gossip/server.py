@@ -19,9 +19,9 @@ arrivals change nothing, and the sender takes back a half only when the decision
 until the caller has it. So ``Σ x`` and ``Σ ω``, with what is on its way, survive any loss, duplication, reordering and delay of
 messages; where a process dies, the sender counts what it cannot know about as lost.
 
-A worker that was suspended for half the liveness timeout refuses exchanges for a second (reason ``late``): they are as old as it was
-away. Wrong senders, kinds and shapes are refused, counted in ``refused``, and change nothing; a worker that joins takes and gives
-nothing before it has weights.
+A worker that was suspended for half the liveness timeout refuses exchanges for a second (reason ``late``): they may have waited
+for as long as it was away. Wrong senders, kinds and shapes are refused, counted in ``refused``, and change nothing; a worker that
+joins takes and gives nothing before it has weights.
 """
 
 from __future__ import annotations
