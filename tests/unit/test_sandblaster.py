@@ -23,13 +23,13 @@ import hocket
 from hocket import HocketError, Sandblaster, WorkerLost
 from hocket.cluster.spec import ClusterSpec
 from hocket.messages.frame import Envelope, Kind
-from hocket.messages.link import Caller, Listener
-from hocket.sandblaster.launch import Company
-from hocket.sandblaster.lbfgs import Evaluate, Settings, State, converse, lbfgs
+from hocket.programs.base import Compute, Connect, Effects, Send
+from hocket.sandblaster import coordinator as coordinators
+from hocket.sandblaster.lbfgs import Ask, Evaluate, Mark, Settings, State, lbfgs
 from hocket.sandblaster.portions import Dispenser
-from hocket.sandblaster.roles import WorkerProcess
-from hocket.sandblaster.vectors import Order, Tree, VectorShard, combine, cuts, unrounded
-from hocket.sandblaster.virtual import VirtualWorld
+from hocket.sandblaster.protocol import COORDINATOR
+from hocket.sandblaster.roles import SandblasterWorker
+from hocket.sandblaster.vectors import Order, VectorShard, Tree, combine, cuts, unrounded
 from hocket.sandblaster.wolfe import Point, search
 
 TORCH = {"max_iter": 25, "max_eval": 60, "tolerance_grad": 1e-9, "tolerance_change": 1e-12}
@@ -71,37 +71,47 @@ def by_torch(model: nn.Module, loss: Any, x: Tensor, y: Tensor, l2: float, **opt
 
 
 class Recorder:
-    """A world that passes everything on and writes it down."""
+    """Writes down the coordinator's conversation."""
 
-    def __init__(self, world: VirtualWorld) -> None:
-        self.world = world
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.losses: list[float] = []
         self.orders: list[Order] = []
+        self.states: list[State] = []
+        monkeypatch.setattr(coordinators, "lbfgs", self.recorded)
 
-    def ask(self, orders: tuple[Order, ...]) -> list[float]:
-        self.orders += orders
-        return self.world.ask(orders)
-
-    def evaluate(self, request: Evaluate) -> list[float]:
-        self.orders += [*request.first, *request.then]
-        answer = self.world.evaluate(request)
-        self.losses.append(answer[0])
-        return answer
+    def recorded(self, settings: Settings, state: State) -> Any:
+        conversation, answer = lbfgs(settings, state), None
+        while True:
+            try:
+                request = conversation.send(answer)
+            except StopIteration:
+                return
+            answer = yield request
+            match request:
+                case Ask(orders):
+                    self.orders += orders
+                case Evaluate():
+                    self.orders += [*request.first, *request.then]
+                    self.losses.append(answer[0])
+                case Mark(state):
+                    self.states.append(copy.deepcopy(state))
 
 
 @pytest.mark.parametrize("kind", ["convex", "non-convex"])
 @pytest.mark.parametrize("lr", [1.0, 30.0, 0.02])
 @pytest.mark.parametrize("history", [3, 10])
-def test_evaluation_by_evaluation_it_is_torchs_lbfgs(kind: str, lr: float, history: int) -> None:
+def test_evaluation_by_evaluation_it_is_torchs_lbfgs(
+    kind: str, lr: float, history: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, loss, x, y = task(kind)
     expected, weights = by_torch(model, loss, x, y, 0.0, lr=lr, history_size=history, **TORCH)
     job = Sandblaster(model, loss, (x, y), workers=3, shards=2, portions_per_worker=4, history=history, lr=lr, **TORCH)
-    recorder = Recorder(job.world())
-    states = [state.iteration for state in converse(lbfgs(job.settings), recorder)]
-    assert states[-1] >= 10
+    recorder = Recorder(monkeypatch)
+    run = job.run()
+    assert recorder.states[-1].iteration >= 10
     assert len(recorder.losses) == len(expected)
     assert recorder.losses == pytest.approx(expected, rel=1e-7)
-    torch.testing.assert_close(recorder.world.x, weights, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(flat(run.model), weights, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["convex", "non-convex"])
@@ -239,6 +249,8 @@ class Chaos:
     def report(self, worker: int) -> None:
         portion = self.computing.pop(worker)
         answer = self.dispenser.report(worker, portion, 2.0**portion)
+        assert answer is not None
+        assert self.dispenser.report(worker, portion, 2.0**portion) is None or answer.portion == portion
         if answer.keep:
             self.sums[worker] = self.sums.get(worker, 0.0) + 2.0**portion
         self.send(worker, answer.bundle)
@@ -305,7 +317,9 @@ def test_every_portion_counts_once(data: st.DataObject, portions: int, workers: 
 def test_a_worker_that_dies_between_two_shards_counts_on_neither() -> None:
     dispenser = Dispenser(portions=1, shards=2)
     assert dispenser.next(0) == 0
-    assert dispenser.report(0, 0, 1.0).bundle == 0
+    answer = dispenser.report(0, 0, 1.0)
+    assert answer is not None
+    assert answer.bundle == 0
     assert dispenser.staged(0, 0, shard=1) == []
     assert dispenser.lost(0) == [("discard", 0, 0)]
     assert dispenser.staged(0, 0, shard=0) == []
@@ -316,59 +330,82 @@ def test_a_worker_that_dies_between_two_shards_counts_on_neither() -> None:
 def test_the_portion_that_is_out_longest_is_copied_first_and_once() -> None:
     dispenser = Dispenser(portions=3, shards=1)
     assert [dispenser.next(w) for w in range(3)] == [0, 1, 2]
-    assert dispenser.report(1, 1, 0.0).portion == 0
-    assert dispenser.report(2, 2, 0.0).portion is None
-    assert dispenser.report(1, 0, 0.0).keep
-    assert not dispenser.report(0, 0, 0.0).keep
+    answers = [dispenser.report(worker, portion, 0.0) for worker, portion in ((1, 1), (2, 2), (1, 0), (0, 0), (0, 0))]
+    assert [answer and answer.portion for answer in answers] == [0, None, None, None, None]
+    assert [answer and answer.keep for answer in answers] == [True, True, True, False, None]
     assert (dispenser.counts.issued, dispenser.counts.duplicated, dispenser.counts.wasted) == (4, 1, 1)
 
 
-def test_a_worker_process_sends_what_it_was_told_to_keep() -> None:
-    model, loss, x, y = task("convex")
-    objective = Sandblaster(model, loss, (x, y)).objective()
-    worker = WorkerProcess(0, objective, 1, "tcp://127.0.0.1:9", bytes(16))
-    note = {"shards": [], "bundle": None, "portion": None}
-    worker.pending = {p: torch.tensor([2.0**p]) for p in range(4)}
-    for portion, keep in ((0, True), (1, False), (3, True)):
-        worker._heed({**note, "judged": portion, "keep": keep})
-    worker._heed({**note, "judged": None, "keep": False, "portion": 7})
-    assert worker.total == torch.tensor([9.0])
-    assert (list(worker.pending), list(worker.tasks)) == ([2], [7])
-    worker.coordinator.close(0)
+def order(evaluation: int, number: int, ticket: int = 3, **note: Any) -> Envelope:
+    return Envelope(Kind.ORDER, ticket, step=evaluation, number=number, note=note)
+
+
+def sent(effects: Effects, kind: Kind) -> list[tuple[Any, Envelope]]:
+    return [(effect.to, effect.message) for effect in effects if isinstance(effect, Send) and effect.message.kind == kind]
+
+
+def with_point(worker: SandblasterWorker, effects: Effects) -> Effects:
+    """Answer what a worker with two shards of one value each has fetched."""
+    assert [shard for shard, _ in sent(effects, Kind.FETCH)] == [0, 1]
+    for shard in (1, 0):
+        reply = Envelope(Kind.REPLY, shard, step=worker.evaluation, tensors=(torch.tensor([float(shard)]),))
+        effects = worker.message(shard, reply, 0.0)
+    return effects
+
+
+def test_a_worker_pushes_what_it_was_told_to_keep_and_obeys_each_order_once() -> None:
+    worker = SandblasterWorker(2, 2)
+    effects = with_point(worker, worker.message(COORDINATOR, order(5, 1, shards=["a", "b"], portion=0), 0.0))
+    number, pushed = 1, []
+    for portion, keep in ((0, True), (1, False), (2, True), (3, True)):
+        (task,) = (effect for effect in effects if isinstance(effect, Compute))
+        assert (task.portion, task.point.tolist()) == (portion, [0.0, 1.0])
+        ((to, report),) = sent(worker.computed(portion, 0.5, torch.full((2,), 2.0**portion), 0.0), Kind.ANSWER)
+        assert (to, report.place, report.step, report.number, report.note) == (COORDINATOR, portion, 5, number, {"loss": 0.5})
+        number += 1
+        more = {"bundle": 7} if portion == 2 else {}
+        told = order(5, number, judged=portion, keep=keep, portion=portion + 1, **more)
+        assert worker.message(COORDINATOR, order(5, number + 1, judged=portion, keep=True), 0.0) == []  # it came too early
+        effects = worker.message(COORDINATOR, told, 0.0)
+        pushed += sent(effects, Kind.PUSH)
+        assert worker.message(COORDINATOR, told, 0.0) == []  # it came twice, while the worker computes
+    assert [(shard, m.sender, m.step, m.number, m.tensors[0].tolist()) for shard, m in pushed] == [
+        (0, 3, 5, 7, [5.0]),
+        (1, 3, 5, 7, [5.0]),
+    ]
+    worker.computed(4, 0.5, torch.zeros(2), 0.0)
+    again = sent(worker.message(COORDINATOR, order(5, number + 1, judged=4, keep=True, bundle=8, again=[7]), 0.0), Kind.PUSH)
+    assert [(m.number, m.tensors[0].tolist()) for _, m in again] == [(7, [5.0])] * 2 + [(8, [8.0])] * 2
+
+
+def test_a_worker_does_not_wait_for_a_shard_that_was_replaced() -> None:
+    worker = SandblasterWorker(2, 2)
+    worker.message(COORDINATOR, order(5, 1, shards=["a", "b"], portion=0), 0.0)  # it fetches, and shard 1 is dead
+    effects = worker.message(COORDINATOR, order(6, 1, shards=["a", "c"], portion=2), 1.0)
+    assert [effect for effect in effects if isinstance(effect, Connect)] == [Connect(1, "c")]
+    assert [message.step for _, message in sent(effects, Kind.FETCH)] == [6, 6]
+    assert worker.message(COORDINATOR, order(5, 2, portion=1), 1.0) == []
+    assert [effect.portion for effect in with_point(worker, effects) if isinstance(effect, Compute)] == [2]
+
+
+def test_a_worker_that_comes_too_late_says_that_it_is_free() -> None:
+    worker = SandblasterWorker(2, 2)
+    worker.message(COORDINATOR, order(5, 1, shards=["a", "b"], portion=0), 0.0)
+    effects = worker.message(0, Envelope(Kind.REPLY, 0, step=5), 0.0)
+    assert [message.note for _, message in sent(effects, Kind.HELLO)] == [{"free": True}]
 
 
 def test_a_slow_worker_process_answers_when_it_has_slept_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    happened: list[Any] = []
+    from hocket.sandblaster.processes import throttled
+
+    slept: list[float] = []
     clock = iter([10.0, 12.0])
-    sleeping = SimpleNamespace(perf_counter=lambda: next(clock), sleep=lambda s: happened.append(f"sleeps {s:g} s"))
-    monkeypatch.setattr("hocket.train.throttle.time", sleeping)
+    monkeypatch.setattr("hocket.train.throttle.time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=slept.append))
     model, loss, x, y = task("convex")
-    worker = WorkerProcess(0, Sandblaster(model, loss, (x, y)).objective(), 1, "tcp://127.0.0.1:9", bytes(16), slowdown=4.0)
-    worker.point = worker.objective.point
-    monkeypatch.setattr(worker.coordinator, "send", lambda message, _: happened.append(f"answers {message.place}"))
-    worker._compute(3)
-    assert happened == ["sleeps 6 s", "answers 3"]
-    worker.coordinator.close(0)
-
-
-def test_a_worker_process_does_not_wait_for_a_shard_that_the_coordinator_has_replaced() -> None:
-    job = bytes(16)
-    model, loss, x, y = task("convex")
-    with Listener("tcp://127.0.0.1:0", job) as coordinator, Listener("tcp://127.0.0.1:0", job) as shard:
-        worker = WorkerProcess(0, Sandblaster(model, loss, (x, y)).objective(), 1, coordinator.address, job)
-        worker._forget(5)
-        worker.tasks.append(0)
-        worker.shards = [Caller(shard.address, job)]  # it is there, and says nothing
-        worker.coordinator.send(Envelope(Kind.HELLO, 3), 1.0)
-        heard = coordinator.receive(30.0)
-        assert heard is not None
-        for step in (5, 6):
-            assert coordinator.send(heard[0], Envelope(Kind.ORDER, step=step))
-        worker._compute(0)
-        assert [message.step for message in worker.inbox] == [5, 6]
-        assert not worker.tasks
-        for link in (worker.coordinator, *worker.shards):
-            link.close(0)
+    objective = Sandblaster(model, loss, (x, y)).objective()
+    found = throttled(objective, 4.0)(objective.point, 3)
+    assert slept == [6.0]
+    torch.testing.assert_close(found, objective.portion(objective.point, 3))
 
 
 CODES = {  # of the coordinator and of two shards: what becomes of it
@@ -376,7 +413,7 @@ CODES = {  # of the coordinator and of two shards: what becomes of it
     (0, 0, -9): "is over",
     (1, None, None): "is over",  # with a sentence of its own
     (-9, None, None): "coordinator",
-    (None, None, -9): "shard 1, coordinator",
+    (None, None, -9): "shard 1",  # the coordinator has all shards load the last iteration
     (1, -9, -9): "shard 0, shard 1, coordinator",  # it could not do without them
     (None, 1, None): "Shard 0 ended with code 1: again",
     (None, -9, 1): "Shard 1 ended with code 1: again",
@@ -385,6 +422,8 @@ CODES = {  # of the coordinator and of two shards: what becomes of it
 
 @pytest.mark.parametrize("codes", CODES)
 def test_who_is_started_again(codes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from hocket.sandblaster.launch import Supervisor
+
     def process(code: int | None) -> Any:
         return SimpleNamespace(exitcode=code, sentinel=0, kill=lambda: None, join=lambda: None)
 
@@ -395,10 +434,10 @@ def test_who_is_started_again(codes: tuple[int | None, ...], monkeypatch: pytest
     monkeypatch.setattr("hocket.sandblaster.launch.wait", lambda sentinels, timeout: [])
     for restarts in (1, 0):
         started: list[str] = []
-        company = Company(lambda: start("coordinator"), lambda place: start(f"shard {place}"), "again")
-        company.shards, company.workers = [process(code) for code in codes[1:]], [process(None)]
+        supervisor = Supervisor(lambda: start("coordinator"), lambda place: start(f"shard {place}"), "again")
+        supervisor.shards, supervisor.workers = [process(code) for code in codes[1:]], [process(None)]
         try:
-            became = "is over" if company.check(restarts) else ", ".join(started[1:]) or "goes on"
+            became = "is over" if supervisor.check(restarts) else ", ".join(started[1:]) or "goes on"
         except WorkerLost as lost:
             became = str(lost).rstrip(".")
         if restarts:
@@ -485,34 +524,19 @@ def test_slow_links_make_workers_send_sums_of_several_portions() -> None:
     assert sent[0] < sent[1] / 2
 
 
-def test_orders_are_plain_data_and_only_scalars_pass_the_coordinator() -> None:
+def test_orders_are_plain_data_and_only_scalars_pass_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss, x, y = task("non-convex")
-    recorder = Recorder(Sandblaster(model, loss, (x, y), max_iter=12, max_eval=40, history=3, l2=0.1).world())
-    for state in converse(lbfgs(Settings(history=3, max_iter=12, l2=0.1)), recorder):
+    recorder = Recorder(monkeypatch)
+    world = Sandblaster(model, loss, (x, y), max_iter=12, history=3, l2=0.1).world()
+    world.run(lambda row: None)
+    for state in recorder.states:
         assert State(**json.loads(json.dumps(asdict(state)))) == state or state.pairs
     assert [tuple(order) for order in json.loads(json.dumps(recorder.orders))] == recorder.orders
-    shard = recorder.world.shards[0]
+    shard = world.shards[0].shard
     assert all(len(terms) <= 1 for terms in shard.obey([("dot", "x", "d"), ("sum", "x"), ("max", "x"), ("copy", "a", "x")]))
     assert set(shard.vectors) == {"x", "d", "trial", "a"} | {f"g{i}" for i in range(4)} & set(shard.vectors) | {
         f"{v}{k}" for v in "sy" for k in range(4)
     }
-
-
-def test_it_goes_on_from_any_iteration_as_if_nothing_had_happened() -> None:
-    model, loss, x, y = task("non-convex")
-    job = Sandblaster(model, loss, (x, y), max_iter=9, max_eval=40, history=3, exact=True)
-    whole = job.run()
-    for stop in (0, 1, 5, 9):
-        first, second = job.world(), job.world()
-        state = next(s for s in converse(lbfgs(job.settings), first) if s.iteration == stop)
-        saved = json.loads(json.dumps(asdict(state)))
-        for old, new in zip(first.shards, second.shards, strict=True):
-            new.vectors = {name: v.clone() for name, v in old.vectors.items() if name != "trial"}
-        state = State(**saved)
-        for _ in converse(lbfgs(job.settings, state), second):
-            pass
-        assert (state.evaluations, state.ended) == (whole.evaluations, whole.ended)
-        assert torch.equal(second.x, flat(whole.model))
 
 
 @given(st.lists(st.floats(-1e30, 1e30), max_size=30), st.integers(1, 4))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hocket.drivers.simulation import Call, Simulation
-from hocket.messages.frame import Envelope
+from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Compute, Finished, Restore, Snapshot
 from hocket.sandblaster import coordinator as coordinators
 from hocket.sandblaster.coordinator import SandblasterCoordinator
@@ -51,8 +51,8 @@ class Network:
     def __init__(self, dice: random.Random, faulty: bool) -> None:
         self.dice, self.faulty = dice, faulty
         self.cut_off: dict[Any, float] = defaultdict(float)
-        self.dropped, self.repeated = (dice.choice([0.0, 0.02, 0.2]) for _ in range(2))
-        self.delay_s = dice.choice([0.01, 0.3, 3.0])
+        self.dropped, self.repeated = dice.choice([0.0, 0.02, 0.2]), dice.choice([0.0, 0.1, 0.5])
+        self.delay_s, self.power = dice.choice([0.01, 0.3, 3.0]), dice.choice([2, 4, 8])
 
     def arrivals(self, now: float, source: Any, target: Any, message: Envelope) -> list[float]:
         if not self.faulty or now > FAULTS_S:
@@ -60,7 +60,7 @@ class Network:
         if now < max(self.cut_off[source], self.cut_off[target]) or self.dice.random() < self.dropped:
             return []
         copies = 2 if self.dice.random() < self.repeated else 1
-        return [now + 0.01 + self.delay_s * self.dice.random() ** 4 for _ in range(copies)]
+        return [now + 0.01 + self.delay_s * self.dice.random() ** self.power for _ in range(copies)]
 
 
 class Cluster:
@@ -135,6 +135,12 @@ class Cluster:
     def vector(self, name: str) -> Tensor:
         return torch.cat([self.simulation.nodes["shard", i].program.shard.vectors[name] for i in range(SHARDS)])
 
+    @property
+    def x(self) -> Tensor:
+        """The weights that the shards saved last; a shard may be dead by now."""
+        iteration = self.snapshots[CENTRE][""]["state"]["iteration"]
+        return torch.cat([self.snapshots["shard", i][str(iteration)]["x"] for i in range(SHARDS)])
+
     def checked(self, settings: Settings, state: Any) -> Iterator[Any]:
         """L-BFGS, whose every evaluation is compared with that of the whole batch."""
         conversation, answer = lbfgs(settings, state), None
@@ -184,10 +190,10 @@ def test_every_evaluation_is_that_of_the_whole_batch_whatever_happens(
         assert program.state.ended == expected.state.ended, f"seed {seed}"
         assert cluster.evaluations >= 1
         if exact:
-            assert torch.equal(cluster.vector("x"), calm.vector("x")), f"seed {seed}"
+            assert torch.equal(cluster.x, calm.x), f"seed {seed}"
             assert losses(program) == losses(expected), f"seed {seed}"
         else:
-            torch.testing.assert_close(cluster.vector("x"), calm.vector("x"), rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(cluster.x, calm.x, rtol=1e-6, atol=1e-8)
 
 
 def test_the_same_seed_gives_the_same_faults_and_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +201,7 @@ def test_the_same_seed_gives_the_same_faults_and_the_same_run(monkeypatch: pytes
     for _ in range(2):
         cluster = Cluster(5, exact=False)
         program = cluster.run(monkeypatch)
-        runs.append((program.metrics, cluster.simulation.now, cluster.simulation.order, cluster.vector("x").tolist()))
+        runs.append((program.metrics, cluster.simulation.now, cluster.simulation.order, cluster.x.tolist()))
     assert runs[0] == runs[1]
 
 
@@ -206,7 +212,24 @@ def test_it_goes_on_from_any_iteration_as_if_nothing_had_happened(stop: int, mon
     first.run(monkeypatch, until=stop)
     second.snapshots = first.snapshots
     program = second.run(monkeypatch)
-    assert torch.equal(second.vector("x"), whole.vector("x"))
+    assert torch.equal(second.x, whole.x)
     assert (program.state.evaluations, program.state.ended) == (expected.state.evaluations, expected.state.ended)
     assert losses(program) == losses(expected)
     assert [row["evaluations"] for row in program.metrics] == [row["evaluations"] for row in expected.metrics]
+
+
+def test_a_worker_that_comes_too_late_gets_portions_of_the_next_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(1, exact=True, faulty=False)
+    asked: set[int] = set()
+
+    def arrivals(now: float, source: Any, target: Any, message: Envelope) -> list[float]:
+        late = source == ("worker", 0) and message.kind == Kind.FETCH
+        if late:
+            asked.add(message.step)
+        return [now + (3.0 if late else 0.01)]
+
+    cluster.network.arrivals = arrivals  # type: ignore[method-assign]
+    cluster.config = replace(cluster.config, backups=True)
+    program = cluster.run(monkeypatch)
+    assert len(asked) >= 2
+    assert sum(row["lost"] for row in program.metrics) == 0

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from hocket.errors import WorkerLost
 from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Effects, Finished, Snapshot, Task, Until
 from hocket.sandblaster.dispatch import JOIN_S, CoordinatorConfig, Dispatch
-from hocket.sandblaster.figures import Figures
 from hocket.sandblaster.lbfgs import Ask, Evaluate, State, lbfgs
 from hocket.sandblaster.portions import Dispenser
 from hocket.sandblaster.protocol import Outbox
@@ -37,7 +36,7 @@ class SandblasterCoordinator(Dispatch):
         self.state, self.metrics = State(), list[dict[str, Any]]()
         self._saved = saved
         self._session = config.incarnation << _NUMBERS
-        self._begun, self._before = 0.0, Figures()
+        self._begun, self._before = 0.0, dict[str, Any]()
 
     def start(self, now: float) -> Effects:
         """Wait for the shards, then minimise."""
@@ -45,10 +44,10 @@ class SandblasterCoordinator(Dispatch):
         self._watch()
         return self._run(self._train(), now)
 
-    @property
-    def figures(self) -> Figures:
-        """What has been spent so far."""
-        return Figures(self.now - self._begun, self._bytes, sum(self._moved.values()), replace(self._counts))
+    def _spent(self) -> dict[str, Any]:
+        """So far."""
+        moved = {"bytes_coordinator": self._bytes, "bytes_shards": sum(self._moved.values())}
+        return {"seconds": self.now - self._begun, **moved, **asdict(self._counts)}
 
     def state_dict(self) -> dict[str, Any]:
         """The state and the metrics after the last iteration."""
@@ -102,8 +101,10 @@ class SandblasterCoordinator(Dispatch):
 
     def _mark(self) -> Task:
         """An iteration has ended."""
-        spent, evaluations = self.figures, sum(row["evaluations"] for row in self.metrics)
-        self.metrics.append(spent.row(self.state, evaluations, self._before))
+        state, spent = self.state, self._spent()
+        row = {"iteration": state.iteration, "loss": state.loss, "accuracy": None}
+        row["evaluations"] = state.evaluations - sum(row["evaluations"] for row in self.metrics)
+        self.metrics.append({**row, **{name: spent[name] - self._before.get(name, 0) for name in spent}})
         self._before = spent
         yield from self._ask((("save", self.state.iteration),))
         self._save()
@@ -125,7 +126,7 @@ class SandblasterCoordinator(Dispatch):
         """See :class:`Evaluate`."""
         self._evaluation, self._dispenser = self._evaluation + 1, None
         for worker in self._workers.values():
-            worker.outbox, worker.issued, worker.counted = Outbox(), 0, []
+            worker.outbox, worker.counted = Outbox(), []
         yield from self._ask((*request.first, ("begin", self._evaluation, request.at)))
         config = self.config
         dispenser = self._dispenser = Dispenser(config.portions, config.shards, config.backups, config.exact, self._counts)

@@ -59,12 +59,10 @@ class _Shard(_Peer):
 @dataclass
 class _Worker(_Peer):
     free: bool = True
-    issued: int = 0
-    """The number of the order that gave out its last portion."""
     counted: list[int] = field(default_factory=list)
     """Its bundles that count, which it has not been told yet."""
     pushed: float = 0.0
-    resend_s: float = RESEND_S
+    resend_at: float = 0.0
 
 
 class Dispatch(Program):
@@ -91,11 +89,10 @@ class Dispatch(Program):
     def peer_lost(self, identity: bytes, now: float) -> Effects:
         """That worker is known to be dead."""
         self.now = max(now, self.now)
-        ticket = self._tickets.get(identity)
-        if ticket is None:
-            self._counts.lost += 1
+        if identity in self._tickets:
+            self._lose(self._tickets[identity])
         else:
-            self._lose(ticket)
+            self._counts.lost += 1
         return self._done()
 
     def on_message(self, sender: Address, message: Envelope) -> None:
@@ -160,13 +157,11 @@ class Dispatch(Program):
         if self._dispenser is None or message.step != self._evaluation:
             return
         orders = self._dispenser.staged(ticket, number, message.sender)
-        if not orders:
-            return
-        self._order_shards({"orders": orders})
-        self._workers[ticket].counted.append(number)
-        bundle = self._dispenser.bundle(ticket)
-        if bundle is not None:
-            self._tell(ticket, Answer(bundle=bundle))
+        if orders:
+            self._order_shards({"orders": orders})
+            self._workers[ticket].counted.append(number)
+            if (bundle := self._dispenser.bundle(ticket)) is not None:
+                self._tell(ticket, Answer(bundle=bundle))
 
     # --- workers -------------------------------------------------------------------------------------------------------------
 
@@ -198,14 +193,11 @@ class Dispatch(Program):
 
     def _report(self, ticket: int, worker: _Worker, message: Envelope) -> None:
         assert self._dispenser is not None
-        if message.number < worker.issued:
-            return  # an answer from before the portion was given out again
         answer = self._dispenser.report(ticket, message.place, float(message.note["loss"]))
-        if answer is None:
-            return
-        worker.free = answer.portion is None
-        if not self._dispenser.complete:
-            self._tell(ticket, answer, {"judged": message.place, "keep": answer.keep})
+        if answer is not None:
+            worker.free = answer.portion is None
+            if not self._dispenser.complete:
+                self._tell(ticket, answer, {"judged": message.place, "keep": answer.keep})
 
     def _wake(self) -> None:
         """Give portions to free workers."""
@@ -222,28 +214,25 @@ class Dispatch(Program):
         if not worker.outbox.sent:
             note["shards"] = [self._shards[shard].address for shard in sorted(self._shards)]
         if answer.bundle is not None:
-            note["bundle"], worker.pushed, worker.resend_s = answer.bundle, self.now, RESEND_S
+            note["bundle"], worker.pushed, worker.resend_at = answer.bundle, self.now, self.now + RESEND_S
         if answer.portion is not None:
-            note["portion"], worker.issued = answer.portion, worker.outbox.sent + 1
+            note["portion"] = answer.portion
         if worker.counted:
             note["counted"], worker.counted = worker.counted, []
         self._send(worker.identity, worker.outbox.add(Envelope(Kind.ORDER, ticket, step=self._evaluation, note=note), self.now))
 
     def _resend_bundles(self, ticket: int, worker: _Worker) -> None:
         """Slices that have not reached all shards for long may be lost."""
-        if self._dispenser is not None and self.now - worker.pushed > worker.resend_s:
-            numbers = self._dispenser.under_way(ticket)
-            worker.pushed, worker.resend_s = self.now, 2 * worker.resend_s
-            if numbers:
-                self._tell(ticket, Answer(), {"again": numbers})
+        if self._dispenser is not None and self.now > worker.resend_at and (numbers := self._dispenser.under_way(ticket)):
+            worker.resend_at = 2 * self.now - worker.pushed
+            self._tell(ticket, Answer(), {"again": numbers})
 
     def _lose(self, ticket: int) -> None:
         del self._tickets[self._workers.pop(ticket).identity]
         if self._dispenser is None:
             self._counts.lost += 1
             return
-        orders = self._dispenser.lost(ticket)
-        if orders:
+        if orders := self._dispenser.lost(ticket):
             self._order_shards({"orders": orders})
         self._wake()
 

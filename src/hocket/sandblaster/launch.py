@@ -29,7 +29,7 @@ from hocket.drivers.snapshots import unsealed
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages.frame import JOB_BYTES
 from hocket.sandblaster.dispatch import GO_ON
-from hocket.sandblaster.processes import FAILURE_FILE, LINK_FILE, STATE_FILE, Plan, be_coordinator, be_shard, be_worker
+from hocket.sandblaster.processes import FAILURE_FILE, LINK_FILE, Plan, be_coordinator, be_shard, be_worker
 from hocket.sandblaster.vectors import cuts
 
 if TYPE_CHECKING:
@@ -96,26 +96,6 @@ class Supervisor:
                 process.join()
 
 
-class Log:
-    """Tells what the coordinator has written down, each iteration once, also those before this call."""
-
-    def __init__(self, file: Path, tell: Callable[[dict[str, Any]], None]) -> None:
-        self._file, self._tell = file, tell
-        self._seen, self._told = (0, 0), 0
-
-    def read(self) -> None:
-        """Tell what is new."""
-        if not self._file.exists():
-            return
-        found = self._file.stat()
-        if (changed := (found.st_ino, found.st_mtime_ns)) == self._seen:
-            return
-        self._seen = changed
-        for row in json.loads(self._file.read_text())["metrics"][self._told :]:
-            self._told += 1
-            self._tell(row)
-
-
 def launch(
     job: Sandblaster,
     folder: Path | None = None,
@@ -132,9 +112,26 @@ def launch(
         plan = Plan(secrets.token_bytes(JOB_BYTES), where, config, _digest(point, *job.train), len(point))
         _check_folder(plan)
         (where / LINK_FILE).unlink(missing_ok=True)
-        log = Log(where / STATE_FILE, on_iteration)
-        _watch(_start(plan, point, _pickled(job), job.workers, slowdown), plan, restarts, watch, log)
-        found = json.loads((where / STATE_FILE).read_text())
+        supervisor = _start(plan, point, _pickled(job), job.workers, slowdown)
+        told = 0
+
+        def tell() -> None:
+            """What the coordinator has written down, each iteration once, also those before this call."""
+            nonlocal told
+            for row in plan.written().get("metrics", [])[told:]:
+                told += 1
+                on_iteration(row)
+
+        def look() -> None:
+            tell()
+            watch(supervisor)
+
+        try:
+            _watch(supervisor, plan, restarts, look)
+        finally:
+            supervisor.shutdown()
+            tell()
+        found = plan.written()
         iteration = found["state"]["iteration"]
         slices = [unsealed(plan.slices(i, iteration).read_bytes())["x"] for i in range(job.shards)]
         return found["metrics"], torch.cat(slices), found["state"]["ended"]
@@ -167,21 +164,16 @@ def _start(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Sequen
     return supervisor
 
 
-def _watch(supervisor: Supervisor, plan: Plan, restarts: int, watch: Callable[[Supervisor], None], log: Log) -> None:
-    try:
-        while not supervisor.check(restarts):
-            log.read()
-            watch(supervisor)
-            time.sleep(0.05)
-        failure = plan.folder / FAILURE_FILE
-        if failure.exists():
-            told = json.loads(failure.read_text())
-            raise (WorkerLost if told["kind"] == "WorkerLost" else HocketError)(told["sentence"])
-        if supervisor.coordinator.exitcode:
-            raise WorkerLost(f"The coordinator ended with code {supervisor.coordinator.exitcode}: {plan.config.remedy}.")
-    finally:
-        supervisor.shutdown()
-        log.read()
+def _watch(supervisor: Supervisor, plan: Plan, restarts: int, look: Callable[[], None]) -> None:
+    while not supervisor.check(restarts):
+        look()
+        time.sleep(0.05)
+    failure = plan.folder / FAILURE_FILE
+    if failure.exists():
+        told = json.loads(failure.read_text())
+        raise (WorkerLost if told["kind"] == "WorkerLost" else HocketError)(told["sentence"])
+    if supervisor.coordinator.exitcode:
+        raise WorkerLost(f"The coordinator ended with code {supervisor.coordinator.exitcode}: {plan.config.remedy}.")
 
 
 def _context() -> ForkServerContext | SpawnContext:
@@ -207,10 +199,9 @@ def _place(folder: Path | None) -> Iterator[Path]:
 
 
 def _check_folder(plan: Plan) -> None:
-    file = plan.folder / STATE_FILE
-    if not file.exists():
+    found = plan.written()
+    if not found:
         return
-    found = json.loads(file.read_text())
     facts = found["facts"]
     other = [name for name, value in plan.facts().items() if facts.get(name) != value]
     if other:

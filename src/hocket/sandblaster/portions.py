@@ -47,9 +47,6 @@ class Counts:
     wasted: int = 0
     lost: int = 0
 
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(**{name: value - getattr(other, name) for name, value in vars(self).items()})
-
 
 @dataclass
 class _Bundle:
@@ -97,10 +94,6 @@ class Dispenser:
         losses = list(self._losses.values())
         return math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)
 
-    def wants(self, portion: int) -> bool:
-        """Whether nobody's answer for it has been kept yet."""
-        return portion not in self._losses
-
     def next(self, worker: int) -> int | None:
         """A portion for a free worker, None if there is nothing for it to do now."""
         if worker in self._gone:
@@ -108,7 +101,7 @@ class Dispenser:
         if self._waiting:
             portion = self._waiting.popleft()
         else:
-            copies = (p for p, at in self._out.items() if self.wants(p) and len(at) < COPIES and worker not in at)
+            copies = (p for p, at in self._out.items() if p not in self._losses and len(at) < COPIES and worker not in at)
             found = next(copies, None) if self.backups else None
             if found is None:
                 return None
@@ -123,7 +116,7 @@ class Dispenser:
         if worker not in self._out.get(portion, ()):
             return None
         self._leave(portion, worker)
-        keep = self.wants(portion)
+        keep = portion not in self._losses
         if keep:
             self._losses[portion] = loss
             self._held.setdefault(worker, []).append(portion)
@@ -171,7 +164,7 @@ class Dispenser:
         running = [p for p, at in self._out.items() if worker in at]
         for portion in running:
             self._leave(portion, worker)
-        self._waiting.extendleft(sorted((p for p in {*back, *running} if p not in self._out and self.wants(p)), reverse=True))
+        self._waiting.extendleft(sorted((p for p in {*back, *running} if p not in self._out and p not in self._losses), reverse=True))
         return [("discard", worker, number) for number in numbers]
 
     def _leave(self, portion: int, worker: int) -> None:

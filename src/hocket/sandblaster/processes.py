@@ -31,6 +31,7 @@ from hocket.messages.link import Caller, Listener
 from hocket.programs.base import Compute, Effects, Finished, Restore, Snapshot
 from hocket.sandblaster.coordinator import SandblasterCoordinator
 from hocket.sandblaster.dispatch import CoordinatorConfig
+from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
 from hocket.train.throttle import Throttle
@@ -42,6 +43,7 @@ LINK_FILE, STATE_FILE, FAILURE_FILE = "coordinator.json", "state.json", "failure
 QUEUE = 100_000
 """Messages that the coordinator's link holds for one peer; they are small."""
 ANY_PORT = "tcp://127.0.0.1:0"
+Computing = Callable[[Tensor, int], tuple[float, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class Plan:
         file = self.folder / LINK_FILE
         return json.loads(file.read_text())["address"] if file.exists() else ANY_PORT
 
+    def written(self) -> dict[str, Any]:
+        """The coordinator's state and metrics after the last iteration, and the run's facts; nothing before the first."""
+        file = self.folder / STATE_FILE
+        return json.loads(file.read_text()) if file.exists() else {}
+
     def slices(self, shard: int, iteration: int | str) -> Path:
         """The file of a shard's vectors after an iteration."""
         return self.folder / f"shard-{shard}-{iteration}.pt"
@@ -86,7 +93,7 @@ class ProcessDriver(SocketDriver):
         self._portions: deque[Compute] = deque()
         self._over = False
 
-    def run(self, compute: Callable[[Tensor, int], tuple[float, Tensor]] | None = None) -> None:
+    def run(self, compute: Computing | None = None) -> None:
         """Start the program and serve it until it has finished; ``compute(point, portion)`` is what a worker does."""
         self.carry_out(self.program.start(self.clock()))
         while not self._over:
@@ -112,13 +119,10 @@ class ProcessDriver(SocketDriver):
 def be_coordinator(plan: Plan, incarnation: int) -> None:
     """Hold the conversation, and write down after each iteration where it stands."""
     end_with_parent()
-    file = plan.folder / STATE_FILE
-    found = json.loads(file.read_text()) if file.exists() else None
-    saved = None if found is None else {name: found[name] for name in ("state", "metrics")}
-    program = SandblasterCoordinator(replace(plan.config, incarnation=incarnation), saved)
+    program = SandblasterCoordinator(replace(plan.config, incarnation=incarnation), plan.written() or None)
 
     def save(name: str, state: dict[str, Any]) -> None:
-        write_json(file, {"facts": plan.facts(), **state})
+        write_json(plan.folder / STATE_FILE, {"facts": plan.facts(), **state})
 
     try:
         listener = Listener(plan.address(), plan.job, high_water=QUEUE)
@@ -157,11 +161,20 @@ def be_worker(plan: Plan, number: int, job: bytes, slowdown: float) -> None:
     end_with_parent()
     torch.set_num_threads(1)
     sandblaster: Sandblaster = pickle.loads(job)  # from the process that started this one
-    objective, throttle = sandblaster.objective(), Throttle(slowdown)
     program = SandblasterWorker(plan.values, plan.config.shards)
 
     def connect(peer: int, address: str) -> Caller:
         return Caller(address, plan.job, most_bytes=most_bytes(plan.values), high_water=64)
+
+    coordinator = Caller(plan.address(), plan.job, identity=f"worker {number} {secrets.token_hex(4)}".encode())
+    threading.Thread(target=_beat, args=(program, plan), daemon=True).start()
+    with closing(ProcessDriver(program, callers={COORDINATOR: coordinator}, connect=connect)) as driver:
+        driver.run(throttled(sandblaster.objective(), slowdown))
+
+
+def throttled(objective: Objective, slowdown: float) -> Computing:
+    """Computes portions, each in ``slowdown`` times the time it needs."""
+    throttle = Throttle(slowdown)
 
     def compute(point: Tensor, portion: int) -> tuple[float, Tensor]:
         throttle.begin()
@@ -169,10 +182,7 @@ def be_worker(plan: Plan, number: int, job: bytes, slowdown: float) -> None:
         throttle.end()
         return result
 
-    coordinator = Caller(plan.address(), plan.job, identity=f"worker {number} {secrets.token_hex(4)}".encode())
-    threading.Thread(target=_beat, args=(program, plan), daemon=True).start()
-    with closing(ProcessDriver(program, callers={COORDINATOR: coordinator}, connect=connect)) as driver:
-        driver.run(compute)
+    return compute
 
 
 def _beat(worker: SandblasterWorker, plan: Plan) -> None:

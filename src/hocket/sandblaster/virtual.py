@@ -66,21 +66,14 @@ class VirtualWorld:
         for w, death in deaths.items():
             self.simulation.put(death, Call(_DIES, ("worker", w)))
             self.simulation.put(death + notice_s, Call(_FOUND_DEAD, ("worker", w)))
-        self._start_all()
-
-    def _start_all(self) -> None:
-        centre = {COORDINATOR: _CENTRE}
-        routes = {**centre, **{i: ("shard", i) for i in range(len(self.shards))}}
-        programs: list[tuple[tuple[str, int], Any, Mapping[int, Key]]] = [(_CENTRE, self.coordinator, {})]
-        programs += [(("shard", i), shard, centre) for i, shard in enumerate(self.shards)]
-        programs += [(("worker", w), self._worker(), routes) for w in range(self.workers)]
-        for key, program, reached in programs:
-            self.simulation.add(key, program, _identity(key), reached)
-        for key, program, _ in programs:
+        routes: dict[int, Key] = {COORDINATOR: _CENTRE, **{i: ("shard", i) for i in range(config.shards)}}
+        programs: dict[Any, Any] = {_CENTRE: self.coordinator}
+        programs |= {("shard", i): shard for i, shard in enumerate(self.shards)}
+        programs |= {("worker", w): SandblasterWorker(len(point), config.shards) for w in range(workers)}
+        for key, program in programs.items():
+            self.simulation.add(key, program, _identity(key), routes)
+        for key, program in programs.items():
             self.simulation.carry_out(key, program.start(0.0))
-
-    def _worker(self) -> SandblasterWorker:
-        return SandblasterWorker(len(self.objective.point), len(self.shards))
 
     @property
     def x(self) -> Tensor:
