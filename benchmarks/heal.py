@@ -32,7 +32,7 @@ from hocket.drivers.shard_process import start_serving
 from hocket.messages import Envelope, Keys, Kind, Listener
 from hocket.programs.base import Address
 from hocket.programs.server.shard_server import ShardServer
-from hocket.train.free_worker import Post, work
+from hocket.train.free_worker import work
 
 JOB = bytes(range(16, 32))
 PORT = 41500

@@ -23,10 +23,9 @@ from hocket.drivers.observer import Observer
 from hocket.models import build
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import link_bytes
-from hocket.train.free_worker import Post, read_post, work
+from hocket.train.free_worker import work
 from hocket.train.job import layout_for
 from hocket.train.loop import accuracy_of
-from hocket.train.replicas import swapped_weights
 from hocket.train.run import Settings
 from hocket.train.simulate import seeded
 from process.cases import batch, flat, net, sgd

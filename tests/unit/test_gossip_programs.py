@@ -545,7 +545,7 @@ def test_every_mini_batch_is_dispatched_once_whatever_is_lost(seed: int) -> None
     assert sorted(done) == list(range(total))
     assert coordinator.dispatcher.counted == total
     assert sorted(coordinator.means) == list(range(workers))
-    assert client.addresses == [f"tcp://127.0.0.1:{w + 1}" for w in range(workers)]
+    assert client.worker_addresses == [f"tcp://127.0.0.1:{w + 1}" for w in range(workers)]
     assert set(coordinator.figures) == {"0", "1", "2"}
     assert not coordinator.refused
 
@@ -563,10 +563,10 @@ def test_the_coordinator_gives_a_dead_workers_mini_batches_to_others() -> None:
     assert ask(1, Kind.FETCH, 2)[0].message.note["batch_ids"] == [0]
     assert ask(1, Kind.FETCH, 2)[0].message.note["batch_ids"] == [0], "the same request gets the same answer"
     coordinator.worker_lost(1, 2.0)
-    assert coordinator.addresses == ["a", None]
+    assert coordinator.worker_addresses == ["a", None]
     assert ask(0, Kind.FETCH, 2)[0].message.note["batch_ids"] == [0]
     ask(1, Kind.HELLO, 1, 1, address="c")
-    assert coordinator.addresses == ["a", "c"]
+    assert coordinator.worker_addresses == ["a", "c"]
     assert ask(1, Kind.FETCH, 9)[0].message.note["reason"] == "outdated"
     assert ask(1, Kind.FETCH, 2, 1)[0].message.note["batch_ids"] == [1]
     assert coordinator.lost == 1

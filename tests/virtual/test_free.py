@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hocket.train.free import FreeTraining
+from hocket.train.free.crowd import Crowd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -24,8 +26,6 @@ from hocket.server.exchanges import Halves
 from hocket.server.holding import Holding
 from hocket.strategy import Strategy
 from hocket.train.engines import LoopEngine
-from hocket.train.free import FreeTraining
-from hocket.train.free.crowd import Crowd
 from hocket.train.loop import TrainingPlan
 from virtual.methods import COMPRESSION, FREE
 from virtual.world import Tiny, seeded, sgd

@@ -18,11 +18,11 @@ import torch
 from hocket.cli.crew import Crew, Told
 from hocket.errors import HocketError
 from hocket.messages import Listener
+from hocket.programs.server.wire import OBSERVER, SNAPSHOT_S
 from hocket.server.account import ages_since, entry_of
 from hocket.server.clerk import Clerk
 from hocket.server.holding import Holding, Mean, mean_of
 from hocket.server.peers import Peers, gather
-from hocket.server.wire import OBSERVER, SNAPSHOT_S
 from hocket.train.loop import Progress
 from hocket.train.watch import check_weights
 

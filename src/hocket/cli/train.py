@@ -180,7 +180,11 @@ def command(
 
 def _refuse_care(what: str, keys: Path | None, snapshot: float, liveness_timeout: float, replace: bool) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
-    given = {"--keys": keys is not None, "--snapshot": snapshot != SNAPSHOT_S, "--liveness-timeout": liveness_timeout != LIVENESS_TIMEOUT_S}
+    given = {
+        "--keys": keys is not None,
+        "--snapshot": snapshot != SNAPSHOT_S,
+        "--liveness-timeout": liveness_timeout != LIVENESS_TIMEOUT_S,
+    }
     if named := [option for option, is_given in {**given, "--replace": replace}.items() if is_given]:
         raise HocketError(f"{', '.join(named)}: {what} has no use for it; leave it out (real processes that do not wait have).")
 

@@ -150,7 +150,7 @@ class ServerRun:
         elif call.name == "beats":
             self._beat()
         elif call.name == "restart":
-            self._restart(call.node)  # type: ignore[arg-type]
+            self._restart(call.node)
         elif call.node in self.simulation.nodes:
             name, incarnation = call.name.split()
             assert isinstance(call.node, tuple)
@@ -231,7 +231,7 @@ class ServerRun:
     @property
     def _restarted(self) -> bool:
         """Whether a shard has lost pushes: until they are made up for, the others seem to be ahead."""
-        return any(f.kind == "crash" and f.node[0] == "shard" for f in self.schedule.faults)  # type: ignore[index]
+        return any(f.kind == "crash" and f.node[0] == "shard" for f in self.schedule.faults)
 
     def run(self) -> Outcome:
         """Until all workers that live have finished; the outcome."""

@@ -66,7 +66,7 @@ class Coordinator(Program):
         self._notified = 0.0
 
     @property
-    def addresses(self) -> list[str | None] | None:
+    def worker_addresses(self) -> list[str | None] | None:
         """All workers' addresses, once all that live have told theirs."""
         if len(self._members.keys() | self.gone) < self.workers:
             return None
@@ -145,7 +145,7 @@ class Coordinator(Program):
         self._welcome()
 
     def _welcome(self) -> None:
-        addresses = self.addresses
+        addresses = self.worker_addresses
         for member in self._members.values():
             if addresses is not None and member.waiting is not None:
                 peer, number = member.waiting
@@ -201,7 +201,7 @@ class CoordinatorClient(Program):
         self.worker, self.incarnation = worker, incarnation
         self.account = Account() if account is None else account
         """The worker's, which goes along with every request."""
-        self.addresses: list[str | None] = []
+        self.worker_addresses: list[str | None] = []
         """All workers' addresses, after :meth:`join`; None where a worker has died already."""
         self.over = False
         """Set by whoever trains: it takes no more mini-batches, because the others have ended."""
@@ -243,7 +243,7 @@ class CoordinatorClient(Program):
     def _join(self, address: str) -> Task:
         self._ask(Kind.HELLO, {"address": address, "incarnation": self.incarnation})
         welcome = yield from self._wait()
-        self.addresses = list(welcome.note["addresses"])
+        self.worker_addresses = list(welcome.note["addresses"])
 
     def _ensure_batch(self) -> Task:
         """Before it ends it asks once more: a worker that has died may have left some."""

@@ -89,6 +89,7 @@ class ProcessDriver(SocketDriver):
         **links: Any,
     ) -> None:
         super().__init__(program, **links)
+        self.program: Any = program  # a coordinator, a shard or a worker
         self._save, self._load = save, load
         self._portions: deque[Compute] = deque()
         self._over = False

@@ -16,7 +16,7 @@ from torch import Tensor
 from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Address, Compute, Connect, Effects, Finished, Program, Restore, Snapshot
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR, RESEND_S, message_bytes
-from hocket.sandblaster.vectors import Order, Shard, Terms, cuts
+from hocket.sandblaster.vectors import Order, Terms, VectorShard, cuts
 
 _BEAT = "beat"
 
@@ -47,7 +47,7 @@ class SandblasterShard(_Subordinate):
     def __init__(self, number: int, x: Tensor, exact: bool = False, address: str = "", incarnation: int = 0) -> None:
         super().__init__()
         self.number, self.address, self.incarnation = number, address, incarnation
-        self.shard = Shard(x, exact)
+        self.shard = VectorShard(x, exact)
         self._begin_session(-1)
 
     def _begin_session(self, session: int) -> None:

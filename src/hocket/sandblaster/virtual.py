@@ -113,6 +113,7 @@ class VirtualWorld:
             self.simulation.carry_out(_CENTRE, self.coordinator.peer_lost(_identity(node), now))
         elif node in self.simulation.nodes:
             worker, task = self.simulation.nodes[node].program, self._computing.pop(node)
+            assert isinstance(worker, SandblasterWorker)
             if worker.evaluation != self._point[0]:  # the same point for all workers, moved to once
                 self._point = worker.evaluation, task.point
             loss, gradient = self.objective.portion(self._point[1], task.portion)

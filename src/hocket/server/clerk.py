@@ -86,7 +86,7 @@ class Clerk:
         """``gone=worker``: it has died, or is silent for good. What it held goes to others."""
         worker = order["gone"]
         self.gone.add(worker)
-        self.lost += self.dispatcher.gone(worker)
+        self.lost += self.dispatcher.give_back(worker)
         self._welcome()
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
@@ -116,7 +116,7 @@ class Clerk:
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
         self._heed(message)
-        batch_ids = [] if message.sender in self.gone else self.dispatcher.deal(message.sender, 1)  # it had asked before it died
+        batch_ids = [] if message.sender in self.gone else self.dispatcher.take(message.sender, 1)  # it had asked before it died
         note = {"batch_ids": batch_ids, "over": self.dispatcher.empty}
         self.listener.send(peer, Envelope(Kind.REPLY, number=message.number, note=note))
 

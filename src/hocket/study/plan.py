@@ -142,7 +142,11 @@ def _with_clock(outline: Outline, data_set: Callable[[str], DataSet]) -> Setting
         return common
     sizes = [replace(common, workers=workers) for workers in outline.workers]
     entries = [entry for size in sizes for entry in outline.entries(size.workers, steps_of(size, data_set(size.data)))]
-    return replace(common, cluster=DEFAULT_CLUSTER) if any(Strategy.parse(e.strategy).runtime != "collective" for e in entries) else common
+    return (
+        replace(common, cluster=DEFAULT_CLUSTER)
+        if any(Strategy.parse(e.strategy).runtime != "collective" for e in entries)
+        else common
+    )
 
 
 def steps_of(settings: Settings, data: DataSet) -> int:

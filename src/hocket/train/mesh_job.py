@@ -28,7 +28,6 @@ from hocket.compression import NoCompression
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
 from hocket.split import Mesh, MeshCoordinate, Part, init_mesh
-from hocket.split.materialize import materialize
 from hocket.split.dropout import Draws, prepare_dropout
 from hocket.split.full_state import WholeOptimizer, gather_full_state, take_parts
 from hocket.split.materialize import materialize

@@ -24,12 +24,12 @@ from hocket.cluster.layout import Layout
 from hocket.cluster.virtual import VirtualCluster
 from hocket.errors import HocketError
 from hocket.messages import Keys, Kind, Listener
+from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, link_bytes
 from hocket.server.account import ages_of, entry_of
 from hocket.server.doorkeeper import Doorkeeper
 from hocket.server.exchanges import Calls, Exchanges, Halves
 from hocket.server.holding import Holding, Mean, Rows
 from hocket.server.peers import Peers, agree, join, look_around
-from hocket.server.wire import LIVENESS_TIMEOUT_S, link_bytes
 from hocket.strategy import Strategy
 from hocket.topology import Gossip
 from hocket.train.job import adopt, check_equal, check_job, check_optimizer, layout_for, refuse_newcomers

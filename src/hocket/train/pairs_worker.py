@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hocket.programs.server.wire import link_bytes
 from hocket.server.clerk import ClerkLink
-from hocket.server.wire import link_bytes
 from hocket.strategy import Strategy
 from hocket.train.job import layout_for
 from hocket.train.pairs_job import PairsJob, PeerConfig

@@ -26,9 +26,9 @@ from hocket.split.pipeline.probe import MEASURES
 from hocket.split.pipeline.schedules import SCHEDULES, make
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
+from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.balance import check_balance
 from hocket.train.engines import Engine, VmapEngine, choose
-from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.free_job import serves_itself
 from hocket.train.job import mention_period
 from hocket.train.loop import Progress, Training, TrainingPlan
@@ -291,7 +291,9 @@ def _factors(text: str) -> tuple[float, ...]:
     return factors
 
 
-def make_training(settings: Settings, cluster: Cluster, data: DataSet, engines: Engines | None = None) -> Training | AsyncSimulation:
+def make_training(
+    settings: Settings, cluster: Cluster, data: DataSet, engines: Engines | None = None
+) -> Training | AsyncSimulation:
     """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy = settings.check()
     Partition(

@@ -20,9 +20,9 @@ from hocket.data.base import DataSet, identity
 from hocket.data.tensors import as_tensors
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
+from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.balance import check_balance
 from hocket.train.engines import Engine, choose
-from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.job import mention_period
 from hocket.train.loop import Progress, Training, TrainingPlan
 from hocket.train.replicas import Factory, Loss, StackedReplicas
@@ -96,7 +96,9 @@ def simulate(
     train = as_tensors(train_set)
     test = train if test_set is None else as_tensors(test_set)
     data = DataSet("simulated", train, test, 0, identity)
-    spec = ClusterSpec.parse(cluster) if cluster is not None else PRESETS[DEFAULT_CLUSTER] if parsed.runtime != "collective" else None
+    spec = (
+        ClusterSpec.parse(cluster) if cluster is not None else PRESETS[DEFAULT_CLUSTER] if parsed.runtime != "collective" else None
+    )
     training = train_rows(
         model,
         loss,
@@ -141,7 +143,9 @@ def train_rows(
         options |= {"seed": plan.seed, "autocast": autocast}
         replicas = StackedReplicas(built, loss, optimizer, strategy, cluster, engine=engine_for, **options)
         return Training(replicas, cluster, data, loss, plan)
-    return AsyncSimulation(AsyncReplicas(built, optimizer, strategy, cluster, engine=engine_for, **options), cluster, data, loss, plan)
+    return AsyncSimulation(
+        AsyncReplicas(built, optimizer, strategy, cluster, engine=engine_for, **options), cluster, data, loss, plan
+    )
 
 
 def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -77,7 +77,9 @@ class AsyncReplicas:
         """A worker begins a step on these samples, at the weights that it has."""
         self._pending[worker] = minibatch
 
-    def compute(self, worker: int, data: DataSet, tensors: tuple[Tensor, ...], sequence: BatchSequence, seed: int, augment: bool) -> None:
+    def compute(
+        self, worker: int, data: DataSet, tensors: tuple[Tensor, ...], sequence: BatchSequence, seed: int, augment: bool
+    ) -> None:
         """Make sure that a worker's gradient is computed, along with those of all who are pending."""
         if worker not in self._pending:
             return

@@ -27,10 +27,10 @@ from hocket.programs.base import Effects, from_plain, to_plain
 from hocket.train.asynchronous.protocol import AsyncProtocol, Setup
 from hocket.train.asynchronous.replicas import AsyncReplicas
 from hocket.train.flops import step_flops
-from hocket.train.loop import Progress, TrainingPlan, accuracy_of
-from hocket.train.replicas import Loss
 from hocket.train.ledger_view import LedgerView
+from hocket.train.loop import Progress, TrainingPlan, accuracy_of
 from hocket.train.lr_schedule import factor
+from hocket.train.replicas import Loss
 from hocket.train.watch import check_weights
 
 DEFAULT_CLUSTER = "1gbit"
@@ -320,7 +320,7 @@ def _plain_event(event: Delivery | Alarm | Call) -> list[Any]:
         return ["call", event.name, event.node]
     assert isinstance(event, Delivery), "on a network that loses nothing no timer runs"
     sender = event.sender.hex() if isinstance(event.sender, bytes) else event.sender
-    ends = [list(event.source), event.source_identity.hex(), list(event.target), event.target_identity.hex()]  # type: ignore[call-overload]
+    ends = [list(event.source), event.source_identity.hex(), list(event.target), event.target_identity.hex()]
     return ["delivery", *ends, sender, to_plain(event.message)]
 
 
