@@ -530,7 +530,7 @@ def test_what_a_code_holds_back_is_pushed_later(shards: int) -> None:
     total = torch.zeros_like(training.replicas.grads[0][0])
     sent = torch.zeros_like(total)
     generator = torch.Generator().manual_seed(0)
-    from hocket.server.outbox import read
+    from hocket.programs.server.push_encoder import read
 
     for step in range(1, 6):
         gradient = torch.randn(total.shape, generator=generator)
