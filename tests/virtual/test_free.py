@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hocket.train.free import FreeTraining
-from hocket.train.free.crowd import Crowd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from torch.nn import functional as F
 import hocket
 from hocket.cluster import VirtualCluster
 from hocket.cluster.message import framed
-from hocket.cluster.spec import ClusterSpec
+from hocket.cluster.spec import Spec
 from hocket.data.base import DataSet, identity
 from hocket.errors import HocketError
 from hocket.messages import Envelope, Kind
@@ -26,13 +24,15 @@ from hocket.server.exchanges import Halves
 from hocket.server.holding import Holding
 from hocket.strategy import Strategy
 from hocket.train.engines import LoopEngine
-from hocket.train.loop import TrainingPlan
+from hocket.train.free import FreeTraining
+from hocket.train.free.crowd import Crowd
+from hocket.train.loop import Plan
 from virtual.methods import COMPRESSION, FREE
 from virtual.world import Tiny, seeded, sgd
 
-UNEVEN = ClusterSpec(step_s=0.01, slowdown=(1, 1, 1, 4), jitter=0.1, bandwidth=1e7, latency_s=1e-4)
-EVEN = ClusterSpec(step_s=1.0)
-SLOW = ClusterSpec(step_s=0.01, bandwidth=1e4, latency_s=1e-4)
+UNEVEN = Spec(step_s=0.01, slowdown=(1, 1, 1, 4), jitter=0.1, bandwidth=1e7, latency_s=1e-4)
+EVEN = Spec(step_s=1.0)
+SLOW = Spec(step_s=0.01, bandwidth=1e4, latency_s=1e-4)
 """A message takes longer than many steps."""
 
 
@@ -42,10 +42,8 @@ def _data(samples: int = 96) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 4, generator=generator) + 2 * F.one_hot(y, 4), y
 
 
-def _simulate(
-    strategy: str, workers: int = 4, spec: ClusterSpec = UNEVEN, epochs: int = 2, **options: Any
-) -> hocket.train.simulate.Run:
-    given_ = {"optimizer": sgd(0.1, momentum=0.9), "batch_size": 4, **options}
+def _simulate(strategy: str, workers: int = 4, spec: Spec = UNEVEN, epochs: int = 2, **options: Any) -> hocket.train.simulate.Run:
+    given_ = {"optimizer": sgd(0.1, momentum=0.9), "batch": 4, **options}
     return hocket.simulate(
         given_.pop("model", Tiny),
         F.cross_entropy,
@@ -63,7 +61,7 @@ def _weights(run: Any) -> Tensor:
 
 
 def _training(
-    strategy: str, workers: int = 4, spec: ClusterSpec = UNEVEN, epochs: int = 2, make: Callable = Tiny, **plan: Any
+    strategy: str, workers: int = 4, spec: Spec = UNEVEN, epochs: int = 2, make: Callable = Tiny, **plan: Any
 ) -> FreeTraining:
     cluster = VirtualCluster(workers, spec=spec)
     model = seeded(make)
@@ -73,9 +71,7 @@ def _training(
 
     x, y = _data()
     crowd = Crowd(model, sgd(0.1, momentum=0.9), Strategy.parse(strategy), cluster, engine=engine)
-    return FreeTraining(
-        crowd, cluster, DataSet("tiny", (x, y), (x, y), 3, identity), F.cross_entropy, TrainingPlan(epochs, 4, **plan)
-    )
+    return FreeTraining(crowd, cluster, DataSet("tiny", (x, y), (x, y), 3, identity), F.cross_entropy, Plan(epochs, 4, **plan))
 
 
 # --- equalities ------------------------------------------------------------------------------------------------------------
@@ -101,7 +97,7 @@ def test_one_worker_equals_plain_training(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["bulk + server", "bulk + server(3)", "ssp(0) + server(2)"])
 def test_pushes_that_wait_for_each_other_equal_bulk(strategy: str) -> None:
     """Bit for bit, uneven last rounds and all: the shards sum in worker order and run the workers' own optimiser."""
-    bulk, served = _simulate("bulk", batch_size=7), _simulate(strategy, batch_size=7)
+    bulk, served = _simulate("bulk", batch=7), _simulate(strategy, batch=7)
     assert torch.equal(_weights(bulk), _weights(served))
     assert [m["accuracy"] for m in bulk.metrics] == [m["accuracy"] for m in served.metrics]
     for a, b in zip(bulk.metrics, served.metrics, strict=True):
@@ -110,7 +106,7 @@ def test_pushes_that_wait_for_each_other_equal_bulk(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["async", "downpour(2, 3)", "ssp(2)"])
 def test_the_number_of_shards_changes_nothing_but_time(strategy: str) -> None:
-    free = ClusterSpec(step_s=0.01, slowdown=(1, 1, 1, 4), jitter=0.1)
+    free = Spec(step_s=0.01, slowdown=(1, 1, 1, 4), jitter=0.1)
     one, three = _simulate(f"{strategy} + server", spec=free), _simulate(f"{strategy} + server(3)", spec=free)
     assert torch.equal(_weights(one), _weights(three))
 
@@ -124,7 +120,7 @@ def test_the_same_seed_gives_the_same_run(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "spec"), [*((text, UNEVEN) for text in FREE), ("async + gossip(pushsum)", SLOW)])
-def test_resume_equals_never_having_stopped(strategy: str, spec: ClusterSpec) -> None:
+def test_resume_equals_never_having_stopped(strategy: str, spec: Spec) -> None:
     whole = _training(strategy, spec=spec, epochs=3)
     list(whole.run())
     first = _training(strategy, spec=spec, epochs=3)
@@ -148,7 +144,7 @@ def test_a_training_that_is_over_can_be_made_longer(strategy: str) -> None:
     longer.load_state_dict(short.state_dict())
     list(longer.run())
     assert [m["epoch"] for m in longer.metrics] == [1, 2, 3]
-    assert longer.scheme.counted() == 3 * longer.sequence.per_epoch
+    assert longer.scheme.counted() == 3 * longer.dealing.per_epoch
     assert min(longer._begun) > max(1, min(short._begun)), "everybody goes on"
 
 
@@ -157,8 +153,8 @@ def test_how_many_gradients_are_computed_at_a_time_decides_nothing(strategy: str
     lazy, eager = _training(strategy), _training(strategy)
     begin = eager.replicas.begin
 
-    def at_once(worker: int, minibatch: Any) -> None:
-        begin(worker, minibatch)
+    def at_once(worker: int, hand: Any) -> None:
+        begin(worker, hand)
         eager.settle(worker)
 
     eager.replicas.begin = at_once  # type: ignore[method-assign]
@@ -187,8 +183,8 @@ def test_seconds_add_up(strategy: str) -> None:
         assert m["bytes_sent"] > 0
 
 
-def _seconds(strategy: str, spec: ClusterSpec, **options: Any) -> float:
-    return sum(m["seconds"] for m in _simulate(strategy, spec=spec, epochs=8, batch_size=2, **options).metrics)
+def _seconds(strategy: str, spec: Spec, **options: Any) -> float:
+    return sum(m["seconds"] for m in _simulate(strategy, spec=spec, epochs=8, batch=2, **options).metrics)
 
 
 def test_a_slow_worker_holds_up_those_who_wait_for_it_and_nobody_else() -> None:
@@ -197,7 +193,7 @@ def test_a_slow_worker_holds_up_those_who_wait_for_it_and_nobody_else() -> None:
     (A little more than four times: otherwise it depends on who is first by a hair whether the slow one begins another step before
     a meeting.)
     """
-    spec = ClusterSpec(step_s=1.0, slowdown=(1, 1, 1, 4.01))
+    spec = Spec(step_s=1.0, slowdown=(1, 1, 1, 4.01))
     bulk = _seconds("bulk + server", spec)
     assert bulk == pytest.approx(4.01 * 12 * 8)
     assert bulk / _seconds("async", spec) == pytest.approx(3.25, abs=0.1)
@@ -207,7 +203,7 @@ def test_a_slow_worker_holds_up_those_who_wait_for_it_and_nobody_else() -> None:
 
 
 def test_ssp_hides_transient_stragglers() -> None:
-    spec = ClusterSpec(step_s=1.0, stragglers=0.1, straggle=5)
+    spec = Spec(step_s=1.0, stragglers=0.1, straggle=5)
     assert _seconds("bulk + server", spec) / _seconds("ssp(4)", spec) > 1.3
 
 
@@ -243,11 +239,11 @@ GOSSIP = ("async + gossip", "async + gossip(ring)", "async + gossip(random)", "a
 def test_without_servers_the_age_of_a_gradient_is_what_came_from_others_meanwhile(strategy: str) -> None:
     """Every gradient has one, and one who is alone hears of nobody."""
     alone, many = (_training(strategy, workers) for workers in (1, 4))
-    assert [m["staleness"] for m in alone.run()] == [{"0": alone.sequence.per_epoch}] * 2
+    assert [m["staleness"] for m in alone.run()] == [{"0": alone.dealing.per_epoch}] * 2
     found = list(many.run())
-    assert sum(count for m in found for count in m["staleness"].values()) == len(many.sequence)
+    assert sum(count for m in found for count in m["staleness"].values()) == len(many.dealing)
     heard = sum(int(age) * count for m in found for age, count in m["staleness"].items())
-    assert 0 < heard <= len(many.sequence) * (2 if strategy in GOSSIP[:3] else 1), "one call or one half for each gradient"
+    assert 0 < heard <= len(many.dealing) * (2 if strategy in GOSSIP[:3] else 1), "one call or one half for each gradient"
 
 
 @pytest.mark.parametrize(("strategy", "first"), [("async + gossip", "1"), ("async + gossip(pushsum)", "0")])
@@ -259,14 +255,14 @@ def test_equal_workers_hear_of_one_other_between_two_gradients(strategy: str, fi
 
 
 def test_a_shared_server_is_the_bottleneck_and_shards_widen_it() -> None:
-    spec = ClusterSpec(step_s=1e-3, bandwidth=1e6)
+    spec = Spec(step_s=1e-3, bandwidth=1e6)
     one, two, four = (_seconds(f"async + server({n})", spec, model=lambda: nn.Linear(4, 4000)) for n in (1, 2, 4))
     assert one / two == pytest.approx(2, abs=0.1)
     assert two / four > 1.4  # here the workers' own links begin to be the limit
 
 
 def test_overlap_hides_the_transfer() -> None:
-    spec = ClusterSpec(step_s=0.1, bandwidth=1e5, latency_s=1e-3)
+    spec = Spec(step_s=0.1, bandwidth=1e5, latency_s=1e-3)
     waiting, overlapping = _simulate("async", spec=spec).ledger, _simulate("async(overlap=True)", spec=spec).ledger
     assert overlapping.seconds < waiting.seconds
     assert overlapping.transfer_hidden_s > 0
@@ -275,7 +271,7 @@ def test_overlap_hides_the_transfer() -> None:
 
 def test_every_epoch_has_its_loss_where_links_are_slow() -> None:
     """All of the last epoch was computed before the one before it had arrived; together they are the losses of all mini-batches."""
-    slow = ClusterSpec(step_s=1e-3, bandwidth=1e4)
+    slow = Spec(step_s=1e-3, bandwidth=1e4)
     training = _training("downpour(1, 1)", workers=24, spec=slow, epochs=3)
     found: list[float] = []
     computed = training.scheme.computed
@@ -314,7 +310,7 @@ def test_a_warm_start_is_made_by_one_worker_alone() -> None:
 
 
 def test_a_meeting_takes_the_mean_weighted_by_steps() -> None:
-    training = _training("stale(4)", workers=2, spec=ClusterSpec(step_s=1.0, slowdown=(1, 3)))
+    training = _training("stale(4)", workers=2, spec=Spec(step_s=1.0, slowdown=(1, 3)))
     scheme, crowd = training.scheme, training.replicas
     seen: list[tuple[list[int], list[Tensor]]] = []
     seconds = scheme._seconds  # type: ignore[attr-defined]
@@ -344,7 +340,7 @@ def test_a_meeting_takes_the_mean_weighted_by_steps() -> None:
 @given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7), st.integers(0, 3))
 def test_partners_always_find_each_other(workers: int, slowdown: list[float], bandwidth: float, seed: int) -> None:
     """Whatever the speeds: the training ends (nobody waits for ever), and averaging alone keeps the mean of the weights."""
-    spec = ClusterSpec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    spec = Spec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
     training = _training("async + gossip", workers, spec, epochs=1, seed=seed)
     crowd = training.replicas
     generator = torch.Generator().manual_seed(seed)
@@ -372,7 +368,7 @@ def test_partners_always_find_each_other(workers: int, slowdown: list[float], ba
 @pytest.mark.parametrize("bandwidth", [1e4, 1e9])
 def test_every_call_that_was_answered_is_an_exchange(bandwidth: float) -> None:
     """Whether the caller stood still for it or not, as on real processes."""
-    spec = ClusterSpec(step_s=0.01, slowdown=(1.0, 2.0), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    spec = Spec(step_s=0.01, slowdown=(1.0, 2.0), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
     training = _training("async + gossip", 4, spec, epochs=2)
     counted = sum(metrics["exchanges"] for metrics in training.run())
     callers = training.scheme.workers  # type: ignore[attr-defined]
@@ -384,7 +380,7 @@ def test_every_call_that_was_answered_is_an_exchange(bandwidth: float) -> None:
 @given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7))
 def test_push_sum_loses_nothing(workers: int, slowdown: list[float], bandwidth: float) -> None:
     """Whatever the speeds: masses add up to N, values to what they were, with what is on its way; all tend to the same."""
-    spec = ClusterSpec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    spec = Spec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
     training = _training("async + gossip(pushsum)", workers, spec, epochs=1)
     scheme: Any = training.scheme
     noise = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in scheme.x]
@@ -433,7 +429,7 @@ class _Links:
 @given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7))
 def test_push_sum_is_that_of_real_workers(workers: int, slowdown: list[float], bandwidth: float) -> None:
     """Real ones whose gradients and messages come at the same moments send the same halves, and hold, count and send the same."""
-    spec = ClusterSpec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    spec = Spec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
     training = _training("async + gossip(pushsum)", workers, spec, epochs=1)
     scheme: Any = training.scheme
     generator = torch.Generator().manual_seed(1)
@@ -485,7 +481,7 @@ def test_push_sum_is_that_of_real_workers(workers: int, slowdown: list[float], b
 @given(st.integers(2, 7), st.lists(st.floats(0.2, 5.0), min_size=1, max_size=7), st.floats(1e3, 1e7))
 def test_push_sum_leaves_nobody_with_little_mass(workers: int, slowdown: list[float], bandwidth: float) -> None:
     """However long halves are on their way: who has less than 1/2 gives none, and to one worker there is one half at a time."""
-    spec = ClusterSpec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
+    spec = Spec(step_s=0.01, slowdown=tuple(slowdown), jitter=0.3, bandwidth=bandwidth, latency_s=1e-3)
     training = _training("async + gossip(pushsum)", workers, spec, epochs=1)
     scheme: Any = training.scheme
     least: list[float] = []
@@ -534,7 +530,7 @@ def test_what_a_code_holds_back_is_pushed_later(shards: int) -> None:
     total = torch.zeros_like(training.replicas.grads[0][0])
     sent = torch.zeros_like(total)
     generator = torch.Generator().manual_seed(0)
-    from hocket.server.push_encoder import read
+    from hocket.programs.server.push_encoder import read
 
     for step in range(1, 6):
         gradient = torch.randn(total.shape, generator=generator)
@@ -553,7 +549,7 @@ def test_batch_statistics_belong_to_each_worker() -> None:
     training = _training("async", make=norm)
     list(training.run())
     tracked = training.replicas.buffers["1.num_batches_tracked"].tolist()
-    assert sum(tracked) == len(training.sequence)
+    assert sum(tracked) == len(training.dealing)
     assert tracked[0] > 2 * tracked[3]
 
 
