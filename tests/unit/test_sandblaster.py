@@ -100,9 +100,7 @@ class Recorder:
 @pytest.mark.parametrize("kind", ["convex", "non-convex"])
 @pytest.mark.parametrize("lr", [1.0, 30.0, 0.02])
 @pytest.mark.parametrize("history", [3, 10])
-def test_evaluation_by_evaluation_it_is_torchs_lbfgs(
-    kind: str, lr: float, history: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_by_evaluation_it_is_torchs_lbfgs(kind: str, lr: float, history: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, loss, x, y = task(kind)
     expected, weights = by_torch(model, loss, x, y, 0.0, lr=lr, history_size=history, **TORCH)
     job = Sandblaster(model, loss, (x, y), workers=3, shards=2, portions_per_worker=4, history=history, lr=lr, **TORCH)
