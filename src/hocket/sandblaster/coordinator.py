@@ -105,12 +105,8 @@ class Dispatch(Program):
         else:
             self._from_worker(sender, message)
 
-    def _watch(self) -> None:
-        """From now on see who is silent."""
-        self._accompanied = self.now
-        self._set_timer(_CHECK, self.now + _CHECK_EVERY_S)
-
     def on_timer(self, name: str) -> None:
+        """See who is silent."""
         self._set_timer(_CHECK, self.now + _CHECK_EVERY_S)
         for ticket, worker in list(self._workers.items()):
             if self.now - worker.seen > self.config.liveness_timeout_s:
@@ -262,18 +258,18 @@ class SandblasterCoordinator(Dispatch):
 
     def start(self, now: float) -> Effects:
         """Wait for the shards, then minimise."""
-        self.now = self._begun = now
-        self._watch()
+        self._begun = self._accompanied = now
+        self._set_timer(_CHECK, now + _CHECK_EVERY_S)
         return self._run(self._train(), now)
 
     def _spent(self) -> dict[str, Any]:
-        """So far."""
+        """What this coordinator has spent so far."""
         moved = {"bytes_coordinator": self._bytes, "bytes_shards": sum(self._moved.values())}
         return {"seconds": self.now - self._begun, **moved, **asdict(self._counts)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state and the metrics after the last iteration."""
-        return {"state": asdict(self.state), "metrics": self.metrics}
+        """The state and the metrics after the last iteration that all shards have saved; nothing before the first."""
+        return self._saved or {}
 
     # --- the conversation ----------------------------------------------------------------------------------------------------
 
@@ -327,12 +323,12 @@ class SandblasterCoordinator(Dispatch):
         row = {"iteration": state.iteration, "loss": state.loss, "accuracy": None}
         row["evaluations"] = state.evaluations - sum(row["evaluations"] for row in self.metrics)
         self.metrics.append({**row, **{name: spent[name] - self._before.get(name, 0) for name in spent}})
+        yield from self._ask((("save", state.iteration),))
         self._before = spent
-        yield from self._ask((("save", self.state.iteration),))
         self._save()
 
     def _save(self) -> None:
-        self._saved = copy.deepcopy(self.state_dict())
+        self._saved = copy.deepcopy({"state": asdict(self.state), "metrics": self.metrics})
         self._effects.append(Snapshot())
 
     def _ask(self, orders: tuple[Order, ...]) -> Task:
