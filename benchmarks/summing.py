@@ -44,7 +44,7 @@ def main() -> None:
     if not options.encrypt and (options.worker or options.server):
         open_links()
     if options.server:
-        from hocket.server.summing import main as serve
+        from hocket.drivers.summation import main as serve
 
         serve(options.server)
         return
@@ -102,12 +102,12 @@ def work(terms: dict) -> None:
     import torch.distributed as dist
 
     from hocket.cluster.join import join
-    from hocket.server.summing import Summing
+    from hocket.drivers.summation import Summation
 
     cluster = join(device="cpu")
     worker = cluster.workers.start
     bind, keys = terms["addresses"][worker], None if terms["keys"] is None else Path(terms["keys"])
-    ways = {str(n): Summing(cluster, n, bind, keys, spare=terms["spare"][:n], job=JOB) for n in THEORY}
+    ways = {str(n): Summation(cluster, n, bind, keys, spare=terms["spare"][:n], job=JOB) for n in THEORY}
     values = torch.randn(1, int(terms["megabytes"] * 1e6) // 4)
     expected = cluster.all_gather_metrics(values).mean(0)
     times: dict[str, list[float]] = {"ring": [], **{name: [] for name in ways}}

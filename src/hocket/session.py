@@ -18,6 +18,7 @@ from hocket.cluster.join import join
 from hocket.cluster.layout import Layout
 from hocket.cluster.processes import ProcessCluster
 from hocket.data.distribute import distribute_loader, distributed_length
+from hocket.drivers.gossip_runtime import GossipRuntime
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
 from hocket.messages import Keys
@@ -33,7 +34,7 @@ from hocket.train.free_job import FreeJob, serves_itself
 from hocket.train.free_start import Servers, start_servers
 from hocket.train.job import Job
 from hocket.train.pairs_job import PairsJob
-from hocket.train.pairs_start import peer_config
+from hocket.train.pairs_start import connect_peers
 
 if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
     from hocket.train.mesh_job import MeshJob
@@ -204,8 +205,7 @@ def parallelize(
         full = {name: options[name] for name in ("accumulate", "nonfinite", "check", "seed", "scaler")}
         job = FSDPJob(model, optimizer, parsed, _Session.cluster, **full)
     elif parsed.runtime != "collective" and isinstance(parsed.topology, Gossip) and _Session.world > 1:
-        place = peer_config(_Session.cluster, _Session.keys, _Session.liveness_timeout_s)
-        job = PairsJob(model, optimizer, parsed, place, _Session.cluster, **options)
+        job = PairsJob(model, optimizer, parsed, lambda layout: _connect_peers(parsed, layout), _Session.cluster, **options)
     elif parsed.runtime != "collective" and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
         job = FreeJob(model, optimizer, parsed, lambda layout: _connect(parsed, layout), _Session.cluster, **options)
     else:
@@ -256,6 +256,13 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None)
     keys = None if session.keys is None else Keys.read(session.keys)
     config = WorkerConfig(strategy, layout, session.worker, session.world, session.seed, session.liveness_timeout_s)
     return ServerRuntime(servers.addresses, servers.job, config, keys)
+
+
+def _connect_peers(strategy: Strategy, layout: Layout) -> GossipRuntime:
+    """This worker among those of the cluster."""
+    session = _Session
+    assert session.cluster is not None
+    return connect_peers(strategy, layout, session.cluster, session.keys, session.liveness_timeout_s, session.seed)
 
 
 def distribute(loader: Iterable[Any], epoch: int | None = None) -> DistributedLoader:

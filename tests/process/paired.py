@@ -40,19 +40,20 @@ def _end(job: PairsJob) -> dict[str, Any]:
         "steps": job.step,
         "end": flat(job.model),
         "here": job.mean.here,
-        "mass": job.mean.mass,
+        "weight": job.mean.push_sum_weight,
         "ledger": job.ledger.summary(),
         "refused": job.refused,
     }
 
 
 def _model_and_held(job: PairsJob) -> list[bool]:
-    """Whether the model has what is held, for its mass; nothing where that changed meanwhile, or where the mass is 1."""
-    held = job.holding
-    with held.lock:
-        if held.mass == 1.0 or held.changes != job._changes:
+    """Whether the model is x / ω; nothing where others changed x since the model was shown, or where ω is 1."""
+    program = job.runtime.program
+    with job.runtime.driver.lock:
+        state = program.state
+        if state.push_sum_weight == 1.0 or state.changes != program._changes:
             return []
-        return [all(torch.equal(w.flatten(), x / held.mass) for w, x in zip(job.weights, held.x, strict=True))]
+        return [all(torch.equal(w.flatten(), x / state.push_sum_weight) for w, x in zip(job.weights, state.x, strict=True))]
 
 
 def mixing(rank: int, folder: str, strategies: list[str], steps: int) -> None:
@@ -116,7 +117,7 @@ def between_hosts(keys: str) -> None:
             optimizer.step()
             total.append(float(loss.detach()))
         losses.append(sum(total) / len(total))
-    doors = list(job.peers.addresses)
+    doors = list(job.runtime.addresses)
     found = _end(job)
     digest = hashlib.sha256(found["end"].numpy().tobytes()).hexdigest()
     told = {name: found[name] for name in ("steps", "here", "ledger", "refused")}
@@ -130,7 +131,8 @@ def enduring(rank: int, folder: str, strategy: str) -> None:
     told = Path(folder, "enough")
 
     def enough() -> bool:
-        return told.exists() and not (job.peers.silent and told.read_text() == "all")
+        silent = any(peer.silent for peer in job.runtime.program.peers.values())
+        return told.exists() and not (silent and told.read_text() == "all")
 
     _until(enough, Path(folder, f"{rank}.steps"), job, rank)
     torch.save({**_end(job), "begun": begun}, f"{folder}/{rank}.pt")
@@ -140,7 +142,7 @@ def leaving(rank: int, folder: str) -> None:
     """Scripts that simply end: worker 1 after a few steps, worker 0 when it has heard so, long before its patience ends."""
     hocket.init(device="cpu", liveness_timeout_s=600.0)
     job, _ = _differing(net(), rank, "async + gossip")
-    while job.step < 5 if rank else 1 not in job.peers.left:
+    while job.step < 5 if rank else not job.runtime.program.peers[1].left:
         _step(job, job.step, rank)
 
 
@@ -169,7 +171,7 @@ def _until(enough: Callable[[], bool], told: Path, job: PairsJob, rank: int) -> 
         _step(job, job.step, rank)
         time.sleep(0.003)  # a step that takes longer and costs no more
         told.write_text(str(job.step))
-        told.with_suffix(".changes").write_text(str(job.holding.changes))
+        told.with_suffix(".changes").write_text(str(job.runtime.program.state.changes))
 
 
 def _step(job: PairsJob, t: int, rank: int) -> None:

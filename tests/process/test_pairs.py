@@ -28,21 +28,24 @@ from typer.testing import CliRunner
 
 from hocket.cli.crew import Care
 from hocket.cli.main import app
-from hocket.cli.pairs_crew import PairsCrew
+from hocket.cli.pairs_crew import Dispatch, PairsCrew
 from hocket.cluster.message import framed
 from hocket.data import load
+from hocket.drivers.coordinator_link import CoordinatorLink
+from hocket.drivers.gossip_runtime import GossipRuntime
+from hocket.drivers.record import Recorder, read_record
+from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener, pack
-from hocket.server.account import entry_of
-from hocket.server.clerk import Clerk, ClerkLink
-from hocket.server.doorkeeper import Doorkeeper
-from hocket.server.exchanges import Calls, Halves
-from hocket.server.holding import Holding, Mean
-from hocket.server.peers import Peers, agree, join
+from hocket.programs.account import entry_of
+from hocket.programs.coordinator import Coordinator
+from hocket.programs.gossip.links import PeerConfig
+from hocket.programs.gossip.peer import GossipPeer
+from hocket.programs.gossip.state import Mean, PeerState
 from hocket.strategy import Strategy
 from hocket.topology.partners import answerer, target
-from hocket.train.free_worker import WorkerConfig, batch_sequence
-from hocket.train.pairs_job import PairsJob, PeerConfig
+from hocket.train.free_worker import WorkerTask, batch_sequence
+from hocket.train.pairs_job import PairsJob
 from hocket.train.run import Settings
 from process.cases import batch, net, sgd
 from process.launch import ENVIRON, Group, Nursery, eventually
@@ -72,45 +75,77 @@ def test_callers_reach_answerers_only_so_no_chain_of_waiting_has_two_links(
 
 
 class Crowd:
-    """Workers as threads of this process: their doors, links and exchanges are the real ones, their steps take no time."""
+    """Workers as threads of this process: their runtimes and links are the real ones, their steps take no time."""
 
     def __init__(self, workers: int, kind: str, liveness_timeout_s: float = 20.0, keys: list[Keys] | None = None) -> None:
+        self.kind, self.workers, self.liveness_timeout_s = kind, workers, liveness_timeout_s
         self.begun = [torch.arange(6.0) * (w + 1) + w for w in range(workers)]
-        self.holdings = [Holding([row[:4], row[4:]]) for row in self.begun]
-        own = [None] * workers if keys is None else keys
-        listeners = [Listener("tcp://127.0.0.1:0", JOB, own[w]) for w in range(workers)]
-        self.addresses = [listener.address for listener in listeners]
-        halves = kind == "pushsum"
-        self.doors = [Doorkeeper(listeners[w], self.holdings[w], w, workers, halves, liveness_timeout_s) for w in range(workers)]
-        self.peers = [
-            Peers(self.addresses, JOB, w, own[w], 1 << 22, liveness_timeout_s, self.doors[w].newcomers) for w in range(workers)
-        ]
-        self.exchanges = [(Halves if halves else Calls)(self.peers[w], self.holdings[w], kind, 3) for w in range(workers)]
-        self.means: dict[int, Mean] = {}
+        self.rows = [[row[:4].view(1, -1).clone(), row[4:].view(1, -1).clone()] for row in self.begun]
+        self.addresses: list[str] = [""] * workers
+        self._all_are_known = threading.Barrier(workers)
+        self.pool = ThreadPoolExecutor(workers)
+        own: list[Keys | None] = [None] * workers if keys is None else list(keys)
+        self.runtimes = list(self.pool.map(lambda w: self.make(w, lambda a: self._tell(w, a), own[w]), range(workers)))
+
+    def make(self, worker: int, rendezvous: Callable[[str], Any], keys: Keys | None = None, incarnation: int = 0) -> GossipRuntime:
+        config = PeerConfig(
+            worker, self.workers, self.kind, 3, self.liveness_timeout_s, incarnation=incarnation, joins=incarnation > 0
+        )
+        return GossipRuntime(config, JOB, 1 << 22, rendezvous, keys=keys)
+
+    def _tell(self, worker: int, address: str) -> list[str]:
+        self.addresses[worker] = address
+        self._all_are_known.wait(LIMIT_S)
+        return self.addresses
+
+    def join(self) -> Crowd:
+        """All join; the first error of one that cannot."""
+        joined = [self.pool.submit(runtime.join, rows) for runtime, rows in zip(self.runtimes, self.rows, strict=True)]
+        for each in joined:
+            each.result()
+        return self
 
     def __enter__(self) -> Crowd:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for closing in (*self.doors, *self.peers):
-            closing.close()
+        for runtime in self.runtimes:
+            runtime.close(0)
+        self.pool.shutdown()
+
+    def program(self, worker: int) -> GossipPeer:
+        return self.runtimes[worker].program
+
+    def x(self, worker: int) -> Tensor:
+        return torch.cat(self.program(worker).state.x)
+
+    def step(self, worker: int, delay_s: float = 0.0) -> None:
+        self.runtimes[worker].before_update()
+        time.sleep(delay_s)
+        self.runtimes[worker].after_update([], None)
+
+    @property
+    def means(self) -> list[Mean]:
+        found = [runtime.mean for runtime in self.runtimes]
+        return [mean for mean in found if mean is not None]
 
     def train(self, delays: list[list[float]]) -> None:
         """Each worker makes a step after each of its delays; nobody is left waiting."""
-        threads = [threading.Thread(target=self._work, args=(w, delays[w]), daemon=True) for w in range(len(delays))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT_S)
-        assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
+        ended = [self.pool.submit(self.work, w, each) for w, each in enumerate(delays)]
+        for each in ended:
+            each.result(LIMIT_S)
 
-    def _work(self, worker: int, delays: list[float]) -> None:
+    def work(self, worker: int, delays: list[float]) -> None:
         for delay in delays:
-            self.exchanges[worker].land()
-            time.sleep(delay)
-            self.exchanges[worker].start()
-        self.exchanges[worker].drain()
-        self.means[worker] = agree(self.peers[worker], self.holdings[worker], self.doors[worker])
+            self.step(worker, delay)
+        self.runtimes[worker].finish()
+
+
+def ask(caller: Caller, message: Envelope) -> Envelope:
+    caller.send(message, 1.0)
+    answer = caller.receive(10.0)
+    assert answer is not None
+    return answer
 
 
 @settings(max_examples=12, deadline=None)
@@ -119,147 +154,165 @@ def test_whatever_the_delays_nobody_waits_for_ever_and_the_mean_is_kept(kind: st
     workers = data.draw(st.integers(2, 5))
     some = st.lists(st.sampled_from([0.0, 0.0, 0.001, 0.01]), max_size=12)
     with Crowd(workers, kind) as crowd:
-        crowd.train([data.draw(some) for _ in range(workers)])
+        crowd.join().train([data.draw(some) for _ in range(workers)])
         expected = torch.stack(crowd.begun).mean(0)
-        for mean in crowd.means.values():
+        assert len(crowd.means) == workers
+        for mean in crowd.means:
             assert torch.allclose(torch.cat(mean.rows), expected, atol=1e-5)
             assert torch.equal(torch.cat(mean.rows), torch.cat(crowd.means[0].rows))
-            assert mean.mass == workers
+            assert mean.push_sum_weight == workers
             assert mean.here == list(range(workers))
-        assert all(not door.refused for door in crowd.doors)
+        assert all(not runtime.refused for runtime in crowd.runtimes)
+
+
+PUSHED = {"incarnation": 0, "to": 0}
 
 
 def test_strangers_are_refused_and_counted_and_touch_nothing() -> None:
-    with Crowd(2, "rotating") as crowd:
-        before = torch.cat(crowd.holdings[1].x)
-        rows = tuple(crowd.holdings[0].x)
+    with Crowd(3, "rotating") as crowd:
+        crowd.join()
+        before, rows = crowd.x(1), tuple(crowd.program(2).state.x)
         wrong = [
-            Envelope(Kind.PUSH, 0, number=1, tensors=rows[:1]),
-            Envelope(Kind.PUSH, 0, number=2, tensors=(rows[0].double(), rows[1])),
-            Envelope(Kind.PUSH, 0, number=3, tensors=(rows[1], rows[0])),
-            Envelope(Kind.PUSH, 1, number=4, tensors=rows),
-            Envelope(Kind.PUSH, 8, number=5, tensors=rows),
-            Envelope(Kind.ORDER, 0, number=6),
-            Envelope(Kind.FETCH, 0, number=7, note={"mean": True}),
+            Envelope(Kind.PUSH, 2, number=1, note=PUSHED, tensors=rows[:1]),
+            Envelope(Kind.PUSH, 2, number=2, note=PUSHED, tensors=(rows[0].double(), rows[1])),
+            Envelope(Kind.PUSH, 2, number=3, note=PUSHED, tensors=(rows[1], rows[0])),
+            Envelope(Kind.PUSH, 1, number=4, note=PUSHED, tensors=rows),
+            Envelope(Kind.PUSH, 8, number=5, note=PUSHED, tensors=rows),
+            Envelope(Kind.ORDER, 2, number=6, note=PUSHED),
+            Envelope(Kind.FETCH, 2, number=7, note={**PUSHED, "mean": True}),
+            Envelope(Kind.PUSH, 2, number=8, tensors=rows),
         ]
         context = zmq.Context()
         raw = context.socket(zmq.DEALER)
         raw.connect(crowd.addresses[1])
         raw.send_multipart([b"GET / HTTP/1.1"])
-        raw.send_multipart(pack(Envelope(Kind.PUSH, 0, tensors=rows), b"another job.....")[:])
+        raw.send_multipart(pack(Envelope(Kind.PUSH, 0, note=PUSHED, tensors=rows), b"another job.....")[:])
         with Caller(crowd.addresses[1], JOB) as caller:
-            answers = []
-            for envelope in wrong:
-                caller.send(envelope, 1.0)
-                answer = caller.receive(10.0)
-                assert answer is not None
-                answers.append(answer.note["reason"])
-        assert answers == ["shape", "shape", "shape", "worker", "worker", "kind", "early"]
-        assert eventually(lambda: crowd.doors[1].refused["job"] == 1)
-        assert crowd.doors[1].refused == {"magic": 1, "job": 1, "shape": 3, "worker": 2, "kind": 1, "early": 1}
-        assert torch.equal(torch.cat(crowd.holdings[1].x), before)
-        crowd.train([[0.0], [0.0]])  # and it still answers
+            answers = [ask(caller, envelope).note["reason"] for envelope in wrong]
+        assert answers == ["shape", "shape", "shape", "worker", "worker", "kind", "early", "shape"]
+        assert eventually(lambda: crowd.runtimes[1].refused.get("job") == 1)
+        assert crowd.runtimes[1].refused == {"magic": 1, "job": 1, "shape": 4, "worker": 2, "kind": 1, "early": 1}
+        assert torch.equal(crowd.x(1), before)
+        crowd.train([[0.0], [0.0], []])  # and it still answers
+        assert crowd.program(0).account.exchanges == 1
         assert torch.allclose(torch.cat(crowd.means[1].rows), torch.stack(crowd.begun).mean(0))
         raw.close(0)
         context.term()
 
 
-def test_doors_with_keys_let_in_those_who_have_them() -> None:
+def test_workers_with_keys_let_in_those_who_have_them() -> None:
     keys = Keys.make()
     with Crowd(2, "pushsum", keys=[keys, keys]) as crowd:
-        crowd.train([[0.0] * 3, [0.0] * 3])
-        assert crowd.means[0].mass == 2.0
+        crowd.join().train([[0.0] * 3, [0.0] * 3])
+        assert crowd.means[0].push_sum_weight == 2.0
     with (
         Crowd(2, "rotating", liveness_timeout_s=5.0, keys=[keys, Keys.make()]) as crowd,
-        pytest.raises(HocketError, match="keys of its job"),
+        pytest.raises(HocketError, match=r"Worker 1 at .* keys of its job"),
     ):
-        crowd.peers[0].greet()
+        crowd.join()
     with pytest.raises(HocketError, match="hocket keys"):
         Listener("tcp://0.0.0.0:0", JOB)
 
 
-def test_what_is_not_answered_is_taken_back() -> None:
-    """A half for one who is gone goes back to who sent it."""
+def test_a_half_that_the_receiver_did_not_take_comes_back() -> None:
+    """Worker 1 leaves, and says with its goodbye that it has not taken the half which lies before it."""
+    with Crowd(2, "pushsum", liveness_timeout_s=60.0) as crowd:
+        crowd.join()
+        leaver = crowd.runtimes[1]
+        with leaver.driver.lock:
+            crowd.step(0)
+            assert crowd.program(0).state.push_sum_weight == 0.5
+            leaver.driver.begin(leaver.program.leave)
+        crowd.runtimes[0].driver.call(crowd.program(0).drain)
+        assert crowd.program(0).state.push_sum_weight == 1.0
+        assert torch.equal(crowd.x(0), crowd.begun[0])
+        assert crowd.program(0).account.lost == 1
+
+
+def test_a_half_for_a_dead_worker_is_counted_as_lost() -> None:
+    """Nobody can know whether worker 1 took it: it is not taken back, lest it count twice, and its weight is known."""
     with Crowd(2, "pushsum", liveness_timeout_s=1.0) as crowd:
-        crowd.doors[1].close()
-        crowd.exchanges[0].start()
-        crowd.exchanges[0].drain()
-        assert crowd.holdings[0].mass == 1.0
-        assert torch.equal(torch.cat(crowd.holdings[0].x), crowd.begun[0])
-        assert crowd.holdings[0].account.lost == 1
-        assert 1 in crowd.peers[0].silent
+        die(crowd.join(), 1)
+        crowd.step(0)
+        crowd.runtimes[0].driver.call(crowd.program(0).drain)
+        assert crowd.program(0).peers[1].silent
+        assert torch.equal(2 * crowd.x(0), crowd.begun[0])
+        crowd.runtimes[0].leave()
+        state = crowd.program(0).state
+        assert (state.push_sum_weight, state.lost_weight, crowd.program(0).account.lost) == (0.5, 0.5, 1)
 
 
-def test_a_door_that_was_away_soon_takes_again_however_often_it_is_called() -> None:
-    with Crowd(2, "rotating", liveness_timeout_s=0.5) as crowd, Caller(crowd.addresses[1], JOB) as caller:
+def test_a_worker_that_was_suspended_soon_accepts_again_however_often_it_is_called() -> None:
+    with Crowd(2, "rotating", liveness_timeout_s=0.5) as crowd, Caller(crowd.join().addresses[1], JOB) as caller:
+        tensors = tuple(crowd.program(0).state.x)
 
         def push(number: int) -> bool:
-            caller.send(Envelope(Kind.PUSH, 0, number=number, tensors=tuple(crowd.holdings[0].x)), 1.0)
-            answer = caller.receive(10.0)
-            assert answer is not None
-            return answer.kind is Kind.REPLY
+            return ask(caller, Envelope(Kind.PUSH, 0, number=number, note=PUSHED, tensors=tensors)).kind is Kind.REPLY
 
-        with crowd.holdings[1].lock:  # its door stands still, as if stopped
-            caller.send(Envelope(Kind.PUSH, 0, number=1, tensors=tuple(crowd.holdings[0].x)), 1.0)
+        assert eventually(lambda: crowd.program(1)._timed)  # its first check has been made
+        with crowd.runtimes[1].driver.lock:  # its service thread stands still, as if suspended
+            caller.send(Envelope(Kind.PUSH, 0, number=101, note=PUSHED, tensors=tensors), 1.0)
             assert caller.receive(1.0) is None
         assert caller.receive(10.0) is not None
-        numbers = iter(range(2, 10**9))
+        numbers = iter(range(102, 10**9))
         assert not push(next(numbers))
         begun = time.monotonic()
         while not push(next(numbers)):
             assert time.monotonic() - begun < LIMIT_S
-        assert set(crowd.doors[1].refused) == {"late"}
+        assert set(crowd.runtimes[1].refused) == {"late"}
 
 
 def test_who_was_silent_for_a_while_takes_part_in_the_end() -> None:
     with Crowd(2, "rotating", liveness_timeout_s=1.0) as crowd:
-        with crowd.holdings[0].lock:
-            assert crowd.peers[1].ask_all(Kind.FETCH, 1) == {}
-        assert crowd.peers[1].silent == {0}
+        crowd.join()
+        with crowd.runtimes[0].driver.lock:
+            rows, _ = crowd.runtimes[1].global_weights()
+        assert torch.equal(torch.cat(rows, 1)[0], crowd.begun[1]), "of itself alone"
+        assert crowd.program(1).peers[0].silent
         crowd.train([[], []])
         assert crowd.means[0].here == crowd.means[1].here == [0, 1]
 
 
 def test_who_has_the_mean_stays_until_it_has_arrived() -> None:
     with Crowd(2, "rotating") as crowd:
-        crowd.holdings[1].ended = True
-        leader = threading.Thread(target=crowd._work, args=(0, []), daemon=True)
-        leader.start()
-        assert eventually(lambda: crowd.holdings[0].mean is not None)
-        number = crowd.peers[1].ask(0, Kind.FETCH, {"mean": True})
-        assert eventually(lambda: crowd.doors[0].given == {1})
-        asked = crowd.peers[0]._number
-        assert eventually(lambda: crowd.peers[0]._number > asked + 3)
-        assert leader.is_alive(), "its answer may still be on its way"
-        crowd.peers[1].wait([number])
-        crowd.holdings[1].mean = crowd.holdings[0].mean
-        leader.join(LIMIT_S)
-        assert not leader.is_alive()
+        crowd.join()
+        crowd.program(1).state.ended = True
+        leader = crowd.pool.submit(crowd.work, 0, [])
+        assert eventually(lambda: crowd.program(0).mean is not None)
+        with Caller(crowd.addresses[0], JOB) as caller:  # it was sent, but has not arrived
+            assert ask(caller, Envelope(Kind.FETCH, 1, number=999, note={**PUSHED, "mean": True})).kind is Kind.REPLY
+        assert crowd.program(0).given == {1}
+        asked = crowd.program(0)._number
+        assert eventually(lambda: crowd.program(0)._number > asked + 2)
+        assert not leader.done(), "its answer may still be on its way"
+        crowd.runtimes[1].finish()
+        leader.result(LIMIT_S)
 
 
 def test_a_stranger_on_the_port_of_a_dead_worker_ends_nobody() -> None:
     with Crowd(2, "rotating", liveness_timeout_s=0.5) as crowd:
-        crowd.peers[0].greet()
-        crowd.doors[1]._known.clear()  # it dies, and says no goodbye
-        crowd.doors[1].close()
-        listener = Listener(crowd.addresses[1], b"another job.....")
-        stranger = Doorkeeper(listener, crowd.holdings[1], 1, 2, False, 0.5)
+        die(crowd.join(), 1)
+        with Listener(crowd.addresses[1], b"another job.....") as stranger:
+            over = threading.Event()
+            turned = crowd.pool.submit(lambda: [stranger.receive(0.02) for _ in iter(over.is_set, True)])
 
-        def refused_twice() -> bool:
-            crowd.exchanges[0].land()
-            crowd.exchanges[0].start()
-            return stranger.refused["job"] >= 2
+            def refused_twice() -> bool:
+                crowd.step(0)
+                return stranger.refused["job"] >= 2
 
-        assert eventually(refused_twice)
-        assert crowd.peers[0].silent == {1}
-        stranger.close()
+            assert eventually(refused_twice)
+            assert crowd.program(0).peers[1].silent
+            over.set()
+            assert not any(turned.result())
 
 
 @pytest.mark.parametrize("text", [KINDS[0], KINDS[3]])
 def test_gradients_of_one_who_is_alone_are_never_old(text: str) -> None:
     model = net()
     optimizer = sgd(model)
-    job = PairsJob(model, optimizer, Strategy.parse(text), PeerConfig(0, 2, JOB, meet=lambda address: [address, None]))
+    strategy = Strategy.parse(text)
+    config = PeerConfig(0, 2, strategy.topology.partner_rule)
+    job = PairsJob(model, optimizer, strategy, lambda layout: GossipRuntime(config, JOB, 1 << 22, lambda address: [address, None]))
     for t in range(5):
         x, y = batch(t, 0)
         optimizer.zero_grad()
@@ -270,156 +323,174 @@ def test_gradients_of_one_who_is_alone_are_never_old(text: str) -> None:
 
 
 def test_halves_that_come_back_make_no_gradient_old() -> None:
-    holding = Holding([torch.ones(4)])
-    part, mass = holding.halve()
-    holding.take_in(part, mass, own=True)
-    assert holding.look()[1:] == (2, 0)
-    holding.take_in(part, mass)
-    assert holding.look()[1:] == (3, 1)
+    state = PeerState([torch.ones(4)])
+    part, weight = state.halve()
+    state.take_in(part, weight, own=True)
+    assert (state.changes, state.heard) == (2, 0)
+    state.take_in(part, weight)
+    assert (state.changes, state.heard) == (3, 1)
+
+
+def test_an_error_of_the_service_thread_is_raised_by_the_next_call() -> None:
+    with Crowd(2, "rotating") as crowd:
+        crowd.join()
+        note = {"incarnation": 1, "to": 0, "address": "tcp://127.0.0.1:9"}
+        with Caller(crowd.addresses[0], JOB) as caller:  # another process is worker 1 from now on
+            assert ask(caller, Envelope(Kind.HELLO, 1, number=1, note=note)).kind is Kind.ANSWER
+        with pytest.raises(HocketError, match="Another process is worker 1 now"):
+            crowd.runtimes[1].global_weights()
+        with pytest.raises(HocketError, match="Another process is worker 1 now"):
+            crowd.runtimes[1].before_update()
+        crowd.runtimes[1].leave()
+        assert not crowd.runtimes[1].attached
+
+
+def test_events_are_recorded_in_the_order_in_which_they_were_handled(tmp_path: Path) -> None:
+    handled: list[tuple[str, float]] = []
+
+    class Noted(GossipPeer):
+        def message(self, sender: Any, message: Envelope, now: float) -> Any:
+            handled.append(("message", now))
+            return super().message(sender, message, now)
+
+        def before_update(self, now: float) -> Any:
+            handled.append(("call", now))
+            return super().before_update(now)
+
+    with Crowd(2, "rotating") as crowd:
+        made = crowd.runtimes[1]
+        made.program.__class__ = Noted
+        made.driver.recorder = Recorder(tmp_path / "worker-1.jsonl")
+        crowd.join().train([[0.001] * 20, [0.001] * 20])
+    events = read_record(tmp_path / "worker-1.jsonl")
+    recorded = [(e["event"], e["now"]) for e in events if e["event"] == "message" or e.get("name") == "before_update"]
+    assert recorded == handled
+    assert len(handled) > 40
 
 
 # --- another in the place of one that died -----------------------------------------------------------------------------------
 
 
 class Newcomer:
-    """Takes the place of ``worker`` in a crowd: a door, links and weights of its own; it has not joined yet."""
+    """Takes the place of ``worker`` in a crowd, with links and weights of its own; it has not joined yet."""
 
-    def __init__(self, crowd: Crowd, worker: int, kind: str, liveness_timeout_s: float = 20.0) -> None:
-        workers = len(crowd.addresses)
-        self.crowd, self.worker, halves = crowd, worker, kind == "pushsum"
-        self.holding = Holding([torch.full((4,), 99.0), torch.full((2,), 99.0)])
-        self.holding.joined = False
-        listener = Listener("tcp://127.0.0.1:0", JOB)
-        self.address = listener.address
-        self.door = Doorkeeper(listener, self.holding, worker, workers, halves, liveness_timeout_s)
-        known = [None if w == worker else a for w, a in enumerate(crowd.addresses)]
-        self.peers = Peers(known, JOB, worker, None, 1 << 22, liveness_timeout_s, self.door.newcomers)
-        self.exchanges = (Halves if halves else Calls)(self.peers, self.holding, kind, 3)
+    def __init__(self, crowd: Crowd, worker: int, others: list[str | None] | None = None) -> None:
+        self.crowd, self.worker = crowd, worker
+        self.rows = [torch.full((1, 4), 99.0), torch.full((1, 2), 99.0)]
+        known = [None if w == worker else a for w, a in enumerate(crowd.addresses)] if others is None else others
+        self.runtime = crowd.make(worker, lambda address: known, incarnation=1)
+        assert self.runtime.config.address is not None
+        self.address = self.runtime.config.address
 
     def __enter__(self) -> Newcomer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.door.close()
-        self.peers.close()
+        self.runtime.close(0)
 
-    def join(self) -> Mean:
+    def join(self) -> None:
         """Join, and be that worker of the crowd."""
-        mean = join(self.peers, self.holding, self.address)
-        for whole, own in (
-            (self.crowd.holdings, self.holding),
-            (self.crowd.doors, self.door),
-            (self.crowd.peers, self.peers),
-            (self.crowd.exchanges, self.exchanges),
-        ):
-            whole[self.worker] = own  # type: ignore[index, assignment]
-        return mean
+        self.runtime.join(self.rows)
+        self.crowd.runtimes[self.worker], self.crowd.rows[self.worker] = self.runtime, self.rows
 
 
 def die(crowd: Crowd, worker: int) -> None:
     """Without a goodbye."""
-    crowd.doors[worker]._over.set()
-    crowd.doors[worker]._thread.join()
-    crowd.doors[worker]._known.clear()
-    crowd.doors[worker].listener.close()
-    crowd.peers[worker].close()
+    crowd.runtimes[worker].close(0)
 
 
 @pytest.mark.parametrize(("kind", "dead"), [("rotating", 1), ("rotating", 2), ("pushsum", 0)])
 def test_a_newcomer_begins_at_the_mean_and_takes_nothing_from_anybody(kind: str, dead: int) -> None:
     """Σ x / Σ ω is what it was among those who live, Σ ω is one more, and nothing of it is lost after that."""
     with Crowd(4, kind) as crowd:
-        doors = [door for w, door in enumerate(crowd.doors) if w != dead]
+        crowd.join()
+        survivors = [w for w in range(4) if w != dead]
         for _ in range(3):
             for w in range(4):
-                crowd.exchanges[w].land()
-                crowd.exchanges[w].start()
+                crowd.step(w)
         for w in range(4):
-            crowd.exchanges[w].drain()
+            crowd.runtimes[w].driver.call(crowd.program(w).drain)
         die(crowd, dead)
-        alive = [crowd.holdings[w] for w in range(4) if w != dead]
-        for w in range(4):
-            if w != dead:
-                crowd.peers[w]._give_up(dead)  # as when it has not answered for the patience
-        x, mass = [torch.cat(h.x) for h in alive], [h.mass for h in alive]
-        mean = sum(x).double() / sum(mass)  # type: ignore[union-attr]
-        with Newcomer(crowd, dead, kind) as newcomer:
+        x, weight = [crowd.x(w) for w in survivors], [crowd.program(w).state.push_sum_weight for w in survivors]
+        mean = sum(x).double() / sum(weight)  # type: ignore[union-attr]
+        with Newcomer(crowd, dead) as newcomer:
             newcomer.join()
-            assert all(torch.equal(torch.cat(h.x), before) for h, before in zip(alive, x, strict=True))
-            assert [h.mass for h in alive] == mass
-            assert torch.allclose(torch.cat(newcomer.holding.x).double(), mean, atol=1e-5)
-            assert newcomer.holding.mass == 1.0
-            heard = newcomer.holding.heard
+            assert all(torch.equal(crowd.x(w), before) for w, before in zip(survivors, x, strict=True))
+            assert [crowd.program(w).state.push_sum_weight for w in survivors] == weight
+            assert torch.allclose(crowd.x(dead).double(), mean, atol=1e-5)
+            assert torch.equal(torch.cat(newcomer.rows, 1)[0], crowd.x(dead))
+            state = newcomer.runtime.program.state
+            assert state.push_sum_weight == 1.0
+            heard = state.heard
             crowd.train([[0.0] * 8] * 4)
-            assert newcomer.holding.heard > heard, "others exchange with it"
-            for found in crowd.means.values():
+            assert state.heard > heard, "others exchange with it"
+            assert len(crowd.means) == 4
+            for found in crowd.means:
                 assert found.here == [0, 1, 2, 3]
-                assert found.mass == pytest.approx(sum(mass) + 1)
+                assert found.push_sum_weight == pytest.approx(sum(weight) + 1)
                 assert torch.allclose(torch.cat(found.rows).double(), mean, atol=1e-4)
-        assert all(not door.refused for door in doors)
+        assert all(not crowd.runtimes[w].refused for w in survivors)
 
 
-def test_who_joins_gives_and_takes_nothing_before_it_has_weights_and_needs_somebody_who_has() -> None:
+def test_who_joins_gives_and_takes_nothing_before_it_has_weights_and_needs_somebody_who_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hocket.programs.gossip.agreement._GIVE_UP_S", 2.0)
     with Crowd(2, "rotating", liveness_timeout_s=1.0) as crowd:
-        die(crowd, 0)
-        die(crowd, 1)
-        with Newcomer(crowd, 0, "rotating", 1.0) as caller, Newcomer(crowd, 1, "rotating", 1.0) as answerer:
-            caller.peers.move(1, answerer.address)
-            with pytest.raises(HocketError, match="no other worker is alive"):
-                join(caller.peers, caller.holding, caller.address)
-            number = caller.peers.ask(1, Kind.PUSH, tensors=caller.holding.x)
-            caller.peers.wait([number])
-            assert caller.peers.take(number) is None
-            assert answerer.door.refused == {"early": 2}
-            assert float(answerer.holding.x[0][0]) == 99.0
-            caller.peers.move(1, None)
-            with pytest.raises(HocketError, match="no other worker is alive"):
-                join(caller.peers, caller.holding, caller.address)
+        for worker in (0, 1):
+            die(crowd, worker)
+        with Newcomer(crowd, 1) as answerer, Newcomer(crowd, 0, [None, answerer.address]) as caller:
+            joining = [crowd.pool.submit(answerer.join), crowd.pool.submit(caller.join)]
+            with Caller(answerer.address, JOB) as link:
+                note = {"incarnation": 1, "to": 1}
+                pushed = Envelope(Kind.PUSH, 0, number=10**6, note=note, tensors=(torch.ones(4), torch.ones(2)))
+                assert ask(link, pushed).note["reason"] == "early"
+            for each in joining:
+                with pytest.raises(HocketError, match="no other worker has weights for it: start again"):
+                    each.result(LIMIT_S)
+            assert answerer.runtime.program.refused["early"] >= 1
+            assert float(answerer.runtime.program.state.x[0][0]) == 99.0
+        with Newcomer(crowd, 0, [None, None]) as alone, pytest.raises(HocketError, match="no other worker has weights"):
+            alone.join()
 
 
 def test_who_joins_when_the_others_have_agreed_has_what_they_agreed_on() -> None:
     with Crowd(2, "rotating", liveness_timeout_s=1.0) as crowd:
-        die(crowd, 1)
-        agreed = threading.Thread(target=crowd._work, args=(0, []), daemon=True)
-        agreed.start()
-        agreed.join(LIMIT_S)
-        with Newcomer(crowd, 1, "rotating") as newcomer:
+        die(crowd.join(), 1)
+        crowd.runtimes[0].finish()
+        with Newcomer(crowd, 1) as newcomer:
             newcomer.join()
-            crowd.doors[0].close()  # who had it need not stay
-            late = agree(newcomer.peers, newcomer.holding, newcomer.door)
+            crowd.runtimes[0].leave()  # who had it need not stay
+            newcomer.runtime.finish()
+            late = newcomer.runtime.mean
+            assert late is not None
         assert late.here == [0]
         assert torch.equal(torch.cat(late.rows), crowd.begun[0])
 
 
 def test_who_was_away_when_another_joined_is_told_where_it_is() -> None:
     with Crowd(3, "pushsum", liveness_timeout_s=1.0) as crowd:
-        die(crowd, 2)
-        with Newcomer(crowd, 2, "pushsum", 1.0) as newcomer:
-            newcomer.peers._give_up(0)  # as when it does not answer
-            newcomer.join()
-            assert newcomer.peers.here == [1]
-
-            def told() -> bool:
-                newcomer.peers.turn(0.01)
-                crowd.peers[0].turn(0.01)
-                return crowd.peers[0].addresses[2] == newcomer.address and newcomer.peers.here == [0, 1]
-
-            assert eventually(told)
-            newcomer.holding.x = [x + 3 for x in newcomer.holding.x]
+        die(crowd.join(), 2)
+        with Newcomer(crowd, 2) as newcomer:
+            with crowd.runtimes[0].driver.lock:
+                newcomer.join()
+                assert newcomer.runtime.program.here == [1]
+            assert eventually(lambda: crowd.program(0).peers[2].address == newcomer.address)
+            assert eventually(lambda: newcomer.runtime.program.here == [0, 1])
+            for row in newcomer.rows:
+                row += 3
             crowd.train([[0.0]] * 3)
-        assert all(mean.here == [0, 1, 2] for mean in crowd.means.values())
+        assert [mean.here for mean in crowd.means] == [[0, 1, 2]] * 3
 
 
 def test_nobody_is_led_to_an_address_that_is_none() -> None:
-    with Crowd(2, "rotating") as crowd, Caller(crowd.addresses[1], JOB) as caller:
+    with Crowd(2, "rotating") as crowd, Caller(crowd.join().addresses[1], JOB) as caller:
         none = ("nowhere", "tcp://no.such.host:1", 7, "ipc:///tmp/x", "tcp://127.0.0.1:0", "tcp://127.0.0.1%lo:5", "tcp://::1%lo:5")
         for number, address in enumerate((*none, "tcp://192.0.2.1:5"), 1):
-            caller.send(Envelope(Kind.HELLO, 0, number=number, note={"address": address}), 1.0)
-            answer = caller.receive(10.0)
-            assert answer is not None
+            answer = ask(caller, Envelope(Kind.HELLO, 0, number=number, note={**PUSHED, "address": address}))
             assert answer.note["reason"] == ("shape" if address in none else "worker"), answer.note
-        crowd.peers[1].turn(0.0)
-        assert crowd.peers[1].addresses == crowd.addresses
+        assert crowd.program(1).peers[0].address is None
+        assert crowd.runtimes[1].driver.callers[0].address == crowd.addresses[0]
 
 
 # --- processes ---------------------------------------------------------------------------------------------------------------
@@ -445,7 +516,7 @@ def test_the_mean_is_kept_and_all_come_to_it(nursery: Nursery, tmp_path: Path) -
             assert spread(results, "own", mean) < (1e-3 if len(results) == 4 else 1.0), text
             assert spread(results, "during", mean) < (1e-2 if len(results) == 4 else 1.0), text
             for result in results:
-                assert result["mass"] == pytest.approx(len(results), rel=1e-9), "after more than 52 halves it is rounded"
+                assert result["weight"] == pytest.approx(len(results), rel=1e-9), "after more than 52 halves it is rounded"
                 assert result["here"] == list(range(len(results)))
             assert all(torch.equal(r["end"], results[0]["end"]) and not r["refused"] for r in results)
     assert "has no servers" in (tmp_path / "alone" / "sentence").read_text()
@@ -460,8 +531,8 @@ def test_they_learn(nursery: Nursery, tmp_path: Path) -> None:
         assert all(torch.equal(r["end"], results[0]["end"]) for r in results)
         assert results[0]["accuracy"] > 0.8, text
         seen = [same for r in results for same in r["seen"]]
-        assert all(seen), "after a step the model is what its worker holds, for its mass"
-        assert bool(seen) == (text == strategies[1]), "pairs have a mass of 1"
+        assert all(seen), "after a step the model is what its worker holds, for its push-sum weight"
+        assert bool(seen) == (text == strategies[1]), "pairs have a weight of 1"
         ledger = results[0]["ledger"]
         assert all(r["ledger"] == ledger for r in results)
         assert ledger["lost"] == 0
@@ -536,7 +607,7 @@ def test_a_stopped_worker_ends_nobody_and_may_return(nursery: Nursery, tmp_path:
         results = group.results()
         mean = torch.stack([r["begun"] for r in results]).double().mean(0)
         assert spread(results, "end", mean) < 1e-4, "but for what thousands of steps round off"
-        assert all(r["here"] == [0, 1, 2] and r["mass"] == pytest.approx(3.0, rel=1e-9) for r in results)
+        assert all(r["here"] == [0, 1, 2] and r["weight"] == pytest.approx(3.0, rel=1e-9) for r in results)
     ended = groups[2].results()
     assert ended[0]["here"] == ended[2]["here"] == [0, 2]
     assert ended[1]["here"] == [1], "who comes back when all have left ends alone"
@@ -590,20 +661,21 @@ def test_the_command_trains_and_survives_the_loss_of_a_worker(tmp_path: Path) ->
 
 
 class Watched(PairsCrew):
-    """Kills ``victims`` after the first epoch, and deals the second half only when others are in their place."""
+    """Kills ``victims`` after the first epoch, and dispatches the second half only when others are in their place."""
 
     victims: tuple[int, ...] = ()
-    clerk: Clerk
+    coordinator: Coordinator
 
-    def _serve(self, clerk: Clerk, *rest: Any) -> None:
-        self.clerk, deal = clerk, clerk.dispatcher.deal
+    def _serve(self, dispatch: Dispatch, *rest: Any) -> None:
+        self.coordinator = coordinator = dispatch.coordinator
+        dispatcher, take = coordinator.dispatcher, coordinator.dispatcher.take
 
         def gated(worker: int, count: int) -> list[int]:
-            waits = self._replaced < len(self.victims) or clerk.gone
-            return [] if waits and clerk.dispatcher.following > clerk.dispatcher.total // 2 else deal(worker, count)
+            waits = self._replaced < len(self.victims) or coordinator.gone
+            return [] if waits and dispatcher.following > dispatcher.total // 2 else take(worker, count)
 
-        clerk.dispatcher.deal = gated  # type: ignore[method-assign]
-        super()._serve(clerk, *rest)
+        dispatcher.take = gated  # type: ignore[method-assign]
+        super()._serve(dispatch, *rest)
 
     def _epoch_ends(self, *given: Any) -> dict[str, Any]:  # type: ignore[override]
         metrics = super()._epoch_ends(*given)
@@ -639,7 +711,7 @@ def test_another_takes_the_place_of_a_killed_worker(
     assert ended.exit_code == 0
     assert f"worker {victim} was ended by SIGKILL; another takes its place" in capfd.readouterr().err + ended.output
     (crew,) = crews
-    clerk = crew.clerk
+    clerk = crew.coordinator
     assert clerk.dispatcher.counted == clerk.dispatcher.total, "every mini-batch was done"
     assert not clerk.gone
     assert all(mean.here == [0, 1, 2] for mean in clerk.means.values()), "the new one took part to the end"
@@ -652,7 +724,7 @@ def test_another_takes_the_place_of_a_killed_worker(
     assert sum(line["lost_exchanges"] for line in lines) == clerk.lost_exchanges
     assert min(line["lost_exchanges"] for line in lines) >= 0
     done = sum(count for line in lines for count in line["staleness"].values())
-    assert done == sum(clerk.ages.values())
+    assert done == sum(clerk.staleness.values())
     assert clerk.dispatcher.total <= done <= clerk.dispatcher.total + clerk.lost, "what the dead one held may have been done twice"
 
 
@@ -661,109 +733,117 @@ def test_where_all_have_died_there_is_nothing_to_go_on_from(monkeypatch: pytest.
     monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
     crew = Watched(replaced("async + gossip", 2), torch.device("cpu"), None, None, Care(liveness_timeout_s=2.0, replace=True))
     crew.victims = (0, 1)
-    with pytest.raises(HocketError, match="no other worker is alive to take weights from: start again"):
+    with pytest.raises(HocketError, match="no other worker has weights for it: start again"):
         crew.run(lambda _: None, lambda _: None)
 
 
-def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_coordinator_dispatches_every_mini_batch_and_is_told_the_mean(nursery: Nursery, tmp_path: Path) -> None:
     given = Settings(strategy="async + gossip(pushsum)", model="process.served:small", batch_size=32, workers=3, epochs=8, lr=0.05)
     total = len(batch_sequence(given, load("digits")))
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
-        clerk = Clerk(listener, 3, total)
-        posts = [WorkerConfig(asdict(given), w, [listener.address], JOB.hex()) for w in range(3)]
+        coordinator = Coordinator(3, total)
+        driver = SocketDriver(coordinator, listener=listener)
+        driver.begin(coordinator.start)
+        posts = [WorkerTask(asdict(given), w, [listener.address], JOB.hex()) for w in range(3)]
         groups = [nursery.start("process.served:worker", 1, tmp_path / str(w), post=posts[w].describe()) for w in range(3)]
+
+        def over() -> bool:
+            driver.poll(0.01)
+            return len(coordinator.means) == 3 and coordinator.refused["shape"] == 1 and coordinator.refused["worker"] == 1
+
+        assert eventually(lambda: driver.poll(0.01) or 0 in coordinator.incarnations, LIMIT_S)
         with Caller(listener.address, JOB) as stranger:
             stranger.send(Envelope(Kind.FETCH, 9, number=1), 1.0)
             stranger.send(Envelope(Kind.FETCH, 0, number=2, note={"done": "all"}), 1.0)
-
-            def over() -> bool:
-                clerk.turn(0.01)
-                return len(clerk.means) == 3 and clerk.refused["shape"] == 2
-
             assert eventually(over, LIMIT_S), [group.said() for group in groups]
     for group in groups:
         assert group.wait(LIMIT_S) == [0], group.said()
-    assert clerk.dispatcher.counted == total
-    assert clerk.lost == 0
-    assert sum(account["losses"] for account in clerk.figures.values()) == total
-    assert sum(clerk.ages.values()) == total
-    assert max(int(age) for age in clerk.ages) > 0
-    first = clerk.means[0]
-    assert first.mass == pytest.approx(3.0, rel=1e-9)
-    for mean in clerk.means.values():
+    assert coordinator.dispatcher.counted == total
+    assert coordinator.lost == 0
+    assert sum(account["losses"] for account in coordinator.figures.values()) == total
+    assert sum(coordinator.staleness.values()) == total
+    assert max(int(age) for age in coordinator.staleness) > 0
+    first = coordinator.means[0]
+    assert first.push_sum_weight == pytest.approx(3.0, rel=1e-9)
+    for mean in coordinator.means.values():
         assert mean.here == [0, 1, 2]
         assert all(torch.equal(own, other) for own, other in zip(mean.rows, first.rows, strict=True))
 
 
-def served(clerk: Clerk, pool: ThreadPoolExecutor, take: Callable[[], int | None]) -> int | None:
-    """What ``take`` returns while the clerk serves."""
-    taken = pool.submit(take)
+class Coordinated:
+    """A coordinator on a socket; what others do meanwhile is done in threads."""
 
-    def done() -> bool:
-        clerk.turn(0.01)
-        return taken.done()
+    def __init__(self, listener: Listener, workers: int, total: int, threads: int = 2) -> None:
+        self.coordinator = Coordinator(workers, total)
+        self.driver = SocketDriver(self.coordinator, listener=listener)
+        self.driver.begin(self.coordinator.start)
+        self.pool = ThreadPoolExecutor(threads)
 
-    assert eventually(done)
-    return taken.result()
-
-
-def test_a_clerk_tells_who_waits_and_deals_what_a_dead_worker_held_to_the_end() -> None:
-    with Listener("tcp://127.0.0.1:0", JOB) as listener, ThreadPoolExecutor(1) as pool:
-        clerk = Clerk(listener, 2, 3)
-        links = [ClerkLink(listener.address, JOB, worker, None, 1 << 22) for worker in range(2)]
-        with Caller(listener.address, JOB) as caller:
-            caller.send(Envelope(Kind.HELLO, 1, number=1, note={"address": "here"}), 1.0)
-            heard: list[Envelope] = []
-
-            def told() -> bool:
-                clerk.turn(0.01)
-                heard.extend(filter(None, [caller.receive(0.0)]))
-                return len(heard) == 2
-
-            assert eventually(told)
-            assert [envelope.kind for envelope in heard] == [Kind.WAIT, Kind.WAIT]
-        assert served(clerk, pool, links[0].take) == 0  # and it has asked for the next one already
-        assert served(clerk, pool, links[1].take) == 2
-        clerk.tell(gone=0)
-        assert [served(clerk, pool, links[1].take) for _ in range(3)] == [0, 1, None]
-        assert clerk.dispatcher.counted == 3
-        assert clerk.lost == 2
-        for link in links:
-            link._caller.close(0)
+    def serve(self, *tasks: Callable[[], Any]) -> list[Any]:
+        """What the tasks return while the coordinator serves."""
+        running = [self.pool.submit(task) for task in tasks]
+        assert eventually(lambda: self.driver.poll(0.01) or all(each.done() for each in running))
+        return [each.result() for each in running]
 
 
-def test_a_clerk_goes_on_with_the_sums_of_a_worker_that_was_replaced_and_deals_nothing_to_the_dead() -> None:
+def test_a_coordinator_tells_who_waits_and_dispatches_what_a_dead_worker_held_to_the_end() -> None:
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
-        clerk = Clerk(listener, 2, 9)
+        served = Coordinated(listener, 2, 3)
+        links = [CoordinatorLink(listener.address, JOB, worker, None, 1 << 22) for worker in range(2)]
+        with Caller(listener.address, JOB) as caller:
+            caller.send(Envelope(Kind.HELLO, 1, number=1, note={"address": "there", "incarnation": 0}), 1.0)
+            heard = served.serve(lambda: [caller.receive(10.0) for _ in range(2)])[0]
+            assert [envelope.kind for envelope in heard] == [Kind.WAIT, Kind.WAIT]
+        assert served.serve(lambda: links[0].join("here"), lambda: links[1].join("there")) == [["here", "there"]] * 2
+        assert served.serve(links[0].next_batch) == [0]  # and it has asked for the next one already
+        assert served.serve(links[1].next_batch) == [2]
+        served.driver.begin(served.coordinator.worker_lost, 0)
+        assert [served.serve(links[1].next_batch)[0] for _ in range(3)] == [0, 1, None]
+        assert served.coordinator.dispatcher.counted == 3
+        assert served.coordinator.lost == 2
+        for link in links:
+            link.close(0)
 
-        def ask(caller: Caller, kind: Kind, **note: Any) -> Envelope:
-            caller.send(Envelope(kind, 0, number=1, note=note), 1.0)
-            heard: list[Envelope] = []
 
-            def answered() -> bool:
-                clerk.turn(0.01)
-                heard.extend(filter(None, [caller.receive(0.0)]))
-                return bool(heard)
+def test_a_coordinator_goes_on_with_the_sums_of_a_replaced_worker_and_dispatches_nothing_to_the_dead() -> None:
+    with Listener("tcp://127.0.0.1:0", JOB) as listener:
+        served = Coordinated(listener, 2, 9)
+        coordinator, numbers = served.coordinator, iter(range(1, 100))
 
-            assert eventually(answered)
-            return heard[0]
+        def told(caller: Caller, kind: Kind, incarnation: int, **note: Any) -> Envelope:
+            message = Envelope(kind, 0, number=next(numbers), note={"incarnation": incarnation, **note})
+            return served.serve(lambda: ask(caller, message))[0]  # type: ignore[no-any-return]
 
-        clerk.tell(gone=1)
+        def lose(worker: int) -> None:
+            served.driver.begin(coordinator.worker_lost, worker)
+
+        lose(1)
         with Caller(listener.address, JOB) as dead, Caller(listener.address, JOB) as newcomer:
-            ask(dead, Kind.HELLO, address="there")
+            told(dead, Kind.HELLO, 0, address="there")
             first = {"ages": {"0": 5, "2": 1}, "lost": 4, "bytes_sent": 100, "loss": 3.0, "losses": 2}
-            assert ask(dead, Kind.FETCH, done=[], ledger=first).note["batch_ids"] == [0]
-            clerk.tell(gone=0)
-            assert ask(dead, Kind.FETCH, done=[0], ledger={**first, "ages": {"0": 6, "2": 1}}).note["batch_ids"] == []
-            welcome = ask(newcomer, Kind.HELLO, address="here", replaces=True)
+            assert told(dead, Kind.FETCH, 0, done=[], ledger=first).note["batch_ids"] == [0]
+            lose(0)
+            assert told(dead, Kind.FETCH, 0, done=[0], ledger={**first, "ages": {"0": 6, "2": 1}}).note["batch_ids"] == []
+            welcome = told(newcomer, Kind.HELLO, 1, address="here")
             assert welcome.note["addresses"] == ["here", None]
-            assert clerk.gone == {1}
-            assert (clerk.ages, clerk.lost_exchanges) == ({"0": 6, "2": 1}, 4)
+            assert coordinator.gone == {1}
+            assert (coordinator.staleness, coordinator.lost_exchanges) == ({"0": 6, "2": 1}, 4)
             again = {"ages": {"0": 1}, "lost": 1, "bytes_sent": 100, "loss": 1.0, "losses": 2}
-            assert ask(newcomer, Kind.FETCH, done=[], ledger=again).note["batch_ids"] == [0]
-            assert (clerk.ages, clerk.lost_exchanges) == ({"0": 7, "2": 1}, 5)
-            entry, loss = entry_of(clerk.figures, {"0": first})
+            assert told(newcomer, Kind.FETCH, 1, done=[], ledger=again).note["batch_ids"] == [0]
+            assert (coordinator.staleness, coordinator.lost_exchanges) == ({"0": 7, "2": 1}, 5)
+            entry, loss = entry_of(coordinator.figures, {"0": first})
             assert (entry.bytes_sent, loss) == (100, 0.5)
+            assert told(dead, Kind.FETCH, 0, done=[], ledger=first).note["reason"] == "outdated"
+
+
+def test_one_that_replaces_a_worker_which_died_before_its_hello_gets_mini_batches() -> None:
+    with Listener("tcp://127.0.0.1:0", JOB) as listener:
+        served = Coordinated(listener, 1, 1)
+        served.driver.begin(served.coordinator.worker_lost, 0)
+        link = CoordinatorLink(listener.address, JOB, 0, None, 1 << 22, incarnation=1)
+        assert served.serve(lambda: link.join("here")) == [["here"]]
+        assert served.serve(link.next_batch) == [0]
+        link.close(0)
 
 
 def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_tell_the_mean_is_not_waited_for() -> None:
@@ -775,14 +855,14 @@ def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_t
             metrics = crew._epoch_ends(lambda: None, {"workers": {}, "lost": 0, "lost_exchanges": 3, "ages": {"0": 4}}, 1)
             assert (metrics["staleness"], metrics["lost_exchanges"]) == ({"0": 4}, 3)
             assert metrics["accuracy"] is None
-            clerk = Clerk(silent, 2, 4)
+            clerk = Coordinator(2, 4)
             assert not crew._is_over(clerk)
             clerk.means[0] = Mean([], None, [0, 1], 2.0)
             assert not crew._is_over(clerk)
             assert eventually(lambda: crew._is_over(clerk))
     finally:
-        assert crew._peers is not None
-        crew._peers.close()
+        assert crew._observer is not None
+        crew._observer.close(0)
         crew._end()
 
 

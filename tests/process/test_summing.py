@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from hocket.cluster.message import ring_bytes, summed_bytes
 from hocket.drivers.start import address_of, end_child
+from hocket.drivers.summation import SummationClient, shares, start_summation_server
 from hocket.errors import WorkerLost
 from hocket.messages import Caller, Listener
-from hocket.server.summing import SummedMean, shares, start_summer
 from process.equality import WORKERS
 from process.launch import Nursery
 from process.summing import CASES, virtual
@@ -42,7 +42,7 @@ def test_servers_that_sum_equal_virtual_workers_bit_for_bit(nursery: Nursery, tm
 def test_a_server_that_sums_and_dies_is_noticed_at_once() -> None:
     with subprocess.Popen([sys.executable, "-c", "exit(3)"], text=True) as child, Listener("tcp://127.0.0.1:0", JOB) as nobody:
         child.wait()
-        mean = SummedMean(1, 2, [Caller(nobody.address, JOB) for _ in range(3)], children=[child])
+        mean = SummationClient(1, 2, [Caller(nobody.address, JOB) for _ in range(3)], children=[child])
         with pytest.raises(WorkerLost, match="started by worker 1, ended with exit code 3"):
             mean(torch.ones(1, 100))
         mean.close()
@@ -51,15 +51,15 @@ def test_a_server_that_sums_and_dies_is_noticed_at_once() -> None:
 @pytest.mark.process
 @pytest.mark.timeout(60)
 def test_a_server_that_is_stopped_is_noticed_and_one_that_only_waits_is_not() -> None:
-    child = start_summer(JOB, 2)
+    child = start_summation_server(JOB, 2)
     address = address_of(child)
     try:
         callers = [Caller(address, JOB) for _ in range(3)]
-        with pytest.raises(WorkerLost, match=r"A summer has not answered for 2 s"):  # the other worker never comes
-            SummedMean(0, 2, callers, liveness_timeout_s=2.0, silence_s=1.5)(torch.ones(1, 100))
+        with pytest.raises(WorkerLost, match=r"A summation server has not answered for 2 s"):  # the other worker never comes
+            SummationClient(0, 2, callers, liveness_timeout_s=2.0, silence_s=1.5)(torch.ones(1, 100))
         os.kill(child.pid, signal.SIGSTOP)
         with pytest.raises(WorkerLost, match=f"at {address}, which sums, has given no sign of life for 1.5 s"):
-            SummedMean(0, 2, callers, silence_s=1.5)(torch.ones(1, 100))
+            SummationClient(0, 2, callers, silence_s=1.5)(torch.ones(1, 100))
         for caller in callers:
             caller.close(0)
     finally:

@@ -99,6 +99,7 @@ class Crew:
         self._shards: list[Child] = []
         self._workers: dict[int, subprocess.Popen[str]] = {}
         self._dead: set[int] = set()
+        self._incarnations: dict[int, int] = {}
         self._addresses: list[str] = []
         self._restarts = self._replaced = 0
         self._before: dict[str, Any] = {"workers": {}, "ages": {}, "lost": 0}
@@ -134,7 +135,7 @@ class Crew:
             self._workers[worker] = self._worker()
         self._addresses = [address_of(shard) for shard in self._shards]
         for worker in range(self.settings.workers):
-            self._post(worker, replaces=False)
+            self._post(worker)
 
     def _shard(self, place: int, bind: str) -> Child:
         care = self.care
@@ -157,7 +158,7 @@ class Crew:
         command = [sys.executable, "-m", "hocket.cli.crew_worker"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
 
-    def _post(self, worker: int, replaces: bool) -> None:
+    def _post(self, worker: int) -> None:
         record = self.care.record_of(f"worker-{worker}")
         post = WorkerTask(
             asdict(self.settings),
@@ -168,7 +169,7 @@ class Crew:
             None if self.data_dir is None else str(self.data_dir),
             None if self.care.keys is None else str(self.care.keys),
             self.care.liveness_timeout_s,
-            replaces,
+            self._incarnations.get(worker, 0),
             None if record is None else str(record),
         )
         pipe = self._workers[worker].stdin
@@ -214,8 +215,9 @@ class Crew:
         if self.care.replace:
             _say(f"worker {worker} {how}; another takes its place")
             self._dead.discard(worker)
+            self._incarnations[worker] = self._incarnations.get(worker, 0) + 1
             self._workers[worker] = self._worker()
-            self._post(worker, replaces=True)
+            self._post(worker)
         elif left:
             _say(f"worker {worker} {how}; the others go on")
         else:

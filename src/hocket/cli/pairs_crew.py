@@ -1,8 +1,9 @@
-"""Workers of one run without servers on this machine: this process starts them, deals mini-batches, evaluates and records.
+"""Workers of one run without servers on this machine: this process starts them, dispatches mini-batches, evaluates and records.
 
 After every epoch it asks all workers for what they hold and evaluates the mean; after the last one, the mean that they agreed on.
-Looking and evaluating go on beside dealing, so nobody waits for them; where nobody tells what it holds, that epoch has no accuracy.
-A worker that died is replaced where asked: the new one takes weights from those who live (``join`` in ``server/peers.py``).
+Asking and evaluating go on beside dispatching, so no worker waits for them; where no worker answers, that epoch has no accuracy.
+A worker that died is replaced where asked: the new one takes weights from those that live (``join`` in
+``programs/gossip/agreement.py``).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 
 from hocket.cli.crew import Crew, Told
+from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError
-from hocket.messages import Listener
-from hocket.programs.server.wire import OBSERVER, SNAPSHOT_S
-from hocket.server.account import ages_since, entry_of
-from hocket.server.clerk import Clerk
-from hocket.server.holding import Holding, Mean, mean_of
-from hocket.server.peers import Peers, gather
+from hocket.messages import Caller, Listener
+from hocket.programs.account import entry_of, staleness_since
+from hocket.programs.coordinator import Coordinator
+from hocket.programs.gossip.observer import PeerObserver
+from hocket.programs.gossip.state import Mean, PeerState
+from hocket.programs.server.wire import SNAPSHOT_S
 from hocket.train.loop import Progress
 from hocket.train.watch import check_weights
 
@@ -32,18 +34,30 @@ _SLOWEST_BYTES_PER_S = 10_000_000
 OnEpoch = Callable[[dict[str, Any]], None]
 
 
+class Dispatch:
+    """The coordinator on its socket; it hears of workers that have died."""
+
+    def __init__(self, listener: Listener, workers: int, total: int) -> None:
+        self.coordinator = Coordinator(workers, total)
+        self.driver = SocketDriver(self.coordinator, listener=listener)
+        self.driver.begin(self.coordinator.start)
+
+    def tell(self, **order: Any) -> None:
+        """``gone=worker``: it has died, or is silent for good."""
+        self.driver.begin(self.coordinator.worker_lost, order["gone"])
+
+
 class PairsCrew(Crew):
-    """As :class:`~hocket.cli.crew.Crew`, with a clerk instead of shards."""
+    """As :class:`~hocket.cli.crew.Crew`, with a coordinator instead of shards."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         if self.care.snapshot_s != SNAPSHOT_S:
             raise HocketError(f"{self.strategy} has no shards to take snapshots of; leave --snapshot out.")
-        rows = [b.empty(1) for b in self.layout.buckets]
-        self._like = Holding(rows)
+        self._like = PeerState([b.empty(1).cpu() for b in self.layout.buckets])
         floating = [b for b in self.model.buffers() if b.is_floating_point()]
         self._like.buffers = torch.zeros(sum(b.numel() for b in floating)) if floating else None
-        self._peers: Peers | None = None
+        self._observer: SocketDriver | None = None
         self._epoch = 1
         self._delivered, self._heard = 0, 0.0
         self._before["lost_exchanges"] = 0
@@ -53,85 +67,91 @@ class PairsCrew(Crew):
         with Listener("tcp://127.0.0.1:0", self._job, self._keys, self._most_bytes) as listener, ThreadPoolExecutor(1) as pool:
             self._looks = ThreadPoolExecutor(1)
             self._addresses = [listener.address]
-            clerk = Clerk(listener, self.settings.workers, len(self.sequence))
+            dispatch = Dispatch(listener, self.settings.workers, len(self.sequence))
             try:
                 self._write_run(self.settings.workers)
                 for worker in range(self.settings.workers):
                     self._workers[worker] = self._worker()
                 for worker in range(self.settings.workers):
-                    self._post(worker, replaces=False)
-                self._serve(clerk, pool, watch, on_epoch)
+                    self._post(worker)
+                self._serve(dispatch, pool, watch, on_epoch)
             finally:
                 self._looks.shutdown(cancel_futures=True)
-                if self._peers is not None:
-                    self._peers.close()
+                if self._observer is not None:
+                    self._observer.close(0)
                 self._end()
         return self.metrics
 
-    def _serve(self, clerk: Clerk, pool: ThreadPoolExecutor, watch: Callable[[Progress], None], on_epoch: OnEpoch) -> None:
+    def _serve(self, dispatch: Dispatch, pool: ThreadPoolExecutor, watch: Callable[[Progress], None], on_epoch: OnEpoch) -> None:
+        coordinator = dispatch.coordinator
         looked = watched = time.monotonic()
         evaluated: list[Future[dict[str, Any]]] = []
-        while not self._is_over(clerk):
-            clerk.turn(0.05)
+        while not self._is_over(coordinator):
+            dispatch.driver.poll(0.05)
             now = time.monotonic()
             if now - looked > 0.1:
                 looked = now
-                self._tend(clerk)
+                self._tend(dispatch)
             if now - watched > 1.0:
                 watched = now
-                done = clerk.dispatcher.counted // self.settings.workers
+                done = coordinator.dispatcher.counted // self.settings.workers
                 watch(Progress(self._epoch - 1, self.epochs, done, self.sequence.steps))
-            while self._epoch < self.epochs and clerk.dispatcher.counted >= self._epoch * self.sequence.per_epoch:
-                look = self._looks.submit(self._look, clerk.addresses)
-                evaluated.append(pool.submit(self._epoch_ends, look.result, self._figures(clerk), self._epoch))
+            while self._epoch < self.epochs and coordinator.dispatcher.counted >= self._epoch * self.sequence.per_epoch:
+                look = self._looks.submit(self._look, coordinator.worker_addresses)
+                evaluated.append(pool.submit(self._epoch_ends, look.result, self._figures(coordinator), self._epoch))
                 self._epoch += 1
             while evaluated and evaluated[0].done():
                 on_epoch(evaluated.pop(0).result())
-        for worker in set(self._workers) - clerk.means.keys() - clerk.gone:
-            clerk.tell(gone=worker)  # stopped, or too slow to tell: the others have ended
-        mean = clerk.means[min(clerk.means)]
-        evaluated.append(pool.submit(self._epoch_ends, lambda: mean, self._figures(clerk), self.epochs))
+        for worker in set(self._workers) - coordinator.means.keys() - coordinator.gone:
+            dispatch.tell(gone=worker)  # suspended, or too slow to tell: the others have ended
+        mean = coordinator.means[min(coordinator.means)]
+        evaluated.append(pool.submit(self._epoch_ends, lambda: mean, self._figures(coordinator), self.epochs))
         for each in evaluated:
             on_epoch(each.result())
 
     def _lose(self, worker: int, process: subprocess.Popen[str], code: int, observer: Told) -> None:
-        assert isinstance(observer, Clerk)
-        if not observer.means:
+        assert isinstance(observer, Dispatch)
+        if not observer.coordinator.means:
             super()._lose(worker, process, code, observer)
             return
-        self._dead.add(worker)  # the training is over: nobody need take its place
+        self._dead.add(worker)  # the training is over: no replacement is needed
         observer.tell(gone=worker)
 
-    def _is_over(self, clerk: Clerk) -> bool:
-        """Whether all who have agreed on the mean, and live, have told it, or nobody has for twice the patience.
+    def _is_over(self, coordinator: Coordinator) -> bool:
+        """True once every live worker has reported the final mean, or after twice the timeout without a report.
 
-        Whoever has it stays for one patience while another that took part is silent.
+        A worker that has the mean stays for one timeout while another that took part is silent.
         """
-        if len(clerk.means) != self._delivered:
-            self._delivered, self._heard = len(clerk.means), time.monotonic()
-        if not clerk.means:
+        if len(coordinator.means) != self._delivered:
+            self._delivered, self._heard = len(coordinator.means), time.monotonic()
+        if not coordinator.means:
             return False
-        here = set(clerk.means[min(clerk.means)].here)
+        here = set(coordinator.means[min(coordinator.means)].here)
         most_s = 2 * self.care.liveness_timeout_s + self.settings.workers * self._like.bytes / _SLOWEST_BYTES_PER_S
-        return here <= clerk.means.keys() | clerk.gone or time.monotonic() - self._heard > most_s
+        return here <= coordinator.means.keys() | coordinator.gone or time.monotonic() - self._heard > most_s
 
     def _look(self, addresses: list[str | None] | None) -> Mean | None:
-        """The mean of what all who answer hold now; None where nobody does."""
+        """The mean of what all workers that answer hold now; None where no worker does."""
         assert addresses is not None
-        if self._peers is None:
-            self._peers = Peers(addresses, self._job, OBSERVER, self._keys, self._most_bytes, self.care.liveness_timeout_s)
-        for worker, address in enumerate(addresses):
-            if address != self._peers.addresses[worker]:
-                self._peers.move(worker, address)
+        if self._observer is None:
+            program = PeerObserver(self.settings.workers, self._like, self.care.liveness_timeout_s)
+            self._observer = SocketDriver(program, connect=self._call_worker)
+            self._observer.begin(program.start)
+        observer = self._observer.program
+        assert isinstance(observer, PeerObserver)
         try:
-            parts = gather(self._peers, self._like)
-        except (HocketError, ValueError):  # a stranger at the door of one that has died
+            self._observer.begin(observer.move, addresses)
+            self._observer.call(observer.look)
+        except HocketError:  # another process has the port of a worker that has died
             return None
-        return mean_of(parts) if parts else None
+        return observer.looked
 
-    def _figures(self, clerk: Clerk) -> dict[str, Any]:
-        sums = {"lost": clerk.lost, "lost_exchanges": clerk.lost_exchanges, "ages": clerk.ages}
-        return {"workers": dict(clerk.figures), **sums}
+    def _call_worker(self, worker: int, address: str) -> Caller:
+        return Caller(address, self._job, self._keys, most_bytes=self._most_bytes)
+
+    def _figures(self, coordinator: Coordinator) -> dict[str, Any]:
+        sums = {"lost": coordinator.lost, "lost_exchanges": coordinator.lost_exchanges, "ages": coordinator.staleness}
+        return {"workers": dict(coordinator.figures), **sums}
 
     def _epoch_ends(  # type: ignore[override]
         self, look: Callable[[], Mean | None], figures: dict[str, Any], epoch: int
@@ -145,7 +165,7 @@ class PairsCrew(Crew):
         entry, loss = entry_of(figures["workers"], self._before["workers"])
         took = max((w["seconds"] for w in figures["workers"].values()), default=0.0)
         metrics = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": max(took - self._took, 0.0)}
-        metrics["staleness"] = ages_since(figures["ages"], self._before["ages"])
+        metrics["staleness"] = staleness_since(figures["ages"], self._before["ages"])
         for name in ("lost", "lost_exchanges"):
             metrics[name] = figures[name] - self._before[name]
         self._before, self._took = figures, took

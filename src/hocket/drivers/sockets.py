@@ -4,7 +4,8 @@ A driver holds the links of one program: a listener that others call, and one ca
 number. Messages that have arrived are handed over *before* timers that have run out: a process that was suspended first reads what
 others said meanwhile, and only then asks who was silent.
 
-A driver belongs to one thread. An interruption (Ctrl-C) ends a wait; the next call first ends what was interrupted.
+A driver belongs to one thread (:class:`~hocket.drivers.threaded.ThreadedDriver` serves from a second one). An interruption (Ctrl-C)
+ends a wait; the next call first ends what was interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +52,8 @@ class SocketDriver:
         self.program, self.listener, self.callers = program, listener, dict(callers or {})
         self.snapshots, self.recorder, self.clock = snapshots, recorder, clock
         self.finished = False
+        self.lock: AbstractContextManager[Any] = nullcontext()
+        """Held while the program handles an event and the event is recorded."""
         self._connect = connect
         self._timers: dict[str, float] = {}
         self._answered: set[int] = set()
@@ -64,19 +68,20 @@ class SocketDriver:
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
-    def call(self, method: Callable[..., Effects], *arguments: Any) -> None:
-        """Call a method of the program with ``arguments`` and the time, and wait until the program is not busy any more."""
+    def call(self, method: Callable[..., Effects], *arguments: Any, **named: Any) -> None:
+        """Call a method of the program with these arguments and the time, and wait until the program is not busy any more."""
         self.run_until(self._idle)  # a call that was interrupted
         self.poll(0.0)
-        self.begin(method, *arguments)
+        self.begin(method, *arguments, **named)
         self.run_until(self._idle)
 
-    def begin(self, method: Callable[..., Effects], *arguments: Any) -> None:
-        """Call a method of the program with ``arguments`` and the time, and carry out the effects; nobody waits."""
-        now = self.clock()
-        if self.recorder is not None:
-            self.recorder.call(method.__name__, arguments, now)
-        self.carry_out(method(*arguments, now=now))
+    def begin(self, method: Callable[..., Effects], *arguments: Any, **named: Any) -> None:
+        """Call a method of the program with these arguments and the time, and carry out the effects; nobody waits."""
+        with self.lock:
+            now = self.clock()
+            if self.recorder is not None:
+                self.recorder.call(method.__name__, (*arguments, *named.values()), now)
+            self.carry_out(method(*arguments, now=now, **named))
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         """Handle messages and timers until ``condition`` holds."""
@@ -102,14 +107,15 @@ class SocketDriver:
         for name in sorted(self._timers, key=lambda name: self._timers[name]):
             if self._timers.get(name, math.inf) <= now:
                 del self._timers[name]
-                if self.recorder is not None:
-                    self.recorder.timer(name, now)
-                self.carry_out(self.program.timer(name, now))
+                with self.lock:
+                    if self.recorder is not None:
+                        self.recorder.timer(name, now)
+                    self.carry_out(self.program.timer(name, now))
 
-    def close(self, linger_s: float = 1.0) -> None:
-        """Let what was sent leave, for at most ``linger_s`` per link, and close the links."""
-        for caller in self.callers.values():
-            caller.close(linger_s)
+    def close(self, linger_s: float = 1.0, gone: Collection[int] = ()) -> None:
+        """Let what was sent leave, for at most ``linger_s`` per link (not for peers that are ``gone``), and close the links."""
+        for peer, caller in self.callers.items():
+            caller.close(0.0 if peer in gone else linger_s)
         self.callers = {}
         if self.listener is not None:
             self.listener.close(linger_s)
@@ -121,8 +127,12 @@ class SocketDriver:
 
     # --- messages ------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _single_link(self) -> bool:
+        return len(self.callers) + (self.listener is not None) == 1
+
     def _receive(self, timeout_s: float) -> None:
-        if timeout_s > 0 and len(self.callers) + (self.listener is not None) != 1:
+        if timeout_s > 0 and not self._single_link:
             self._poller.poll(math.ceil(timeout_s * 1000))
             timeout_s = 0.0  # a single link waits by itself, which is quicker than a poller
         for peer, caller in list(self.callers.items()):
@@ -152,10 +162,11 @@ class SocketDriver:
             raise HocketError(f"{self.program.describe_peer(peer)} does not let us in: use the keys of its job.")
 
     def _deliver(self, sender: Address, message: Envelope) -> None:
-        now = self.clock()
-        if self.recorder is not None:
-            self.recorder.message(sender, message, now)
-        self.carry_out(self.program.message(sender, message, now))
+        with self.lock:
+            now = self.clock()
+            if self.recorder is not None:
+                self.recorder.message(sender, message, now)
+            self.carry_out(self.program.message(sender, message, now))
 
     # --- effects -------------------------------------------------------------------------------------------------------------
 

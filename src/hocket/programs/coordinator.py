@@ -135,10 +135,9 @@ class Coordinator(Program):
         member = self._members.get(worker)
         if member is None or incarnation > member.incarnation:
             before = self.figures.get(str(worker))
-            if member is not None:
-                self.lost += self.dispatcher.give_back(worker)
-                if not self.means:
-                    self.gone.discard(worker)
+            self.lost += self.dispatcher.give_back(worker)
+            if incarnation > 0 and not self.means:  # also where the process before it died before it said hello
+                self.gone.discard(worker)
             member = self._members[worker] = _Member(address, incarnation, before=before)
         self._check(member, worker, incarnation)
         member.waiting = peer, message.number
@@ -196,6 +195,8 @@ class Coordinator(Program):
 class CoordinatorClient(Program):
     """A worker's side of the coordinator; the next mini-batch is requested while the worker computes."""
 
+    peer_kind = "Coordinator"
+
     def __init__(self, worker: int, incarnation: int = 0, account: Account | None = None) -> None:
         super().__init__()
         self.worker, self.incarnation = worker, incarnation
@@ -234,9 +235,9 @@ class CoordinatorClient(Program):
                 self._taken = self._taken[-1:]
         return number, self._done()
 
-    def deliver(self, mean: Mean, now: float) -> Effects:
-        """Tell the final mean."""
-        return self._run(self._deliver(mean), now)
+    def deliver(self, mean: Mean, now: float, ledger: dict[str, Any] | None = None) -> Effects:
+        """Tell the final mean, and the final figures (the account's, unless given)."""
+        return self._run(self._deliver(mean, ledger), now)
 
     # --- tasks ---------------------------------------------------------------------------------------------------------------
 
@@ -257,12 +258,13 @@ class CoordinatorClient(Program):
             self._batch_ids.extend(int(number) for number in note["batch_ids"])
             self._none_left = bool(note["over"])
 
-    def _deliver(self, mean: Mean) -> Task:
+    def _deliver(self, mean: Mean, ledger: dict[str, Any] | None) -> Task:
         if self._request is not None:
             yield from self._wait()
         tensors = mean.rows if mean.buffers is None else [*mean.rows, mean.buffers]
         note = {"here": mean.here, "push_sum_weight": mean.push_sum_weight, "buffers": mean.buffers is not None}
-        self._ask(Kind.PUSH, {**note, **self._report(self._taken)}, tuple(tensors))
+        report = self._report(self._taken)
+        self._ask(Kind.PUSH, {**note, **report, "ledger": ledger or report["ledger"]}, tuple(tensors))
         self._taken = []
         yield from self._wait()
 

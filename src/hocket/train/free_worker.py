@@ -15,23 +15,24 @@ from torch import nn
 from hocket.cluster.layout import Layout
 from hocket.data import DataSet, Partition, load
 from hocket.data.batches import BatchSequence, MiniBatch
+from hocket.drivers.gossip_runtime import GossipRuntime
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
 from hocket.messages import Keys
 from hocket.models import build, loss_for
 from hocket.noise import step_keys
-from hocket.programs.account import Account
+from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.requests import WorkerConfig
 from hocket.train.engines.loop import forked, random_modules
 from hocket.train.free_job import FreeJob
 from hocket.train.lr_schedule import factor
-from hocket.train.pairs_job import PeerConfig
-from hocket.train.pairs_worker import DealtPairsJob
+from hocket.train.pairs_job import PairsJob
+from hocket.train.pairs_worker import connect_coordinated
 from hocket.train.run import AUTOCAST, Settings
 from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
 
-_Job = FreeJob | DealtPairsJob
+_Job = FreeJob | PairsJob
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class WorkerTask:
     data_dir: str | None = None
     keys: str | None = None
     liveness_timeout_s: float = 10.0
-    replaces: bool = False
+    incarnation: int = 0
+    """How many processes were this worker before; above 0 it replaces one that died."""
     record: str | None = None
     """A file for all that happens to the worker, to replay the run."""
 
@@ -74,7 +76,7 @@ def work(post: WorkerTask) -> None:
     base = [float(group["lr"]) for group in optimizer.param_groups]
     at = factor(settings.lr_schedule, sequence.steps, round(settings.warmup * len(sequence.partition)))
     job = _enter(post, settings, model, optimizer, sequence)
-    throttle, account = Throttle(settings.slowdown_of(post.worker)), _account_of(job)
+    throttle, account = Throttle(settings.slowdown_of(post.worker)), job.runtime.account
     x, y = (t.to(device) for t in data.train)
     dtype, random = AUTOCAST[settings.autocast], bool(random_modules(model))
     model.train()
@@ -113,10 +115,20 @@ def _enter(
         "first_bucket_cap_bytes": settings.first_bucket_cap_bytes,
     }
     if strategy.runtime == "peers":
-        place = PeerConfig(
-            post.worker, settings.workers, job, keys=keys, liveness_timeout_s=post.liveness_timeout_s, joins=post.replaces
+        config = PeerConfig(
+            post.worker,
+            settings.workers,
+            strategy.topology.partner_rule,
+            settings.seed,
+            post.liveness_timeout_s,
+            incarnation=post.incarnation,
+            joins=post.incarnation > 0,
         )
-        return DealtPairsJob(model, optimizer, strategy, place, post.addresses[0], **options)
+
+        def connect(layout: Layout) -> GossipRuntime:
+            return connect_coordinated(strategy, layout, config, post.addresses[0], job, keys, _record(post))
+
+        return PairsJob(model, optimizer, strategy, connect, **options)
     return FreeJob(model, optimizer, strategy, lambda layout: _connect(post, settings, layout, sequence), **options)
 
 
@@ -130,23 +142,21 @@ def _connect(post: WorkerTask, settings: Settings, layout: Layout, sequence: Bat
         post.liveness_timeout_s,
         total=len(sequence),
         per_epoch=sequence.per_epoch,
-        replaces=post.replaces,
+        replaces=post.incarnation > 0,
     )
     keys = None if post.keys is None else Keys.read(post.keys)
-    return ServerRuntime(post.addresses, bytes.fromhex(post.job), config, keys, None if post.record is None else Path(post.record))
+    return ServerRuntime(post.addresses, bytes.fromhex(post.job), config, keys, _record(post))
 
 
-def _account_of(job: _Job) -> Account:
-    return job.runtime.account if isinstance(job, FreeJob) else job.client.account
+def _record(post: WorkerTask) -> Path | None:
+    return None if post.record is None else Path(post.record)
 
 
 def _next(job: _Job, worker: int, sequence: BatchSequence) -> MiniBatch | None:
     if job.strategy.sync.static_partition:
-        number: int | None = sequence.own(worker, job.step)
-        if isinstance(job, FreeJob):
-            job.runtime.record_batch(number)
+        number = job.runtime.record_batch(sequence.own(worker, job.step))
     else:
-        number = job.runtime.next_batch() if isinstance(job, FreeJob) else job.client.take()
+        number = job.runtime.next_batch()
     return None if number is None or number >= len(sequence) else sequence.minibatch(number)
 
 

@@ -105,7 +105,7 @@ class Job:
         self._grad_views = [b.views(g, 0) for b, g in zip(self.layout.buckets, self.grads, strict=True)]
         self._ours = adopt(model, self.layout, self._params, self.weights, cluster)
         if isinstance(strategy.topology, Server) and strategy.topology.sums:
-            from hocket.server.summing import serve_sums  # its sockets are loaded only where they are needed
+            from hocket.drivers.summation import serve_sums  # its sockets are loaded only where they are needed
 
             serve_sums(strategy, cluster)
         self.program = Program(strategy, self.layout, cluster, self.weights, seed)

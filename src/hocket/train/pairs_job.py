@@ -1,12 +1,10 @@
-"""``parallelize`` for workers that average among themselves, without servers and without waiting for everybody.
+"""``parallelize`` for workers that average among themselves, without servers and without waiting for all workers.
 
-- Before the optimiser's step the exchange under way lands; the model is then shown the weights as they are by now, and the
+- Before the optimiser's step the exchange under way is completed; the model then has the weights as they are by now, and the
   gradient, computed at older ones, is applied to these by the loop's own optimiser.
-- After it the update is added to what the worker holds, and the next exchange begins; it travels while the worker computes.
+- After it the update is added to the worker's state, and the next exchange begins; it travels while the worker computes.
 
-While the worker computes, others may change what it holds (``server/holding.py``), but never its model. How many contributions of
-others have come in between two steps is the age of the second one's gradient: its weights were read at the first, and it is
-applied at the second.
+What the workers do is in :mod:`hocket.programs.gossip`; :class:`~hocket.drivers.gossip_runtime.GossipRuntime` runs it.
 """
 
 from __future__ import annotations
@@ -21,66 +19,39 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
+from hocket.cluster.ledger import Entry
 from hocket.cluster.virtual import VirtualCluster
+from hocket.drivers.gossip_runtime import GossipRuntime
 from hocket.errors import HocketError
-from hocket.messages import Keys, Kind, Listener
-from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, link_bytes
-from hocket.server.account import ages_of, entry_of
-from hocket.server.doorkeeper import Doorkeeper
-from hocket.server.exchanges import Calls, Exchanges, Halves
-from hocket.server.holding import Holding, Mean, Rows
-from hocket.server.peers import Peers, agree, join, look_around
+from hocket.programs.account import Account
+from hocket.programs.gossip.state import Mean
 from hocket.strategy import Strategy
-from hocket.topology import Gossip
 from hocket.train.job import adopt, check_equal, check_job, check_optimizer, layout_for, refuse_newcomers
 from hocket.train.watch import NonFinite
 
-
-@dataclass(frozen=True)
-class PeerConfig:
-    """Where a worker of such a job stands; ``meet`` tells the others its address and learns theirs, in worker order."""
-
-    worker: int
-    world: int
-    job: bytes
-    meet: Callable[[str], list[str | None]] = lambda address: [address]
-    bind: str = "tcp://127.0.0.1:0"
-    keys: Keys | None = None
-    liveness_timeout_s: float = LIVENESS_TIMEOUT_S
-    joins: bool = False
-    """Whether it takes the place of a worker that has died, and weights from those who live."""
+Connect = Callable[[Layout], GossipRuntime]
 
 
 class PairsLedger:
-    """Everybody's figures, asked of all who answer; any worker may ask at any time."""
+    """All workers' figures, asked of all that answer; any worker may ask at any time."""
 
-    def __init__(self, job: PairsJob) -> None:
-        self._job = job
-        self._known: dict[str, dict[str, Any]] = {}
+    def __init__(self, runtime: GossipRuntime) -> None:
+        self._runtime = runtime
 
     def summary(self) -> dict[str, Any]:
-        """Everything so far: seconds are means over workers, ``bytes_sent``, ``exchanges`` and ``lost`` ones sums over workers, and
-        ``staleness`` counts all gradients by their age."""
-        self.refresh()
-        known = list(self._known.values())
-        lost = sum(account["lost"] for account in known)
-        return {**vars(entry_of(self._known)[0]), "lost": lost, "staleness": ages_of(known)}
+        """Everything so far (:meth:`~hocket.drivers.gossip_runtime.GossipRuntime.summary`)."""
+        return self._runtime.summary()
 
-    def refresh(self) -> None:
-        """Ask all who are there, as long as the job is on the model."""
-        job = self._job
-        if job.mean is not None and job.mean.ledgers:
-            self._known = dict(job.mean.ledgers)
-            return
-        if job.attached:
-            for peer, answer in job.peers.ask_all(Kind.BEAT).items():
-                self._known[str(peer)] = dict(answer.note["ledger"])
-        self._known[str(job.place.worker)] = job.holding.account.describe()
+    def total(self) -> Entry:
+        """Seconds, bytes and exchanges so far."""
+        return self._runtime.total()
 
 
 @dataclass
 class _Where:
-    ledger: Any
+    """This worker, for whoever counts bad gradients."""
+
+    ledger: Account
     workers: range
 
 
@@ -92,7 +63,7 @@ class PairsJob:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         strategy: Strategy,
-        place: PeerConfig,
+        connect: Connect,
         cluster: Cluster | None = None,
         accumulate: int = 1,
         nonfinite: str = "raise",
@@ -102,12 +73,11 @@ class PairsJob:
         bucket_cap_bytes: int | None = None,
         first_bucket_cap_bytes: int | None = None,
     ) -> None:
-        """``cluster`` is where workers agree on the model before they start, if any."""
-        assert isinstance(strategy.topology, Gossip)
+        """``connect`` finds the other workers; ``cluster`` is where workers agree on the model before they start, if any."""
         if scaler is not None:
-            raise HocketError(f"{strategy}: a GradScaler is not served without everybody; use autocast with bfloat16 instead.")
+            raise HocketError(f"{strategy} does not support GradScaler; use autocast with bfloat16 instead.")
         check_job(model, optimizer, strategy, accumulate, nonfinite)
-        self.model, self.optimizer, self.strategy, self.place, self.check = model, optimizer, strategy, place, check
+        self.model, self.optimizer, self.strategy, self.check = model, optimizer, strategy, check
         self.weight = 1.0
         """Set by :func:`hocket.distribute`; every worker's update is its own here, so it counts for nothing."""
         self.layout: Layout = layout_for(model, optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes)
@@ -121,33 +91,15 @@ class PairsJob:
         self.weights = [b.empty(1) for b in self.layout.buckets]
         self._ours = adopt(model, self.layout, self._params, self.weights, cluster)
         self._buffers = [b for b in model.buffers() if b.is_floating_point()]
-        self.step = 0
-        self.mean: Mean | None = None
-        """What all have agreed on at the end: who took part (``here``), and their ``mass``."""
-        self.holding = Holding(self.weights)
-        self.holding.joined = not place.joins
-        self._note_buffers()
-        self._shown, self._changes, self._heard = self.holding.look()
-        self.holding.account.begin()  # others may call as soon as the door is open, but time counts only from the end of this
-        self.holding.account.pause()
-        self._halves, most = strategy.topology.kind == "pushsum", link_bytes(strategy, self.layout)
-        listener = Listener(place.bind, place.job, place.keys, most)
-        self.door = Doorkeeper(listener, self.holding, place.worker, place.world, self._halves, place.liveness_timeout_s)
-        addresses = place.meet(listener.address)
-        self.peers = Peers(addresses, place.job, place.worker, place.keys, most, place.liveness_timeout_s, self.door.newcomers)
-        if place.joins:
-            self._join(listener.address)
-        else:
-            self.peers.greet()
-        self.exchanges: Exchanges = (Halves if self._halves else Calls)(self.peers, self.holding, strategy.topology.kind, seed)
-        where = _Where(self.holding.account, range(place.worker, place.worker + 1))
-        self._nonfinite = NonFinite(nonfinite, self.layout, where)
-        self.ledger = PairsLedger(self)
+        self.runtime = connect(self.layout)
+        self._set_buffers(self.runtime.join(self.weights, None, self._flat_buffers()))
+        worker = self.runtime.config.worker
+        self._nonfinite = NonFinite(nonfinite, self.layout, _Where(self.runtime.account, range(worker, worker + 1)))
+        self.ledger = PairsLedger(self.runtime)
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
-        self.holding.account.resume()
 
     # --- what users call ---------------------------------------------------------------------------------------------------
 
@@ -157,9 +109,19 @@ class PairsJob:
         return bool(self._handles)
 
     @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.runtime.step
+
+    @property
+    def mean(self) -> Mean | None:
+        """What all workers have agreed on at the end: which took part (``here``), and their ``push_sum_weight``."""
+        return self.runtime.mean
+
+    @property
     def refused(self) -> dict[str, int]:
-        """How many messages this worker's door has refused, by reason."""
-        return dict(self.door.refused)
+        """How many messages to this worker were refused, by reason."""
+        return self.runtime.refused
 
     def state_dict(self) -> dict[str, Any]:
         raise HocketError("What a worker holds changes at any time: save the model that job.averaged() gives instead.")
@@ -172,40 +134,33 @@ class PairsJob:
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
         """The mean model as it is now, for evaluation and checkpoints; any worker may enter alone. Silent workers are left out."""
-        self.holding.account.pause()
-        self._take_over()
-        mean = look_around(self.peers, self.holding)
-        kept = [t.clone() for t in (*self.weights, *self._buffers)]
-        self._set(mean.rows, mean.buffers)
-        try:
-            yield self.model
-        finally:
-            for tensor, old in zip((*self.weights, *self._buffers), kept, strict=True):
-                tensor.data.copy_(old)
-            self.holding.account.resume()
+        with self.runtime.paused():
+            rows, buffers = self.runtime.global_weights()
+            kept = [t.clone() for t in (*self.weights, *self._buffers)]
+            for own, new in zip(self.weights, rows, strict=True):
+                own.copy_(new)
+            self._set_buffers(buffers)
+            try:
+                yield self.model
+            finally:
+                for tensor, old in zip((*self.weights, *self._buffers), kept, strict=True):
+                    tensor.data.copy_(old)
 
     def finish(self) -> nn.Module:
         """End the training: the model becomes the mean of all workers that live, the same on all; all of them must call it."""
         if self._handles:
-            self.exchanges.drain()
-            self._take_over()
-            self._note_buffers()
-            self.holding.account.pause()
-            self.mean = agree(self.peers, self.holding, self.door)
-            self._set(self.mean.rows, self.mean.buffers)
+            self._set_buffers(self.runtime.finish())
         self.detach()
         return self.model
+
+    def flush(self) -> None:
+        """Agree with the others on the mean, as :meth:`finish`."""
+        self.finish()
 
     def detach(self) -> None:
         """Remove all hooks and leave; the model goes on alone, from the weights it has."""
         if self._handles:
-            if self.mean is None:
-                self.exchanges.drain()
-                self._take_over()
-                self._show()
-            self.holding.account.pause()
-            self.door.close()
-            self.peers.close()
+            self.runtime.leave()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -216,45 +171,16 @@ class PairsJob:
         refuse_newcomers(self.optimizer, self._ours)
         if self.check:
             self._nonfinite.check_local(self._params, self.step + 1)
-        self.exchanges.land()
-        self._take_over()
-        read = self._heard
-        self._show()
-        self.holding.account.add_age(self._heard - read)
+        self.runtime.before_update()
 
     def _after_step(self) -> None:
-        self.step += 1
-        self._take_over()
-        self._note_buffers()
-        self.exchanges.start()
-        if self._halves:
-            self._show()  # an update of x moves x/ω by 1/ω times as much
+        self.runtime.after_update([float(group["lr"]) for group in self.optimizer.param_groups], self._flat_buffers())
 
-    def _take_over(self) -> None:
-        """What the model was changed by since it was last shown the weights: an update, or the user's doing."""
-        rows = [row.detach().flatten().to("cpu", copy=True) for row in self.weights]
-        if not all(torch.equal(new, old) for new, old in zip(rows, self._shown, strict=True)):
-            self.holding.add(self._shown, rows, self._changes)
-        self._shown = rows
+    def _flat_buffers(self) -> Tensor | None:
+        return torch.cat([b.detach().flatten().float() for b in self._buffers]) if self._buffers else None
 
-    def _join(self, address: str) -> None:
-        mean = join(self.peers, self.holding, address)
-        self._set(mean.rows, mean.buffers)
-        self._note_buffers()
-        self._show()
-
-    def _show(self) -> None:
-        self._shown, self._changes, self._heard = self.holding.look()
-        for row, shown in zip(self.weights, self._shown, strict=True):
-            row.copy_(shown.view(1, -1))
-
-    def _note_buffers(self) -> None:
-        if self._buffers:
-            self.holding.buffers = torch.cat([b.detach().flatten().float() for b in self._buffers]).cpu()
-
-    def _set(self, rows: Rows, flat: Tensor | None) -> None:
-        for row, new in zip(self.weights, rows, strict=True):
-            row.copy_(new.view(1, -1))
-        if flat is not None:
-            for buffer, part in zip(self._buffers, flat.split([b.numel() for b in self._buffers]), strict=True):
-                buffer.data.copy_(part.view(buffer.shape))
+    def _set_buffers(self, flat: Tensor | None) -> None:
+        if flat is None:
+            return
+        for buffer, part in zip(self._buffers, flat.split([b.numel() for b in self._buffers]), strict=True):
+            buffer.data.copy_(part.view(buffer.shape))

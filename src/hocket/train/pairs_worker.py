@@ -1,34 +1,22 @@
-"""One worker of ``hocket train`` without servers: a job whose mini-batches come from a clerk."""
+"""The runtime of a worker of ``hocket train`` without servers: it finds the others through the coordinator."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
-import torch
-from torch import nn
-
+from hocket.cluster.layout import Layout
+from hocket.drivers.coordinator_link import CoordinatorLink
+from hocket.drivers.gossip_runtime import GossipRuntime
+from hocket.messages import Keys
+from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.wire import link_bytes
-from hocket.server.clerk import ClerkLink
 from hocket.strategy import Strategy
-from hocket.train.job import layout_for
-from hocket.train.pairs_job import PairsJob, PeerConfig
 
 
-class DealtPairsJob(PairsJob):
-    """Its clerk listens at ``clerk`` and tells where the others are; one that joins when these have ended has nothing to do."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, place: PeerConfig, clerk: str, **options: Any
-    ) -> None:
-        layout = layout_for(model, optimizer, strategy, options["bucket_cap_bytes"], options["first_bucket_cap_bytes"])
-        self.client = ClerkLink(clerk, place.job, place.worker, place.keys, link_bytes(strategy, layout), place.joins)
-        super().__init__(model, optimizer, strategy, replace(place, meet=self.client.meet), **options)
-        self.client.account = self.holding.account
-        self.client.over = self.holding.mean is not None
-
-    def flush(self) -> None:
-        """All agree on the mean, and the clerk hears of it."""
-        self.finish()
-        assert self.mean is not None
-        self.client.deliver(self.mean)
+def connect_coordinated(
+    strategy: Strategy, layout: Layout, config: PeerConfig, coordinator: str, job: bytes, keys: Keys | None, record: Path | None
+) -> GossipRuntime:
+    """The worker ``config``; its coordinator listens at ``coordinator``."""
+    most = link_bytes(strategy, layout)
+    link = CoordinatorLink(coordinator, job, config.worker, keys, most, config.incarnation)
+    return GossipRuntime(config, job, most, coordinator=link, keys=keys, record=record)

@@ -81,6 +81,7 @@ def agree(node: PeerServer) -> Task:
     state.ended = True
     yield from node.ask_all([p for p, other in node.peers.items() if other.silent and not other.left], Kind.BEAT)
     led, told, since = False, -1, node.now
+    knows: int | None = None
     while state.mean is None:
         knows, leader = _who_knows(node), min([*node.here, node.worker])
         if knows is not None:
@@ -150,7 +151,7 @@ def _take_mean(node: PeerServer) -> Task:
         return None
     mean = mean_of({**{peer: _part(node.state, peer, answer) for peer, answer in answers.items()}, node.worker: _own(node)})
     ledgers = {str(peer): dict(answer.note["ledger"]) for peer, answer in last.items()}
-    ledgers[str(node.worker)] = node.account.describe(node.now)
+    ledgers[str(node.worker)] = node.ledger()
     return mean if len(json.dumps(ledgers)) > _MAX_LEDGERS_BYTES else replace(mean, ledgers=ledgers)
 
 

@@ -115,6 +115,8 @@ class Request:
 class PeerLinks(Program):
     """The other workers, and what they were asked."""
 
+    peer_kind = "Worker"
+
     def __init__(self, config: PeerConfig) -> None:
         super().__init__()
         self.config, self.worker, self.world = config, config.worker, config.world

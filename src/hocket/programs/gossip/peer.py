@@ -41,6 +41,8 @@ class GossipPeer(PeerServer):
         """What a replacement began with, after :meth:`start`."""
         self.looked: Mean | None = None
         """What :meth:`look_around` found."""
+        self.accounts: dict[str, dict[str, Any]] = {}
+        """All workers' accounts, as far as this worker knows them (:meth:`ask_accounts`)."""
         self._shown: Rows = []
         self._changes = self._heard = 0
         self._doing: tuple[str, float] | None = None
@@ -58,6 +60,8 @@ class GossipPeer(PeerServer):
         self.rows, self.state = rows, PeerState(rows, joined=not self.config.joins)
         self.state.buffers = buffers
         self._checked = self._pinged = self.now
+        self.account.begin(self.now)  # others may push as soon as they are answered; time counts from the end of the task
+        self.account.pause(self.now)
         self._start_checks()
         self._show()
         return self._begin("start", now)
@@ -91,6 +95,10 @@ class GossipPeer(PeerServer):
     def look_around(self, now: float) -> Effects:
         """Find the mean of what all workers that answer hold now; in :attr:`looked`."""
         return self._begin("look", now)
+
+    def ask_accounts(self, now: float) -> Effects:
+        """Ask all workers that can be reached for their accounts; they are in :attr:`accounts`."""
+        return self._begin("accounts", now)
 
     def finish(self, now: float) -> Effects:
         """Drain, and agree with all live workers on the mean; it is in :attr:`mean` and in ``rows``."""
@@ -133,6 +141,7 @@ class GossipPeer(PeerServer):
             "before": self._before,
             "drain": self._drain,
             "look": self._look_around,
+            "accounts": self._ask_accounts,
             "finish": self._finish,
         }[name](begun)
         self._doing = None
@@ -145,7 +154,7 @@ class GossipPeer(PeerServer):
             self._show()
         elif self.config.greets:
             yield from agreement.greet(self)
-        self.account.begin(self.now)
+        self.account.resume(self.now)
 
     def _before(self, begun: float) -> Task:
         yield Until(self.exchanges.landed)
@@ -162,10 +171,26 @@ class GossipPeer(PeerServer):
         self._show()
 
     def _look_around(self, begun: float) -> Task:
-        self.account.pause(self.now)
         self._take_over()
-        self.looked = yield from agreement.look_around(self)
-        self.account.resume(self.now)
+        self.looked = yield from self._uncounted(agreement.look_around(self))
+
+    def _ask_accounts(self, begun: float) -> Task:
+        if self.mean is not None and self.mean.ledgers:
+            self.accounts = dict(self.mean.ledgers)
+            return
+        answers = yield from self._uncounted(self.ask_all(self.here, Kind.BEAT))
+        self.accounts |= {str(peer): dict(answer.note["ledger"]) for peer, answer in answers.items()}
+        self.accounts[str(self.worker)] = self.ledger()
+
+    def _uncounted(self, task: Task) -> Task:
+        """A task beside the training: its time does not count."""
+        counted = self.account.paused is None
+        if counted:
+            self.account.pause(self.now)
+        found = yield from task
+        if counted:
+            self.account.resume(self.now)
+        return found
 
     def _finish(self, begun: float) -> Task:
         yield from self._drain(begun)

@@ -64,6 +64,11 @@ class PeerServer(PeerLinks):
         """The workers that have fetched the final mean here."""
         self.refused: Counter[str] = Counter()
 
+    def ledger(self) -> dict[str, Any]:
+        """This worker's account; an exchange with a worker that cannot be reached counts as lost for as long."""
+        open_ = sum(not self.reachable(request.peer) for request in self.exchanges_open)
+        return {**self.account.describe(self.now), "lost": self.account.lost + open_}
+
     def on_message(self, sender: Address, message: Envelope) -> None:
         if self.closed:
             return
@@ -176,7 +181,7 @@ class PeerServer(PeerLinks):
             return
         if "about" in message.note:
             self._decide(peer, message)
-        note = {"ledger": self.account.describe(self.now), "version": self.state.version}
+        note = {"ledger": self.ledger(), "version": self.state.version}
         self._answer(peer, Kind.ANSWER, message.number, note)
 
     def _hello(self, peer: bytes, message: Envelope) -> None:

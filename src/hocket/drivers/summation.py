@@ -1,9 +1,9 @@
-"""Machines that only sum (BytePS, Jiang 2020): a mean of all workers over ``n`` spare ones and the workers' own.
+"""Summation servers (``role=sum``; BytePS, Jiang 2020): a mean of all workers over ``n`` spare machines and the workers' own.
 
-A row is cut among ``N + n`` summers, one in every worker's process and one in every spare one, in the shares that load all links
-equally (:func:`shares`), and every share into pieces. A worker sends each piece to its summer; a summer that has a piece from
-everybody adds them up in worker order and sends the mean back to all. Pieces of one share follow each other, so that pushing and
-fetching go on at the same time, in both directions of every link.
+A row is cut among ``N + n`` summation servers, one in every worker's process and one in every spare one, in the shares that load
+all links equally (:func:`shares`), and every share into pieces. A worker sends each piece to its server; a server that has a piece
+from all workers adds them up in worker order and sends the mean back to all. Pieces of one share follow each other, so that
+pushing and fetching go on at the same time, in both directions of every link.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LINGER_S = 5.0
 
 
 def shares(size: int, workers: int, servers: int) -> list[range]:
-    """Which values each summer adds up, workers' own first: ``(N−n)/d`` of all, then the servers' ``2(N−1)/d``.
+    """Which values each server adds up, workers' own first: ``(N−n)/d`` of all, then the servers' ``2(N−1)/d``.
 
     >>> [len(r) for r in shares(1800, 4, 2)], [len(r) for r in shares(10, 2, 0)]
     ([180, 180, 180, 180, 540, 540], [5, 5])
@@ -66,7 +66,7 @@ def shares(size: int, workers: int, servers: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(ends)]
 
 
-class Summer:
+class SummationServer:
     """Adds up pieces from ``workers`` workers; :meth:`turn` handles one message."""
 
     def __init__(self, listener: Listener, workers: int) -> None:
@@ -110,7 +110,7 @@ class Summer:
 
 
 def _bind(cluster: ProcessCluster) -> str:
-    """Where summers listen: on loopback where all processes share a machine, else where the others reach this one."""
+    """Where summation servers listen: on loopback where all processes share a machine, else where the others reach this one."""
     host = torch.tensor([list(hashlib.sha256(boot_id().encode()).digest())], dtype=torch.uint8)
     everyone = cluster.all_gather_metrics(host)
     if bool((everyone == everyone[0]).all()):
@@ -122,7 +122,7 @@ def _bind(cluster: ProcessCluster) -> str:
     return own_address()
 
 
-class SummedMean:
+class SummationClient:
     """One worker's side of it: called with its row, it makes it the mean of all, in place."""
 
     def __init__(
@@ -166,15 +166,17 @@ class SummedMean:
                     )
             self._signs.want()
             if time.monotonic() > deadline:
-                raise WorkerLost(f"A summer has not answered for {self.liveness_timeout_s:g} s; a worker or a server is lost.")
+                raise WorkerLost(
+                    f"A summation server has not answered for {self.liveness_timeout_s:g} s; a worker or a server is lost."
+                )
         if flat.data_ptr() != rows.data_ptr():
             rows[0].copy_(flat)
         return rows
 
     def _order(self, places: list[list[range]]) -> list[tuple[int, int]]:
-        """All pieces, as ``(summer, piece)``: every summer gets its share at the same pace, so that no link is idle before another.
+        """All pieces, as ``(server, piece)``: every server gets its share at the same pace, so that no link is idle before another.
 
-        Everybody begins with another one.
+        Every worker begins with another server.
         """
         count = len(places)
         pieces = [(owner, k) for owner in range(count) for k in range(len(places[owner]))]
@@ -199,12 +201,12 @@ class SummedMean:
         return came
 
     def dismiss(self) -> None:
-        """Send the spare servers home."""
+        """End the spare servers."""
         for caller in self.callers[self.workers :]:
             caller.send(Envelope(Kind.GOODBYE, sender=self.worker), _LINGER_S)
 
     def close(self) -> None:
-        """Let go of the links."""
+        """Close the links."""
         for caller in self.callers:
             caller.close()
 
@@ -242,8 +244,8 @@ class _Signs:
                 server.send(Envelope(Kind.BEAT), 0)
 
 
-class Summing:
-    """Everything one process needs: its own summer in a thread, spare ones as children of the first processes, and its links."""
+class Summation:
+    """What one process needs: its own server in a thread, spare ones as children of the first processes, and its links."""
 
     def __init__(
         self,
@@ -261,15 +263,15 @@ class Summing:
         self._children: list[Child] = []
         self._stop = threading.Event()
         worker = cluster.workers.start
-        # Worker 0 names the job; everybody hears it.
+        # Worker 0 chooses the id of the job.
         name = torch.tensor([list(os.urandom(_JOB_BYTES))], dtype=torch.uint8)
         job = bytes(cluster.all_gather_metrics(name)[0].tolist()) if job is None else job
         found = Keys.read(keys) if keys is not None else None
         self._listener = Listener(f"tcp://{bind}:0", job, found, high_water=_QUEUE)
-        self._summer = Summer(self._listener, cluster.size)
+        self._server = SummationServer(self._listener, cluster.size)
         own = [self._listener.address]
         if spare is None and worker < servers:
-            child = start_summer(job, cluster.size, bind, keys)
+            child = start_summation_server(job, cluster.size, bind, keys)
             self._children.append(child)
             own.append(address_of(child))
         text = json.dumps(own).encode()
@@ -279,13 +281,13 @@ class Summing:
         addresses = [a[0] for a in everyone] + list([a[1] for a in everyone if len(a) > 1] if spare is None else spare)
         callers = [Caller(address, job, found, high_water=_QUEUE) for address in addresses]
         silence_s = cluster.heartbeat.liveness_timeout_s if isinstance(cluster, ProcessCluster) else SILENCE_S
-        self.mean = SummedMean(worker, cluster.size, callers, liveness_timeout_s, self._children, silence_s)
-        self._thread = threading.Thread(target=self._sum, name="hocket-summer", daemon=True)
+        self.mean = SummationClient(worker, cluster.size, callers, liveness_timeout_s, self._children, silence_s)
+        self._thread = threading.Thread(target=self._sum, name="hocket-summation", daemon=True)
         self._thread.start()
 
     def _sum(self) -> None:
         while not self._stop.is_set():
-            self._summer.turn()
+            self._server.turn()
 
     def close(self) -> None:
         """End the thread and the children."""
@@ -303,22 +305,22 @@ def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
     if not isinstance(topology, Server) or not topology.sums or cluster.size == 1:
         return
     if isinstance(cluster, ProcessCluster) and topology.shards not in cluster.summing:
-        found = Summing(cluster, topology.shards, _bind(cluster), cluster.keys)
+        found = Summation(cluster, topology.shards, _bind(cluster), cluster.keys)
         cluster.summing[topology.shards] = found.mean
         cluster.endings.append(found.close)
 
 
-def start_summer(job: bytes, workers: int, bind: str = "127.0.0.1", keys: Path | None = None) -> Child:
+def start_summation_server(job: bytes, workers: int, bind: str = "127.0.0.1", keys: Path | None = None) -> Child:
     """A spare process that sums; it ends when its input closes."""
-    command = [sys.executable, "-m", "hocket.server.summing", "--job", job.hex(), "--workers", str(workers), "--bind", bind]
+    command = [sys.executable, "-m", "hocket.drivers.summation", "--job", job.hex(), "--workers", str(workers), "--bind", bind]
     if keys is not None:
         command += ["--keys", str(keys)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """``python -m hocket.server.summing``: a spare machine that sums, until its input closes."""
-    parser = argparse.ArgumentParser(prog="python -m hocket.server.summing", description="A spare machine that only sums.")
+    """``python -m hocket.drivers.summation``: a spare machine that sums, until its input closes."""
+    parser = argparse.ArgumentParser(prog="python -m hocket.drivers.summation", description="A spare machine that only sums.")
     parser.add_argument("--job", required=True, help="the job's id, 32 hexadecimal digits")
     parser.add_argument("--workers", required=True, type=int)
     parser.add_argument("--bind", default="127.0.0.1", help="address to listen on; beyond this machine it wants --keys")
@@ -334,11 +336,11 @@ def main(arguments: list[str] | None = None) -> None:
     with Listener(f"tcp://{given.bind}:{given.port}", bytes.fromhex(given.job), keys, high_water=_QUEUE) as listener:
         print(json.dumps({"address": listener.address}), flush=True)
         over = threading.Event()
-        summer = Summer(listener, given.workers)
+        server = SummationServer(listener, given.workers)
         if not given.stay:
             threading.Thread(target=_until_closed, args=(over.set,), daemon=True).start()
-        while not over.is_set() and not (given.stay and summer.over):
-            summer.turn()
+        while not over.is_set() and not (given.stay and server.over):
+            server.turn()
 
 
 def _until_closed(then: Callable[[], None]) -> None:
