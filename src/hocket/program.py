@@ -28,7 +28,6 @@ from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.sync import Moment
 from hocket.topology import AllReduce
-from hocket.topology.base import plain
 
 
 class Program:
@@ -49,7 +48,7 @@ class Program:
         self._exchange: Exchange | None = None
         self._in_flight = False
         self._landing: list[Tensor] | None = None
-        self._plain = plain(strategy.compression)
+        self._plain = not strategy.compression.compresses
         self.gradient_state: list[State] = [{} for _ in layout.buckets]
         self.weight_state: list[State] = [self.channel.init_state(strategy.compression, _f32(w)) for w in weights]
         self.outer_state: list[State] = [strategy.sync.init_state(w) for w in weights]

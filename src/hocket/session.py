@@ -28,7 +28,6 @@ from hocket.split.materialize import materialize
 from hocket.split.mesh import forget
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
-from hocket.topology import Gossip
 from hocket.train.free_job import FreeJob, serves_itself
 from hocket.train.free_start import Servers, start_servers
 from hocket.train.job import Job
@@ -193,7 +192,7 @@ def parallelize(
         refuse_split_options(None, {**said, "schedule": schedule})
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         materialize(model, seed=_Session.seed, device=_Session.cluster.device)
-    if _Session.servers is not None and (parsed.runtime == "collective" or isinstance(parsed.topology, Gossip)):
+    if _Session.servers is not None and parsed.runtime != "server":
         raise HocketError(
             f"{parsed} has no servers, but hocket.init named some; leave servers= out, or use for example async + server."
         )
@@ -203,7 +202,7 @@ def parallelize(
 
         full = {name: options[name] for name in ("accumulate", "nonfinite", "check", "seed", "scaler")}
         job = FSDPJob(model, optimizer, parsed, _Session.cluster, **full)
-    elif parsed.runtime != "collective" and isinstance(parsed.topology, Gossip) and _Session.world > 1:
+    elif parsed.runtime == "peers" and _Session.world > 1:
         place = peer_config(_Session.cluster, _Session.keys, _Session.liveness_timeout_s)
         job = PairsJob(model, optimizer, parsed, place, _Session.cluster, **options)
     elif parsed.runtime != "collective" and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
@@ -225,7 +224,7 @@ def _on_mesh(
     if _Session.servers is not None:
         raise HocketError(f"The mesh {mesh} starts servers for each part of the model itself; leave servers= of hocket.init out.")
     mesh.check(world.size)
-    if strategy.runtime != "collective" and isinstance(strategy.topology, Gossip) and mesh.data > 1:
+    if strategy.runtime == "peers" and mesh.data > 1:
         raise HocketError(
             f"{strategy} has workers meet one by one, but a split replica is several processes; use downpour + server."
         )

@@ -34,7 +34,6 @@ from hocket.drivers.start import Child, address_of, end_child, own_address
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener
 from hocket.strategy import Strategy
-from hocket.topology import Server
 
 PIECE_BYTES = 1 << 16
 WINDOW = 10
@@ -300,11 +299,11 @@ class Summing:
 def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
     """Give ``cluster`` the servers that ``strategy`` sums on, where it has some; all processes call it together."""
     topology = strategy.topology
-    if not isinstance(topology, Server) or not topology.sums or cluster.size == 1:
+    if not topology.sums_on_servers or cluster.size == 1:
         return
-    if isinstance(cluster, ProcessCluster) and topology.shards not in cluster.summing:
-        found = Summing(cluster, topology.shards, _bind(cluster), cluster.keys)
-        cluster.summing[topology.shards] = found.mean
+    if isinstance(cluster, ProcessCluster) and topology.num_shards(cluster.size) not in cluster.summing:
+        found = Summing(cluster, topology.num_shards(cluster.size), _bind(cluster), cluster.keys)
+        cluster.summing[topology.num_shards(cluster.size)] = found.mean
         cluster.endings.append(found.close)
 
 

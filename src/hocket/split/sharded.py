@@ -29,9 +29,6 @@ from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError
 from hocket.split.blocks import blocks_of
 from hocket.strategy import Strategy
-from hocket.sync import Bulk
-from hocket.topology import AllReduce
-from hocket.topology.base import plain
 
 SEES_WHOLE = ("Adafactor", "Muon")
 """Optimisers that look at a whole matrix to update a part of it."""
@@ -64,7 +61,7 @@ def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = Non
         )
     if not fsdp:
         return
-    if not plain(strategy.compression) or not isinstance(strategy.topology, AllReduce):
+    if strategy.compression.compresses or not strategy.topology.one_mean:
         raise HocketError(
             f"fsdp=True leaves the mean of gradients to PyTorch's FSDP2, which knows no {strategy}; use bulk + allreduce, "
             "or zero=1."
@@ -96,7 +93,7 @@ def _differs(strategy: Strategy) -> str | None:
     """Why replicas are not equal after every step, or None."""
     if strategy.runtime != "collective":
         return "workers do not go in step"
-    if not isinstance(strategy.sync, Bulk):
+    if not strategy.sync.keeps_replicas_equal:
         return "each worker's optimiser state is its own"
     if not strategy.topology.uniform:
         return "each worker hears others"

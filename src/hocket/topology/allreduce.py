@@ -23,7 +23,7 @@ from hocket.cluster.message import Message, ordered_mean, there
 from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.feedback import mean_with_feedback
 from hocket.compression.sign import Sign
-from hocket.topology.base import Channel, Topology, plain, slice_keys, without_shapes
+from hocket.topology.base import Channel, Topology, slice_keys, without_shapes
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class AllReduce(Topology):
 
     name: ClassVar[str] = "allreduce"
     paper: ClassVar[str] = "Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 2009"
+
+    one_mean: ClassVar[bool] = True
 
     @property
     def uniform(self) -> bool:
@@ -76,7 +78,7 @@ class AllReduceChannel(Channel):
         return Heard(_gather(shared, subgroups.size, codec.global_selection)[:, :size][there(position, shared)], sent, remembered)
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
-        if plain(compressor):
+        if not compressor.compresses:
             return self.mean(rows, context), state
         reference, inner = state["reference"], state.get("inner", {})
         if context.residual_stays:
@@ -87,7 +89,7 @@ class AllReduceChannel(Channel):
         return mixed, {"reference": mixed.clone(), "inner": inner}
 
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:
-        return {} if plain(compressor) else {"reference": rows.clone()}
+        return {} if not compressor.compresses else {"reference": rows.clone()}
 
     def rebase(self, state: State, rows: Tensor) -> State:
         return {**state, "reference": rows.clone()} if "reference" in state else state

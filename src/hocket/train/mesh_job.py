@@ -24,7 +24,6 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.processes import ProcessCluster
 from hocket.cluster.virtual import VirtualCluster
-from hocket.compression import NoCompression
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
 from hocket.split import Mesh, MeshCoordinate, Part, init_mesh
@@ -141,7 +140,7 @@ class MeshJob:
         gc.collect()  # traces hold whole weights in cycles
         self.tied = Tied(held, {} if self.cut is None else self.cut.tied, self.place.pipeline)
         # Codes round a tied parameter differently in each stage that has it, and shards hear pushes in an order of their own.
-        self._parts_drift = mesh.data > 1 and (connect is not None or not isinstance(strategy.compression, NoCompression))
+        self._parts_drift = mesh.data > 1 and (connect is not None or strategy.compression.compresses)
         self._alike = [p for name, p in held.items() if connect is not None and self.parts[name].whole] if mesh.tensor > 1 else []
         """Held by all parts of operations, which hear shards of their own."""
         apart = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Codec, Context, State
+from hocket.compression.base import Context, State
 from hocket.programs.server.slices import Slices
 from hocket.strategy import Strategy
 from hocket.topology.base import slice_keys
@@ -25,7 +25,7 @@ class PushEncoder:
 
     def __init__(self, strategy: Strategy, slices: Slices, worker: int, world: int, seed: int) -> None:
         self.slices, self.worker, self.world, self.seed = slices, worker, world, seed
-        self.codec = strategy.compression if isinstance(strategy.compression, Codec) else None
+        self.codec = strategy.compression.codec
         none: list[list[State]] = [[{} for _ in range(slices.shards)] for _ in slices.sizes]
         self.memory = none
         self.errors: list[Tensor | None] = [None for _ in slices.sizes]
@@ -66,9 +66,10 @@ class PushEncoder:
 
 def read(strategy: Strategy, message: Message, width: int, bucket: int, step: int, worker: int, world: int, seed: int) -> Tensor:
     """The flat slice of ``width`` values that a pushed message stands for; it may be the message's own storage."""
-    if not isinstance(strategy.compression, Codec):
+    codec = strategy.compression.codec
+    if codec is None:
         return message.parts[0][0]
-    return strategy.compression.decode(message, width, _context(seed, step, bucket, worker, world))[0]
+    return codec.decode(message, width, _context(seed, step, bucket, worker, world))[0]
 
 
 def _context(seed: int, step: int, bucket: int, worker: int, world: int) -> Context:
