@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
 from hocket.cluster.layout import Layout
-from hocket.cluster.processes import ProcessCluster
 from hocket.data.distribute import distribute_loader, distributed_length
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
@@ -80,13 +79,11 @@ def init(
     links between machines.
     """
     shutdown()
-    _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s)
+    _Session.keys = None if keys is None else Path(keys)
+    _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s, _Session.keys)
     cluster = _Session.cluster
     _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
     _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]
-    _Session.keys = None if keys is None else Path(keys)
-    if isinstance(cluster, ProcessCluster):
-        cluster.keys = _Session.keys
     _Session.job = DEFAULT_JOB if job is None else job_id(job)
     if (rank is None) != (world_size is None) or (rank is not None and (servers is None or cluster.size > 1)):
         raise HocketError("rank= and world_size= go together, with servers= and without a launcher, which would tell them.")
@@ -197,7 +194,7 @@ def parallelize(
             f"{parsed} has no servers, but hocket.init named some; leave servers= out, or use for example async + server."
         )
     refuse_sharding(parsed, zero, fsdp, scaler)
-    if fsdp and isinstance(_Session.cluster, ProcessCluster):
+    if fsdp and _Session.cluster.has_process_group:
         from hocket.train.sharded_job import FSDPJob  # loaded only where it is needed
 
         full = {name: options[name] for name in ("accumulate", "nonfinite", "check", "seed", "scaler")}
@@ -250,8 +247,7 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None)
         else start_servers(strategy, layout, cluster, session.keys, session.liveness_timeout_s)
     )
     session.started.append(servers)
-    if isinstance(cluster, ProcessCluster):
-        cluster.heartbeat.stop()  # from here on nobody waits for others, nor ends with them
+    cluster.stop_heartbeat()  # from here on processes neither wait for others nor end with them
     keys = None if session.keys is None else Keys.read(session.keys)
     config = WorkerConfig(strategy, layout, session.worker, session.world, session.seed, session.liveness_timeout_s)
     return ServerRuntime(servers.addresses, servers.job, config, keys)

@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import Message, framed
-from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError
 from hocket.split.blocks import blocks_of
 from hocket.strategy import Strategy
@@ -70,19 +69,9 @@ def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = Non
         raise HocketError("fsdp=True shards gradients, which a GradScaler judges one by one; use bfloat16, or zero=1.")
 
 
-class Where(Protocol):
-    """What of a cluster decides who carries its messages."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def backend(self) -> str: ...
-
-
-def refuse_fsdp_on(cluster: Where) -> None:
-    """Refuse a place where FSDP2 would not live: over Gloo its exchanges of CUDA tensors end the process without a word."""
-    if cluster.device.type == "cuda" and "nccl" not in cluster.backend:
+def refuse_fsdp_on(cluster: Cluster) -> None:
+    """Refuse FSDP2 on CUDA over Gloo: its exchanges of CUDA tensors end the process without an error."""
+    if cluster.device.type == "cuda" and "nccl" not in (cluster.backend or ""):
         raise HocketError(
             f"fsdp=True on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
             "zero=1, or hocket.init(backend='nccl')."
@@ -300,7 +289,7 @@ def _state(blob: Tensor) -> dict[int, dict[str, Any]]:
 class FullShards:
     """``model`` under FSDP2, block by block, and ``optimizer`` over the parts of its parameters."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, cluster: ProcessCluster) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster) -> None:
         from torch.distributed.device_mesh import DeviceMesh  # these take a second to load
         from torch.distributed.fsdp import fully_shard
 

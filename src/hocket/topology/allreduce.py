@@ -52,9 +52,7 @@ class AllReduceChannel(Channel):
         return self.cluster.mean(rows, self.subgroups)
 
     def mean_later(self, rows: Tensor, context: Context) -> Any:
-        later = getattr(self.cluster, "mean_later", None)
-        pending = self.cluster.mean(rows, self.subgroups) if later is None else later(rows, self.subgroups)
-        return rows if pending is None else pending
+        return self.cluster.mean_later(rows, self.subgroups)
 
     def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
         size = rows.shape[1]
