@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message, ordered_mean, there
 from hocket.compression.base import Codec, Compressor, Context, Heard, State
-from hocket.compression.feedback import mean_with_feedback
+from hocket.compression.feedback import mean_with_feedback, with_feedback
 from hocket.compression.sign import Sign
 from hocket.topology.base import Channel, Topology, slice_keys, without_shapes
 
@@ -64,13 +64,17 @@ class AllReduceChannel(Channel):
         message, sender = codec.encode(slices, keys, state.get("sender", {}), context)
         sent = _gather(codec.decode(message, width, context), subgroups.size, codec.global_selection)[:, :size]
         owned = _combine(codec, cluster.all_to_all(message, subgroups), subgroups.size, width, context)
-        if codec.uses_error_feedback and "error" in state:
-            owned += state["error"]
-        second = codec.second_phase
-        message, owner = second.encode(owned, there(context.keys(2), rows), state.get("owner", {}), context)
-        remembered: State = {"sender": sender, "owner": owner}
+        second, second_keys = codec.second_phase, there(context.keys(2), rows)
+
+        def send(wanted: Tensor) -> tuple[tuple[Message, State], Tensor]:
+            coded = second.encode(wanted, second_keys, state.get("owner", {}), context)
+            return coded, second.decode(coded[0], width, context)
+
+        remembered: State = {"sender": sender}
         if codec.uses_error_feedback:
-            remembered["error"] = owned - second.decode(message, width, context)
+            (message, remembered["owner"]), remembered["error"] = with_feedback(owned, state.get("error"), send)
+        else:
+            message, remembered["owner"] = second.encode(owned, second_keys, state.get("owner", {}), context)
         _, position = cluster.groups_here(subgroups)
         shared = second.decode(cluster.all_gather(message, subgroups), width, context)
         return Heard(_gather(shared, subgroups.size, codec.global_selection)[:, :size][there(position, shared)], sent, remembered)
