@@ -30,7 +30,7 @@ from torch.autograd import Variable
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
 from hocket.errors import HocketError
-from hocket.program import Program
+from hocket.programs.collective import CollectiveProgram
 from hocket.split.offload import refuse_offloaded
 from hocket.split.sharded import ShardedState, refuse_sharding
 from hocket.strategy import Strategy
@@ -105,7 +105,7 @@ class Job:
             from hocket.server.summing import serve_sums  # its sockets are loaded only where they are needed
 
             serve_sums(strategy, cluster)
-        self.program = Program(strategy, self.layout, cluster, self.weights, seed)
+        self.program = CollectiveProgram(strategy, self.layout, cluster, self.weights, seed)
         self.ledger = LedgerView(cluster)
         self._ready: list[set[int]] = [set() for _ in self.layout.buckets]
         self._launched = 0
