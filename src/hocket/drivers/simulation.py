@@ -146,7 +146,7 @@ class Simulation:
         """Handle the next event; False when there is none."""
         if not self.queue:
             return False
-        when, _, event = heapq.heappop(self.queue)
+        when, number, event = heapq.heappop(self.queue)
         self.now = max(self.now, when)
         key = event.target if isinstance(event, Delivery) else event.node
         node = self.nodes.get(key)
