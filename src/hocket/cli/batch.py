@@ -16,7 +16,7 @@ from hocket.errors import HocketError
 from hocket.models import build, loss_for
 from hocket.sandblaster import Sandblaster
 from hocket.strategy import Strategy
-from hocket.topology import Server, Topology
+from hocket.topology import Topology
 from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.record import Record, versions
 from hocket.train.run import Settings
@@ -40,7 +40,7 @@ def train_on_batches(
     """
     strategy = Strategy.parse(settings.strategy)
     server = strategy.topology
-    if strategy not in (Strategy(), Strategy(topology=server)) or not (strategy == Strategy() or isinstance(server, Server)):
+    if strategy not in (Strategy(), Strategy(topology=server)) or not (strategy == Strategy() or server.has_servers):
         raise HocketError(
             f"--strategy '{strategy}': sandblaster has its own way of exchanging; leave it out, or say 'server(shards=n)'."
         )
@@ -59,7 +59,7 @@ def train_on_batches(
         loss_for(data),
         data,
         workers=settings.workers,
-        shards=server.shards if isinstance(server, Server) else _SHARDS,
+        shards=server.num_shards(settings.workers) if server.has_servers else _SHARDS,
         max_iter=settings.epochs,
         max_eval=_EVALUATIONS * settings.epochs,
         l2=settings.weight_decay,
@@ -120,7 +120,7 @@ def _refuse_ignored(settings: Settings, server: Topology) -> None:
     """Refuse what was asked for and would change nothing."""
     ignored = (f for f in fields(settings) if f.name not in _USED and getattr(settings, f.name) != f.default)
     given = ["--" + ("no-augment" if f.name == "augment" else f.name.replace("_", "-")) for f in ignored]
-    if isinstance(server, Server):
+    if server.has_server_settings:
         given += [f"server({f.name}=…)" for f in fields(server) if f.name != "shards" and getattr(server, f.name) != f.default]
     if given:
         raise HocketError(

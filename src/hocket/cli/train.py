@@ -30,7 +30,6 @@ from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.split.pipeline.schedules import SCHEDULES
 from hocket.strategy import Strategy
-from hocket.topology import Gossip
 from hocket.train.free_job import serves_itself
 from hocket.train.run import Settings, bulk_bytes, bulk_bytes_of, explanation, run
 
@@ -237,7 +236,7 @@ def _start(
 
 def _run_crew(settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None, care: Care) -> None:
     """Shards and workers as processes, this one as their observer."""
-    paired = isinstance(settings.check().topology, Gossip)
+    paired = settings.check().topology.peer_to_peer
     with leaving():
         crew = (PairsCrew if paired else Crew)(settings, device, data_dir, out, care)
         with Display(str(crew.strategy), True, settings.epochs) as display:

@@ -136,7 +136,8 @@ class SocketDriver:
             self._poller.poll(math.ceil(timeout_s * 1000))
             timeout_s = 0.0  # a single link waits by itself, which is quicker than a poller
         for peer, caller in list(self.callers.items()):
-            self._receive_from(peer, caller, timeout_s)
+            if self.callers.get(peer) is caller:  # a message of another peer may have made the program connect anew
+                self._receive_from(peer, caller, timeout_s)
         if self.listener is not None:
             for _ in range(_MOST_AT_ONCE):
                 if timeout_s == 0 and not _readable(self.listener.socket):

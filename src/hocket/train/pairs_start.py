@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
-from hocket.cluster.processes import ProcessCluster
 from hocket.drivers.gossip_runtime import GossipRuntime
 from hocket.messages import Keys
 from hocket.programs.gossip.links import PeerConfig
@@ -23,14 +22,14 @@ def connect_peers(
     strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, liveness_timeout_s: float, seed: int
 ) -> GossipRuntime:
     """This process's worker among those of ``cluster``; all of them must call it."""
-    assert isinstance(cluster, ProcessCluster)
+    assert cluster.has_process_group
     worker, world = cluster.workers.start, cluster.size
     store, job, bind = common_ground(cluster)
 
     def exchange_addresses(address: str) -> list[str | None]:
         store.set(f"peer/{worker}", address)
         addresses: list[str | None] = [store.get(f"peer/{other}").decode() for other in range(world)]
-        cluster.heartbeat.stop()  # from here on no worker waits for the others, nor ends with them
+        cluster.stop_heartbeat()  # from here on no worker waits for the others, nor ends with them
         return addresses
 
     config = PeerConfig(worker, world, strategy.topology.partner_rule, seed, liveness_timeout_s)

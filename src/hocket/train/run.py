@@ -15,7 +15,6 @@ from torch import nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
-from hocket.cluster.processes import ProcessCluster
 from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import DataSet, Partition, load
@@ -364,7 +363,7 @@ def _sharded(
     """Workers that keep a part each of what would be the same on all."""
     from hocket.train.sharded_replica import FullReplica, StateReplica  # loaded only where something is sharded
 
-    if cluster.rows != 1 or not isinstance(cluster, ProcessCluster):
+    if cluster.rows != 1 or not cluster.has_process_group:
         raise HocketError(f"{settings.sharding}: a worker that keeps a part has a process of its own; leave --processes out.")
     if settings.fsdp:
         full = {name: value for name, value in options.items() if not name.endswith("bucket_cap_bytes")}
@@ -417,7 +416,7 @@ def run(
 
     ``briefly``: nothing is evaluated but the mean model at the end. ``on_split`` is shown who holds what of a split model.
     """
-    process = getattr(cluster, "rank", 0)
+    process = cluster.rank
     record = None if out is None else Record(out, process, resume)
     data = load(settings.data, data_dir) if data is None else data
     with warnings.catch_warnings():
@@ -483,9 +482,9 @@ def describe(settings: Settings, cluster: Cluster, training: Training | AsyncSim
     where = {
         "kind": "virtual" if settings.virtual else "processes",
         "workers": settings.workers,
-        "processes": getattr(cluster, "processes", 1),
+        "processes": cluster.processes,
         "device": str(cluster.device),
-        "backend": getattr(cluster, "backend", None),
+        "backend": cluster.backend,
         "step_s": None if clock is None else clock.step_s,
     }
     return describe_run(settings, where, training.steps, training.replicas.layout)
