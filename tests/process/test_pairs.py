@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from hocket.strategy import Strategy
 from hocket.topology.partners import answerer, target
 from hocket.train.free_worker import WorkerConfig, batch_sequence
 from hocket.train.pairs_job import PairsJob, PeerConfig
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 from process.cases import batch, net, sgd
 from process.launch import ENVIRON, Group, Nursery, eventually
 from process.paired import LIVENESS_TIMEOUT_S
@@ -613,8 +612,8 @@ class Watched(PairsCrew):
         return metrics
 
 
-def replaced(text: str, workers: int) -> Settings:
-    return Settings(strategy=text, model="process.served:small", batch_size=32, workers=workers, epochs=6, lr=0.05)
+def replaced(text: str, workers: int) -> RunSettings:
+    return RunSettings.of(strategy=text, model="process.served:small", batch_size=32, workers=workers, epochs=6, lr=0.05)
 
 
 @pytest.mark.usefixtures("no_children")
@@ -666,11 +665,13 @@ def test_where_all_have_died_there_is_nothing_to_go_on_from(monkeypatch: pytest.
 
 
 def test_a_clerk_deals_every_mini_batch_and_hears_the_mean(nursery: Nursery, tmp_path: Path) -> None:
-    given = Settings(strategy="async + gossip(pushsum)", model="process.served:small", batch_size=32, workers=3, epochs=8, lr=0.05)
+    given = RunSettings.of(
+        strategy="async + gossip(pushsum)", model="process.served:small", batch_size=32, workers=3, epochs=8, lr=0.05
+    )
     total = len(batch_sequence(given, load("digits")))
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
         clerk = Clerk(listener, 3, total)
-        posts = [WorkerConfig(asdict(given), w, [listener.address], JOB.hex()) for w in range(3)]
+        posts = [WorkerConfig(given.by_name(), w, [listener.address], JOB.hex()) for w in range(3)]
         groups = [nursery.start("process.served:worker", 1, tmp_path / str(w), post=posts[w].describe()) for w in range(3)]
         with Caller(listener.address, JOB) as stranger:
             stranger.send(Envelope(Kind.FETCH, 9, number=1), 1.0)
@@ -767,7 +768,7 @@ def test_a_clerk_goes_on_with_the_sums_of_a_worker_that_was_replaced_and_deals_n
 
 
 def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_tell_the_mean_is_not_waited_for() -> None:
-    settings = Settings(strategy="async + gossip", model="process.served:small", batch_size=32, workers=2, epochs=2)
+    settings = RunSettings.of(strategy="async + gossip", model="process.served:small", batch_size=32, workers=2, epochs=2)
     crew = PairsCrew(settings, torch.device("cpu"), None, None, Care(liveness_timeout_s=0.2))
     try:
         with Listener("tcp://127.0.0.1:0", JOB) as silent:

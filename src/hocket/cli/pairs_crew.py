@@ -53,12 +53,12 @@ class PairsCrew(Crew):
         with Listener("tcp://127.0.0.1:0", self._job, self._keys, self._most_bytes) as listener, ThreadPoolExecutor(1) as pool:
             self._looks = ThreadPoolExecutor(1)
             self._addresses = [listener.address]
-            clerk = Clerk(listener, self.settings.workers, len(self.sequence))
+            clerk = Clerk(listener, self.settings.workers.count, len(self.sequence))
             try:
-                self._write_run(self.settings.workers)
-                for worker in range(self.settings.workers):
+                self._write_run(self.settings.workers.count)
+                for worker in range(self.settings.workers.count):
                     self._workers[worker] = self._worker()
-                for worker in range(self.settings.workers):
+                for worker in range(self.settings.workers.count):
                     self._post(worker, replaces=False)
                 self._serve(clerk, pool, watch, on_epoch)
             finally:
@@ -79,7 +79,7 @@ class PairsCrew(Crew):
                 self._tend(clerk)
             if now - watched > 1.0:
                 watched = now
-                done = clerk.dispatcher.counted // self.settings.workers
+                done = clerk.dispatcher.counted // self.settings.workers.count
                 watch(Progress(self._epoch - 1, self.epochs, done, self.sequence.steps))
             while self._epoch < self.epochs and clerk.dispatcher.counted >= self._epoch * self.sequence.per_epoch:
                 look = self._looks.submit(self._look, clerk.addresses)
@@ -112,7 +112,7 @@ class PairsCrew(Crew):
         if not clerk.means:
             return False
         here = set(clerk.means[min(clerk.means)].here)
-        most_s = 2 * self.care.liveness_timeout_s + self.settings.workers * self._like.bytes / _SLOWEST_BYTES_PER_S
+        most_s = 2 * self.care.liveness_timeout_s + self.settings.workers.count * self._like.bytes / _SLOWEST_BYTES_PER_S
         return here <= clerk.means.keys() | clerk.gone or time.monotonic() - self._heard > most_s
 
     def _look(self, addresses: list[str | None] | None) -> Mean | None:
