@@ -32,7 +32,7 @@ from hocket.drivers.shard_process import start_serving
 from hocket.messages import Envelope, Keys, Kind, Listener
 from hocket.programs.base import Address
 from hocket.programs.server.shard_server import ShardServer
-from hocket.train.free_worker import work
+from hocket.train.free_worker import WorkerTask, work
 
 JOB = bytes(range(16, 32))
 PORT = 41500
@@ -125,7 +125,7 @@ def live(namespace: str, worker: int | None, folder: Path, told: dict[str, Any])
     else:
         keys = str(folder / "keys")
         work(
-            WorkerConfig(
+            WorkerTask(
                 told["settings"], worker, [told["address"]], JOB.hex(), keys=keys, liveness_timeout_s=told["liveness_timeout_s"]
             )
         )
@@ -145,7 +145,7 @@ def be_shard(folder: Path, address: str, liveness_timeout_s: float) -> None:
                     (folder / "begun").touch()
 
     with Listener(address, JOB, Keys.read(folder / "keys")) as listener:
-        server = Watched(0, patience_s)
+        server = Watched(0, liveness_timeout_s)
         start_serving(server, listener).serve()
         figures = server.figures()
     end = {"done": figures["progress"], "total": server.epochs.total, "lost": figures["lost"], "pushes": pushes[CUT_OFF]}

@@ -42,7 +42,7 @@ ABOUT = {
     "notation": "strategies as text",
 }
 """What stands in a box below the name; a package without an entry has its name alone."""
-WIDTH, HEIGHT, GAP, RISE, MARGIN = 196, 48, 26, 44, 24
+WIDTH, HEIGHT, GAP, RISE, MARGIN = 220, 48, 26, 44, 24
 """Of a box, between boxes of a layer, between layers, and around the drawing, in pixels."""
 
 Graph = dict[str, set[str]]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
 from hocket.cluster.layout import Layout
-from hocket.cluster.processes import ProcessCluster
 from hocket.data.distribute import distribute_loader, distributed_length
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
@@ -28,7 +27,6 @@ from hocket.split.materialize import materialize
 from hocket.split.mesh import forget
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
-from hocket.topology import Gossip
 from hocket.train.free_job import FreeJob, serves_itself
 from hocket.train.free_start import Servers, start_servers
 from hocket.train.job import Job
@@ -81,13 +79,11 @@ def init(
     links between machines.
     """
     shutdown()
-    _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s)
+    _Session.keys = None if keys is None else Path(keys)
+    _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s, _Session.keys)
     cluster = _Session.cluster
     _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
     _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]
-    _Session.keys = None if keys is None else Path(keys)
-    if isinstance(cluster, ProcessCluster):
-        cluster.keys = _Session.keys
     _Session.job = DEFAULT_JOB if job is None else job_id(job)
     if (rank is None) != (world_size is None) or (rank is not None and (servers is None or cluster.size > 1)):
         raise HocketError("rank= and world_size= go together, with servers= and without a launcher, which would tell them.")
@@ -193,17 +189,17 @@ def parallelize(
         refuse_split_options(None, {**said, "schedule": schedule})
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         materialize(model, seed=_Session.seed, device=_Session.cluster.device)
-    if _Session.servers is not None and (parsed.runtime == "collective" or isinstance(parsed.topology, Gossip)):
+    if _Session.servers is not None and parsed.runtime != "server":
         raise HocketError(
             f"{parsed} has no servers, but hocket.init named some; leave servers= out, or use for example async + server."
         )
     refuse_sharding(parsed, zero, fsdp, scaler)
-    if fsdp and isinstance(_Session.cluster, ProcessCluster):
+    if fsdp and _Session.cluster.has_process_group:
         from hocket.train.sharded_job import FSDPJob  # loaded only where it is needed
 
         full = {name: options[name] for name in ("accumulate", "nonfinite", "check", "seed", "scaler")}
         job = FSDPJob(model, optimizer, parsed, _Session.cluster, **full)
-    elif parsed.runtime != "collective" and isinstance(parsed.topology, Gossip) and _Session.world > 1:
+    elif parsed.runtime == "peers" and _Session.world > 1:
         place = peer_config(_Session.cluster, _Session.keys, _Session.liveness_timeout_s)
         job = PairsJob(model, optimizer, parsed, place, _Session.cluster, **options)
     elif parsed.runtime != "collective" and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
@@ -225,7 +221,7 @@ def _on_mesh(
     if _Session.servers is not None:
         raise HocketError(f"The mesh {mesh} starts servers for each part of the model itself; leave servers= of hocket.init out.")
     mesh.check(world.size)
-    if strategy.runtime != "collective" and isinstance(strategy.topology, Gossip) and mesh.data > 1:
+    if strategy.runtime == "peers" and mesh.data > 1:
         raise HocketError(
             f"{strategy} has workers meet one by one, but a split replica is several processes; use downpour + server."
         )
@@ -251,8 +247,7 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None)
         else start_servers(strategy, layout, cluster, session.keys, session.liveness_timeout_s)
     )
     session.started.append(servers)
-    if isinstance(cluster, ProcessCluster):
-        cluster.heartbeat.stop()  # from here on nobody waits for others, nor ends with them
+    cluster.stop_heartbeat()  # from here on processes neither wait for others nor end with them
     keys = None if session.keys is None else Keys.read(session.keys)
     config = WorkerConfig(strategy, layout, session.worker, session.world, session.seed, session.liveness_timeout_s)
     return ServerRuntime(servers.addresses, servers.job, config, keys)

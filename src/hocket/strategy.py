@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from hocket import compression, sync, topology
-from hocket.compression import DGC, Chain, Compressor, NoCompression, Precision
+from hocket.compression import DGC, Compressor, NoCompression, chained
 from hocket.errors import HocketError, nearest
 from hocket.notation import Term, read, write
-from hocket.sync import Async, Bulk, Local, Moment, PostLocal, Stale, Sync
-from hocket.topology import AllReduce, Gossip, Server, Topology
-from hocket.topology.base import plain
+from hocket.sync import Bulk, Moment, Sync
+from hocket.topology import Topology
 
 T = TypeVar("T")
 
@@ -33,15 +32,15 @@ class Strategy:
 
     sync: Sync = field(default_factory=Bulk)
     topology: Topology = None  # type: ignore[assignment]
-    """All-reduce unless told otherwise; a server where nobody waits for everybody."""
+    """None: the default of the synchronisation, all-reduce or a server."""
     compression: Compressor = field(default_factory=NoCompression)
     exchange: str | None = None
     """``"weights"`` or ``"gradients"``; None: gradients for bulk+allreduce, weights for local steps and for gossip."""
 
     def __post_init__(self) -> None:
         if self.topology is None:
-            waits = not (isinstance(self.sync, Sync) and self.sync.asynchronous) or isinstance(self.sync, Stale)
-            object.__setattr__(self, "topology", AllReduce() if waits else Server())
+            name = self.sync.default_topology if isinstance(self.sync, Sync) else "allreduce"
+            object.__setattr__(self, "topology", topology.METHODS[name]())
         for part, kind, what in (
             (self.sync, Sync, "sync"),
             (self.topology, Topology, "topology"),
@@ -92,7 +91,7 @@ class Strategy:
 
     def __str__(self) -> str:
         parts = [write(self.sync), write(self.topology)]
-        if not isinstance(self.compression, NoCompression):
+        if self.compression.compresses:
             parts.append(_text(self.compression))
         if self.exchange is not None:
             parts.append(f"exchange={self.exchange}")
@@ -104,8 +103,8 @@ class Strategy:
         >>> len(Strategy.parse("local(4) + gossip + topk(0.01)").citation())
         3
         """
-        links = [self.compression.first, self.compression.second] if isinstance(self.compression, Chain) else [self.compression]
-        return list(dict.fromkeys(p for p in (self.sync.paper, self.topology.paper, *(c.paper for c in links)) if p))
+        papers = (self.sync.paper, self.topology.paper, *(link.paper for link in self.compression.links))
+        return list(dict.fromkeys(paper for paper in papers if paper))
 
     def moment(self, step: int) -> Moment:
         """When in step ``step`` (from 1) workers exchange; printable and testable without running anything.
@@ -113,72 +112,19 @@ class Strategy:
         >>> [Strategy.parse("local(2)").moment(t).value for t in (1, 2, 3, 4)]
         ['never', 'before', 'never', 'before']
         """
-        moment = self.sync.moment(step, self.weights)
-        if moment is Moment.GRADIENTS and isinstance(self.sync, PostLocal) and not self.topology.uniform and self.weights:
-            return Moment.BEFORE  # gossip of weights in the bulk phase, too
-        return moment
+        return self.sync.moment(step, self.weights, self.topology.uniform)
 
     def _refusal(self) -> str | None:
-        """Why this combination makes no sense and what to use instead, or None."""
+        """Why this combination makes no sense and what to use instead, or None; the specs declare what they can do."""
         compressor = self.compression
-        if isinstance(self.topology, Gossip) and self.topology.kind == "pushsum" and not self.sync.asynchronous:
-            return "push-sum is for workers that do not go in step; use async + gossip(pushsum), or gossip(exponential)"
-        if self.runtime != "collective" and (reason := self._refusal_of_messages()):
+        if reason := self.sync.refusal(self.topology, compressor, self.exchange, self.weights):
             return reason
-        if self.sync.only_weights and self.exchange == "gradients":
-            return (
-                f"{self.sync.name} exchanges weights by definition; leave exchange=gradients out, or use local({self.sync.period})"
-            )
-        if isinstance(self.sync, Local) and self.sync.mean == "after" and not self.weights:
-            return "mean=after is about weights; leave it out, or use exchange=weights"
-        if self.sync.residual_stays and not (self.weights and self.topology.uniform and compressor.residual_stays):
-            return (
-                "residual=weights is about what a code with feedback, such as topk, holds back of weights under allreduce; "
-                "leave it out"
-            )
         if compressor.for_gradients_only and self.weights:
             instead = f"use bulk, exchange=gradients, or topk({DGC().density})"
             return f"{compressor.name} accumulates gradients and cannot carry weights; {instead}"
-        feedback = getattr(compressor, "feedback", None)
-        if feedback is True and not compressor.biased:
-            return f"{compressor.name} is unbiased, and feedback makes unbiased codes diverge; leave feedback out"
+        if compressor.uses_error_feedback and not compressor.biased:
+            return f"{compressor.name} is unbiased, and error feedback makes unbiased methods diverge; leave feedback out"
         return self.topology.refusal(compressor, self.weights)
-
-    def _refusal_of_messages(self) -> str | None:
-        """The same where workers are programs that send messages."""
-        when, whom = self.sync, self.topology
-        if isinstance(whom, Server) and whom.sums:
-            return f"servers that only sum are for those who wait for everybody; leave role=sum out of {when.name}, or use bulk"
-        if isinstance(when, Stale):
-            if isinstance(whom, Server) and whom != Server(whom.shards):
-                return "under stale the workers keep their optimisers and whole weights travel; say only server(shards=n)"
-            if not isinstance(whom, (AllReduce, Server)):
-                return "all synchronise when the first has used its steps up, so it needs allreduce or server"
-            if not plain(self.compression):
-                return "stale exchanges whole weights of steps that differ from worker to worker; leave the compression out"
-            return None
-        if isinstance(whom, Gossip) and isinstance(when, Async):
-            if self.exchange == "gradients":
-                return "partners that meet average their weights; leave exchange=gradients out"
-            if not plain(self.compression):
-                return "partners that meet average whole weights; leave the compression out, or use bulk + gossip"
-            if whom.matrix is not None or whom.kind == "exponential":
-                return "callers reach answerers, every other worker; use gossip, gossip(ring), gossip(random) or gossip(pushsum)"
-            if when != Async():
-                return "between partners there is no old gradient to compensate and no fetch to overlap; write async + gossip"
-            return None
-        if not isinstance(whom, Server):
-            instead = f"{when.name} + server or async + gossip" if isinstance(when, Async) else f"{when.name} + server"
-            why = (
-                "an all-reduce waits for everybody" if isinstance(whom, AllReduce) else f"{whom.name} goes step by step with others"
-            )
-            return f"{why}, and {when.name} is there not to wait; use {instead}"
-        if not (isinstance(when, Bulk) or when.asynchronous):
-            period = when.period
-            return f"a server takes gradients; for steps of one's own in between use downpour(push={period}, fetch={period})"
-        if self.exchange == "weights":
-            return "gradients are pushed and weights are fetched; leave exchange=weights out"
-        return None
 
 
 def _axis_and_spec(chain: list[Term]) -> tuple[str, Any]:
@@ -197,18 +143,7 @@ def _axis_and_spec(chain: list[Term]) -> tuple[str, Any]:
             if len(specs) > 1:
                 raise HocketError(f"{first.name} | …: only compressions are chained; join the axes with +.")
             return axis, specs[0]
-    return "compression", _chained(specs)
-
-
-def _chained(specs: list[Any]) -> Compressor:
-    if len(specs) == 1:
-        return specs[0]
-    if len(specs) > 2:
-        raise HocketError("A chain has two links, what and how precisely, for example topk(0.01) | qsgd(4).")
-    first, second = specs
-    if isinstance(first, DGC) and isinstance(second, Precision):
-        return DGC(first.density, first.warmup, first.momentum, first.clip, second)
-    return Chain(first, second)
+    return "compression", chained(specs)
 
 
 _ALIASES = {
@@ -252,17 +187,15 @@ def _argument(method: str, name: str, value: Any) -> Any:
     if not isinstance(value, list):
         return value
     if method == "hierarchical" and name in ("inner", "outer"):
-        return _chained([_spec(t) for t in value]) if len(value) > 1 else _spec(value[0])
+        return chained([_spec(t) for t in value])
     if len(value) == 1 and value[0] == Term(value[0].name):
         return value[0].name
     raise HocketError(f"{method}({name}=…): expected a plain value, not a method with arguments.")
 
 
 def _text(spec: Any) -> str:
-    if isinstance(spec, Chain):
-        return f"{write(spec.first)} | {write(spec.second)}"
-    if isinstance(spec, DGC) and spec.precision is not None:
-        return f"{write(DGC(spec.density, spec.warmup, spec.momentum, spec.clip))} | {write(spec.precision)}"
+    if isinstance(spec, Compressor):
+        return " | ".join(write(link) for link in spec.links)
     return write(spec) if hasattr(spec, "__dataclass_fields__") else str(spec)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hocket.cluster import VirtualCluster, layout_of
 from hocket.errors import HocketError
-from hocket.program import Program
+from hocket.programs.collective import CollectiveProgram
 from hocket.strategy import Strategy
 from hocket.sync import Moment
 from virtual.methods import COMPRESSION, SYNC, TOPOLOGY, missing
@@ -37,7 +37,7 @@ class Descent:
     def __init__(self, strategy: Strategy) -> None:
         self.cluster = VirtualCluster(WORKERS)
         self.weights = [w.expand(WORKERS, -1).clone() for w in _randn(0, 1)]
-        self.program = Program(strategy, LAYOUT, self.cluster, self.weights)
+        self.program = CollectiveProgram(strategy, LAYOUT, self.cluster, self.weights)
 
     def step(self, lr: float = LR) -> None:
         gradients = [lr * (w - t) for w, t in zip(self.weights, TARGETS, strict=True)]

@@ -10,7 +10,7 @@ import hocket
 from hocket.cluster import Message, Subgroups, VirtualCluster, layout_of
 from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, ring_bytes
 from hocket.errors import HocketError
-from hocket.program import Program
+from hocket.programs.collective import CollectiveProgram
 from hocket.strategy import Strategy
 from hocket.topology import Gossip
 from virtual.methods import COMPRESSION, SYNC, TOPOLOGY
@@ -196,7 +196,7 @@ def test_the_full_matrix_is_allreduce(sync: str, exchange: str) -> None:
 def test_float64_stays_float64_without_compression(topology: str, exchange: str) -> None:
     layout = layout_of(torch.nn.Linear(3, 2).double().named_parameters())
     weights = [torch.full((4, 8), 1 / 3, dtype=torch.float64)]
-    program = Program(Strategy.parse(f"bulk + {topology} + exchange={exchange}"), layout, VirtualCluster(4), weights)
+    program = CollectiveProgram(Strategy.parse(f"bulk + {topology} + exchange={exchange}"), layout, VirtualCluster(4), weights)
     rows = [w.clone() for w in weights]
     program.gradient_ready(0, rows[0])
     program.gradients_done()
@@ -248,7 +248,7 @@ def _payload(text: str, workers: int, size: int = 60_000) -> int:
     """Bytes one worker sends for one exchange of gradients."""
     cluster = _Bare(workers)
     layout = layout_of(torch.nn.Linear(size // 200 - 1, 200).named_parameters())
-    program = Program(Strategy.parse(text), layout, cluster, [b.empty(workers) for b in layout.buckets])
+    program = CollectiveProgram(Strategy.parse(text), layout, cluster, [b.empty(workers) for b in layout.buckets])
     rows = torch.randn(workers, layout.buckets[0].size, generator=torch.Generator().manual_seed(0)) * 0.01
     program.gradient_ready(0, rows)
     program.gradients_done()

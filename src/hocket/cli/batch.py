@@ -17,7 +17,7 @@ from hocket.errors import HocketError
 from hocket.models import build, loss_for
 from hocket.sandblaster import Sandblaster
 from hocket.strategy import Strategy
-from hocket.topology import Server, Topology
+from hocket.topology import Topology
 from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.record import Record, versions
 from hocket.train.setting_groups import BATCH_OPTIMIZER
@@ -41,7 +41,7 @@ def train_on_batches(
     """
     strategy = settings.strategy
     server = strategy.topology
-    if strategy not in (Strategy(), Strategy(topology=server)) or not (strategy == Strategy() or isinstance(server, Server)):
+    if strategy not in (Strategy(), Strategy(topology=server)) or not (strategy == Strategy() or server.has_servers):
         raise HocketError(
             f"--strategy '{strategy}': sandblaster has its own way of exchanging; leave it out, or say 'server(shards=n)'."
         )
@@ -74,7 +74,7 @@ def _job(settings: RunSettings, server: Topology, device: torch.device, data_dir
         loss_for(data),
         data,
         workers=settings.workers.count,
-        shards=server.shards if isinstance(server, Server) else _SHARDS,
+        shards=server.num_shards(settings.workers.count) if server.has_servers else _SHARDS,
         max_iter=settings.epochs,
         max_eval=_EVALUATIONS * settings.epochs,
         l2=optimizer.weight_decay,
@@ -132,7 +132,7 @@ def _refuse_ignored(settings: RunSettings, server: Topology) -> None:
     usual = defaults()
     ignored = {name: value for name, value in settings.by_name().items() if name not in _USED and value != usual[name]}
     given = [option(name, False if value is False else None) for name, value in ignored.items()]
-    if isinstance(server, Server):
+    if server.has_server_settings:
         given += [f"server({f.name}=…)" for f in fields(server) if f.name != "shards" and getattr(server, f.name) != f.default]
     if given:
         raise HocketError(

@@ -152,7 +152,7 @@ def _run_crew(settings: RunSettings, start: Start, care: Care) -> None:
     if care.snapshot_s < 0 or care.liveness_timeout_s <= 0:
         given = f"--snapshot {care.snapshot_s:g} --liveness-timeout {care.liveness_timeout_s:g}"
         raise HocketError(f"{given}: seconds are above 0 (--snapshot 0: none).")
-    paired = strategy.runtime == "peers"
+    paired = strategy.topology.peer_to_peer
     with leaving():
         crew = (PairsCrew if paired else Crew)(settings, device_of(start.device), start.data_dir, out, care)
         with Display(str(strategy), True, settings.epochs) as display:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hocket.cluster.clock import Clock
 from hocket.cluster.ledger import Ledger, Span
@@ -86,11 +88,33 @@ class Exchange:
         return results
 
 
+class ServerReduction(Protocol):
+    """Servers that sum the rows of all workers (``server(n, role=sum)``); a job attaches one to its cluster."""
+
+    def reduce_mean(self, rows: Tensor) -> Tensor:
+        """The rows, each replaced by the mean over all workers (in place)."""
+
+    def close(self) -> None:
+        """Close the connections and end the servers that this process started."""
+
+
 class Cluster(ABC):
     """Who the workers are. Only clusters write the ledger."""
 
     clock: Clock | None = None
     """The virtual time of virtual workers on a described cluster."""
+    rank: int = 0
+    """The number of this process among those of the cluster."""
+    processes: int = 1
+    """How many processes host the workers."""
+    has_process_group: bool = False
+    """Whether the workers are in processes of a ``torch.distributed`` group."""
+    backend: str | None = None
+    """The backend of the process group: gloo or nccl."""
+    exact: bool = False
+    """Whether means sum in worker order instead of the backend's."""
+    keys: Path | None = None
+    """The file with the keys that protect messages between machines."""
 
     def __init__(self, size: int, workers: range, device: torch.device, timed: bool) -> None:
         self.size = size
@@ -110,9 +134,35 @@ class Cluster(ABC):
         """Workers per host, as far as the cluster knows (hierarchical topologies use it by default)."""
         return self.size
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group, if there is one."""
+        return None
+
+    @property
+    def scope(self) -> str:
+        """A name that tells the subclusters of a job apart; empty for the whole job."""
+        return ""
+
+    @property
+    def liveness_timeout_s(self) -> float:
+        """A process silent for so many seconds is lost."""
+        return 10.0
+
+    def subcluster(self, group: ProcessGroup | None, host_size: int | None = None) -> Cluster:
+        """The processes of ``group``, with this cluster's settings; this cluster where there is no process group."""
+        return self
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error of a broken connection as one that names the lost worker, as far as the cluster can tell."""
+        return error
+
+    def stop_heartbeat(self) -> None:  # noqa: B027
+        """From now on processes neither watch each other nor end together: the workers are asynchronous."""
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What happens inside is not training (evaluation, checkpoints): neither bytes nor time count."""
+        """Inside, neither bytes nor time count: evaluation and checkpoints are not training."""
         ledger = self.ledger
         sent, varying = ledger.sent.clone(), ledger.sent_varying.clone()
         spans, exchanges, running = len(ledger.spans), ledger.exchanges, ledger.running
@@ -138,15 +188,27 @@ class Cluster(ABC):
 
     @abstractmethod
     def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Run ``work`` in order with all other work; returns what waits for its result."""
+        """Run ``work`` in order with all other work; returns a function that waits for its result."""
 
     @abstractmethod
     def mean(self, rows: Tensor, subgroups: Subgroups) -> Tensor:
         """Every row becomes the mean over its group (in place)."""
 
+    def mean_later(self, rows: Tensor, subgroups: Subgroups) -> Any:
+        """The same; it may go on in the background: the rows, or an object whose ``wait()`` returns them."""
+        return self.mean(rows, subgroups)
+
+    def lacks_servers(self, servers: int) -> bool:
+        """Whether :meth:`reduce_on_servers` needs ``servers`` servers that were not attached yet."""
+        return False
+
+    def attach_servers(self, servers: int, reduction: ServerReduction) -> None:
+        """Use ``reduction`` for means on ``servers`` servers; :meth:`close` closes it."""
+        raise HocketError(f"server({servers}, role=sum) needs workers in processes of their own; use allreduce.")
+
     def reduce_on_servers(self, servers: int, rows: Tensor) -> Tensor:
-        """The same over all workers, summed on ``servers`` spare machines and on the workers' own (in place)."""
-        raise HocketError(f"server({servers}, role=sum) needs servers that sum, and this job has none; use allreduce.")
+        """The mean over all workers, summed on ``servers`` spare machines and on the workers' own (in place)."""
+        raise HocketError(f"server({servers}, role=sum) needs summation servers, and this job has none; use allreduce.")
 
     @abstractmethod
     def neighbor_exchange(self, message: Message, sources: Tensor) -> Message:
@@ -176,7 +238,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def broadcast(self, rows: Tensor, source: int = 0) -> Any:
-        """Every row becomes worker ``source``'s, in place; it may go on in the background: the rows, or something to wait for."""
+        """Every row becomes worker ``source``'s, in place; it may go on in the background: see :meth:`mean_later`."""
 
     def synchronize(self, rows: Tensor) -> None:
         """Make every row worker 0's before the training starts (in place; waits, and neither bytes nor time count)."""
@@ -187,7 +249,7 @@ class Cluster(ABC):
         """Called by every process in the same order before the subgroups are first used."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of threads and connections."""
+        """End the cluster's threads, connections and attached servers."""
 
     # --- shared by implementations ---------------------------------------------------------------------------------------
 

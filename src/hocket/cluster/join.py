@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -96,8 +97,9 @@ def join(
     exact: bool = False,
     timeout_s: float = 1800.0,
     liveness_timeout_s: float = 10.0,
+    keys: Path | None = None,
 ) -> Cluster:
-    """The cluster this process belongs to; alone: one worker, or ``workers`` virtual ones."""
+    """The cluster this process belongs to; without a launcher: one worker, or ``workers`` virtual ones."""
     place = find_launcher(os.environ)
     if not dist.is_initialized():
         if place is None or place.processes == 1:
@@ -113,7 +115,7 @@ def join(
     per_host = place.per_host if place is not None and dist.get_world_size() % place.per_host == 0 else None
     if per_host is not None and workers is not None:
         per_host = per_host * workers // dist.get_world_size() if workers % dist.get_world_size() == 0 else None
-    return ProcessCluster(workers, device, exact, per_host, liveness_timeout_s)
+    return ProcessCluster(workers, device, exact, per_host, liveness_timeout_s, keys)
 
 
 def _on_cuda(device: torch.device | str | None) -> bool:

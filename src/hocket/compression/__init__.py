@@ -2,7 +2,7 @@
 
 from hocket.compression.base import Codec, Compressor, Context, Precision, Selection
 from hocket.compression.cast import Cast
-from hocket.compression.chain import Chain
+from hocket.compression.chain import Chain, chained
 from hocket.compression.dgc import DGC
 from hocket.compression.lowrank import LowRank
 from hocket.compression.natural import Natural
@@ -24,6 +24,7 @@ __all__ = [
     "QSGD",
     "Cast",
     "Chain",
+    "chained",
     "Codec",
     "Compressor",
     "Context",

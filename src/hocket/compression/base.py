@@ -82,8 +82,26 @@ class Compressor:
 
     biased: ClassVar[bool] = True
     """Whether the decoded value differs from the original in expectation; error feedback is for these."""
+    compresses: ClassVar[bool] = True
+    """Whether values are coded at all."""
+    carries_momentum: ClassVar[bool] = False
+    """Whether it accumulates momentum, so that the optimiser's own must be zero."""
     paper: ClassVar[str] = ""
     name: ClassVar[str] = ""
+
+    @property
+    def links(self) -> tuple[Compressor, ...]:
+        """The methods it is made of, in the order in which the notation chains them with ``|``."""
+        return (self,)
+
+    @property
+    def codec(self) -> Codec | None:
+        """Itself if it encodes rows independently of the channel, otherwise None."""
+        return None
+
+    def with_precision(self, second: Compressor) -> Compressor | None:
+        """This method with ``second`` as the code of the values it sends, where it has a place for one."""
+        return None
 
     @property
     def lossless(self) -> bool:
@@ -132,6 +150,10 @@ class Compressor:
 @dataclass(frozen=True)
 class Codec(Compressor):
     """A compressor that is an encoding of rows, the same for every channel."""
+
+    @property
+    def codec(self) -> Codec:
+        return self
 
     @abstractmethod
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:

@@ -5,6 +5,7 @@ The selection chooses values and indices; the precision codes the chosen values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,6 +40,10 @@ class Chain(Codec):
         if getattr(self.second, "feedback", None) is not None:
             first = self.first.name
             raise HocketError(f"{first} | {self.second.name}(feedback=…): feedback covers the whole chain; say it in {first}(…).")
+
+    @property
+    def links(self) -> tuple[Compressor, ...]:
+        return self.first, self.second
 
     @property
     def global_selection(self) -> bool:
@@ -81,6 +86,17 @@ class Chain(Codec):
         if message.lengths is not None:
             values = values * (_index(values) < message.lengths[:, 1:2])  # a precision may decode padding to something
         return put(read_indices(message, size), values, size)
+
+
+def chained(links: Sequence[Compressor]) -> Compressor:
+    """The compressor that the notation ``first | second`` names (one link: that link)."""
+    if len(links) == 1:
+        return links[0]
+    if len(links) > 2:
+        raise HocketError("A chain has two links, what is sent and how precisely, for example topk(0.01) | qsgd(4).")
+    first, second = links
+    merged = first.with_precision(second) if isinstance(first, Compressor) else None
+    return merged or Chain(first, second)  # type: ignore[arg-type]  # Chain refuses other kinds with a sentence
 
 
 def _index(values: Tensor) -> Tensor:

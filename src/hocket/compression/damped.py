@@ -17,13 +17,13 @@ from hocket.compression.base import Codec, Context, State
 
 @dataclass(frozen=True)
 class Damped(Codec):
-    """``codec`` with one more value per message, the factor."""
+    """``base`` with one more value per message, the factor."""
 
-    codec: Codec
+    base: Codec
 
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
-        message, state = self.codec.encode(rows, keys, state, context)
-        decoded = self.codec.decode(message, rows.shape[1], context)
+        message, state = self.base.encode(rows, keys, state, context)
+        decoded = self.base.decode(message, rows.shape[1], context)
         # Relative to the row's largest code: squares of very small or large values leave float32's range.
         peak = decoded.abs().amax(1, keepdim=True)
         peak = torch.where(peak > 0, peak, 1.0)
@@ -34,4 +34,4 @@ class Damped(Codec):
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         lengths = None if message.lengths is None else message.lengths[:, :-1]
-        return self.codec.decode(Message(message.parts[:-1], lengths), size, context) * message.parts[-1]
+        return self.base.decode(Message(message.parts[:-1], lengths), size, context) * message.parts[-1]

@@ -9,7 +9,7 @@ down to its own. The momentum is in here, so the optimiser's own must be zero.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -33,6 +33,7 @@ class DGC(Compressor):
     clip: float | None = None
     precision: Precision | None = None
     name: ClassVar[str] = "dgc"
+    carries_momentum: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR 2018"
     )
@@ -47,6 +48,13 @@ class DGC(Compressor):
             not isinstance(self.clip, (int, float)) or isinstance(self.clip, bool) or not 0 < self.clip < math.inf
         ):
             raise HocketError(f"dgc(clip={self.clip!r}): the clipping norm must be above 0 and finite, or None for no clipping.")
+
+    @property
+    def links(self) -> tuple[Compressor, ...]:
+        return (self,) if self.precision is None else (replace(self, precision=None), self.precision)
+
+    def with_precision(self, second: Compressor) -> Compressor | None:
+        return replace(self, precision=second) if isinstance(second, Precision) else None
 
     @property
     def global_selection(self) -> bool:

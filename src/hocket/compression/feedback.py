@@ -1,21 +1,44 @@
 """Error feedback: what was not sent is added next time (Seide 2014; Karimireddy 2019, arXiv:1901.09847).
 
-``a = x + e;  heard, sent = mean(a);  e ← a − sent``. It wraps any compressor and knows nothing of it. Unbiased codes refuse it:
-their error is noise that feedback would pile up (2-bit QSGD with it diverged).
+``a = x + e;  result, sent = send(a);  e ← a − sent``. The formula stands here alone. It wraps any compressor and depends on none.
+Unbiased methods refuse it: their error is noise, which feedback would accumulate (2-bit QSGD with it diverged).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor
 
 from hocket.compression.base import Compressor, Context, Heard, MeanChannel, State
 
+T = TypeVar("T")
+
+
+def with_feedback(rows: Tensor, residual: Tensor | None, send: Callable[[Tensor], tuple[T, Tensor]]) -> tuple[T, Tensor]:
+    """Send ``rows`` plus the ``residual`` of earlier exchanges: the result of ``send``, and the new residual.
+
+    ``send`` returns its result and the values that the receivers decode.
+
+    >>> import torch
+    >>> round_down = lambda values: ("a message", values.floor())
+    >>> with_feedback(torch.tensor([1.75, 2.5]), torch.tensor([0.5, 0.25]), round_down)
+    ('a message', tensor([0.2500, 0.7500]))
+    """
+    wanted = rows if residual is None else rows + residual
+    result, sent = send(wanted)
+    return result, wanted - sent
+
 
 def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
-    """The compressor's mean of ``rows``, with the error of earlier exchanges added where the compressor asks for it."""
+    """The compressor's mean of ``rows``, with error feedback where the compressor uses it."""
     if not compressor.uses_error_feedback:
         return compressor.mean(rows, channel, state, context)
-    error = state.get("error")
-    wanted = rows if error is None else rows + error
-    heard, sent, inner = compressor.mean(wanted, channel, state.get("inner", {}), context)
-    return Heard(heard, sent, {"error": wanted - sent, "inner": inner})
+
+    def send(wanted: Tensor) -> tuple[Heard, Tensor]:
+        found = compressor.mean(wanted, channel, state.get("inner", {}), context)
+        return found, found.sent
+
+    (heard, sent, inner), error = with_feedback(rows, state.get("error"), send)
+    return Heard(heard, sent, {"error": error, "inner": inner})

@@ -1,8 +1,8 @@
 """The links of a described cluster, as those who send one by one see them.
 
-Every end (a worker or a shard) has a full-duplex link; what it sends leaves one message after another, and so does what reaches
-it: a server's link is shared by all who use it. A message takes the latency and then its bytes at the link's rate, on both ends at
-once.
+Every node (a worker, a shard, a coordinator) has a full-duplex link. What it sends leaves one message after another, and so does
+what reaches it: a server's link is shared by all its workers. A message takes the latency and then its bytes at the link's rate, on
+both ends at once.
 """
 
 from __future__ import annotations

@@ -126,27 +126,30 @@ class SocketDriver:
             self._poller.poll(math.ceil(timeout_s * 1000))
             timeout_s = 0.0  # a single link waits by itself, which is quicker than a poller
         for peer, caller in list(self.callers.items()):
-            self._receive_from(peer, caller, timeout_s)
+            if self.callers.get(peer) is caller:  # a message of another peer may have made the program connect anew
+                self._receive_from(peer, caller, timeout_s)
         if self.listener is not None:
             for _ in range(_MOST_AT_ONCE):
-                got = self.listener.receive(timeout_s)
-                if got is None:
+                if timeout_s == 0 and not _readable(self.listener.socket):
                     return
-                self._deliver(*got)
+                got = self.listener.receive(timeout_s)
+                if got is not None:
+                    self._deliver(*got)
                 timeout_s = 0.0
 
     def _receive_from(self, peer: int, caller: Caller, timeout_s: float) -> None:
         for _ in range(_MOST_AT_ONCE):
-            message = caller.receive(timeout_s)
-            if message is None:
+            if timeout_s == 0 and not _readable(caller.socket):
                 break
-            self._answered.add(peer)
-            self._deliver(peer, message)
+            message = caller.receive(timeout_s)
+            if message is not None:
+                self._answered.add(peer)
+                self._deliver(peer, message)
             if self.callers.get(peer) is not caller:
                 return  # the program has connected to another address
             timeout_s = 0.0
         # Handshakes also fail when a link is cut, so this counts only for a peer that has never answered.
-        if peer not in self._answered and caller.refused["key"]:
+        if peer not in self._answered and caller.shut_out():
             raise HocketError(f"{self.program.describe_peer(peer)} does not let us in: use the keys of its job.")
 
     def _deliver(self, sender: Address, message: Envelope) -> None:
@@ -202,6 +205,11 @@ class SocketDriver:
 
     def _rejected(self) -> Counter[str]:
         return self._unsent if self.listener is None else self._unsent + self.listener.refused
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message lies there; a receive that finds none costs far more."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def on_cpu(message: Envelope) -> Envelope:

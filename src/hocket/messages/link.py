@@ -202,6 +202,11 @@ class Caller:
         self._heed()
         return None
 
+    def shut_out(self) -> bool:
+        """Whether a handshake has failed: the listener does not know our key, or we do not know its."""
+        self._heed()
+        return self.refused["key"] > 0
+
     def close(self, linger_s: float = LINGER_S) -> None:
         """Let what was sent leave, for at most ``linger_s``."""
         self._events.close(0)

@@ -2,8 +2,8 @@
 
 J. Dean et al., *Large scale distributed deep networks*, NIPS 2012. ``lbfgs`` and ``wolfe`` are the algorithm as a conversation
 (orders out, scalars in), ``vectors`` what a shard does with orders, ``portions`` who computes what and what counts, ``objective``
-a portion's loss and gradient. ``virtual`` holds the conversation with virtual workers; with real ones ``coordinator`` does, whose
-shards and workers are in ``roles``, and ``launch`` starts them all.
+a portion's loss and gradient. ``coordinator`` and ``roles`` are the programs, without I/O, and ``protocol`` their messages.
+``virtual`` runs them on a virtual clock; ``processes`` runs them on sockets, and ``launch`` starts and watches those processes.
 """
 
 from hocket.sandblaster.api import Sandblaster, SandblasterRun

@@ -16,7 +16,7 @@ from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet, Pair, identity
 from hocket.data.tensors import as_tensors
 from hocket.errors import HocketError
-from hocket.sandblaster.dispatch import CoordinatorConfig
+from hocket.sandblaster.coordinator import CoordinatorConfig
 from hocket.sandblaster.lbfgs import Settings
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.portions import cut
@@ -158,9 +158,9 @@ class Sandblaster:
     ) -> SandblasterRun:
         """Train on real processes of this machine: a coordinator, ``shards`` and ``workers`` (call it under ``__main__``).
 
-        Workers that die, or are silent for ``liveness_timeout_s``, are done without; a coordinator or shard that is killed is started
-        again, at most ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. ``on_iteration`` sees each
-        iteration's metrics as they come, those before a stop too; accuracy is that of the end. Worker ``i`` takes
+        The run goes on without workers that die or are silent for ``liveness_timeout_s``; a coordinator or shard that is killed is
+        started again, at most ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. ``on_iteration``
+        sees each iteration's metrics as they come, those before a stop too; accuracy is that of the end. Worker ``i`` takes
         ``slowdown[i]`` times as long to compute (repeated over all), for experiments.
         """
         from hocket.sandblaster.launch import launch  # ZeroMQ is not needed before

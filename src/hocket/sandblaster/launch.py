@@ -13,8 +13,8 @@ import pickle
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import count
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -28,7 +28,7 @@ from torch import Tensor
 from hocket.drivers.snapshots import unsealed
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages.frame import JOB_BYTES
-from hocket.sandblaster.dispatch import GO_ON
+from hocket.sandblaster.coordinator import GO_ON
 from hocket.sandblaster.processes import FAILURE_FILE, LINK_FILE, Plan, be_coordinator, be_shard, be_worker
 from hocket.sandblaster.vectors import cuts
 
@@ -106,7 +106,9 @@ def launch(
     slowdown: Sequence[float] = (1.0,),
 ) -> tuple[list[dict[str, Any]], Tensor, str]:
     """Run ``job`` on processes: metrics, weights and why it ended."""
-    with _place(folder) as where:
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as name:
+        where = Path(name)
+        where.mkdir(parents=True, exist_ok=True)
         point = job.objective().point.cpu()
         config = job.config(liveness_timeout_s=liveness_timeout_s, remedy=NOTHING_KEPT if folder is None else GO_ON)
         plan = Plan(secrets.token_bytes(JOB_BYTES), where, config, _digest(point, *job.train), len(point))
@@ -183,19 +185,6 @@ def _context() -> ForkServerContext | SpawnContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
-
-
-# Files.
-
-
-@contextmanager
-def _place(folder: Path | None) -> Iterator[Path]:
-    if folder is None:
-        with tempfile.TemporaryDirectory() as own:
-            yield Path(own)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    yield folder
 
 
 def _check_folder(plan: Plan) -> None:

@@ -164,9 +164,8 @@ class Dispenser:
         running = [p for p, at in self._out.items() if worker in at]
         for portion in running:
             self._leave(portion, worker)
-        self._waiting.extendleft(
-            sorted((p for p in {*back, *running} if p not in self._out and p not in self._losses), reverse=True)
-        )
+        back = [p for p in {*back, *running} if p not in self._out and p not in self._losses]
+        self._waiting.extendleft(sorted(back, reverse=True))
         return [("discard", worker, number) for number in numbers]
 
     def _leave(self, portion: int, worker: int) -> None:

@@ -29,8 +29,7 @@ from hocket.errors import HocketError, WorkerLost
 from hocket.messages.frame import Envelope, Kind
 from hocket.messages.link import Caller, Listener
 from hocket.programs.base import Compute, Effects, Finished, Restore, Snapshot
-from hocket.sandblaster.coordinator import SandblasterCoordinator
-from hocket.sandblaster.dispatch import CoordinatorConfig
+from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
@@ -80,14 +79,9 @@ class Plan:
 class ProcessDriver(SocketDriver):
     """Sockets, and what a program wants of its own machine: to compute, and to ``save`` and ``load`` snapshots by name."""
 
-    def __init__(
-        self,
-        program: Any,
-        *,
-        save: Callable[[str, Any], None] = lambda name, state: None,
-        load: Callable[[str], Any] = lambda name: None,
-        **links: Any,
-    ) -> None:
+    program: Any
+
+    def __init__(self, program: Any, save: Any = None, load: Any = None, **links: Any) -> None:
         super().__init__(program, **links)
         self.program: Any = program  # a coordinator, a shard or a worker
         self._save, self._load = save, load

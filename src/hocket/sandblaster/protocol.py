@@ -8,10 +8,10 @@
     shard → worker         REPLY: the point's slice, or no tensor when that evaluation is over
 
 A coordinator gives every peer a series of orders, numbered 1, 2, …. ``step`` names the series: to shards the *session* (a new one
-begins when the coordinator or a shard was restarted), to workers the *evaluation*, together with ``sender``, the worker's *ticket*. A
-peer obeys number n + 1 after number n and a later series after an earlier one, and passes over everything else. Its messages tell how
-many orders it has obeyed (``number``). The coordinator keeps an order until then, and sends it again when a peer that has not obeyed
-it says hello. Peers say hello every ``BEAT_S``, so on a network that loses nothing no order is sent twice.
+begins when the coordinator or a shard was restarted), to workers the *evaluation*, together with ``sender``, the worker's *ticket*.
+A peer obeys number n + 1 after number n and a later series after an earlier one, and ignores everything else. Its messages tell how
+many orders it has obeyed (``number``). The coordinator keeps an order until then, and sends it again when a peer that has not
+obeyed it says hello, which all do every ``BEAT_S``. On a network that loses nothing no order is sent twice.
 
 Sessions and evaluations are numbered upwards, also across restarts, so a message of an earlier one is out of date everywhere.
 """

@@ -1,7 +1,7 @@
 """Shards and workers as programs without I/O; see ``protocol`` for their messages.
 
-A shard carries out the coordinator's orders on its slice of every vector. A worker does one thing at a time: what reaches it while it
-computes a portion is handled afterwards.
+A shard carries out the coordinator's orders on its slice of every vector. A worker does one thing at a time: a message that arrives
+while it computes a portion is handled afterwards.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class SandblasterShard(_Subordinate):
 
 
 class SandblasterWorker(_Subordinate):
-    """A worker for ``values`` parameters on ``shards``: computes portions, sums those it is told to keep, pushes the sum when told."""
+    """A worker for ``values`` parameters on ``shards``: computes portions, adds up those it is told to keep, pushes their sum."""
 
     def __init__(self, values: int, shards: int) -> None:
         super().__init__()

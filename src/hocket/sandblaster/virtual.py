@@ -1,9 +1,9 @@
 """Sandblaster on virtual workers: the same programs as on processes, real gradients, a virtual clock.
 
 A worker computes a portion in the time that the cluster's spec gives its operations, times the worker's slowdown and the step's
-disturbance (where the spec states a step's seconds, a step is a worker's equal share of the batch). A shard takes two operations per
-value for each order that is answered. The coordinator, each shard and each worker have one link (:mod:`hocket.drivers.links`), so many
-workers that fetch from one shard wait for each other. Everything is determined by the spec and the seed.
+disturbance (where the spec states a step's seconds, a step is a worker's equal share of the batch). A shard takes two operations
+per value for each order that is answered. The coordinator, each shard and each worker have one link (``hocket.drivers.links``), so
+many workers that fetch from one shard wait for each other. Everything is determined by the spec and the seed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from hocket.drivers.simulation import Call, Key, Simulation
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages.frame import Envelope
 from hocket.programs.base import Compute, Effect, Finished, Snapshot
-from hocket.sandblaster.coordinator import SandblasterCoordinator
-from hocket.sandblaster.dispatch import CoordinatorConfig
+from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import COORDINATOR, message_bytes
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
@@ -34,7 +33,7 @@ _DIES, _FOUND_DEAD, _COMPUTED = "dies", "found dead", "computed"
 
 
 class VirtualWorld:
-    """A coordinator, shards and workers; worker w dies at ``deaths[w]`` seconds, and the coordinator knows it ``notice_s`` later."""
+    """A coordinator, shards and workers; worker w dies at ``deaths[w]`` seconds, the coordinator knows it ``notice_s`` later."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class VirtualWorld:
 
     # --- what happens --------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, node: Key, effect: Effect) -> None:
+    def _carry_out(self, node: Any, effect: Effect) -> None:
         if isinstance(effect, Compute):
             self._computing[node] = effect
             self.simulation.put(self.simulation.now + self._seconds(node[1], effect.portion), Call(_COMPUTED, node))
@@ -106,7 +105,8 @@ class VirtualWorld:
             self._finished = True
 
     def _happen(self, call: Call) -> None:
-        node, now = call.node, self.simulation.now
+        node: Any = call.node
+        now = self.simulation.now
         if call.name == _DIES:
             self.simulation.remove(node)
         elif call.name == _FOUND_DEAD:
@@ -143,7 +143,7 @@ class _Network:
         self._links = LinkModel(spec, 1 + len(shards) + workers)
         self._first = {"coordinator": 0, "shard": 1, "worker": 1 + len(shards)}
 
-    def arrivals(self, now: float, source: tuple[str, int], target: tuple[str, int], message: Envelope) -> list[float]:
+    def arrivals(self, now: float, source: Any, target: Any, message: Envelope) -> list[float]:
         kind, number = source
         if "answers" in message.note:  # the shard has carried out so many orders before it sends this
             values = len(self._shards[number].shard.vectors["x"])

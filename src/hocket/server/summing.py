@@ -29,12 +29,10 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.heartbeat import boot_id
-from hocket.cluster.processes import ProcessCluster
 from hocket.drivers.start import Child, address_of, end_child, own_address
 from hocket.errors import HocketError, WorkerLost
 from hocket.messages import Caller, Envelope, Keys, Kind, Listener
 from hocket.strategy import Strategy
-from hocket.topology import Server
 
 PIECE_BYTES = 1 << 16
 WINDOW = 10
@@ -109,7 +107,7 @@ class Summer:
                 self._unsent.append((peer, envelope))
 
 
-def _bind(cluster: ProcessCluster) -> str:
+def _bind(cluster: Cluster) -> str:
     """Where summers listen: on loopback where all processes share a machine, else where the others reach this one."""
     host = torch.tensor([list(hashlib.sha256(boot_id().encode()).digest())], dtype=torch.uint8)
     everyone = cluster.all_gather_metrics(host)
@@ -278,10 +276,14 @@ class Summing:
         everyone = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in cluster.all_gather_metrics(told)]
         addresses = [a[0] for a in everyone] + list([a[1] for a in everyone if len(a) > 1] if spare is None else spare)
         callers = [Caller(address, job, found, high_water=_QUEUE) for address in addresses]
-        silence_s = cluster.heartbeat.liveness_timeout_s if isinstance(cluster, ProcessCluster) else SILENCE_S
+        silence_s = cluster.liveness_timeout_s if cluster.has_process_group else SILENCE_S
         self.mean = SummedMean(worker, cluster.size, callers, liveness_timeout_s, self._children, silence_s)
         self._thread = threading.Thread(target=self._sum, name="hocket-summer", daemon=True)
         self._thread.start()
+
+    def reduce_mean(self, rows: Tensor) -> Tensor:
+        """The rows, each replaced by the mean over all workers (in place)."""
+        return self.mean(rows)
 
     def _sum(self) -> None:
         while not self._stop.is_set():
@@ -300,12 +302,11 @@ class Summing:
 def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
     """Give ``cluster`` the servers that ``strategy`` sums on, where it has some; all processes call it together."""
     topology = strategy.topology
-    if not isinstance(topology, Server) or not topology.sums or cluster.size == 1:
+    if not topology.sums_on_servers or cluster.size == 1:
         return
-    if isinstance(cluster, ProcessCluster) and topology.shards not in cluster.summing:
-        found = Summing(cluster, topology.shards, _bind(cluster), cluster.keys)
-        cluster.summing[topology.shards] = found.mean
-        cluster.endings.append(found.close)
+    servers = topology.num_shards(cluster.size)
+    if cluster.lacks_servers(servers):
+        cluster.attach_servers(servers, Summing(cluster, servers, _bind(cluster), cluster.keys))
 
 
 def start_summer(job: bytes, workers: int, bind: str = "127.0.0.1", keys: Path | None = None) -> Child:

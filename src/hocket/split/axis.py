@@ -7,7 +7,7 @@ of the wire, as in the ledger of the data axis: payload, packet headers and fram
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.cluster.base import Cluster
 from hocket.cluster.message import framed, ring_bytes
 
 
@@ -36,12 +37,21 @@ class CommStats:
 class Axis:
     """The processes that differ from this one in one coordinate alone."""
 
-    def __init__(self, name: str, ranks: tuple[int, ...] = (0,), place: int = 0, group: dist.ProcessGroup | None = None) -> None:
-        """``ranks`` are those of the whole job, in order of the coordinate; ``place`` is this process's own coordinate."""
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...] = (0,),
+        place: int = 0,
+        group: dist.ProcessGroup | None = None,
+        cluster: Cluster | None = None,
+    ) -> None:
+        """``ranks`` are those of the whole job, in order of the coordinate; ``place`` is this process's own coordinate.
+
+        ``cluster`` is the whole job's; it names the lost worker where a connection breaks.
+        """
         self.name, self.ranks, self.place, self.group = name, ranks, place, group
+        self._cluster = cluster
         self.comm_stats = CommStats()
-        self.explain: Callable[[BaseException], BaseException] = lambda error: error
-        """Turns a broken connection into a sentence that names who is lost."""
 
     @property
     def size(self) -> int:
@@ -114,7 +124,7 @@ class Axis:
         try:
             result = work()
         except RuntimeError as error:
-            raise self.explain(error) from error
+            raise (error if self._cluster is None else self._cluster.explain(error)) from error
         self.comm_stats.seconds += time.perf_counter() - start
         return result
 

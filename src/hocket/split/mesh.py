@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from hocket.cluster.base import Cluster
 from hocket.errors import HocketError, nearest
 from hocket.split.axis import Axis
 
@@ -117,8 +118,8 @@ def forget() -> None:
     _MADE.clear()
 
 
-def init_mesh(mesh: Mesh, device_type: str = "cpu") -> MeshCoordinate:
-    """Find this process's place in ``mesh`` and make the groups; all processes of the job must call it."""
+def init_mesh(mesh: Mesh, device_type: str = "cpu", cluster: Cluster | None = None) -> MeshCoordinate:
+    """This process's coordinate in ``mesh``, with its process groups; all processes of the job (``cluster``) must call it."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
     mesh.check(processes)
     if processes == 1:
@@ -132,5 +133,5 @@ def init_mesh(mesh: Mesh, device_type: str = "cpu") -> MeshCoordinate:
     for k, name in enumerate(AXES):
         places = [(*own[:k], i, *own[k + 1 :]) for i in range(getattr(mesh, name))]
         ranks = tuple(mesh.rank(*p) for p in places)
-        axes.append(Axis(name, ranks, own[k], found.get_group(name) if len(ranks) > 1 else None))
+        axes.append(Axis(name, ranks, own[k], found.get_group(name) if len(ranks) > 1 else None, cluster))
     return MeshCoordinate(mesh, *axes)

@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,9 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import Message, framed
-from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError
 from hocket.split.blocks import blocks_of
 from hocket.strategy import Strategy
-from hocket.sync import Bulk
-from hocket.topology import AllReduce
-from hocket.topology.base import plain
 
 SEES_WHOLE = ("Adafactor", "Muon")
 """Optimisers that look at a whole matrix to update a part of it."""
@@ -64,7 +60,7 @@ def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = Non
         )
     if not fsdp:
         return
-    if not plain(strategy.compression) or not isinstance(strategy.topology, AllReduce):
+    if strategy.compression.compresses or not strategy.topology.one_mean:
         raise HocketError(
             f"fsdp=True leaves the mean of gradients to PyTorch's FSDP2, which knows no {strategy}; use bulk + allreduce, "
             "or zero=1."
@@ -73,19 +69,9 @@ def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = Non
         raise HocketError("fsdp=True shards gradients, which a GradScaler judges one by one; use bfloat16, or zero=1.")
 
 
-class Where(Protocol):
-    """What of a cluster decides who carries its messages."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def backend(self) -> str: ...
-
-
-def refuse_fsdp_on(cluster: Where) -> None:
-    """Refuse a place where FSDP2 would not live: over Gloo its exchanges of CUDA tensors end the process without a word."""
-    if cluster.device.type == "cuda" and "nccl" not in cluster.backend:
+def refuse_fsdp_on(cluster: Cluster) -> None:
+    """Refuse FSDP2 on CUDA over Gloo: its exchanges of CUDA tensors end the process without an error."""
+    if cluster.device.type == "cuda" and "nccl" not in (cluster.backend or ""):
         raise HocketError(
             f"fsdp=True on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
             "zero=1, or hocket.init(backend='nccl')."
@@ -96,7 +82,7 @@ def _differs(strategy: Strategy) -> str | None:
     """Why replicas are not equal after every step, or None."""
     if strategy.runtime != "collective":
         return "workers do not go in step"
-    if not isinstance(strategy.sync, Bulk):
+    if not strategy.sync.keeps_replicas_equal:
         return "each worker's optimiser state is its own"
     if not strategy.topology.uniform:
         return "each worker hears others"
@@ -303,7 +289,7 @@ def _state(blob: Tensor) -> dict[int, dict[str, Any]]:
 class FullShards:
     """``model`` under FSDP2, block by block, and ``optimizer`` over the parts of its parameters."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, cluster: ProcessCluster) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster) -> None:
         from torch.distributed.device_mesh import DeviceMesh  # these take a second to load
         from torch.distributed.fsdp import fully_shard
 

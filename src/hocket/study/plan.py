@@ -17,7 +17,6 @@ from hocket.data import DataSet, Partition
 from hocket.errors import HocketError, SettingError
 from hocket.strategy import Strategy
 from hocket.study.presets import Entry, Preset
-from hocket.sync import Local, PostLocal
 from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.setting_groups import BATCH_OPTIMIZER
 from hocket.train.settings import RunSettings, defaults
@@ -223,7 +222,7 @@ def _notes(runs: Sequence[Planned]) -> list[str]:
             "whole training diverged or ended with a higher training loss than the short one. Test accuracy played no part in it."
         )
     syncs = (r.settings.strategy.sync for r in runs if r.settings.workers.count > 1)
-    if any(isinstance(s, (Local, PostLocal)) and s.period > 1 for s in syncs):
+    if any(s.period > 1 and s.proven_period(1, 1) is not None for s in syncs):
         notes.append(
             "Local steps are proven to converge up to a period of T^(1/4)/N^(3/4) for T steps and N workers; "
             "that is sufficient, not necessary."

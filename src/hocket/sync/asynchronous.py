@@ -15,8 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hocket.compression.base import Compressor
 from hocket.errors import HocketError
-from hocket.sync.base import COMPENSATIONS, Asynchronous, ServerAction, compensation
+from hocket.sync.base import COMPENSATIONS, Asynchronous, compensation
+from hocket.topology.base import Topology
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,6 @@ class Async(Asynchronous):
                 "overlap gradients are older than these; leave one of the two out."
             )
 
-    def server_action(self, step: int) -> ServerAction:
-        return ServerAction()
-
     @property
     def overlaps(self) -> bool:
         return self.overlap
@@ -49,3 +48,22 @@ class Async(Asynchronous):
     @property
     def delay_compensation(self) -> tuple[str, float]:
         return self.compensation, COMPENSATIONS[self.compensation] if self.strength is None else float(self.strength)
+
+    def _topology_refusal(self, topology: Topology, compressor: Compressor, exchange: str | None) -> str | None:
+        if not topology.peer_to_peer:
+            return super()._topology_refusal(topology, compressor, exchange)
+        if exchange == "gradients":
+            return "partners average their weights; leave exchange=gradients out"
+        if compressor.compresses:
+            return "partners average whole weights; leave the compression out, or use bulk + gossip"
+        if not topology.pairs_workers:
+            return (
+                "async gossip pairs even with odd workers; matrix= and exponential are not supported; "
+                "use gossip, gossip(ring), gossip(random) or gossip(pushsum)"
+            )
+        if self != Async():
+            return "partners push no gradients, so compensation=, strength= and overlap= have no effect; write async + gossip"
+        return None
+
+    def _asynchronous_topologies(self) -> str:
+        return "async + server or async + gossip"

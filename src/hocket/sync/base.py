@@ -18,7 +18,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hocket.compression.base import Compressor
 from hocket.errors import HocketError, nearest
+from hocket.topology.base import Topology
 
 
 class Moment(Enum):
@@ -50,36 +52,41 @@ class Sync(ABC):
     """Whether exchanging gradients makes no sense under it."""
     default_weights: ClassVar[bool] = True
     """Whether weights are exchanged unless told otherwise (gossip always defaults to weights)."""
+    default_topology: ClassVar[str] = "allreduce"
+    """The name of the topology of a strategy that names none."""
     asynchronous: ClassVar[bool] = False
-    """Whether workers go on without waiting for everybody: then they are programs of their own that send messages."""
+    """Whether a worker steps without waiting for all others; it is then a program that sends messages."""
     static_partition: ClassVar[bool] = True
-    """Whether every worker has its own share of an epoch; otherwise who is free takes the next mini-batch."""
-
+    """Whether every worker has its own part of an epoch; otherwise a worker that is ready takes the next mini-batch."""
+    keeps_replicas_equal: ClassVar[bool] = False
+    """Whether replicas are equal after every step if all workers receive the same mean of gradients."""
+    pushes_gradients: ClassVar[bool] = False
+    """With servers: whether workers push gradients and the servers run the optimiser."""
     averages_weights: ClassVar[bool] = False
-    """On a server: whether workers keep their optimisers and meet to average weights, instead of pushing gradients."""
+    """With servers: whether the workers run the optimisers and the servers average weights."""
 
     @property
     def max_staleness(self) -> float:
-        """On a server: how many steps a worker may be ahead of the slowest."""
+        """With servers: how many steps a worker may be ahead of the slowest."""
         return 0.0
 
     @property
     def overlaps(self) -> bool:
-        """On a server: whether fetched weights travel while the next gradient is computed."""
+        """With servers: whether fetched weights travel while the next gradient is computed."""
         return False
 
     @property
     def warm_steps(self) -> int:
-        """On a server: how many first steps are made by worker 0 alone."""
+        """With servers: how many first steps worker 0 makes alone."""
         return 0
 
     @property
     def delay_compensation(self) -> tuple[str, float]:
-        """On a server: how the staleness of a gradient is made up for, and how strongly."""
+        """With servers: the method that compensates for the staleness of a gradient, and its strength λ."""
         return "none", 0.0
 
     def server_action(self, step: int) -> ServerAction:
-        """On a server: what a worker does after its ``step``-th gradient (from 1)."""
+        """With servers: what a worker does after its ``step``-th gradient (from 1)."""
         return ServerAction()
 
     @property
@@ -87,46 +94,98 @@ class Sync(ABC):
         """Steps between exchanges."""
         return 1
 
+    def proven_period(self, steps: int, workers: int) -> float | None:
+        """The period up to which convergence is proven for so many steps and workers; None where there is no such bound."""
+        return None
+
     @property
     def residual_stays(self) -> bool:
-        """Whether what a code with feedback holds back of exchanged weights stays in them, not in the compressor's state."""
+        """Whether error feedback leaves the residual of exchanged weights in them, not in the compressor's state."""
         return False
 
     @abstractmethod
-    def moment(self, step: int, weights: bool) -> Moment:
-        """When in step ``step`` (from 1) workers exchange ``weights`` (or gradients)."""
+    def moment(self, step: int, weights: bool, uniform: bool = True) -> Moment:
+        """When in step ``step`` (from 1) workers exchange ``weights`` (or gradients).
+
+        ``uniform``: whether the topology gives all workers the same mean.
+        """
 
     def rebases(self, step: int) -> bool:
-        """Whether all replicas stand at the same weights after ``step``, from which displacements count anew."""
+        """Whether all replicas have the same weights after ``step``; displacements are measured from these weights on."""
         return False
 
     def apply(self, mixed: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """What the weights become, given the mixed weights (an outer optimiser may have a say)."""
+        """The new weights, given the mixed weights (where there is an outer optimiser, after its step), and the new state."""
         return mixed, state
 
     def init_state(self, rows: Tensor) -> dict[str, Tensor]:
-        """What :meth:`apply` uses_error_feedback, before the first step."""
+        """The state of :meth:`apply` before the first step."""
         return {}
+
+    def refusal(self, topology: Topology, compressor: Compressor, exchange: str | None, weights: bool) -> str | None:
+        """Why this synchronisation does not go with the rest of the strategy and what to use instead, or None.
+
+        ``exchange`` is what the strategy names (None: nothing), ``weights`` whether weights are exchanged in the end.
+        """
+        if reason := self._topology_refusal(topology, compressor, exchange):
+            return reason
+        if self.only_weights and exchange == "gradients":
+            return f"{self.name} exchanges weights by definition; leave exchange=gradients out, or use local({self.period})"
+        if self.residual_stays and not (weights and topology.uniform and compressor.residual_stays):
+            return (
+                "residual=weights needs weights that are exchanged under allreduce with a compression that has error feedback, "
+                "such as topk; leave it out"
+            )
+        return None
+
+    def _topology_refusal(self, topology: Topology, compressor: Compressor, exchange: str | None) -> str | None:
+        """Why this synchronisation does not go with ``topology``, or None; here for workers that step together."""
+        if topology.asynchronous_only:
+            return f"{topology.partner_rule} is for asynchronous workers; use async + gossip(pushsum), or gossip(exponential)"
+        return self._server_refusal(exchange) if topology.has_servers else None
+
+    def _server_refusal(self, exchange: str | None) -> str | None:
+        """Why this synchronisation does not go with servers that run the optimiser, or None."""
+        if not self.pushes_gradients:
+            p = self.period
+            return f"a parameter server takes the gradients of every step; for local steps use downpour(push={p}, fetch={p})"
+        return "workers push gradients and fetch weights; leave exchange=weights out" if exchange == "weights" else None
 
 
 @dataclass(frozen=True)
 class Asynchronous(Sync):
-    """Base of those that never wait for everybody."""
+    """Base of the synchronisations under which workers do not step together."""
 
     default_weights: ClassVar[bool] = False
+    default_topology: ClassVar[str] = "server"
     asynchronous: ClassVar[bool] = True
     static_partition: ClassVar[bool] = False
+    pushes_gradients: ClassVar[bool] = True
 
     @property
     def max_staleness(self) -> float:
         return math.inf
 
-    def moment(self, step: int, weights: bool) -> Moment:
+    def moment(self, step: int, weights: bool, uniform: bool = True) -> Moment:
         return Moment.GRADIENTS if self.server_action(step).push else Moment.NEVER
+
+    def _topology_refusal(self, topology: Topology, compressor: Compressor, exchange: str | None) -> str | None:
+        if topology.sums_on_servers:
+            return f"servers with role=sum wait for all workers, and {self.name} does not wait; leave role=sum out, or use bulk"
+        if not topology.has_servers:
+            return (
+                f"{topology.name} needs workers that step together, and under {self.name} they do not; "
+                f"use {self._asynchronous_topologies()}"
+            )
+        return self._server_refusal(exchange)
+
+    def _asynchronous_topologies(self) -> str:
+        """Strategies of this synchronisation that work, for an error."""
+        return f"{self.name} + server"
 
 
 COMPENSATIONS = {"none": 0.0, "rate": 0.0, "taylor": 0.04, "adaptive": 2.0}
-"""Ways to make up for the age of a gradient, with the strength λ that each has unless told otherwise."""
+"""Methods that compensate for the staleness of a gradient, with the default strength λ of each."""
 
 
 def compensation(kind: object, strength: object, name: str) -> None:

@@ -17,7 +17,9 @@ class Bulk(Sync):
 
     name: ClassVar[str] = "bulk"
     default_weights: ClassVar[bool] = False
+    keeps_replicas_equal: ClassVar[bool] = True
+    pushes_gradients: ClassVar[bool] = True
     paper: ClassVar[str] = "Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017"
 
-    def moment(self, step: int, weights: bool) -> Moment:
+    def moment(self, step: int, weights: bool, uniform: bool = True) -> Moment:
         return Moment.BEFORE if weights else Moment.GRADIENTS

@@ -36,7 +36,7 @@ class DiLoCo(Sync):
     def period(self) -> int:
         return self.p
 
-    def moment(self, step: int, weights: bool) -> Moment:
+    def moment(self, step: int, weights: bool, uniform: bool = True) -> Moment:
         return Moment.NEVER if step % self.p else Moment.AFTER
 
     def rebases(self, step: int) -> bool:

@@ -13,8 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hocket.compression.base import Compressor
 from hocket.errors import HocketError, nearest
 from hocket.sync.base import Moment, Sync, whole
+from hocket.topology.base import Topology
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Local(Sync):
     p: int = 1
     mean: str = "before"
     residual: str = "memory"
-    """Where a code with feedback leaves what it holds back: in a memory, or in the worker's own weights."""
+    """Where error feedback keeps the residual: in the compressor's state (``memory``), or in the worker's own weights."""
     name: ClassVar[str] = "local"
     paper: ClassVar[str] = "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019"
 
@@ -44,7 +46,15 @@ class Local(Sync):
     def period(self) -> int:
         return self.p
 
-    def moment(self, step: int, weights: bool) -> Moment:
+    def proven_period(self, steps: int, workers: int) -> float:
+        return proven_period(steps, workers)
+
+    def refusal(self, topology: Topology, compressor: Compressor, exchange: str | None, weights: bool) -> str | None:
+        if self.mean == "after" and not weights:
+            return "mean=after is about weights; leave it out, or use exchange=weights"
+        return super().refusal(topology, compressor, exchange, weights)
+
+    def moment(self, step: int, weights: bool, uniform: bool = True) -> Moment:
         if step % self.p:
             return Moment.NEVER
         return Moment.GRADIENTS if not weights else Moment.BEFORE if self.mean == "before" else Moment.AFTER

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hocket.sync.base import Moment, Sync, whole
+from hocket.sync.local import proven_period
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,12 @@ class PostLocal(Sync):
     def period(self) -> int:
         return self.p
 
-    def moment(self, step: int, weights: bool) -> Moment:
-        if step <= self.after:
-            return Moment.GRADIENTS
+    def proven_period(self, steps: int, workers: int) -> float:
+        return proven_period(steps, workers)
+
+    def moment(self, step: int, weights: bool, uniform: bool = True) -> Moment:
+        if step <= self.after:  # bulk; gossip exchanges weights in this phase, too
+            return Moment.BEFORE if weights and not uniform else Moment.GRADIENTS
         if step % self.p:
             return Moment.NEVER
         return Moment.BEFORE if weights else Moment.GRADIENTS

@@ -21,9 +21,9 @@ from torch.nn.functional import pad
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message, ordered_mean, there
 from hocket.compression.base import Codec, Compressor, Context, Heard, State
-from hocket.compression.feedback import mean_with_feedback
+from hocket.compression.feedback import mean_with_feedback, with_feedback
 from hocket.compression.sign import Sign
-from hocket.topology.base import Channel, Topology, plain, slice_keys, without_shapes
+from hocket.topology.base import Channel, Topology, slice_keys, without_shapes
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class AllReduce(Topology):
 
     name: ClassVar[str] = "allreduce"
     paper: ClassVar[str] = "Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 2009"
+
+    one_mean: ClassVar[bool] = True
 
     @property
     def uniform(self) -> bool:
@@ -50,9 +52,7 @@ class AllReduceChannel(Channel):
         return self.cluster.mean(rows, self.subgroups)
 
     def mean_later(self, rows: Tensor, context: Context) -> Any:
-        later = getattr(self.cluster, "mean_later", None)
-        pending = self.cluster.mean(rows, self.subgroups) if later is None else later(rows, self.subgroups)
-        return rows if pending is None else pending
+        return self.cluster.mean_later(rows, self.subgroups)
 
     def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
         size = rows.shape[1]
@@ -64,19 +64,23 @@ class AllReduceChannel(Channel):
         message, sender = codec.encode(slices, keys, state.get("sender", {}), context)
         sent = _gather(codec.decode(message, width, context), subgroups.size, codec.global_selection)[:, :size]
         owned = _combine(codec, cluster.all_to_all(message, subgroups), subgroups.size, width, context)
-        if codec.uses_error_feedback and "error" in state:
-            owned += state["error"]
-        second = codec.second_phase
-        message, owner = second.encode(owned, there(context.keys(2), rows), state.get("owner", {}), context)
-        remembered: State = {"sender": sender, "owner": owner}
+        second, second_keys = codec.second_phase, there(context.keys(2), rows)
+
+        def send(wanted: Tensor) -> tuple[tuple[Message, State], Tensor]:
+            coded = second.encode(wanted, second_keys, state.get("owner", {}), context)
+            return coded, second.decode(coded[0], width, context)
+
+        remembered: State = {"sender": sender}
         if codec.uses_error_feedback:
-            remembered["error"] = owned - second.decode(message, width, context)
+            (message, remembered["owner"]), remembered["error"] = with_feedback(owned, state.get("error"), send)
+        else:
+            message, remembered["owner"] = second.encode(owned, second_keys, state.get("owner", {}), context)
         _, position = cluster.groups_here(subgroups)
         shared = second.decode(cluster.all_gather(message, subgroups), width, context)
         return Heard(_gather(shared, subgroups.size, codec.global_selection)[:, :size][there(position, shared)], sent, remembered)
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
-        if plain(compressor):
+        if not compressor.compresses:
             return self.mean(rows, context), state
         reference, inner = state["reference"], state.get("inner", {})
         if context.residual_stays:
@@ -87,7 +91,7 @@ class AllReduceChannel(Channel):
         return mixed, {"reference": mixed.clone(), "inner": inner}
 
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:
-        return {} if plain(compressor) else {"reference": rows.clone()}
+        return {} if not compressor.compresses else {"reference": rows.clone()}
 
     def rebase(self, state: State, rows: Tensor) -> State:
         return {**state, "reference": rows.clone()} if "reference" in state else state

@@ -16,7 +16,6 @@ from torch import Tensor
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.feedback import mean_with_feedback
-from hocket.compression.none import NoCompression
 
 
 @dataclass(frozen=True)
@@ -26,41 +25,63 @@ class Topology(ABC):
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
 
+    one_mean: ClassVar[bool] = False
+    """Whether an exchange is one mean over all workers, which the backend's all-reduce computes."""
+    peer_to_peer: ClassVar[bool] = False
+    """Whether each worker talks to a few partners, and no worker to all."""
+
     @property
     def uniform(self) -> bool:
-        """Whether everybody hears the same."""
+        """Whether all workers receive the same mean."""
         return False
-
-    peer_to_peer: ClassVar[bool] = False
-    """Whether each worker talks to a few others, and nobody to all."""
 
     @property
     def partner_rule(self) -> str:
-        """Between peers: by which rule a worker finds its partners."""
+        """Peer to peer: the name of the rule by which a worker finds its partners."""
         return ""
 
     @property
+    def asynchronous_only(self) -> bool:
+        """Whether it is for asynchronous workers alone."""
+        return False
+
+    @property
+    def pairs_workers(self) -> bool:
+        """Peer to peer: whether asynchronous workers can exchange two by two."""
+        return False
+
+    @property
     def has_servers(self) -> bool:
-        """Whether there are parameter servers: shards with an optimiser, on machines of their own."""
+        """Whether there are parameter servers: shards with an optimiser, in processes of their own."""
+        return False
+
+    @property
+    def sums_on_servers(self) -> bool:
+        """Whether servers compute the mean and the workers keep the optimiser."""
+        return False
+
+    @property
+    def has_server_settings(self) -> bool:
+        """Whether servers have settings of their own: an optimiser, a factor on the learning rate, a dtype of fetches."""
         return False
 
     def num_shards(self, workers: int) -> int:
-        """Over how many shards the parameters lie where workers send messages; without servers every worker hosts one."""
+        """The number of shards of the parameters where workers send messages; without servers every worker hosts one."""
         return workers
 
     @property
     def lr_factor(self) -> float:
-        """On a server: the factor on the worker's learning rate."""
+        """With servers: the factor on the worker's learning rate."""
         return 1.0
 
     @property
     def server_optimizer(self) -> str | None:
-        """On a server: the optimiser of the shards, if it is not the worker's own."""
+        """With servers: the optimiser of the shards, if it is not the worker's."""
         return None
 
     @property
     def fetch_dtype(self) -> str:
-        """On a server: how precisely weights travel to the workers."""
+        """With servers: the dtype in which weights travel to the workers."""
         return "fp32"
 
     @abstractmethod
@@ -110,11 +131,6 @@ class Channel(ABC):
     def rebase(self, state: State, rows: Tensor) -> State:
         """All workers now stand at the same ``rows``: measure displacements from there."""
         return state
-
-
-def plain(compressor: Compressor) -> bool:
-    """Whether nothing is compressed."""
-    return isinstance(compressor, NoCompression)
 
 
 def slice_keys(keys: Tensor, slices: int) -> Tensor:

@@ -28,7 +28,7 @@ from hocket.compression.damped import Damped
 from hocket.compression.sign import Sign
 from hocket.errors import HocketError, nearest
 from hocket.noise import bits, fold
-from hocket.topology.base import Channel, Topology, plain
+from hocket.topology.base import Channel, Topology
 
 KINDS = ("rotating", "ring", "exponential", "random")
 _ALL = (*KINDS, "pushsum")
@@ -56,10 +56,6 @@ class Gossip(Topology):
     peer_to_peer: ClassVar[bool] = True
     paper: ClassVar[str] = "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017"
 
-    @property
-    def partner_rule(self) -> str:
-        return self.kind
-
     def __post_init__(self) -> None:
         if self.kind not in _ALL:
             raise HocketError(
@@ -77,6 +73,18 @@ class Gossip(Topology):
                 _check_matrix(matrix)
             if len({len(matrix) for matrix in self._matrices()}) > 1:
                 raise HocketError("gossip(matrix=…): the matrices are for different numbers of workers; give them one size.")
+
+    @property
+    def partner_rule(self) -> str:
+        return self.kind
+
+    @property
+    def asynchronous_only(self) -> bool:
+        return self.kind == "pushsum"
+
+    @property
+    def pairs_workers(self) -> bool:
+        return self.matrix is None and self.kind != "exponential"
 
     def _matrices(self) -> list[Matrix]:
         first = self.matrix[0] if isinstance(self.matrix, tuple) and self.matrix else None
@@ -131,7 +139,7 @@ class Gossip(Topology):
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
         if isinstance(compressor, Sign) and compressor.vote:
             return "a majority vote needs everybody; use allreduce, or sign without vote"
-        if weights and self.kind == "random" and not plain(compressor):
+        if weights and self.kind == "random" and compressor.compresses:
             return (
                 "gossip(random) with compressed weights: public copies (CHOCO) need partners that come back; "
                 "use gossip, gossip(ring) or gossip(exponential), or exchange=gradients"
@@ -178,7 +186,7 @@ class GossipChannel(Channel):
         return Heard(_mixed(sent, heard.view(-1, *rows.shape), table), sent, state)
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
-        if plain(compressor):
+        if not compressor.compresses:
             return self.mean(rows, context), state
         assert isinstance(compressor, Codec)
         period = self.spec.period(self.subgroups.size, few=True)
@@ -199,7 +207,7 @@ class GossipChannel(Channel):
         return mixed, {**state, entry: {"own": own, "heard": heard, "codec": codec_memory}}
 
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:
-        return {} if plain(compressor) else {"start": rows.clone()}
+        return {} if not compressor.compresses else {"start": rows.clone()}
 
 
 def _mixed(own: Tensor, heard: Tensor, table: Partners) -> Tensor:

@@ -21,7 +21,7 @@ from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.none import NoCompression
 from hocket.errors import HocketError
 from hocket.topology.allreduce import AllReduce
-from hocket.topology.base import Channel, Topology, plain, without_shapes
+from hocket.topology.base import Channel, Topology, without_shapes
 from hocket.topology.gossip import Gossip
 
 
@@ -60,7 +60,7 @@ class Hierarchical(Topology):
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
         held = compressor.uses_error_feedback or not compressor.contracts
-        if weights and held and not plain(compressor) and self.outer.uniform and not self.inner.uniform:
+        if weights and held and compressor.compresses and self.outer.uniform and not self.inner.uniform:
             return (
                 "a gossip inside hosts brings back what the code held back or overshot, and both add up; "
                 "use hierarchical(allreduce, …), exchange=gradients, or a code without feedback such as cast(bf16)"
@@ -94,7 +94,7 @@ class HierarchicalChannel(Channel):
         return self._through(compressor, rows, state, context, weights=True)
 
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:
-        return {} if plain(compressor) else self.outer.init_state(compressor, self._slice(rows))
+        return {} if not compressor.compresses else self.outer.init_state(compressor, self._slice(rows))
 
     def rebase(self, state: State, rows: Tensor) -> State:
         return self.outer.rebase(state, self._slice(rows))

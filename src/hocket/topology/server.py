@@ -20,7 +20,7 @@ from hocket.cluster.base import Cluster, Subgroups
 from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.lowrank import LowRank
 from hocket.errors import HocketError, nearest
-from hocket.topology.base import Channel, Topology, plain
+from hocket.topology.base import Channel, Topology
 
 ROLES = ("optimize", "sum")
 OPTIMIZERS = ("sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop", "asgd")
@@ -95,15 +95,18 @@ class Server(Topology):
 
     @property
     def has_servers(self) -> bool:
-        return not self.sums
+        return not self.sums_on_servers
 
     @property
-    def sums(self) -> bool:
-        """Whether the servers only sum, and the workers keep the optimiser."""
+    def sums_on_servers(self) -> bool:
         return self.role == "sum"
 
+    @property
+    def has_server_settings(self) -> bool:
+        return self != Server(self.shards, self.role)
+
     def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
-        if not self.sums or not subgroups.whole:
+        if not self.sums_on_servers or not subgroups.whole:
             raise HocketError("server(…) serves all workers at once, each by messages of its own; it cannot be part of another.")
         if self.shards > cluster.size:
             raise HocketError(
@@ -113,9 +116,9 @@ class Server(Topology):
         return SumChannel(cluster, subgroups, self.shards)
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
-        if self.sums and not plain(compressor):
+        if self.sums_on_servers and compressor.compresses:
             return "servers that only sum cannot add up codes; leave the compression out, or use allreduce, whose slices are coded"
-        if not plain(compressor) and (not isinstance(compressor, Codec) or isinstance(compressor, LowRank)):
+        if compressor.compresses and (not isinstance(compressor, Codec) or isinstance(compressor, LowRank)):
             return (
                 f"{compressor.name} is more than a code of values one by one, which is all that a shard can read; use topk or sign"
             )

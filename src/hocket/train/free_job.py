@@ -27,7 +27,6 @@ from hocket.errors import HocketError
 from hocket.programs.account import Account
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.strategy import Strategy
-from hocket.topology import Gossip
 from hocket.train.job import adopt, check_equal, check_job, check_optimizer, layout_for, refuse_newcomers
 from hocket.train.watch import NonFinite
 
@@ -36,7 +35,7 @@ Connect = Callable[[Layout], ServerRuntime]
 
 def optimizer_spec_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The optimiser of the shards; under ``stale`` and in pairs the workers keep theirs, whatever it is."""
-    if strategy.sync.averages_weights or isinstance(strategy.topology, Gossip):
+    if strategy.sync.averages_weights or strategy.topology.peer_to_peer:
         return OptimizerSpec("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
     return OptimizerSpec.of(optimizer, strategy.topology.server_optimizer)
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from hocket.cluster.base import Cluster
 from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.layout import Layout
-from hocket.cluster.processes import ProcessCluster
 from hocket.drivers.start import Child, address_of, end_child, own_address, start_shard
 from hocket.errors import HocketError
 from hocket.programs.server.wire import link_bytes
@@ -49,7 +48,7 @@ def common_ground(cluster: Cluster) -> tuple[Any, bytes, str]:
     """A store for what the processes of one more job tell each other (None where there is one process), its id, where to listen."""
     global _started
     _started += 1
-    if not isinstance(cluster, ProcessCluster):
+    if not cluster.has_process_group:
         return None, secrets.token_bytes(16), "tcp://127.0.0.1:0"
     store: Any = dist.PrefixStore(f"hocket/servers/{_started}/{cluster.scope}", dist.distributed_c10d._get_default_store())
     if cluster.rank == 0:
@@ -71,7 +70,7 @@ def _network() -> str:
 def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, liveness_timeout_s: float) -> Servers:
     """Start this process's share of the shards and learn of the others'; all processes of the cluster must call it."""
     shards = strategy.topology.num_shards(cluster.size)
-    rank, processes = (cluster.rank, cluster.processes) if isinstance(cluster, ProcessCluster) else (0, 1)
+    rank, processes = cluster.rank, cluster.processes
     store, job, bind = common_ground(cluster)
     most = link_bytes(strategy, layout)
     own = {p: start_shard(p, job, bind, keys, liveness_timeout_s, most_bytes=most) for p in range(rank, shards, processes)}

@@ -29,14 +29,11 @@ from torch.autograd import Variable
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
-from hocket.compression import DGC
 from hocket.errors import HocketError
-from hocket.program import Program
+from hocket.programs.collective import CollectiveProgram
 from hocket.split.offload import refuse_offloaded
 from hocket.split.sharded import ShardedState, refuse_sharding
 from hocket.strategy import Strategy
-from hocket.sync import Bulk, Local, PostLocal, proven_period
-from hocket.topology import Server
 from hocket.train.ledger_view import LedgerView
 from hocket.train.watch import NonFinite
 
@@ -104,11 +101,11 @@ class Job:
         self.grads = [b.empty(1) for b in self.layout.buckets]
         self._grad_views = [b.views(g, 0) for b, g in zip(self.layout.buckets, self.grads, strict=True)]
         self._ours = adopt(model, self.layout, self._params, self.weights, cluster)
-        if isinstance(strategy.topology, Server) and strategy.topology.sums:
+        if strategy.topology.sums_on_servers:
             from hocket.server.summing import serve_sums  # its sockets are loaded only where they are needed
 
             serve_sums(strategy, cluster)
-        self.program = Program(strategy, self.layout, cluster, self.weights, seed)
+        self.program = CollectiveProgram(strategy, self.layout, cluster, self.weights, seed)
         self.ledger = LedgerView(cluster)
         self._ready: list[set[int]] = [set() for _ in self.layout.buckets]
         self._launched = 0
@@ -319,7 +316,7 @@ class Job:
     def _average(self, buffers: list[Tensor]) -> None:
         if self.cluster.size == 1:
             return
-        if not (isinstance(self.strategy.sync, Bulk) and self.strategy.topology.uniform and not self.strategy.weights):
+        if not (self.strategy.sync.keeps_replicas_equal and self.strategy.topology.uniform and not self.strategy.weights):
             for rows in self.weights:
                 self._mean(rows)
         for buffer in buffers:
@@ -396,19 +393,20 @@ def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Stra
         raise HocketError(
             f"nonfinite={nonfinite!r}: use 'raise' (end with the parameter's name) or 'skip' (leave that gradient out)."
         )
-    if isinstance(strategy.compression, DGC) and any(g.get("momentum", 0) for g in optimizer.param_groups):
+    if strategy.compression.carries_momentum and any(g.get("momentum", 0) for g in optimizer.param_groups):
         raise HocketError("dgc carries the momentum itself: use SGD(momentum=0) and dgc(…, momentum=0.9).")
 
 
 def mention_period(strategy: Strategy, steps: int | None, workers: int) -> None:
     """Mention once the period up to which convergence is proven, where there are local steps and their number is known."""
     period = strategy.sync.period
-    if not isinstance(strategy.sync, (Local, PostLocal)) or steps is None or workers == 1:
+    if steps is None or workers == 1:
         return
-    if period > 1:
+    proven = strategy.sync.proven_period(steps, workers)
+    if proven is not None and period > 1:
         warnings.warn(
             f"{strategy.sync.name} with a period of {period}: convergence is proven up to T^(1/4)/N^(3/4) = "
-            f"{proven_period(steps, workers):.2f} steps for T = {steps} and N = {workers}; that is sufficient, not necessary.",
+            f"{proven:.2f} steps for T = {steps} and N = {workers}; that is sufficient, not necessary.",
             stacklevel=3,
         )
 

@@ -75,7 +75,7 @@ def refuse_on_mesh(
             f"{type(optimizer).__name__} looks at whole matrices, of which the mesh {mesh} leaves each process a part; use AdamW "
             "or SGD."
         )
-    if mesh.pipeline > 1 and "nccl" in str(getattr(world, "backend", "")):
+    if mesh.pipeline > 1 and "nccl" in (world.backend or ""):
         raise HocketError("Stages talk through host memory, which NCCL does not reach; call hocket.init(backend='gloo').")
 
 

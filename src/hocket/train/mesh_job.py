@@ -22,9 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
-from hocket.cluster.processes import ProcessCluster
 from hocket.cluster.virtual import VirtualCluster
-from hocket.compression import NoCompression
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
 from hocket.split import Mesh, MeshCoordinate, Part, init_mesh
@@ -94,10 +92,7 @@ class MeshJob:
         refuse_split_options(mesh, split)
         given = {"loss": loss, "sample": sample, "accumulate": accumulate, "nonfinite": nonfinite, "scaler": options.get("scaler")}
         refuse_on_mesh(mesh, optimizer, strategy, world, zero, fsdp, connect is not None, given)
-        self.place = init_mesh(mesh, world.device.type)
-        if isinstance(world, ProcessCluster):
-            for axis in self.place.axes.values():
-                axis.explain = world.heartbeat.explain
+        self.place = init_mesh(mesh, world.device.type, world)
         self.mesh, self.loss, self.optimizer, self.strategy, self.world = mesh, loss, optimizer, strategy, world
         check_equal(
             model,
@@ -141,7 +136,7 @@ class MeshJob:
         gc.collect()  # traces hold whole weights in cycles
         self.tied = Tied(held, {} if self.cut is None else self.cut.tied, self.place.pipeline)
         # Codes round a tied parameter differently in each stage that has it, and shards hear pushes in an order of their own.
-        self._parts_drift = mesh.data > 1 and (connect is not None or not isinstance(strategy.compression, NoCompression))
+        self._parts_drift = mesh.data > 1 and (connect is not None or strategy.compression.compresses)
         self._alike = [p for name, p in held.items() if connect is not None and self.parts[name].whole] if mesh.tensor > 1 else []
         """Held by all parts of operations, which hear shards of their own."""
         apart = {}
@@ -442,19 +437,11 @@ def _data_cluster(place: MeshCoordinate, world: Cluster) -> Cluster:
     """The replicas' processes that hold the same part as this one."""
     if place.data.size == 1:
         return VirtualCluster(1, world.device, timed=True)
-    if not place.mesh.splits or not isinstance(world, ProcessCluster):
+    if not place.mesh.splits:
         return world
     one = place.mesh.pipeline * place.mesh.tensor  # processes of a replica
     here = max(1, world.host_size // one) if world.host_size % one == 0 or world.host_size < one else 1
-    found = ProcessCluster(
-        device=world.device,
-        exact=world.exact,
-        host_size=here if place.data.size % here == 0 else None,
-        group=place.data.group,
-        heartbeat=world.heartbeat,
-    )
-    found.keys = world.keys
-    return found
+    return world.subcluster(place.data.group, here if place.data.size % here == 0 else None)
 
 
 def _broadcast_model(model: nn.Module, world: Cluster) -> None:

@@ -31,7 +31,6 @@ from hocket.server.exchanges import Calls, Exchanges, Halves
 from hocket.server.holding import Holding, Mean, Rows
 from hocket.server.peers import Peers, agree, join, look_around
 from hocket.strategy import Strategy
-from hocket.topology import Gossip
 from hocket.train.job import adopt, check_equal, check_job, check_optimizer, layout_for, refuse_newcomers
 from hocket.train.watch import NonFinite
 
@@ -103,7 +102,7 @@ class PairsJob:
         first_bucket_cap_bytes: int | None = None,
     ) -> None:
         """``cluster`` is where workers agree on the model before they start, if any."""
-        assert isinstance(strategy.topology, Gossip)
+        assert strategy.topology.peer_to_peer
         if scaler is not None:
             raise HocketError(f"{strategy}: a GradScaler is not served without everybody; use autocast with bfloat16 instead.")
         check_job(model, optimizer, strategy, accumulate, nonfinite)
@@ -130,7 +129,7 @@ class PairsJob:
         self._shown, self._changes, self._heard = self.holding.look()
         self.holding.account.begin()  # others may call as soon as the door is open, but time counts only from the end of this
         self.holding.account.pause()
-        self._halves, most = strategy.topology.kind == "pushsum", link_bytes(strategy, self.layout)
+        self._halves, most = strategy.topology.partner_rule == "pushsum", link_bytes(strategy, self.layout)
         listener = Listener(place.bind, place.job, place.keys, most)
         self.door = Doorkeeper(listener, self.holding, place.worker, place.world, self._halves, place.liveness_timeout_s)
         addresses = place.meet(listener.address)
@@ -139,7 +138,9 @@ class PairsJob:
             self._join(listener.address)
         else:
             self.peers.greet()
-        self.exchanges: Exchanges = (Halves if self._halves else Calls)(self.peers, self.holding, strategy.topology.kind, seed)
+        self.exchanges: Exchanges = (Halves if self._halves else Calls)(
+            self.peers, self.holding, strategy.topology.partner_rule, seed
+        )
         where = _Where(self.holding.account, range(place.worker, place.worker + 1))
         self._nonfinite = NonFinite(nonfinite, self.layout, where)
         self.ledger = PairsLedger(self)

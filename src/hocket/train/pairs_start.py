@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.processes import ProcessCluster
 from hocket.messages import Keys
 from hocket.train.free_start import common_ground
 from hocket.train.pairs_job import PeerConfig
@@ -17,14 +16,14 @@ from hocket.train.pairs_job import PeerConfig
 
 def peer_config(cluster: Cluster, keys: Path | None, liveness_timeout_s: float) -> PeerConfig:
     """This process's place among those of ``cluster``; all of them must call it."""
-    assert isinstance(cluster, ProcessCluster)
+    assert cluster.has_process_group
     worker, world = cluster.workers.start, cluster.size
     store, job, bind = common_ground(cluster)
 
     def meet(address: str) -> list[str | None]:
         store.set(f"door/{worker}", address)
         addresses: list[str | None] = [store.get(f"door/{other}").decode() for other in range(world)]
-        cluster.heartbeat.stop()  # from here on nobody waits for others, nor ends with them
+        cluster.stop_heartbeat()  # from here on nobody waits for others, nor ends with them
         return addresses
 
     return PeerConfig(worker, world, job, meet, bind, None if keys is None else Keys.read(keys), liveness_timeout_s)

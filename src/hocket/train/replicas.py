@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError, NonFiniteGradient
-from hocket.program import Program
+from hocket.programs.collective import CollectiveProgram
 from hocket.strategy import Strategy
 from hocket.train.engines import Engine, choose, stack_buffers
 from hocket.train.engines.loop import forked, random_modules
@@ -202,7 +202,7 @@ class StackedReplicas:
             "buckets" if vectorised else "slots",
             names=[n for n, _ in model.named_parameters()],
         )
-        self.program = Program(strategy, self.layout, cluster, self.weights, seed)
+        self.program = CollectiveProgram(strategy, self.layout, cluster, self.weights, seed)
         # On CUDA a look at every step would stall the queue: there "raise" looks once per epoch, at the weights.
         self._audits = vectorised and nonfinite == "raise"
         self._watch = NonFinite(nonfinite, self.layout, cluster) if not vectorised or nonfinite == "skip" else None

@@ -14,7 +14,6 @@ from torch import nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
-from hocket.cluster.processes import ProcessCluster
 from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, SettingError
 from hocket.models import build, loss_for
@@ -96,7 +95,7 @@ def _sharded(settings: RunSettings, cluster: Cluster, model: nn.Module, loss: Lo
     from hocket.train.sharded_replica import FullReplica, StateReplica  # loaded only where something is sharded
 
     sharding, strategy = settings.sharding, settings.strategy
-    if cluster.rows != 1 or not isinstance(cluster, ProcessCluster):
+    if cluster.rows != 1 or not cluster.has_process_group:
         raise SettingError(f"{sharding.named}: a worker that keeps a part has a process of its own; leave <processes> out.")
     if sharding.fsdp:
         full = {name: value for name, value in options.items() if not name.endswith("bucket_cap_bytes")}
@@ -150,7 +149,7 @@ def run(
 
     ``briefly``: nothing is evaluated but the mean model at the end. ``on_split`` is shown who holds what of a split model.
     """
-    process = getattr(cluster, "rank", 0)
+    process = cluster.rank
     record = None if out is None else Record(out, process, resume)
     data = load(settings.data.name, data_dir) if data is None else data
     with warnings.catch_warnings():
@@ -217,9 +216,9 @@ def describe(settings: RunSettings, cluster: Cluster, training: Training | Async
     where = {
         "kind": "virtual" if settings.workers.virtual else "processes",
         "workers": settings.workers.count,
-        "processes": getattr(cluster, "processes", 1),
+        "processes": cluster.processes,
         "device": str(cluster.device),
-        "backend": getattr(cluster, "backend", None),
+        "backend": cluster.backend,
         "step_s": None if clock is None else clock.step_s,
     }
     return describe_run(settings, where, training.steps, training.replicas.layout)

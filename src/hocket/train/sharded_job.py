@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
-from hocket.cluster.processes import ProcessCluster
 from hocket.errors import HocketError, NonFiniteGradient
 from hocket.split.sharded import FullShards, gathered, part_like, refuse_fsdp_on, refuse_sharding
 from hocket.strategy import Strategy
@@ -34,7 +34,7 @@ class FSDPJob:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         strategy: Strategy,
-        cluster: ProcessCluster,
+        cluster: Cluster,
         accumulate: int = 1,
         nonfinite: str = "raise",
         check: bool = True,

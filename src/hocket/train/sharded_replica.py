@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.cluster.processes import ProcessCluster
+from hocket.cluster.base import Cluster
 from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
 from hocket.train.engines.loop import forked, random_modules
@@ -40,7 +40,7 @@ class FullReplica:
         loss: Loss,
         optimizer: Factory,
         strategy: Strategy,
-        cluster: ProcessCluster,
+        cluster: Cluster,
         *,
         seed: int = 0,
         clip: float | None = None,

@@ -15,17 +15,18 @@ from torch import Tensor
 
 from hocket.cluster.message import Message
 from hocket.compression.base import Codec, Context, State
+from hocket.compression.feedback import with_feedback
 from hocket.programs.server.slices import Slices
 from hocket.strategy import Strategy
 from hocket.topology.base import slice_keys
 
 
 class PushEncoder:
-    """Worker ``worker`` of ``world``'s way of coding; it keeps the memories of feedback and of the code."""
+    """The encoder of worker ``worker`` of ``world``; it keeps the residuals of error feedback and the state of the codec."""
 
     def __init__(self, strategy: Strategy, slices: Slices, worker: int, world: int, seed: int) -> None:
         self.slices, self.worker, self.world, self.seed = slices, worker, world, seed
-        self.codec = strategy.compression if isinstance(strategy.compression, Codec) else None
+        self.codec = strategy.compression.codec
         none: list[list[State]] = [[{} for _ in range(slices.shards)] for _ in slices.sizes]
         self.memory = none
         self.errors: list[Tensor | None] = [None for _ in slices.sizes]
@@ -38,25 +39,32 @@ class PushEncoder:
     def _bucket(self, bucket: int, step: int, gradient: Tensor) -> list[Message]:
         if self.codec is None:
             return [Message((part.reshape(1, -1),)) for part in self.slices.cut(bucket, gradient)]
-        wanted = gradient.to(torch.float32)
-        held = self.errors[bucket]
-        if held is not None:
-            wanted = wanted + held
+        codec, values = self.codec, gradient.to(torch.float32)
         context = _context(self.seed, step, bucket, self.worker, self.world)
-        keys = slice_keys(context.keys(1), self.slices.shards)
-        messages, rest = [], wanted.clone()
-        for s, (part, left) in enumerate(zip(self.slices.cut(bucket, wanted), self.slices.cut(bucket, rest), strict=True)):
-            row, memory = part.reshape(1, -1), self.memory[bucket]
-            message, memory[s] = self.codec.encode(row, keys[s : s + 1].to(row.device), memory[s], context)
+        if not codec.uses_error_feedback:
+            return self._encoded(codec, bucket, values, context)
+
+        def send(wanted: Tensor) -> tuple[list[Message], Tensor]:
+            messages, sent = self._encoded(codec, bucket, wanted, context), torch.empty_like(wanted)
+            for message, part in zip(messages, self.slices.cut(bucket, sent), strict=True):
+                part.copy_(codec.decode(message, part.numel(), context)[0])
+            return messages, sent
+
+        messages, self.errors[bucket] = with_feedback(values, self.errors[bucket], send)
+        return messages
+
+    def _encoded(self, codec: Codec, bucket: int, values: Tensor, context: Context) -> list[Message]:
+        """The message of each shard for a bucket's flat ``values``."""
+        keys, memory = slice_keys(context.keys(1), self.slices.shards), self.memory[bucket]
+        messages = []
+        for s, part in enumerate(self.slices.cut(bucket, values)):
+            row = part.reshape(1, -1)
+            message, memory[s] = codec.encode(row, keys[s : s + 1].to(row.device), memory[s], context)
             messages.append(message)
-            if self.codec.uses_error_feedback:
-                left -= self.codec.decode(message, row.shape[1], context)[0]
-        if self.codec.uses_error_feedback:
-            self.errors[bucket] = rest
         return messages
 
     def state_dict(self) -> dict[str, Any]:
-        """What was held back, and what the code remembers."""
+        """The residuals and the state of the codec."""
         return copy.deepcopy({"memory": self.memory, "errors": self.errors})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -66,9 +74,10 @@ class PushEncoder:
 
 def read(strategy: Strategy, message: Message, width: int, bucket: int, step: int, worker: int, world: int, seed: int) -> Tensor:
     """The flat slice of ``width`` values that a pushed message stands for; it may be the message's own storage."""
-    if not isinstance(strategy.compression, Codec):
+    codec = strategy.compression.codec
+    if codec is None:
         return message.parts[0][0]
-    return strategy.compression.decode(message, width, _context(seed, step, bucket, worker, world))[0]
+    return codec.decode(message, width, _context(seed, step, bucket, worker, world))[0]
 
 
 def _context(seed: int, step: int, bucket: int, worker: int, world: int) -> Context:

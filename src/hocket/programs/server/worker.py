@@ -195,6 +195,8 @@ class ServerWorker(ShardRequests):
         """
         begun = self.now if begun is None else begun
         self._waiting = then, begun
+        for link in self.links:
+            link.heard = max(link.heard, begun)  # while this worker computed it did not look
         yield Until(self._answered)
         self._waiting = None
         held = moved = 0.0

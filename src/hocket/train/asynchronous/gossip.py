@@ -34,13 +34,6 @@ class GossipProtocol(AsyncProtocol):
     def start(self) -> None:
         for w in range(len(self.workers)):
             self._do(w, self.workers[w].start(self.replicas.rows_of(w), 0.0, self.replicas.buffers_of(w)))
-        for w in range(len(self.workers)):
-            self._first_exchange(w)
-
-    def _first_exchange(self, worker: int) -> None:
-        """In pairs weights travel while the first gradient is computed, too."""
-        if not self.workers[worker].push_sum:
-            self._do(worker, self.workers[worker].exchange(self.simulation.now))
 
     def _do(self, worker: int, effects: Effects) -> None:
         self.simulation.carry_out(("worker", worker), effects)

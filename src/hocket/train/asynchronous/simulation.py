@@ -276,6 +276,7 @@ class AsyncSimulation:
         return {
             "epoch": self.epoch,
             "step": self.step,
+            "batches": len(self.batches),
             "metrics": list(self.metrics),
             "replicas": self.replicas.state_dict(),
             "protocol": self.protocol.state_dict(),
@@ -302,11 +303,12 @@ class AsyncSimulation:
         self.phases, self._begun, self._numbers = list(state["phases"]), list(state["begun"]), list(state["numbers"])
         self._computing, self._compute_s = list(state["computing"]), list(state["compute_s"])
         self._losses, self._before = list(state["losses"]), dict(state["before"])
-        if self.protocol.progress >= len(self.batches):
+        if len(self.batches) <= state["batches"]:
             return
-        for worker, phase in enumerate(self.phases):
-            if phase == LEFT:
+        for worker, phase in enumerate(self.phases):  # the training was made longer: those who had ended go on
+            if phase in (ENDING, LEFT):
                 self.phases[worker] = BATCH
+            if phase == LEFT:
                 self._do(worker, self.protocol.rejoin(worker))
                 self._advance(worker)
 

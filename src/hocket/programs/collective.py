@@ -1,13 +1,13 @@
-"""A strategy at work: its state, and what it does to rows of gradients and weights at each moment of a step.
+"""The program of a collective strategy: its state, and what it does to rows of gradients and weights at each moment of a step.
 
-One text for real processes and for virtual workers. The owner of the rows (a job on hooks, or the stacked trainer) calls, per step:
+Real processes and virtual workers run the same text. The owner of the rows (a job on hooks, or the stacked replicas) calls, per step:
 
 1. ``gradient_ready(bucket, rows)`` for every bucket in order, then ``gradients_done()``: bulk exchanges end here;
-2. ``before_update(weights)``: the mix of the weights from before this step's gradient lands;
+2. ``before_update(weights)``: the mix of the weights from before this step's gradient is written into them;
 3. the optimiser's update;
-4. ``after_update(weights)``: the step is counted; the next mix is launched; exchanges of updated weights happen here.
+4. ``after_update(weights)``: the step is counted, updated weights are exchanged, and the next step's mix is launched.
 
-Everything a program must remember is in ``gradient_state``, ``weight_state`` and ``outer_state`` (tensors whose first dimension is
+All state of the program is in ``gradient_state``, ``weight_state`` and ``outer_state`` (tensors whose first dimension is
 the rows hosted here) and two counters.
 """
 
@@ -28,10 +28,9 @@ from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.sync import Moment
 from hocket.topology import AllReduce
-from hocket.topology.base import plain
 
 
-class Program:
+class CollectiveProgram:
     """``strategy`` bound to a cluster and a layout, starting from ``weights`` that are equal on all workers."""
 
     def __init__(self, strategy: Strategy, layout: Layout, cluster: Cluster, weights: list[Tensor], seed: int = 0) -> None:
@@ -39,7 +38,7 @@ class Program:
         self.alone = cluster.size == 1
         self.step = 0
         self.exchanges = 0
-        # One worker talks to nobody, whatever the topology.
+        # One worker exchanges nothing, whatever the topology.
         topology = AllReduce() if self.alone else strategy.topology
         self.channel = topology.bind(cluster, cluster.world, seed)
         self._workers = torch.arange(cluster.workers.start, cluster.workers.stop)
@@ -48,8 +47,8 @@ class Program:
         self._produced = [done / layout.parameters for done in accumulate(b.size for b in layout.buckets)]
         self._exchange: Exchange | None = None
         self._in_flight = False
-        self._landing: list[Tensor] | None = None
-        self._plain = plain(strategy.compression)
+        self._mixed: list[Tensor] | None = None
+        self._plain = not strategy.compression.compresses
         self.gradient_state: list[State] = [{} for _ in layout.buckets]
         self.weight_state: list[State] = [self.channel.init_state(strategy.compression, _f32(w)) for w in weights]
         self.outer_state: list[State] = [strategy.sync.init_state(w) for w in weights]
@@ -58,7 +57,7 @@ class Program:
 
     @property
     def linear(self) -> bool:
-        """Whether mixing twice is mixing once: a plain mean of all."""
+        """Whether an exchange is a plain mean over all workers."""
         return self._plain and self.channel.uniform
 
     @property
@@ -101,17 +100,17 @@ class Program:
     # --- weights -----------------------------------------------------------------------------------------------------------
 
     def before_update(self, weights: list[Tensor]) -> None:
-        """Land the mix of the weights from before this step's gradient, where this step has one."""
+        """Write the mix of the weights from before this step's gradient into ``weights``, where this step has one."""
         if self.alone or self.strategy.moment(self.step + 1) is not Moment.BEFORE:
             return
-        if not self._in_flight and self._landing is None:
-            self._launch(weights)  # the very first step of a period of one: nothing could be launched earlier
+        if not self._in_flight and self._mixed is None:
+            self._launch(weights)  # the first step of a period of one: no earlier step launched it
         self.drain()
         self._wait_on_clock()
-        assert self._landing is not None
-        for rows, mixed in zip(weights, self._landing, strict=True):
+        assert self._mixed is not None
+        for rows, mixed in zip(weights, self._mixed, strict=True):
             rows.copy_(mixed)
-        self._landing = None
+        self._mixed = None
 
     def after_update(self, weights: list[Tensor]) -> None:
         """Count the step; exchange updated weights where the strategy does; launch the next step's mix."""
@@ -125,15 +124,15 @@ class Program:
             self._launch(weights)
 
     def drain(self) -> None:
-        """Wait for a mix under way; its result is kept until its step comes."""
+        """Wait for a mix in flight; its result is kept until its step."""
         if self._in_flight:
             assert self._exchange is not None
-            self._landing = self._exchange.wait()
+            self._mixed = self._exchange.wait()
             self._exchange, self._in_flight = None, False
             self.exchanges += 1
 
     def _wait_on_clock(self) -> None:
-        """The mix is needed now; a drain alone (for an evaluation, a checkpoint) costs no virtual time."""
+        """The step needs the mix now; a drain alone (for an evaluation or a checkpoint) takes no virtual time."""
         if self.cluster.clock is not None:
             self.cluster.clock.wait()
 
@@ -151,8 +150,8 @@ class Program:
             self._launch(weights)
             self.drain()
             self._wait_on_clock()
-            assert self._landing is not None
-            mixed, self._landing = self._landing, None
+            assert self._mixed is not None
+            mixed, self._mixed = self._mixed, None
         for k, (rows, result) in enumerate(zip(weights, mixed, strict=True)):
             applied, self.outer_state[k] = self.strategy.sync.apply(result, self.outer_state[k])
             rows.copy_(applied)
@@ -169,7 +168,7 @@ class Program:
     # --- state -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on as if never stopped (a mix under way is awaited and kept)."""
+        """All state that a resumed run needs to give the same bits (a mix in flight is awaited and kept)."""
         self.drain()
         return copy.deepcopy(
             {
@@ -179,7 +178,7 @@ class Program:
                 "seed": self.seed,
                 "step": self.step,
                 "exchanges": self.exchanges,
-                "landing": self._landing,
+                "landing": self._mixed,
                 "clock": None if self.cluster.clock is None else self.cluster.clock.state_dict(),
                 "gradient_state": self.gradient_state,
                 "weight_state": self.weight_state,
@@ -188,7 +187,7 @@ class Program:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict` of the same strategy, model and hosting."""
+        """Resume from the :meth:`state_dict` of the same strategy, model and workers per process."""
         own = {
             "strategy": str(self.strategy),
             "layout": self.layout.digest(),
@@ -198,16 +197,16 @@ class Program:
         for name, value in own.items():
             if state.get(name) != value:
                 raise HocketError(
-                    f"The checkpoint's {name} is {state.get(name)}, this job's is {value}; resume with what it was saved with."
+                    f"The checkpoint's {name} is {state.get(name)}, this job's is {value}; resume with the {name} it was saved with."
                 )
         self.drain()
         state = copy.deepcopy(state)
         clock = state.pop("clock", None)
         if self.cluster.clock is not None and clock is not None:
-            self.cluster.clock.load_state_dict(clock)  # it stays on the CPU
+            self.cluster.clock.load_state_dict(clock)  # its tensors stay on the CPU
         state = _to(state, self.cluster.device)
         self.step, self.exchanges = state["step"], state["exchanges"]
-        self._landing = state["landing"]
+        self._mixed = state["landing"]
         self.gradient_state, self.weight_state = state["gradient_state"], state["weight_state"]
         self.outer_state = state["outer_state"]
 
