@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -116,7 +117,7 @@ def rows(graph: Graph, level: dict[str, int]) -> tuple[list[list[str]], list[lis
             paths.append([name, *passed, other])
     beside: dict[str, list[str]] = defaultdict(list)
     for path in paths:
-        for upper, lower in zip(path, path[1:], strict=False):
+        for upper, lower in pairwise(path):
             beside[upper].append(lower)
             beside[lower].append(upper)
     for turn in range(24):  # each layer by the mean place of its neighbours, down and up again
@@ -172,9 +173,13 @@ def _curve(path: list[str], centre: dict[str, tuple[float, float]]) -> str:
 def _box(name: str, x: float, y: float) -> str:
     left, top, about = x - WIDTH / 2, y - HEIGHT / 2, ABOUT.get(name, "")
     shape = f'<rect x="{left:.1f}" y="{top:.1f}" width="{WIDTH}" height="{HEIGHT}" rx="7" fill="#eef2fb" stroke="#3f51b5"/>'
-    title = f'<text x="{x:.1f}" y="{y - 3 if about else y + 5:.1f}" text-anchor="middle" font-size="15" font-weight="600">{name}</text>'
-    more = f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle" font-size="12" fill="#444">{escape(about)}</text>' if about else ""
+    title = _text(x, y - 3 if about else y + 5, name, 'font-size="15" font-weight="600"')
+    more = _text(x, y + 15, about, 'font-size="12" fill="#444"') if about else ""
     return shape + title + more
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle" {style}>{escape(text)}</text>'
 
 
 def main() -> None:
