@@ -19,7 +19,8 @@ import torch
 
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
-from hocket.train.run import Engines, Settings, make_training
+from hocket.train.run import Engines, make_training
+from hocket.train.settings import RunSettings
 
 STRATEGIES = (
     "bulk + allreduce",
@@ -85,7 +86,7 @@ def main() -> None:
 
 def train_one(strategy: str, rate: float, args: argparse.Namespace, data: object, epochs: int) -> dict[str, Any]:
     """One training; DGC carries its momentum itself."""
-    settings = Settings(
+    settings = RunSettings.of(
         strategy=strategy,
         workers=args.workers,
         virtual=True,

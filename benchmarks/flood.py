@@ -43,7 +43,7 @@ from hocket.programs.server.wire import OBSERVER, job_config, link_bytes
 from hocket.strategy import Strategy
 from hocket.train.free_worker import WorkerConfig, work
 from hocket.train.job import layout_for
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 
 JOB = bytes(range(32, 48))
 WORKERS, STRANGERS = 2, 8
@@ -144,8 +144,8 @@ class Training:
 
 def plan() -> tuple[Layout, Slices, int]:
     """The layout of the model, its slices, and the largest message."""
-    settings, model = Settings(**SETTINGS), small()
-    strategy = settings.check()
+    settings, model = RunSettings.of(**SETTINGS), small()
+    strategy = settings.strategy
     layout = layout_for(model, settings.make_optimizer(list(model.parameters())), strategy, None, None)
     return layout, Slices.of(strategy, layout, WORKERS), link_bytes(strategy, layout)
 

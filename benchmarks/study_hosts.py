@@ -21,21 +21,21 @@ from typing import Any
 from netlab import Lab
 
 from hocket.cli.display import StudyDisplay, study_tables
+from hocket.cli.options import arguments
 from hocket.cli.study import fail
-from hocket.cli.train import arguments
 from hocket.errors import HocketError
 from hocket.report import build
 from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check
 from hocket.study.folder import Folder
 from hocket.study.plan import expand, of_preset
 from hocket.study.presets import PRESETS, preset
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 
 
 def trainer(lab: Lab, data_dir: Path | None) -> Any:
     """Trains one run with one worker on each host of the lab."""
 
-    def train(settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+    def train(settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         assert out is not None
         command = [sys.executable, "-m", "hocket.cli.main", "train", *arguments(settings), "--no-checkpoints"]
         command += ["--device", "cpu", "--out", str(out.resolve())]

@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class HocketError(ValueError):
     """A mistake that the user can mend; the command line prints it without a traceback."""
+
+
+class SettingError(HocketError):
+    """A setting that cannot be, named as the caller names it: a field in Python, an option on the command line.
+
+    In ``text`` a setting stands as ``<lr>``, or ``<mesh:pipeline=2>`` with a value to use; ``values`` are those that were got.
+
+    >>> error = SettingError("<slowdown>: virtual workers have a clock only with <cluster:1gbit>, for example.", slowdown="1,4")
+    >>> str(error)
+    'slowdown=1,4: virtual workers have a clock only with cluster=1gbit, for example.'
+    >>> error.written(lambda name, value: f"--{name} {value}")
+    '--slowdown 1,4: virtual workers have a clock only with --cluster 1gbit, for example.'
+    """
+
+    def __init__(self, text: str, **values: Any) -> None:
+        self.text, self.values = text, values
+        super().__init__(self.written(lambda name, value: f"{name}={'' if value is None else value}"))
+
+    def written(self, name_of: Callable[[str, Any], str]) -> str:
+        """The sentence with every setting written by ``name_of(name, value)``; the value is None where only the name is meant."""
+
+        def one(found: re.Match[str]) -> str:
+            name = found[1]
+            return name_of(name, self.values.get(name) if found[2] is None else found[2])
+
+        return re.sub(r"<([a-z_]+)(?::([^<>]*))?>", one, self.text)
 
 
 class WorkerLost(RuntimeError):

@@ -1,7 +1,9 @@
-"""Trains a wide perceptron under a limit on its address space; run as ``python limited_worker.py GIB MESH WIDTH LAYERS STEPS``.
+"""Trains a wide perceptron with little room for its data; run as ``python limited_worker.py MIB MESH WIDTH LAYERS STEPS``.
 
-Alone (mesh ``data=1``) or as one of several processes with torchrun's variables. It prints one line of JSON: the peak of its
-address space, that after the set-up, and the losses. Out of memory, it ends with exit code 3 and says how far it came.
+Alone (mesh ``data=1``) or as one of several processes with torchrun's variables. First it makes a step with a tiny model, so that
+all libraries are loaded; from there on its address space may grow by MIB. What the libraries take themselves does not count: a CUDA
+build of PyTorch maps several GiB where a CPU build maps half of one. It prints one line of JSON: by how many MiB the address space
+had grown after the set-up and at its peak, and the losses. Out of memory, it ends with exit code 3 and says how far it came.
 """
 
 from __future__ import annotations
@@ -22,8 +24,17 @@ def address_space(what: str = "VmPeak") -> int:
         return next(int(line.split()[1]) // 1024 for line in status if line.startswith(what))
 
 
-def main(gib: float, mesh: str, width: int, layers: int, steps: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (int(gib * 2**30),) * 2)
+def step_once() -> None:
+    """Have everything loaded that a step loads when it is first made: kernels, the autograd engine, the optimiser."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    torch.nn.functional.cross_entropy(model(torch.randn(8, 64)), torch.arange(8)).backward()
+    optimizer.step()
+
+
+def main(mib: int, mesh: str, width: int, layers: int, steps: int) -> None:
     import torch
     from torch.nn import functional as F
 
@@ -32,7 +43,10 @@ def main(gib: float, mesh: str, width: int, layers: int, steps: int) -> None:
 
     torch.set_num_threads(1)
     hocket.init(device="cpu", seed=1)
-    report = {"imported": address_space("VmSize"), "stage": "building", "losses": []}
+    step_once()
+    before = address_space("VmSize")
+    resource.setrlimit(resource.RLIMIT_AS, ((before + mib) << 20,) * 2)
+    report = {"before": before, "stage": "building", "losses": []}
     try:
         with hocket.deferred():
             model = mlp(64, 10, (width,) * layers)
@@ -44,18 +58,18 @@ def main(gib: float, mesh: str, width: int, layers: int, steps: int) -> None:
             {"loss": F.cross_entropy, "sample": x[:2], "num_microbatches": 2} if split.pipeline > 1 else {"loss": F.cross_entropy}
         )
         job = hocket.parallelize(model, optimizer, mesh=split, **options)
-        report["set up"] = address_space("VmSize")
+        report["set up"] = address_space("VmSize") - before
         for step in range(steps):
             report["stage"] = f"step {step + 1}"
             report["losses"].append(job.train(x, y).item())
         report["stage"] = "done"
     except (RuntimeError, MemoryError) as error:  # what torch raises without memory, and Python
         report["error"] = str(error).splitlines()[0][:120]
-    print(json.dumps({**report, "peak": address_space()}), flush=True)
+    print(json.dumps({**report, "peak": address_space() - before}), flush=True)
     if "error" in report:
         sys.stdout.flush()
         os._exit(3)  # others of the job may wait for this one
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))
+    main(int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))

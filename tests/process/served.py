@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from hocket.train.free_worker import WorkerTask, read_worker_config, work
 from hocket.train.job import layout_for
 from hocket.train.loop import accuracy_of
 from hocket.train.replicas import swapped_weights
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from process.cases import batch, flat, net, sgd
 from process.launch import Group, Nursery, eventually
@@ -185,7 +184,7 @@ class Service:
         self,
         nursery: Nursery,
         folder: Path,
-        settings: Settings,
+        settings: RunSettings,
         snapshot_s: float = 0.0,
         liveness_timeout_s: float = 10.0,
         keys: Any = None,
@@ -193,16 +192,16 @@ class Service:
         self.nursery, self.folder, self.settings, self.keys = nursery, folder, settings, keys
         self.snapshot_s, self.liveness_timeout_s = snapshot_s, liveness_timeout_s
         self.job = secrets.token_bytes(16)
-        self.strategy = settings.check()
+        self.strategy = settings.strategy
         self.data = load("digits")
         self.model = seeded(lambda: build(settings.model, self.data), settings.seed)
         optimizer = settings.make_optimizer(list(self.model.parameters()))
         self.layout = layout_for(self.model, optimizer, self.strategy, None, None)
-        self.slices = Slices.of(self.strategy, self.layout, settings.workers)
+        self.slices = Slices.of(self.strategy, self.layout, settings.workers.count)
         self.groups: list[Group] = []
         self.shards = [self.start_shard(place) for place in range(self.slices.shards)]
         self.addresses = [self.address(group) for group in self.shards]
-        self.workers = [self.start_worker(k) for k in range(settings.workers)]
+        self.workers = [self.start_worker(k) for k in range(settings.workers.count)]
         most = link_bytes(self.strategy, self.layout)
         self.observer = Observer(self.addresses, self.job, self.layout, self.slices, most, None)
 
@@ -236,7 +235,7 @@ class Service:
         return self._start("process.served:shard", f"shard-{place}", arguments=arguments)
 
     def start_worker(self, k: int, replaces: bool = False, **changes: Any) -> Group:
-        settings = asdict(self.settings) | changes
+        settings = self.settings.by_name() | changes
         post = WorkerTask(
             settings, k, self.addresses, self.job.hex(), liveness_timeout_s=self.liveness_timeout_s, incarnation=int(replaces)
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from hocket.errors import NonFiniteGradient
 from hocket.models import cross_entropy, gpt, mlp
 from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
-from hocket.train.run import Settings, explanation, run
+from hocket.train.run import explanation, run
+from hocket.train.settings import RunSettings
 from hocket.train.sharded_job import FSDPJob
 from hocket.train.sharded_replica import FullReplica
 from process.cases import flat, refusal
@@ -251,11 +251,11 @@ def half_a_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -
 def runs(rank: int) -> dict[str, Any]:
     """What ``hocket train`` does in every process: runs that stop after each epoch and go on, beside one that does not."""
     cluster = hocket.session._Session.cluster
-    base = Settings(model="cnn", batch_size=120, lr=0.05, momentum=0.9, seed=3, workers=2)
+    base = RunSettings.of(model="cnn", batch_size=120, lr=0.05, momentum=0.9, seed=3, workers=2)
 
     def train(name: str, *ways: dict[str, Any]) -> Any:
         for epochs, way in enumerate(ways, 1):
-            settings = replace(base, epochs=epochs if len(ways) > 1 else 3, **way)
+            settings = base.changed(epochs=epochs if len(ways) > 1 else 3, **way)
             training = run(settings, cluster, out=FOLDER / name, resume=epochs > 1)
         return training
 
@@ -269,10 +269,10 @@ def runs(rank: int) -> dict[str, Any]:
         "alone": [{**stages, "cut": "2"}],
     }
     found = {name: train(name, *several).metrics for name, several in ways.items()}
-    found["other"] = refusal(lambda: run(replace(base, epochs=3), cluster, out=FOLDER / "full", resume=True))
+    found["other"] = refusal(lambda: run(base.changed(epochs=3), cluster, out=FOLDER / "full", resume=True))
     plan = FOLDER / f"plan-{rank}.toml"
     plan.write_text('3 = "gather"\n7 = "gather"\n')
-    split = replace(base, workers=1, mesh="tensor=2", plan_file=str(plan))
+    split = base.changed(workers=1, mesh="tensor=2", plan_file=str(plan))
     found["planned"] = explanation(split, cluster, load("digits"))
     saved = torch.load(FOLDER / "state" / f"checkpoint-{rank}.pt")["replicas"]["optimizer"]["state"]
     return {**found, "momenta": sum(entries["momentum_buffer"].numel() for entries in saved.values())}

@@ -1,4 +1,7 @@
-"""A model that a limit on address space kills on one process trains when it is split over four under the same limit."""
+"""A model that does not fit the room for data of one process trains when it is split over four with as much room each.
+
+The room is what a process may take beside PyTorch's own libraries, so the test says the same for CPU and CUDA builds of it.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from process.launch import ENVIRON, free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(280)]
 
-GIB, WIDTH, LAYERS, STEPS = 2, 4096, 11, 2
-"""641 MiB of weights; with gradients and momentum 1.9 GiB, beside 0.6 GiB for PyTorch itself."""
+MIB, WIDTH, LAYERS, STEPS = 1400, 4096, 11, 2
+"""641 MiB of weights; with gradients and momentum 1.9 GiB."""
 
 
 def run(processes: int, mesh: str) -> list[tuple[int, dict[str, Any]]]:
     """The exit code and the report of each process."""
-    command = [sys.executable, str(Path(__file__).with_name("limited_worker.py")), *map(str, (GIB, mesh, WIDTH, LAYERS, STEPS))]
-    environ = {**ENVIRON, "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("limited_worker.py")), *map(str, (MIB, mesh, WIDTH, LAYERS, STEPS))]
+    environ = {**ENVIRON, "MALLOC_ARENA_MAX": "1", "CUDA_VISIBLE_DEVICES": ""}  # a driver reserves address space for its devices
     if processes > 1:
         environ |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = []
@@ -49,6 +52,6 @@ def test_what_dies_on_one_process_trains_on_four() -> None:
     everyone = run(4, "pipeline=2,tensor=2")
     assert [code for code, _ in everyone] == [0] * 4, everyone
     for _, report in everyone:
-        assert report["peak"] < GIB * 1024
+        assert report["peak"] <= MIB
         assert report["losses"] == everyone[0][1]["losses"]
         assert report["losses"][-1] < report["losses"][0]

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from hocket.strategy import Strategy
 from hocket.topology.partners import answerer, target
 from hocket.train.free_worker import WorkerTask, batch_sequence
 from hocket.train.pairs_job import PairsJob
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 from process.cases import batch, net, sgd
 from process.launch import ENVIRON, Group, Nursery, eventually
 from process.paired import LIVENESS_TIMEOUT_S
@@ -685,8 +684,8 @@ class Watched(PairsCrew):
         return metrics
 
 
-def replaced(text: str, workers: int) -> Settings:
-    return Settings(strategy=text, model="process.served:small", batch_size=32, workers=workers, epochs=6, lr=0.05)
+def replaced(text: str, workers: int) -> RunSettings:
+    return RunSettings.of(strategy=text, model="process.served:small", batch_size=32, workers=workers, epochs=6, lr=0.05)
 
 
 @pytest.mark.usefixtures("no_children")
@@ -738,13 +737,13 @@ def test_where_all_have_died_there_is_nothing_to_go_on_from(monkeypatch: pytest.
 
 
 def test_a_coordinator_dispatches_every_mini_batch_and_is_told_the_mean(nursery: Nursery, tmp_path: Path) -> None:
-    given = Settings(strategy="async + gossip(pushsum)", model="process.served:small", batch_size=32, workers=3, epochs=8, lr=0.05)
+    given = RunSettings.of(strategy="async + gossip(pushsum)", model="process.served:small", batch_size=32, workers=3, epochs=8, lr=0.05)
     total = len(batch_sequence(given, load("digits")))
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
         coordinator = Coordinator(3, total)
         driver = SocketDriver(coordinator, listener=listener)
         driver.begin(coordinator.start)
-        posts = [WorkerTask(asdict(given), w, [listener.address], JOB.hex()) for w in range(3)]
+        posts = [WorkerTask(given.by_name(), w, [listener.address], JOB.hex()) for w in range(3)]
         groups = [nursery.start("process.served:worker", 1, tmp_path / str(w), post=posts[w].describe()) for w in range(3)]
 
         def over() -> bool:
@@ -847,7 +846,7 @@ def test_one_that_replaces_a_worker_which_died_before_its_hello_gets_mini_batche
 
 
 def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_tell_the_mean_is_not_waited_for() -> None:
-    settings = Settings(strategy="async + gossip", model="process.served:small", batch_size=32, workers=2, epochs=2)
+    settings = RunSettings.of(strategy="async + gossip", model="process.served:small", batch_size=32, workers=2, epochs=2)
     crew = PairsCrew(settings, torch.device("cpu"), None, None, Care(liveness_timeout_s=0.2))
     try:
         with Listener("tcp://127.0.0.1:0", JOB) as silent:

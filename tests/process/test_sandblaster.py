@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from hocket import HocketError, Sandblaster, WorkerLost
 from hocket.cli.batch import train_on_batches
 from hocket.cli.main import app
-from hocket.cli.train import arguments
+from hocket.cli.options import arguments
 from hocket.data.base import DataSet, identity
 from hocket.drivers.snapshots import unsealed
 from hocket.sandblaster import SandblasterRun
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 from process.launch import Nursery, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -215,7 +215,7 @@ ITERATIONS = 40
 
 
 def words(out: Path, *more: str, **options: Any) -> list[str]:
-    settings = Settings(**{**OPTIONS, "epochs": ITERATIONS, **options})
+    settings = RunSettings.of(**{**OPTIONS, "epochs": ITERATIONS, **options})
     return ["train", *arguments(settings), "--out", str(out), *more]
 
 
@@ -292,10 +292,10 @@ def test_the_command_hands_its_slowdown_on(monkeypatch: pytest.MonkeyPatch) -> N
         return self.run()
 
     monkeypatch.setattr(Sandblaster, "launch", launch)
-    train_on_batches(Settings(**{**OPTIONS, "workers": 3, "epochs": 1, "slowdown": "1,4"}), torch.device("cpu"), None, None)
+    train_on_batches(RunSettings.of(**{**OPTIONS, "workers": 3, "epochs": 1, "slowdown": "1,4"}), torch.device("cpu"), None, None)
     assert handed == [[1, 4, 1]]
     with pytest.raises(HocketError, match="real workers can only be made slower"):
-        train_on_batches(Settings(**{**OPTIONS, "slowdown": "1,0.5"}), torch.device("cpu"), None, None)
+        train_on_batches(RunSettings.of(**{**OPTIONS, "slowdown": "1,0.5"}), torch.device("cpu"), None, None)
 
 
 RESUMED_IN_VAIN = {
@@ -310,7 +310,7 @@ def test_what_cannot_be_resumed_is_refused(name: str, tmp_path: Path) -> None:
     options, folder, sentence = RESUMED_IN_VAIN[name]
     out = None if folder is None else tmp_path / folder
     with pytest.raises(HocketError, match=sentence):
-        train_on_batches(Settings(**{**OPTIONS, **options}), torch.device("cpu"), None, out, resume=True)
+        train_on_batches(RunSettings.of(**{**OPTIONS, **options}), torch.device("cpu"), None, out, resume=True)
     assert not list(tmp_path.iterdir())
 
 

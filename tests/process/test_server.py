@@ -30,7 +30,8 @@ from hocket.drivers import shard_process
 from hocket.drivers.snapshots import Snapshots
 from hocket.errors import HocketError
 from hocket.messages import Envelope, Kind, pack
-from hocket.train.run import Settings, make_training
+from hocket.train.run import make_training
+from hocket.train.settings import RunSettings
 from process.launch import ENVIRON, Nursery, eventually
 from process.served import LIMIT_S, Service
 
@@ -39,17 +40,17 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 SMALL: dict[str, Any] = {"model": "process.served:small", "batch_size": 32, "workers": 3, "seed": 1}
 
 
-def settings(strategy: str, **changes: Any) -> Settings:
-    return Settings(**(SMALL | {"strategy": strategy} | changes))
+def settings(strategy: str, **changes: Any) -> RunSettings:
+    return RunSettings.of(**(SMALL | {"strategy": strategy} | changes))
 
 
 def flat(rows: list[Tensor]) -> Tensor:
     return torch.cat([row.flatten() for row in rows])
 
 
-def virtual(given: Settings) -> Tensor:
+def virtual(given: RunSettings) -> Tensor:
     """The weights that virtual workers end with under bulk + allreduce."""
-    training = make_training(given, VirtualCluster(given.workers), load("digits"))
+    training = make_training(given, VirtualCluster(given.workers.count), load("digits"))
     for _ in training.run():
         pass
     return flat([w[:1] for w in training.replicas.weights])  # type: ignore[union-attr]

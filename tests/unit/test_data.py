@@ -337,7 +337,7 @@ def test_offline_one_sentence_names_file_address_and_place(name, tmp_path, monke
         assert f"{NOWHERE}{file}" in message
         assert file in message.split(" as ", 1)[1]
     assert str(tmp_path) in message
-    assert "--data-dir" in message
+    assert "data_dir=" in message
     assert "HOCKET_DATA" in message
     assert [p for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"] == []
 

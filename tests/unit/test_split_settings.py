@@ -13,7 +13,8 @@ from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
 from hocket.split.sharded import refuse_fsdp_on
 from hocket.train.plan_file import read_plan
-from hocket.train.run import Settings, describe_run
+from hocket.train.run import describe_run
+from hocket.train.settings import RunSettings
 
 STAGED, SPLIT = ["--mesh", "pipeline=2"], ["--mesh", "tensor=2"]
 FILES = {
@@ -58,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--fsdp", "--mesh", "data=2"], "leave --mesh out"),
         (["--fsdp", "--workers", "2", "--exact"], "FSDP2; leave --balance"),
         (["--zero", "1", "--optimizer", "sandblaster"], "--zero: sandblaster"),
-        ([*SPLIT, "--plan", "good.toml", "--optimizer", "sandblaster"], "--plan-file: sandblaster"),
+        ([*SPLIT, "--plan", "good.toml", "--optimizer", "sandblaster"], "--plan: sandblaster"),
     ],
 )
 def test_a_bad_option_meets_one_sentence(arguments: list[str], words: str) -> None:
@@ -73,12 +74,12 @@ def test_a_plan_is_names_or_patterns_and_kinds() -> None:
 
 
 def test_a_run_is_described_by_what_its_plan_says_not_by_the_file() -> None:
-    settings = Settings(mesh="tensor=2,pipeline=2", plan_file="good.toml", cut="3, 4", measure="flops")
+    settings = RunSettings.of(mesh="tensor=2,pipeline=2", plan_file="good.toml", cut="3, 4", measure="flops")
     described = describe_run(settings, {}, 1, Layout(()))
     assert described["plan"] == read_plan("good.toml")
     assert "plan_file" not in described
     assert (described["cut"], described["measure"], described["shard"]) == ("3, 4", "flops", None)
-    assert settings.points() == ["3", "4"]
+    assert settings.split.points == ["3", "4"]
 
 
 @pytest.mark.parametrize(

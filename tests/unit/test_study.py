@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -25,10 +26,11 @@ from hocket.cli import main as cli
 from hocket.cli import study as cli_study
 from hocket.cli import train as cli_train
 from hocket.cli.leaving import leaving
+from hocket.cli.options import arguments, option
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import NoCompression, Threshold
 from hocket.data import DataSet, Normalise
-from hocket.errors import HocketError, NonFiniteGradient
+from hocket.errors import HocketError, NonFiniteGradient, SettingError
 from hocket.strategy import Strategy
 from hocket.study import file
 from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check, finished, sentence
@@ -41,7 +43,8 @@ from hocket.sync import Bulk, Local
 from hocket.topology import AllReduce, Gossip
 from hocket.train import record
 from hocket.train.record import CannotWrite
-from hocket.train.run import Settings, run
+from hocket.train.run import run
+from hocket.train.settings import FIELDS, RunSettings, defaults
 
 
 def tiny() -> DataSet:
@@ -82,7 +85,7 @@ def begun(place: Path, outline: Outline, data: Data | None = None) -> tuple[Fold
     return folder, folder.begin(expand(outline, data or Data()))
 
 
-def refused(settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+def refused(settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
     raise AssertionError("no real processes here")
 
 
@@ -131,7 +134,7 @@ def test_ten_is_the_study_that_is_reproduced() -> None:
     settings = of_preset(preset("ten")).common()
     wanted = {"model": "cnn", "optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant", "warmup": 0.0}
     wanted |= {"batch_size": 100, "epochs": 50, "augment": False, "last": "drop", "scale_lr": False}
-    assert {name: getattr(settings, name) for name in wanted} == wanted
+    assert {name: settings.by_name()[name] for name in wanted} == wanted
     assert preset("ten").lr == 0.01
 
 
@@ -145,8 +148,9 @@ def test_ten_modern_is_the_same_ten_with_weights_feedback_momentum_warm_up_and_t
             assert new.compression == Threshold(keep=0.05)
             assert new.compression.uses_error_feedback
     outline = of_preset(preset("ten-modern"))
-    assert (outline.common().momentum, outline.common().lr_schedule, outline.common().warmup) == (0.9, "cosine", 5.0)
-    assert outline.changed(epochs=20).common().warmup == 2.0
+    optimizer = outline.common().optimizer
+    assert (optimizer.momentum, optimizer.lr_schedule, optimizer.warmup) == (0.9, "cosine", 5.0)
+    assert outline.changed(epochs=20).common().optimizer.warmup == 2.0
     assert outline.lr == "auto"
 
 
@@ -183,9 +187,9 @@ def test_a_study_is_strategies_times_workers_times_seeds() -> None:
     study = expand(small(["bulk", "local(2)"], workers=(2, 4), seeds=(0, 1, 2)), Data())
     assert len(study.runs) == 12
     assert len({r.folder for r in study.runs}) == 12
-    assert [r.settings.workers for r in study.runs] == [2] * 6 + [4] * 6, "the smaller study is whole first"
+    assert [r.settings.workers.count for r in study.runs] == [2] * 6 + [4] * 6, "the smaller study is whole first"
     assert [r.settings.seed for r in study.runs[:6]] == [0, 0, 1, 1, 2, 2]
-    assert all(r.settings.virtual and not r.tuned for r in study.runs)
+    assert all(r.settings.workers.virtual and not r.tuned for r in study.runs)
 
 
 def test_two_equal_runs_are_refused() -> None:
@@ -198,15 +202,15 @@ def test_two_equal_runs_are_refused() -> None:
 def test_all_runs_have_a_clock_where_some_need_one() -> None:
     outline = small([], workers=(2, 4))
     some = replace(outline, entries=lambda workers, _: [Entry("bulk"), *([Entry("async")] if workers == 4 else [])])
-    assert {run.settings.cluster for run in expand(some, Data()).runs} == {"1gbit"}
-    assert {run.settings.cluster for run in expand(small(["bulk"], workers=(2, 4)), Data()).runs} == {None}
+    assert {run.settings.workers.cluster for run in expand(some, Data()).runs} == {"1gbit"}
+    assert {run.settings.workers.cluster for run in expand(small(["bulk"], workers=(2, 4)), Data()).runs} == {None}
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_folder_s_name_is_safe_and_says_what_it_holds(name: str) -> None:
     long = f"gossip(matrix={[[0.25] * 4] * 4})"
     for strategy in (*(e.strategy for e in preset(name).entries(16, 1000)), long):
-        found = slug(Settings(strategy=strategy, workers=16, seed=3))
+        found = slug(RunSettings.of(strategy=strategy, workers=16, seed=3))
         assert set(found) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-")
         assert not found.startswith((".", "-"))
         assert found.endswith("-w16-s3")
@@ -215,8 +219,8 @@ def test_a_folder_s_name_is_safe_and_says_what_it_holds(name: str) -> None:
 
 def test_dgc_keeps_its_momentum_to_itself() -> None:
     study = expand(of_preset(preset("axes")).changed(momentum=0.5), Data())
-    assert {r.settings.momentum for r in study.runs if "dgc" in r.settings.strategy} == {0.0}
-    assert {r.settings.momentum for r in study.runs if "dgc" not in r.settings.strategy} == {0.5}
+    assert {r.settings.optimizer.momentum for r in study.runs if "dgc" in str(r.settings.strategy)} == {0.0}
+    assert {r.settings.optimizer.momentum for r in study.runs if "dgc" not in str(r.settings.strategy)} == {0.5}
 
 
 # --- files -----------------------------------------------------------------------------------------------------------------
@@ -259,15 +263,15 @@ def test_a_file_is_a_study(tmp_path: Path) -> None:
     study = expand(file.read(written(tmp_path, GOOD)), Data())
     assert study.title == "Mine # not a comment"
     assert study.preset is None
-    found = [(r.settings.strategy, r.settings.workers, r.settings.seed, r.tuned) for r in study.runs]
+    found = [(str(r.settings.strategy), r.settings.workers.count, r.settings.seed, r.tuned) for r in study.runs]
     assert found == [
         ("bulk + allreduce", 2, 3, True),
-        ("local(4)", 2, 3, True),
+        ("local(4) + allreduce", 2, 3, True),
         ("bulk + allreduce", 4, 3, True),
-        ("local(4)", 4, 3, True),
-        ("bulk + dgc(0.1)", 4, 3, False),
+        ("local(4) + allreduce", 4, 3, True),
+        ("bulk + allreduce + dgc(0.1)", 4, 3, False),
     ]
-    assert study.runs[-1].settings.lr == 1.0
+    assert study.runs[-1].settings.optimizer.lr == 1.0
     assert all(r.settings.epochs == 2 for r in study.runs)
 
 
@@ -286,8 +290,8 @@ def test_a_file_is_a_study(tmp_path: Path) -> None:
         ("epochs = 2", "epochs == 2", 6, ["not TOML"]),
         ("epochs = 2", "cluster = '1gbi'", 6, ["1gbi", "did you mean '1gbit'"]),
         ("epochs = 2", "virtual = false\ncluster = '1gbit'", 7, ["describes virtual workers"]),
-        ("epochs = 2", "cluster = '1gbit'\nslowdown = '1;4'", 7, ["--slowdown 1;4"]),
-        ("epochs = 2", "slowdown = '1,4'", 6, ["--slowdown 1,4", "--cluster"]),
+        ("epochs = 2", "cluster = '1gbit'\nslowdown = '1;4'", 7, ["slowdown=1;4"]),
+        ("epochs = 2", "slowdown = '1,4'", 6, ["slowdown=1,4", "cluster="]),
         ("epochs = 2", "epochs = 2\nepochs = 3", 7, ["not TOML", "overwrite"]),
         ("           4]", "           0]", 4, ["workers", "at least 1", "got 0"]),
         ("           4]", "           2]", 4, ["workers names 2 twice"]),
@@ -466,7 +470,7 @@ def test_runs_that_differ_in_settings_alone_have_folders_of_their_own_and_keep_t
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"runs": 3}'])
 def test_a_damaged_study_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "study.json").write_text(content)
-    with pytest.raises(HocketError, match="choose another --out"):
+    with pytest.raises(HocketError, match="choose another folder"):
         begun(tmp_path, small(FOUR))
 
 
@@ -554,8 +558,8 @@ def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> 
 
 def test_engines_that_are_kept_change_nothing() -> None:
     """Compiling takes seconds, so trainings of one model and size share an engine."""
-    base = Settings(workers=4, virtual=True, model="mlp", batch_size=20, max_steps=4, engine="vmap")
-    all_settings = [replace(base, strategy=s, seed=seed) for s in ("bulk", "local(2) + gossip") for seed in (0, 1)]
+    base = RunSettings.of(workers=4, virtual=True, model="mlp", batch_size=20, max_steps=4, engine="vmap")
+    all_settings = [base.changed(strategy=s, seed=seed) for s in ("bulk", "local(2) + gossip") for seed in (0, 1)]
 
     def losses(engines: Any) -> list[Any]:
         runs = (run(settings, VirtualCluster(4), engines=engines).metrics[-1] for settings in all_settings)
@@ -646,14 +650,17 @@ def test_no_rate_above_one_that_diverged_is_taken(drawn: dict[float, float | Non
 @given(st.integers(1, 500), st.integers(1, 300), st.booleans())
 def test_a_try_is_a_short_training_with_the_same_shape(rounds: int, epochs: int, capped: bool) -> None:
     steps = rounds * epochs // 2 + 1 if capped else rounds * epochs
-    settings = Settings(epochs=epochs, warmup=epochs / 10, lr_schedule="cosine", momentum=0.9, max_steps=steps if capped else None)
+    settings = RunSettings.of(
+        epochs=epochs, warmup=epochs / 10, lr_schedule="cosine", momentum=0.9, max_steps=steps if capped else None
+    )
     tried = short(settings, 0.5, rounds, steps)
     wanted = search_steps(rounds, steps)
     assert wanted <= max(1, steps // 2), "a search must not cost more than what it searches for"
     assert wanted >= min(100, max(1, steps // 2)), "very short trainings bear rates that longer ones do not"
     assert 1 <= tried.epochs <= epochs
-    assert tried.warmup / wanted == pytest.approx(settings.warmup / steps)
-    assert replace(tried, epochs=epochs, warmup=settings.warmup, lr=settings.lr, max_steps=settings.max_steps) == settings
+    before = settings.optimizer
+    assert tried.optimizer.warmup / wanted == pytest.approx(before.warmup / steps)
+    assert tried.changed(epochs=epochs, warmup=before.warmup, lr=before.lr, max_steps=settings.max_steps) == settings
 
 
 class Scripted:
@@ -663,11 +670,11 @@ class Scripted:
         self.tries, self.whole, self.trained = tries, (whole, other), []
         self.virtual = Virtual(Data())
 
-    def __call__(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+    def __call__(self, settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         if out is None:
-            return [{"loss": self.tries.get(settings.lr, 9.0), "accuracy": 0.5}]
-        self.trained.append((settings.seed, settings.lr))
-        loss = self.whole[settings.seed][settings.lr]
+            return [{"loss": self.tries.get(settings.optimizer.lr, 9.0), "accuracy": 0.5}]
+        self.trained.append((settings.seed, settings.optimizer.lr))
+        loss = self.whole[settings.seed][settings.optimizer.lr]
         if loss is None:
             raise NonFiniteGradient("too fast: NaN or Inf.")
         return [{**line, "loss": loss} for line in self.virtual(settings, out, watch)]
@@ -698,7 +705,7 @@ def test_the_last_rate_is_kept_and_other_seeds_do_not_decide(tmp_path: Path) -> 
 
 def test_a_try_is_evaluated_once_and_a_run_after_every_epoch(tmp_path: Path) -> None:
     settings = expand(small(["local(2)"]), Data()).runs[0].settings
-    settings = replace(settings, epochs=3, max_steps=None)
+    settings = settings.changed(epochs=3, max_steps=None)
     tried, whole = (Virtual(Data())(settings, out, Watch()) for out in (None, tmp_path))
     assert [m["accuracy"] is None for m in tried] == [True, True, False]
     assert [m["accuracy"] is None for m in whole] == [False, False, False]
@@ -736,8 +743,8 @@ def test_the_search_is_recorded_shared_by_seeds_and_not_repeated(tmp_path: Path)
 def test_a_rate_that_diverges_is_never_chosen(tmp_path: Path) -> None:
     virtual = Virtual(Data())
 
-    def fragile(settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
-        if settings.lr > 0.05:
+    def fragile(settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+        if settings.optimizer.lr > 0.05:
             raise NonFiniteGradient("too fast.")
         return virtual(settings, out, watch)
 
@@ -778,12 +785,12 @@ def test_shares_by_speed_are_a_field_of_a_study_and_leave_the_rate_as_it_is(tmp_
     assert speed.keys() == even.keys()
     assert [(s["chosen"], s["losses"]) for s in speed.values()] == [(e["chosen"], e["losses"]) for e in even.values()]
     path.write_text(base + 'balance = "speed"\n')
-    with pytest.raises(HocketError, match=r"mine\.toml, line 8: --balance speed: virtual workers have speeds only with --cluster"):
+    with pytest.raises(HocketError, match=r"mine\.toml, line 8: balance=speed: virtual workers have speeds only with cluster="):
         file.read(path)
 
 
 def test_where_every_rate_diverges_the_run_has_failed(tmp_path: Path) -> None:
-    def fragile(settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+    def fragile(settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         raise NonFiniteGradient("too fast.")
 
     folder, study = begun(tmp_path, small(["bulk"], lr="auto"))
@@ -811,37 +818,68 @@ OTHER: dict[str, Any] = {
     },
     **{"plan_file": "plan.toml", "zero": 1, "fsdp": True},
 }
+KEYS = [
+    *("strategy", "workers", "virtual", "data", "model", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup"),
+    *("scale_lr", "batch", "epochs", "max_steps", "clip", "autocast", "augment", "last", "seed", "engine", "nonfinite", "exact"),
+    *("host_size", "cluster", "slowdown", "share", "bucket_bytes", "first_bucket_bytes", "mesh", "pipe", "micro", "cut"),
+    *("virtual_stages", "measure", "plan_file", "shard"),
+]
+"""What records have, in their order: those of the first edition are read for ever."""
 SPLIT = ("pipe", "num_microbatches", "cut", "measure", "plan_file")
+REAL = (*SPLIT, "mesh", "stages_per_rank", "zero", "fsdp")
+"""Real workers only."""
 BESIDE = {  # what a setting needs to make sense
     **{"cluster": ("virtual",), "stages_per_rank": ("mesh", "pipe")},
     **dict.fromkeys(SPLIT, ("mesh",)),
 }
 
 
-@pytest.mark.parametrize("changed", [*(f.name for f in fields(Settings)), "all", "none"])
+@pytest.mark.parametrize("changed", [*FIELDS, "all", "none"])
 def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert set(OTHER) == set(asdict(Settings())), "a new setting needs a value here"
-    assert not any(OTHER[name] == value for name, value in asdict(Settings()).items())
-    split = (*SPLIT, "mesh", "stages_per_rank", "zero", "fsdp")  # real workers only
-    chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - set(split) if changed == "all" else ())}
-    settings = Settings(**{name: value for name, value in OTHER.items() if name in chosen})
-    got: list[Settings] = []
-    monkeypatch.setattr(cli_train, "_start", lambda settings, *_: got.append(settings))
+    assert set(OTHER) == set(FIELDS), "a new setting needs a value here"
+    assert not any(OTHER[name] == value for name, value in defaults().items())
     monkeypatch.chdir(tmp_path)
     Path("plan.toml").write_text('1 = "columns"\n')
-    ended = CliRunner().invoke(cli.app, ["train", *cli_train.arguments(settings)])
+    chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - set(REAL) if changed == "all" else ())}
+    settings = RunSettings.of(**{name: value for name, value in OTHER.items() if name in chosen})
+    got: list[RunSettings] = []
+    monkeypatch.setattr(cli_train, "_start", lambda settings, *_: got.append(settings))
+    ended = CliRunner().invoke(cli.app, ["train", *arguments(settings)])
     assert ended.exit_code == 0, ended.output
     assert got == [settings]
 
 
-def test_records_keep_their_keys_whatever_the_settings_are_called() -> None:
-    recorded = Settings(**{**OTHER, "fsdp": False}).recorded()
+def test_records_keep_their_keys_whatever_the_settings_are_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.toml").write_text('1 = "columns"\n')
+    whole, split = (
+        RunSettings.of(**{name: OTHER[name] for name in names})
+        for names in (set(OTHER) - set(REAL), {*REAL, "batch_size"} - {"fsdp"})
+    )
     renamed = {"schedule": "lr_schedule", "batch": "batch_size", "share": "balance", "micro": "num_microbatches"}
     renamed |= {"bucket_bytes": "bucket_cap_bytes", "first_bucket_bytes": "first_bucket_cap_bytes"}
     renamed |= {"virtual_stages": "stages_per_rank"}
-    assert {key: recorded[key] for key in renamed} == {key: OTHER[name] for key, name in renamed.items()}
-    assert recorded["shard"] == "state"
-    assert set(recorded) == (set(OTHER) - set(renamed.values()) - {"zero", "fsdp"}) | set(renamed) | {"shard"}
+    for settings in (whole, split):
+        recorded, given = settings.recorded(), settings.by_name()
+        assert {key: recorded[key] for key in renamed} == {key: given[name] for key, name in renamed.items()}
+        assert list(recorded) == KEYS
+        assert RunSettings.from_recorded(json.loads(json.dumps(recorded))) == settings
+    assert (whole.recorded()["shard"], split.recorded()["shard"]) == (None, "state")
+    assert RunSettings.of(fsdp=True).recorded()["shard"] == "full"
+
+
+def test_a_setting_is_an_option_and_errors_name_either() -> None:
+    """A library's error names the field; the command line's the option, which there is."""
+    written = {p.name: p.opts for p in typer.main.get_command(cli.app).commands["train"].params}
+    for name in FIELDS:
+        assert option(name) in written[name]
+        error = SettingError(f"<{name}>: no.", **{name: "x"})
+        assert str(error) == f"{name}=x: no."
+        assert error.written(option) == f"{option(name)} x: no."
+    with pytest.raises(SettingError, match=r"^slowdown=1,1,0: give numbers above 0"):
+        RunSettings.of(slowdown="1,1,0")
+    with pytest.raises(HocketError, match=r"^--slowdown 1,1,0: give numbers above 0"):
+        cli.app(["train", "--slowdown", "1,1,0"], standalone_mode=False)
 
 
 def study_command(*arguments: str) -> str:

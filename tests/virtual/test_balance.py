@@ -20,7 +20,7 @@ from hocket.strategy import Strategy
 from hocket.train.balance import by_speed
 from hocket.train.loop import TrainingPlan
 from hocket.train.replicas import LiveReplica, StackedReplicas
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 from hocket.train.simulate import train_rows
 from virtual.world import FEATURES, Tiny, seeded, sgd
 
@@ -176,17 +176,17 @@ def test_bad_input_meets_one_sentence(options: dict[str, Any], words: str) -> No
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"balance": "fair"}, "balance='fair'"),
-        ({"virtual": True}, "virtual workers have speeds only with --cluster"),
+        ({"balance": "fair"}, "balance=fair"),
+        ({"virtual": True}, "virtual workers have speeds only with cluster="),
         ({"strategy": "async"}, "one by one"),
         ({"strategy": "async", "virtual": True}, "one by one"),
     ],
 )
 def test_settings_refuse_before_anything_is_started(given: dict[str, Any], words: str) -> None:
     with pytest.raises(HocketError, match=words):
-        Settings(**{"workers": 4, "balance": "speed", **given}).check()
-    Settings(workers=4, balance="speed").check()
-    Settings(workers=4, balance="speed", virtual=True, cluster="1gbit").check()
+        RunSettings.of(**{"workers": 4, "balance": "speed", **given})
+    RunSettings.of(workers=4, balance="speed")
+    RunSettings.of(workers=4, balance="speed", virtual=True, cluster="1gbit")
 
 
 def test_several_workers_in_one_process_have_no_speeds() -> None:

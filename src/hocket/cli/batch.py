@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
+from hocket.cli.options import option
 from hocket.data import load
 from hocket.errors import HocketError
 from hocket.models import build, loss_for
@@ -19,9 +20,9 @@ from hocket.strategy import Strategy
 from hocket.topology import Topology
 from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.record import Record, versions
-from hocket.train.run import Settings
+from hocket.train.setting_groups import BATCH_OPTIMIZER
+from hocket.train.settings import RunSettings, defaults
 
-NAME = "sandblaster"
 _SHARDS = 2
 STATE = "state"
 """The folder in ``--out`` that real workers go on from."""
@@ -32,54 +33,71 @@ _EVALUATIONS = 10
 
 
 def train_on_batches(
-    settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None, resume: bool = False
+    settings: RunSettings, device: torch.device, data_dir: Path | None, out: Path | None, resume: bool = False
 ) -> None:
-    """Train; ``--epochs`` are iterations, ``--strategy "server(shards=n)"`` gives the shards; ``device`` is virtual workers'.
+    """Train; ``epochs`` are iterations, the strategy ``server(shards=n)`` gives the shards; ``device`` is virtual workers'.
 
     Real workers' last iteration lies in ``out``: with ``resume`` the run there goes on from it.
     """
-    strategy = Strategy.parse(settings.strategy)
+    strategy = settings.strategy
     server = strategy.topology
     if strategy not in (Strategy(), Strategy(topology=server)) or not (strategy == Strategy() or server.has_servers):
         raise HocketError(
             f"--strategy '{strategy}': sandblaster has its own way of exchanging; leave it out, or say 'server(shards=n)'."
         )
     _refuse_ignored(settings, server)
-    if settings.virtual:
-        settings = replace(settings, cluster=settings.cluster or DEFAULT_CLUSTER)
     if resume:
         _refuse_resuming(settings, out)
     elif out is not None and (out / STATE).exists():
         raise HocketError(f"{out / STATE} holds a run already; choose another --out, or --resume to go on with it.")
-    spec = settings.spec()
     record = None if out is None else Record(out, 0, resume)
-    data = load(settings.data, data_dir)
-    job = Sandblaster(
-        lambda: build(settings.model, data).to(device),
-        loss_for(data),
-        data,
-        workers=settings.workers,
-        shards=server.num_shards(settings.workers) if server.has_servers else _SHARDS,
-        max_iter=settings.epochs,
-        max_eval=_EVALUATIONS * settings.epochs,
-        l2=settings.weight_decay,
-        lr=settings.lr,
-        exact=settings.exact,
-        seed=settings.seed,
-        cluster=DEFAULT_CLUSTER if spec is None else spec,
-    )
+    job = _job(settings, server, device, data_dir)
     if record is not None:
-        given = {name: value for name, value in settings.recorded().items() if name != "cluster"}
-        kind = "virtual" if settings.virtual else "processes"
-        cluster = {"kind": kind, "workers": settings.workers, "device": str(device), "shards": job.shards}
-        described = {**given, "strategy": NAME, "cluster": cluster, "spec": job.cluster.describe() if settings.virtual else None}
+        described = _described(settings, job, device)
         if resume:
             record.check_resumed(described, may_change=())  # not longer either: its line search counts what is left
         else:
             record.write_run({**described, "versions": versions()})
-    metrics: list[dict[str, Any]] = []
     kept = None if out is None or not resume else out / "metrics.jsonl"
     before = len(kept.read_text().splitlines()) if kept is not None and kept.exists() else 0
+    run = _run(settings, job, record, before, out)
+    metrics = [_metrics(row) for row in run.metrics]  # real workers' last one has an accuracy now
+    if record is not None:
+        record.write_metrics(metrics)
+    _show(settings, job, metrics, run.ended, out)
+
+
+def _job(settings: RunSettings, server: Topology, device: torch.device, data_dir: Path | None) -> Sandblaster:
+    data, optimizer = load(settings.data.name, data_dir), settings.optimizer
+    return Sandblaster(
+        lambda: build(settings.model, data).to(device),
+        loss_for(data),
+        data,
+        workers=settings.workers.count,
+        shards=server.num_shards(settings.workers.count) if server.has_servers else _SHARDS,
+        max_iter=settings.epochs,
+        max_eval=_EVALUATIONS * settings.epochs,
+        l2=optimizer.weight_decay,
+        lr=optimizer.lr,
+        exact=settings.numerics.exact,
+        seed=settings.seed,
+        cluster=DEFAULT_CLUSTER if settings.spec is None else settings.spec,
+    )
+
+
+def _described(settings: RunSettings, job: Sandblaster, device: torch.device) -> dict[str, Any]:
+    """run.json but for the versions."""
+    given = {name: value for name, value in settings.recorded().items() if name != "cluster"}
+    virtual, workers = settings.workers.virtual, settings.workers.count
+    kind = "virtual" if virtual else "processes"
+    cluster = {"kind": kind, "workers": workers, "device": str(device), "shards": job.shards}
+    return {**given, "strategy": BATCH_OPTIMIZER, "cluster": cluster, "spec": job.cluster.describe() if virtual else None}
+
+
+def _run(settings: RunSettings, job: Sandblaster, record: Record | None, before: int, out: Path | None) -> Any:
+    """Train; after each iteration that the record does not have yet (it has ``before``) its figures are written."""
+    metrics: list[dict[str, Any]] = []
+    restarts = 0
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), transient=True, console=Console(stderr=True)) as progress:
         task = progress.add_task("The first evaluation of the whole batch")
 
@@ -89,37 +107,31 @@ def train_on_batches(
             if record is not None and len(metrics) > before:
                 record.write_metrics(metrics)
 
-        restarts = 0
-
         def tend(company: Any) -> None:
             nonlocal restarts
             if company.restarts > restarts:
                 progress.console.print("hocket: a shard or the coordinator was killed and is back from the last iteration.")
             restarts = company.restarts
 
-        if settings.virtual:
-            run = job.run(watch)
-        else:
-            slowdown = [settings.slowdown_of(worker) for worker in range(settings.workers)]
-            run = job.launch(None if out is None else out / STATE, watch=tend, on_iteration=watch, slowdown=slowdown)
-    metrics = [_metrics(row) for row in run.metrics]  # real workers' last one has an accuracy now
-    if record is not None:
-        record.write_metrics(metrics)
-    _show(settings, job, metrics, run.ended, out)
+        if settings.workers.virtual:
+            return job.run(watch)
+        slowdown = [settings.workers.slowdown_of(worker) for worker in range(settings.workers.count)]
+        return job.launch(None if out is None else out / STATE, watch=tend, on_iteration=watch, slowdown=slowdown)
 
 
-def _refuse_resuming(settings: Settings, out: Path | None) -> None:
+def _refuse_resuming(settings: RunSettings, out: Path | None) -> None:
     """Refuse to go on where nothing is kept."""
-    if settings.virtual:
+    if settings.workers.virtual:
         raise HocketError("--resume: sandblaster's virtual workers keep nothing to go on from; start without --resume.")
     if out is None:
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
 
 
-def _refuse_ignored(settings: Settings, server: Topology) -> None:
+def _refuse_ignored(settings: RunSettings, server: Topology) -> None:
     """Refuse what was asked for and would change nothing."""
-    ignored = (f for f in fields(settings) if f.name not in _USED and getattr(settings, f.name) != f.default)
-    given = ["--" + ("no-augment" if f.name == "augment" else f.name.replace("_", "-")) for f in ignored]
+    usual = defaults()
+    ignored = {name: value for name, value in settings.by_name().items() if name not in _USED and value != usual[name]}
+    given = [option(name, False if value is False else None) for name, value in ignored.items()]
     if server.has_server_settings:
         given += [f"server({f.name}=…)" for f in fields(server) if f.name != "shards" and getattr(server, f.name) != f.default]
     if given:
@@ -145,9 +157,10 @@ def _metrics(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _show(settings: Settings, job: Sandblaster, metrics: list[dict[str, Any]], ended: str, out: Path | None) -> None:
-    kind = f"virtual workers, seconds predicted for {job.cluster.name}" if settings.virtual else "workers"
-    table = Table(title=f"Sandblaster L-BFGS: {settings.model} on {settings.data}, {job.shards} shards, {settings.workers} {kind}")
+def _show(settings: RunSettings, job: Sandblaster, metrics: list[dict[str, Any]], ended: str, out: Path | None) -> None:
+    kind = f"virtual workers, seconds predicted for {job.cluster.name}" if settings.workers.virtual else "workers"
+    who = f"{settings.workers.count} {kind}"
+    table = Table(title=f"Sandblaster L-BFGS: {settings.model} on {settings.data.name}, {job.shards} shards, {who}")
     for column in ("iteration", "loss", "accuracy", "evals", "seconds", "MB", "central"):
         table.add_column(column, justify="right")
     for row in metrics:

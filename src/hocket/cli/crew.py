@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,7 +40,8 @@ from hocket.train.job import layout_for
 from hocket.train.loop import Progress, accuracy_of
 from hocket.train.record import Record
 from hocket.train.replicas import swapped_weights
-from hocket.train.run import Settings, describe_run
+from hocket.train.run import describe_run
+from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.train.watch import check_weights
 
@@ -74,19 +75,19 @@ class Crew:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RunSettings,
         device: torch.device,
         data_dir: Path | None,
         out: Path | None,
         care: Care = Care(),  # noqa: B008
     ) -> None:
         self.settings, self.device, self.data_dir, self.out, self.care = settings, device, data_dir, out, care
-        self.strategy = settings.check()
-        self.data = load(settings.data, data_dir)
+        self.strategy = settings.strategy
+        self.data = load(settings.data.name, data_dir)
         self.model = seeded(lambda: build(settings.model, self.data), settings.seed).to(device)
         optimizer = settings.make_optimizer(list(self.model.parameters()))
-        self.layout = layout_for(self.model, optimizer, self.strategy, settings.bucket_cap_bytes, settings.first_bucket_cap_bytes)
-        self.slices = Slices.of(self.strategy, self.layout, settings.workers)
+        self.layout = layout_for(self.model, optimizer, self.strategy, settings.buckets.cap_bytes, settings.buckets.first_cap_bytes)
+        self.slices = Slices.of(self.strategy, self.layout, settings.workers.count)
         optimizer_spec_for(self.strategy, optimizer)  # refuses what shards cannot run
         self.sequence = batch_sequence(settings, self.data)
         self.epochs = -(-self.sequence.steps // len(self.sequence.partition))
@@ -123,18 +124,23 @@ class Crew:
 
     def _write_run(self, processes: int) -> None:
         if self.record is not None:
-            where = {"kind": "processes", "workers": self.settings.workers, "processes": processes, "device": str(self.device)}
+            where = {
+                "kind": "processes",
+                "workers": self.settings.workers.count,
+                "processes": processes,
+                "device": str(self.device),
+            }
             where |= {"backend": "zeromq", "step_s": None}
             self.record.write_run(describe_run(self.settings, where, self.sequence.steps, self.layout))
 
     def _start(self) -> None:
-        self._write_run(self.settings.workers + self.slices.shards)
+        self._write_run(self.settings.workers.count + self.slices.shards)
         # All at once: what takes long is importing torch.
         self._shards = [self._shard(place, "tcp://127.0.0.1:0") for place in range(self.slices.shards)]
-        for worker in range(self.settings.workers):
+        for worker in range(self.settings.workers.count):
             self._workers[worker] = self._worker()
         self._addresses = [address_of(shard) for shard in self._shards]
-        for worker in range(self.settings.workers):
+        for worker in range(self.settings.workers.count):
             self._post(worker)
 
     def _shard(self, place: int, bind: str) -> Child:
@@ -154,14 +160,14 @@ class Crew:
 
     def _worker(self) -> subprocess.Popen[str]:
         environ = without_launcher(os.environ)
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.settings.workers)))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.settings.workers.count)))
         command = [sys.executable, "-m", "hocket.cli.crew_worker"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
 
     def _post(self, worker: int) -> None:
         record = self.care.record_of(f"worker-{worker}")
         post = WorkerTask(
-            asdict(self.settings),
+            self.settings.by_name(),
             worker,
             self._addresses,
             self._job.hex(),
@@ -206,7 +212,7 @@ class Crew:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self._dead.add(worker)
         observer.tell(gone=worker)
-        left = self.settings.workers - len(self._dead)
+        left = self.settings.workers.count - len(self._dead)
         self._replaced += self.care.replace
         if self._replaced > _MOST_RESTARTS:
             raise HocketError(
@@ -287,7 +293,7 @@ class Crew:
     def _progress(self, observer: Observer, epoch: int, watch: Callable[[Progress], None]) -> None:
         status = observer.status(0.2)
         if status is not None:
-            watch(Progress(epoch - 1, self.epochs, int(status["progress"]) // self.settings.workers, self.sequence.steps))
+            watch(Progress(epoch - 1, self.epochs, int(status["progress"]) // self.settings.workers.count, self.sequence.steps))
 
     def _epoch_ends(self, observer: Observer, first: Envelope, epoch: int, on_epoch: Callable[[dict[str, Any]], None]) -> bool:
         """Evaluate and record an epoch; False when a shard did not answer."""

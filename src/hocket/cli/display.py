@@ -22,7 +22,7 @@ from hocket.study.carry_out import Watch
 from hocket.study.folder import Outcome
 from hocket.study.plan import Planned, Study
 from hocket.train.loop import Progress as Where
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 
 
 class Display:
@@ -89,7 +89,8 @@ class StudyDisplay(Watch):
         self._share, self._note, self._accuracy = 0.0, "", ""
         self._begun, self._done, self._before = time.monotonic(), 0.0, 0.0
         self._whole = sum(_cost(r) for r in study.runs)
-        self._several = {name for name in ("workers", "seed") if len({getattr(r.settings, name) for r in study.runs}) > 1}
+        settings = [r.settings.by_name() for r in study.runs]
+        self._several = {name for name in ("workers", "seed") if len({given[name] for given in settings}) > 1}
         self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> StudyDisplay:
@@ -142,10 +143,9 @@ class StudyDisplay(Watch):
 
     def _name(self, planned: Planned) -> str:
         settings = planned.settings
-        more = [f"{settings.workers} workers"] * ("workers" in self._several) + [f"seed {settings.seed}"] * (
-            "seed" in self._several
-        )
-        return ", ".join([settings.strategy, *more])
+        more = [f"{settings.workers.count} workers"] * ("workers" in self._several)
+        more += [f"seed {settings.seed}"] * ("seed" in self._several)
+        return ", ".join([str(settings.strategy), *more])
 
     def _picture(self) -> RenderableType:
         table = Table(title=escape(self._study.title), title_justify="left", header_style="bold", padding=(0, 1), box=SIMPLE_HEAD)
@@ -241,13 +241,13 @@ LEGEND = (
 )
 
 
-def predicted_for(settings: Settings) -> str:
+def predicted_for(settings: RunSettings) -> str:
     """The described cluster that a run's seconds will be predicted for; empty where there is none.
 
-    >>> predicted_for(Settings(virtual=True, cluster="1gbit"))
+    >>> predicted_for(RunSettings.of(virtual=True, cluster="1gbit"))
     '1gbit'
     """
-    spec = settings.spec()
+    spec = settings.spec
     return "" if spec is None else cluster_name({**settings.recorded(), "spec": spec.describe()})
 
 

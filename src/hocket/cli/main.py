@@ -14,11 +14,13 @@ import typer
 
 from hocket.cli import demo, keys, pipeline, report, study, train
 from hocket.cli.leaving import quit_at_once
+from hocket.cli.options import Commands
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.study.carry_out import Interrupted
 
 app = typer.Typer(
     name="hocket",
+    cls=Commands,
     help="Parallel training of neural networks when links are slow, machines differ and workers fail.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -67,12 +67,12 @@ class PairsCrew(Crew):
         with Listener("tcp://127.0.0.1:0", self._job, self._keys, self._most_bytes) as listener, ThreadPoolExecutor(1) as pool:
             self._looks = ThreadPoolExecutor(1)
             self._addresses = [listener.address]
-            dispatch = Dispatch(listener, self.settings.workers, len(self.sequence))
+            dispatch = Dispatch(listener, self.settings.workers.count, len(self.sequence))
             try:
-                self._write_run(self.settings.workers)
-                for worker in range(self.settings.workers):
+                self._write_run(self.settings.workers.count)
+                for worker in range(self.settings.workers.count):
                     self._workers[worker] = self._worker()
-                for worker in range(self.settings.workers):
+                for worker in range(self.settings.workers.count):
                     self._post(worker)
                 self._serve(dispatch, pool, watch, on_epoch)
             finally:
@@ -94,7 +94,7 @@ class PairsCrew(Crew):
                 self._tend(dispatch)
             if now - watched > 1.0:
                 watched = now
-                done = coordinator.dispatcher.counted // self.settings.workers
+                done = coordinator.dispatcher.counted // self.settings.workers.count
                 watch(Progress(self._epoch - 1, self.epochs, done, self.sequence.steps))
             while self._epoch < self.epochs and coordinator.dispatcher.counted >= self._epoch * self.sequence.per_epoch:
                 look = self._looks.submit(self._look, coordinator.worker_addresses)
@@ -127,14 +127,14 @@ class PairsCrew(Crew):
         if not coordinator.means:
             return False
         here = set(coordinator.means[min(coordinator.means)].here)
-        most_s = 2 * self.care.liveness_timeout_s + self.settings.workers * self._like.bytes / _SLOWEST_BYTES_PER_S
+        most_s = 2 * self.care.liveness_timeout_s + self.settings.workers.count * self._like.bytes / _SLOWEST_BYTES_PER_S
         return here <= coordinator.means.keys() | coordinator.gone or time.monotonic() - self._heard > most_s
 
     def _look(self, addresses: list[str | None] | None) -> Mean | None:
         """The mean of what all workers that answer hold now; None where no worker does."""
         assert addresses is not None
         if self._observer is None:
-            program = PeerObserver(self.settings.workers, self._like, self.care.liveness_timeout_s)
+            program = PeerObserver(self.settings.workers.count, self._like, self.care.liveness_timeout_s)
             self._observer = SocketDriver(program, connect=self._call_worker)
             self._observer.begin(program.start)
         observer = self._observer.program

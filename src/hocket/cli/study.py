@@ -23,7 +23,8 @@ from rich.markup import escape
 
 from hocket.cli.display import LEGEND, StudyDisplay, plain_notes, study_tables
 from hocket.cli.leaving import leaving
-from hocket.cli.train import CLUSTER, SLOWDOWN, arguments, device_of
+from hocket.cli.options import arguments, with_settings
+from hocket.cli.train import device_of
 from hocket.cluster.join import without_launcher
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.report import Report, build
@@ -34,37 +35,27 @@ from hocket.study.plan import Outline, Study, expand, number, of_preset
 from hocket.study.presets import PRESETS, preset
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite, write_whole
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 
 _LIST = "; ".join(f"{p.name}: {p.about}" for p in PRESETS.values())
 _LEAVE_S = 15.0
+SHARED = (
+    *("data", "model", "epochs", "batch_size", "optimizer", "momentum", "weight_decay", "lr_schedule", "warmup", "max_steps"),
+    *("augment", "last", "engine", "cluster", "slowdown"),
+)
+"""Settings that all runs of a study share, with options as ``hocket train`` has them."""
 
 
+@with_settings(SHARED, **dict.fromkeys(SHARED))
 def command(
     what: Annotated[str, typer.Argument(metavar="PRESET|FILE", help=f"{_LIST}; or a TOML file of your own.")],
+    *,
     workers: Annotated[str | None, typer.Option("--workers", "-n", help="Such as 16,32,60,210 (default: 4).")] = None,
     virtual: Annotated[
         bool | None, typer.Option("--virtual/--real", help="Virtual workers in this process, or real ones (default: virtual).")
     ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="digits, mnist, cifar10, cifar100, shakespeare or module:factory (default: digits).")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="mlp, cnn, resnet20, vgg11, gpt or module:factory.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs of each run.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2: each strategy is run with each (default: 0).")] = None,
     lr: Annotated[str | None, typer.Option(help="A rate for all, or auto: a short search per strategy.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Mini-batch per worker.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw, …")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Momentum of sgd and rmsprop (dgc carries its own).")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Weight decay.")] = None,
-    lr_schedule: Annotated[str | None, typer.Option(help="constant, cosine, linear or step.")] = None,
-    warmup: Annotated[float | None, typer.Option(help="Epochs of linear warm-up.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="End each run after this many steps.")] = None,
-    augment: Annotated[bool | None, typer.Option("--augment/--no-augment", help="Random crops and flips.")] = None,
-    last: Annotated[str | None, typer.Option(help="An epoch's incomplete round: even (dealt out evenly) or drop.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Gradients of virtual workers: auto, loop or vmap.")] = None,
-    cluster: Annotated[str | None, typer.Option(help=CLUSTER)] = None,
-    slowdown: Annotated[str | None, typer.Option(help=SLOWDOWN)] = None,
     within: Annotated[
         float | None,
         typer.Option(help="Points of accuracy to lose for sending less (default: 1; frontier: 0.5)."),
@@ -73,6 +64,7 @@ def command(
     data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the study (default: study-NAME).")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed before.")] = False,
+    **given: Any,
 ) -> None:
     """Run many strategies side by side: a table, curves and one HTML page. The same command goes on where it was stopped."""
     plain_notes()
@@ -83,24 +75,10 @@ def command(
     outline = outline.changed(
         _numbers("--workers", workers),
         _numbers("--seeds", seeds),
-        None if lr is None else number(lr, "--lr"),
+        None if lr is None else number(lr),
         within,
         virtual=virtual,
-        data=data,
-        model=model,
-        epochs=epochs,
-        batch_size=batch_size,
-        optimizer=optimizer,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        lr_schedule=lr_schedule,
-        warmup=warmup,
-        max_steps=max_steps,
-        augment=augment,
-        last=last,
-        engine=engine,
-        cluster=cluster,
-        slowdown=slowdown,
+        **given,
     )
     machine = Machine(device_of(device), Data(data_dir))
     study = expand(outline, machine.data)
@@ -120,7 +98,7 @@ class Machine:
     lock: int | None = None
     """The study's lock, which a training holds too: were this process killed, nobody else could go on until that is over."""
 
-    def real(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+    def real(self, settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         """One run on real processes, through ``hocket train`` as a user would start it."""
         assert out is not None
         options = [*arguments(settings), "--no-checkpoints", "--out", str(out), "--device", self.device.type]
@@ -192,7 +170,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
         raise HocketError(f"{option} {text}: give whole numbers with commas between them, such as 4,8.") from None
 
 
-def _train(options: list[str], settings: Settings, out: Path, watch: Watch, lock: int | None) -> Sequence[dict[str, Any]]:
+def _train(options: list[str], settings: RunSettings, out: Path, watch: Watch, lock: int | None) -> Sequence[dict[str, Any]]:
     """``hocket train`` as a process; its epochs are read as they are recorded."""
     with tempfile.TemporaryFile("w+") as said:
         # A process group of its own: Ctrl-C reaches this process alone, which then tells the other once.
@@ -231,7 +209,7 @@ def _epochs(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _follow(out: Path, settings: Settings, watch: Watch, seen: int) -> int:
+def _follow(out: Path, settings: RunSettings, watch: Watch, seen: int) -> int:
     """Tell of the epochs that were recorded since."""
     epochs = _epochs(out)
     for metrics in epochs[seen:]:

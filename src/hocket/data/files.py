@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from hocket.errors import HocketError
+from hocket.errors import HocketError, SettingError
 
 DEFAULT_DIR = Path("~/.cache/hocket")
 _BLOCK = 1 << 20
@@ -41,7 +41,7 @@ def read(path: Path, sha256: str) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise HocketError(f"{path} cannot be read ({error.strerror}): check its permissions or name another --data-dir.") from None
+        raise SettingError(f"{path} cannot be read ({error.strerror}): check its permissions or name another <data_dir>.") from None
     got = hashlib.sha256(content).hexdigest()
     if got != sha256:
         raise HocketError(_corrupt(path, sha256, got))
@@ -58,7 +58,7 @@ def obtain(label: str, data_dir: Path, missing: Callable[[], Sequence[Remote]]) 
             for remote in remotes:
                 download(remote, data_dir)
         except (OSError, http.client.HTTPException) as error:
-            raise HocketError(_by_hand(label, data_dir, missing(), error)) from None
+            raise SettingError(_by_hand(label, data_dir, missing(), error)) from None
 
 
 def download(remote: Remote, data_dir: Path) -> None:
@@ -119,8 +119,8 @@ def locked(data_dir: Path) -> Iterator[None]:
         data_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(data_dir / ".lock", os.O_CREAT | os.O_RDWR, 0o666)
     except OSError as error:
-        raise HocketError(
-            f"{data_dir} cannot be written ({error.strerror}): name another folder with --data-dir or HOCKET_DATA."
+        raise SettingError(
+            f"{data_dir} cannot be written ({error.strerror}): name another folder with <data_dir> or HOCKET_DATA."
         ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -165,5 +165,5 @@ def _by_hand(label: str, data_dir: Path, remotes: Sequence[Remote], error: Excep
     reason = getattr(error, "reason", None) or error
     return (
         f"{label} is not in {data_dir} and could not be downloaded ({reason}): put {wanted}, "
-        f"or name a folder that holds {'it' if len(remotes) == 1 else 'them'} with --data-dir or HOCKET_DATA."
+        f"or name a folder that holds {'it' if len(remotes) == 1 else 'them'} with <data_dir> or HOCKET_DATA."
     )

@@ -98,7 +98,7 @@ def _threshold(ranked: list[Row], base: Row | None) -> float:
 def _fastest(ranked: list[Row], base: Row | None, threshold: float) -> Answer:
     if not any(r.seconds for r in ranked):
         why = (
-            "virtual workers have no clock without --cluster, so seconds are not known; bytes are"
+            "virtual workers have no clock without a described cluster, so seconds are not known; bytes are"
             if ranked[0].facet.virtual
             else "no seconds were recorded"
         )

@@ -8,21 +8,22 @@ import json
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from hocket.data import DataSet, Partition, load
-from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.errors import HocketError, NonFiniteGradient, SettingError, WorkerLost
 from hocket.models import build
 from hocket.study.folder import Folder, Outcome
 from hocket.study.lr_search import best_lr, next_lr, short
 from hocket.study.plan import Planned, Study, rounds_of, start_lr, steps_of
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite
-from hocket.train.run import Engines, Settings, run
+from hocket.train.run import Engines, run
+from hocket.train.settings import RunSettings
 
 _CLOCK = ("cluster", "slowdown", "share")
 """Settings that say how long a training takes, not what comes of it (but for noise)."""
@@ -61,7 +62,7 @@ class Train(Protocol):
     """Trains as ``settings`` say, leaves run.json and metrics.jsonl in ``out``, and returns the epochs; without ``out`` the
     mean model is evaluated only at the end."""
 
-    def __call__(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]: ...
+    def __call__(self, settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]: ...
 
 
 @dataclass
@@ -87,8 +88,8 @@ class Virtual:
     engines: Engines = field(default_factory=dict)
     engines_of: tuple[Any, ...] = ()
 
-    def __call__(self, settings: Settings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
-        of = (settings.data, settings.model, settings.workers)
+    def __call__(self, settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+        of = (settings.data.name, settings.model, settings.workers.count)
         if of != self.engines_of:  # runs go by workers: what served the last number of them only takes room
             self.engines.clear()
             self.engines_of = of
@@ -102,7 +103,7 @@ class Virtual:
                     out=out,
                     watch=watch.step,
                     on_epoch=watch.epoch,
-                    data=self.data(settings.data),
+                    data=self.data(settings.data.name),
                     checkpoints=False,
                     engines=self.engines,
                     briefly=out is None,
@@ -119,16 +120,17 @@ class Virtual:
 
 def check(study: Study, data: Data) -> None:
     """Refuse before anything is started what no run could do: data or models that there are not, or too few samples for all."""
-    for name, model in dict.fromkeys((r.settings.data, r.settings.model) for r in study.runs):
+    for name, model in dict.fromkeys((r.settings.data.name, r.settings.model) for r in study.runs):
         build(model, data(name))
-    refusals = [_refusal(run.settings, data(run.settings.data)) for run in study.runs]
+    refusals = [_refusal(run.settings, data(run.settings.data.name)) for run in study.runs]
     if all(refusals):
         raise HocketError(f"None of the {len(refusals)} runs is possible: {refusals[0]}")
 
 
-def _refusal(settings: Settings, data: DataSet) -> str | None:
+def _refusal(settings: RunSettings, data: DataSet) -> str | None:
     try:
-        Partition(len(data.train[0]), settings.workers, settings.batch_size, settings.seed, settings.plan().rounds)
+        plan = settings.plan()
+        Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)
     except HocketError as error:
         return str(error)
     return None
@@ -151,7 +153,7 @@ def carry_out(
         watch.begin(number, planned, outcome)
         if outcome is None:
             search = Search(folder, planned.settings, data, virtual, watch) if planned.tuned else None
-            outcome = _run(folder, planned, virtual if planned.settings.virtual else real, search, watch)
+            outcome = _run(folder, planned, virtual if planned.settings.workers.virtual else real, search, watch)
             watch.end(number, outcome)
         outcomes.append(outcome)
     return outcomes
@@ -169,7 +171,7 @@ def _run(folder: Folder, planned: Planned, train: Train, search: Search | None, 
             place = folder.clear(planned)
             if search is not None:
                 searched = search.run()
-                settings = replace(planned.settings, lr=searched["chosen"])
+                settings = planned.settings.changed(lr=searched["chosen"])
             watch.training()
             try:
                 loss = train(settings, place, watch)[-1]["loss"]
@@ -201,20 +203,21 @@ def sentence(error: Exception) -> str:
 class Search:
     """The search for the rate of a run, shared by its seeds and kept in the study's folder; see :mod:`hocket.study.lr_search`."""
 
-    def __init__(self, folder: Folder, settings: Settings, data: Data, virtual: Train, watch: Watch) -> None:
+    def __init__(self, folder: Folder, settings: RunSettings, data: Data, virtual: Train, watch: Watch) -> None:
         self.folder, self.settings, self.data, self.virtual, self.watch = folder, settings, data, virtual, watch
         self.rates = folder.rates()
         alike = {**Planned("", settings, True).described(), "virtual": None, "seed": None}
         alike = {name: value for name, value in alike.items() if name not in _CLOCK}
         digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:12]
-        what = f"{settings.strategy}, {settings.workers} workers, {settings.data}, {settings.model} ({digest})"
+        workers, data_name = settings.workers.count, settings.data.name
+        what = f"{settings.strategy}, {workers} workers, {data_name}, {settings.model} ({digest})"
         begun: dict[str, Any] = {"chosen": None, "tried": {}, "losses": {}, "given_up": {}, "epochs": None, "seed": settings.seed}
         self.found = self.rates.setdefault(what, begun)
 
     def run(self) -> dict[str, Any]:
         """What was tried and what was chosen."""
         found = self.found
-        while (lr := next_lr(self._losses(), start_lr(self.settings.optimizer))) is not None:
+        while (lr := next_lr(self._losses(), start_lr(self.settings.optimizer.name))) is not None:
             self.watch.trying(lr)
             loss, accuracy = self._try(lr)
             found["losses"][str(lr)] = loss
@@ -222,9 +225,7 @@ class Search:
             self.folder.write_rates(self.rates)
         found["chosen"] = self._best()
         if found["chosen"] is None:
-            raise HocketError(
-                f"No rate trained without NaN or Inf ({', '.join(found['losses'])} were tried); choose one with --lr."
-            )
+            raise SettingError(f"No rate trained without NaN or Inf ({', '.join(found['losses'])} were tried); give <lr> a number.")
         self.folder.write_rates(self.rates)
         return {**found, "by": "lowest training loss in the last epoch of a short training"}
 
@@ -249,11 +250,12 @@ class Search:
 
     def _try(self, lr: float) -> tuple[float | None, float | None]:
         """Training loss and accuracy of a short training; None: it diverged."""
-        data = self.data(self.settings.data)
+        data = self.data(self.settings.data.name)
         settings = short(self.settings, lr, rounds_of(self.settings, data), steps_of(self.settings, data))
         self.found["epochs"] = settings.epochs
         try:
-            last = self.virtual(replace(settings, virtual=True, cluster=None, slowdown=None, balance="even"), None, self.watch)[-1]
+            alike = settings.changed(virtual=True, cluster=None, slowdown=None, balance="even")
+            last = self.virtual(alike, None, self.watch)[-1]
         except NonFiniteGradient:
             return None, None
         return (last["loss"], last["accuracy"]) if math.isfinite(last["loss"]) else (None, None)

@@ -20,16 +20,16 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args
 
 from hocket.errors import HocketError, nearest
 from hocket.strategy import Strategy
 from hocket.study.lines import Lines, lines_of
-from hocket.study.plan import AUTO, EACH, FIELDS, Outline
+from hocket.study.plan import AUTO, EACH, Outline
 from hocket.study.presets import Entry
-from hocket.train.run import Settings
+from hocket.train.settings import FIELDS, RunSettings, defaults, types
 
-_TYPES = get_type_hints(Settings)
+_TYPES = types()
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _COMMON = ("title", "strategies", "workers", "seeds", "run", "within", *(f for f in FIELDS if f not in EACH))
 _OWN = ("strategy", "workers", "seeds", *(f for f in FIELDS if f not in EACH))
@@ -75,7 +75,7 @@ class _Reader:
         settings = self.settings(content, ())
         entries = [self.entry(s, {}, "strategies", i) for i, s in enumerate(strategies)]
         entries += [self.own(table, i, workers, seeds) for i, table in enumerate(tables)]
-        lr = settings.pop("lr", Settings.lr)
+        lr = settings.pop("lr", defaults()["lr"])
         title, within = content.get("title", self.path.stem), content.get("within")
         if not isinstance(title, str):
             self.wrong(f"title is text, got {title!r}", "title")
@@ -120,7 +120,7 @@ class _Reader:
                 auto = " or 'auto'" if name == "lr" else ""
                 self.wrong(f"{name} is {_WORDS[kind]}{auto}, got {value!r}", *here, name)
             try:
-                Settings(**{**_beside(name, table, self.content), name: value}).check()
+                RunSettings.of(**{**_beside(name, table, self.content), name: value})
             except HocketError as error:
                 self.wrong(str(error).removesuffix("."), *here, name)
         return given

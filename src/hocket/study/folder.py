@@ -20,7 +20,7 @@ from typing import Any
 from hocket.errors import HocketError
 from hocket.study.plan import EACH, Planned, Study, assign_folders
 from hocket.train.record import CannotWrite, versions, write_whole
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o666)
         except OSError as error:
-            raise HocketError(f"Cannot make the folder {self.path} ({error.strerror}); choose another --out.") from None
+            raise HocketError(f"Cannot make the folder {self.path} ({error.strerror}); choose another folder.") from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
             raise HocketError(
-                f"Another process is at work on the study in {self.path}; wait for it or choose another --out."
+                f"Another process is at work on the study in {self.path}; wait for it or choose another folder."
             ) from None
         except OSError as error:
             os.close(handle)
-            raise HocketError(f"Cannot lock the folder {self.path} ({error.strerror}); choose another --out.") from None
+            raise HocketError(f"Cannot lock the folder {self.path} ({error.strerror}); choose another folder.") from None
         try:
             yield handle
         finally:
@@ -70,7 +70,7 @@ class Folder:
         if not self.path.is_dir() or (self.path / "study.json").exists():
             return
         if others := sorted(p.name for p in self.path.iterdir() if p.name != ".lock"):
-            raise HocketError(f"{self.path} holds no study, but {_few(others)}; choose an empty or a new folder as --out.")
+            raise HocketError(f"{self.path} holds no study, but {_few(others)}; choose an empty or a new folder.")
 
     def begin(self, study: Study, command: str = "") -> Study:
         """Write study.json, or go on with the study that is there; returns it with the folders that its runs have."""
@@ -157,22 +157,22 @@ class Folder:
         try:
             content = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise HocketError(f"{path} cannot be read ({type(error).__name__}); choose another --out.") from None
+            raise HocketError(f"{path} cannot be read ({type(error).__name__}); choose another folder.") from None
         if not isinstance(content, dict):
-            raise HocketError(f"{path} is not a JSON object, so not a study's; choose another --out.")
+            raise HocketError(f"{path} is not a JSON object, so not a study's; choose another folder.")
         return content
 
     def _folders(self, before: Mapping[str, Any], study: Study) -> dict[str, str]:
         """The folders of the runs that are there by what they are; refuses a study that is another one."""
-        defaults = Settings().recorded()
+        defaults = RunSettings().recorded()
         try:
             there = [({**defaults, **run["settings"]}, str(run["folder"])) for run in before["runs"]]
         except (KeyError, TypeError):
-            raise HocketError(f"{self.path}/study.json is damaged; choose another --out.") from None
+            raise HocketError(f"{self.path}/study.json is damaged; choose another folder.") from None
         # Folders are emptied before a run starts anew: only those that a study makes itself.
         strange = next((folder for _, folder in there if not re.fullmatch(r"runs/\w[\w.-]*", folder, re.ASCII)), None)
         if strange is not None:
-            raise HocketError(f"{self.path}/study.json names a folder {strange!r} that no study makes; choose another --out.")
+            raise HocketError(f"{self.path}/study.json names a folder {strange!r} that no study makes; choose another folder.")
         here = [run.described() for run in study.runs]
         lost = [settings for settings, _ in there if settings not in here]
         if lost:
@@ -186,7 +186,7 @@ def _differs(path: Path, lost: list[dict[str, Any]], there: list[dict[str, Any]]
     if not new:
         return (
             f"{path} holds a study of {len(there)} runs, of which this one leaves out {len(lost)}, such as {_name(lost[0])}; "
-            "ask for all of them, or choose another --out."
+            "ask for all of them, or choose another folder."
         )
 
     def differences(other: dict[str, Any]) -> list[str]:
@@ -194,7 +194,7 @@ def _differs(path: Path, lost: list[dict[str, Any]], there: list[dict[str, Any]]
 
     nearest = min(new, key=lambda other: (len(differences(other)), [n in EACH for n in differences(other)]))
     words = [f"{name} is {lost[0][name]!r} there and {nearest.get(name)!r} here" for name in differences(nearest)[:3]]
-    return f"{path} holds another study: {', '.join(words)}; choose another --out."
+    return f"{path} holds another study: {', '.join(words)}; choose another folder."
 
 
 def _name(settings: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``--lr auto``: a short search for the rate of a strategy.
+"""The rate ``auto``: a short search for the rate of a strategy.
 
 Rates stand on a ladder of factors of about √10 (… 0.01, 0.03, 0.1, 0.3, 1 …). Three are tried around the optimiser's usual one;
 while the best is at an edge, the next beyond it is tried, seven in all at most. A try is a short training with the same schedule.
@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
-from hocket.train.run import Settings
+from hocket.train.settings import RunSettings
 
 MOST = 7
 _STEPS = tuple(float(f"{digit}e{power}") for power in range(-6, 3) for digit in (1, 3))
@@ -61,13 +60,13 @@ def search_steps(rounds: int, steps: int) -> int:
     return min(max(min(steps // 10, 5 * rounds), 2 * rounds, 100), max(1, steps // 2))
 
 
-def short(settings: Settings, lr: float, rounds: int, steps: int) -> Settings:
+def short(settings: RunSettings, lr: float, rounds: int, steps: int) -> RunSettings:
     """A try, with the warm-up shortened likewise.
 
-    >>> tried = short(Settings(epochs=50, warmup=5.0), 0.3, rounds=32, steps=1600)
-    >>> tried.epochs, tried.warmup, tried.lr
+    >>> tried = short(RunSettings.of(epochs=50, warmup=5.0), 0.3, rounds=32, steps=1600)
+    >>> tried.epochs, tried.optimizer.warmup, tried.optimizer.lr
     (5, 0.5, 0.3)
     """
     wanted = search_steps(rounds, steps)
     epochs = -(-wanted // rounds)
-    return replace(settings, epochs=epochs, warmup=settings.warmup * wanted / steps, lr=lr, max_steps=wanted)
+    return settings.changed(epochs=epochs, warmup=settings.optimizer.warmup * wanted / steps, lr=lr, max_steps=wanted)

@@ -10,17 +10,17 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.data import DataSet, Partition
-from hocket.errors import HocketError
+from hocket.errors import HocketError, SettingError
 from hocket.strategy import Strategy
 from hocket.study.presets import Entry, Preset
 from hocket.train.asynchronous import DEFAULT_CLUSTER
-from hocket.train.run import Settings
+from hocket.train.setting_groups import BATCH_OPTIMIZER
+from hocket.train.settings import RunSettings, defaults
 
-FIELDS = tuple(f.name for f in fields(Settings))
 EACH = ("strategy", "workers", "seed")
 """Settings in which the runs of a study differ; the others are given once."""
 AUTO = "auto"
@@ -41,12 +41,12 @@ class Planned:
     """One run of a study: its folder inside the study's, its settings, and whether its rate is looked for."""
 
     folder: str
-    settings: Settings
+    settings: RunSettings
     tuned: bool = False
 
     def described(self) -> dict[str, Any]:
         """The settings as study.json has them: what makes a run the same run."""
-        described = {**self.settings.recorded(), "strategy": str(Strategy.parse(self.settings.strategy))}
+        described = self.settings.recorded()
         return {**described, "lr": AUTO} if self.tuned else described
 
 
@@ -93,14 +93,12 @@ class Outline:
             settings={**self.settings, **{name: value for name, value in given.items() if value is not None}},
         )
 
-    def common(self) -> Settings:
+    def common(self) -> RunSettings:
         """The settings that all runs share, checked."""
         given = dict(self.settings)
         if given.get("warmup") == "tenth":
-            given["warmup"] = min(5.0, given.get("epochs", Settings.epochs) / 10)
-        settings = Settings(**{"virtual": True, **given})
-        settings.check()
-        return settings
+            given["warmup"] = min(5.0, given.get("epochs", defaults()["epochs"]) / 10)
+        return _stepwise(RunSettings.of(**{"virtual": True, **given}))
 
 
 def of_preset(preset: Preset) -> Outline:
@@ -116,14 +114,14 @@ def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
     idle: dict[str, bool] = {}
     for workers in _distinct("workers", outline.workers):
         for seed in _distinct("seeds", outline.seeds):
-            size = replace(common, workers=workers, seed=seed)
-            for entry in outline.entries(workers, steps_of(size, data_set(size.data))):
+            size = common.changed(workers=workers, seed=seed)
+            for entry in outline.entries(workers, steps_of(size, data_set(size.data.name))):
                 own, name = dict(entry.settings), entry.where or entry.strategy
                 idle.setdefault(name, True)
                 if workers not in own.pop("workers", outline.workers) or seed not in own.pop("seeds", outline.seeds):
                     continue
                 idle[name] = False
-                runs.append(_planned(replace(size, strategy=entry.strategy), own, outline.lr))
+                runs.append(_planned(size, {**own, "strategy": entry.strategy}, outline.lr))
                 what = repr(runs[-1].described())
                 if what in seen:
                     raise HocketError(_twice(seen[what], entry))
@@ -134,31 +132,35 @@ def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
     return Study(outline.title, assign_folders(runs), outline.preset, tuple(notes), outline.within)
 
 
-def _with_clock(outline: Outline, data_set: Callable[[str], DataSet]) -> Settings:
+def _with_clock(outline: Outline, data_set: Callable[[str], DataSet]) -> RunSettings:
     """The common settings; where some virtual workers need a clock, because they do not go in step, all have the same."""
     common = outline.common()
-    if not common.virtual or common.cluster is not None:
+    if not common.workers.virtual or common.workers.cluster is not None:
         return common
-    sizes = [replace(common, workers=workers) for workers in outline.workers]
-    entries = [entry for size in sizes for entry in outline.entries(size.workers, steps_of(size, data_set(size.data)))]
-    return (
-        replace(common, cluster=DEFAULT_CLUSTER)
-        if any(Strategy.parse(e.strategy).runtime != "collective" for e in entries)
-        else common
-    )
+    data = data_set(common.data.name)
+    sizes = [common.changed(workers=workers) for workers in outline.workers]
+    entries = [entry for size in sizes for entry in outline.entries(size.workers.count, steps_of(size, data))]
+    alone = any(Strategy.parse(entry.strategy).runtime != "collective" for entry in entries)
+    return common.changed(cluster=DEFAULT_CLUSTER) if alone else common
 
 
-def steps_of(settings: Settings, data: DataSet) -> int:
+def _stepwise(settings: RunSettings) -> RunSettings:
+    """The same; refuses an optimiser that makes no steps."""
+    if settings.optimizer.name == BATCH_OPTIMIZER:
+        raise SettingError("<optimizer>: a study trains step by step; use sgd, for example.", optimizer=settings.optimizer.name)
+    return settings
+
+
+def steps_of(settings: RunSettings, data: DataSet) -> int:
     """How many steps a run will make."""
     return min(rounds_of(settings, data) * settings.epochs, settings.max_steps or sys.maxsize)
 
 
-def rounds_of(settings: Settings, data: DataSet) -> int:
+def rounds_of(settings: RunSettings, data: DataSet) -> int:
     """How many steps an epoch has; at least 1, so that what cannot run is refused when it is run."""
     try:
-        return max(
-            1, len(Partition(len(data.train[0]), settings.workers, settings.batch_size, settings.seed, settings.plan().rounds))
-        )
+        plan = settings.plan()
+        return max(1, len(Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)))
     except HocketError:
         return 1
 
@@ -180,31 +182,29 @@ def assign_folders(runs: Iterable[Planned], taken: Mapping[str, str] | None = No
     return tuple(assigned)
 
 
-def slug(settings: Settings) -> str:
+def slug(settings: RunSettings) -> str:
     """A readable name for a folder.
 
-    >>> slug(Settings(strategy="local(4) + gossip + topk(0.05) | qsgd(4)", workers=16))
+    >>> slug(RunSettings.of(strategy="local(4) + gossip + topk(0.05) | qsgd(4)", workers=16))
     'local-4-gossip-topk-0.05-qsgd-4-w16-s0'
     """
-    strategy = re.sub(r"[^a-z0-9.]+", "-", str(Strategy.parse(settings.strategy)).lower()).strip("-.")
-    return f"{strategy[:80].rstrip('-.')}-w{settings.workers}-s{settings.seed}"
+    strategy = re.sub(r"[^a-z0-9.]+", "-", str(settings.strategy).lower()).strip("-.")
+    return f"{strategy[:80].rstrip('-.')}-w{settings.workers.count}-s{settings.seed}"
 
 
-def _planned(settings: Settings, own: dict[str, Any], lr: float | str) -> Planned:
+def _planned(settings: RunSettings, own: dict[str, Any], lr: float | str) -> Planned:
     lr = own.pop("lr", lr)
-    settings = replace(settings, **own)
     tuned = lr == AUTO
-    settings = replace(settings, lr=start_lr(settings.optimizer) if tuned else float(lr))
-    settings.check()
-    return Planned("", settings, tuned)
+    settings = _stepwise(settings.changed(**own))
+    return Planned("", settings.changed(lr=start_lr(settings.optimizer.name) if tuned else float(lr)), tuned)
 
 
 def _distinct(what: str, values: Sequence[int]) -> Sequence[int]:
     for value in values:
         if values.count(value) > 1:
-            raise HocketError(f"--{what} names {value} twice; name it once.")
+            raise SettingError(f"<{what}> names {value} twice; name it once.")
         if what == "workers" and value < 1:
-            raise HocketError(f"--workers {value}: there must be at least one worker.")
+            raise SettingError("<workers>: there must be at least one worker.", workers=value)
     return values
 
 
@@ -221,7 +221,7 @@ def _notes(runs: Sequence[Planned]) -> list[str]:
             "the one with the lowest training loss in its last epoch was taken, and given up for the next lower one where the "
             "whole training diverged or ended with a higher training loss than the short one. Test accuracy played no part in it."
         )
-    syncs = (Strategy.parse(r.settings.strategy).sync for r in runs if r.settings.workers > 1)
+    syncs = (r.settings.strategy.sync for r in runs if r.settings.workers.count > 1)
     if any(s.period > 1 and s.proven_period(1, 1) is not None for s in syncs):
         notes.append(
             "Local steps are proven to converge up to a period of T^(1/4)/N^(3/4) for T steps and N workers; "
@@ -230,10 +230,10 @@ def _notes(runs: Sequence[Planned]) -> list[str]:
     return notes
 
 
-def number(text: str, what: str) -> float | str:
+def number(text: str) -> float | str:
     """A rate as written: a number above 0, or ``auto``.
 
-    >>> number("0.1", "--lr"), number("auto", "--lr")
+    >>> number("0.1"), number("auto")
     (0.1, 'auto')
     """
     if text == AUTO:
@@ -243,5 +243,5 @@ def number(text: str, what: str) -> float | str:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise HocketError(f"{what} {text}: the rate is a number above 0, or auto.")
+        raise SettingError("<lr>: the rate is a number above 0, or auto.", lr=text)
     return value

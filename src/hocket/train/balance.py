@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from hocket.cluster.base import Cluster
 from hocket.data.partition import proportional
-from hocket.errors import HocketError, nearest
+from hocket.errors import SettingError, nearest
 from hocket.strategy import Strategy
 
 Balance = Literal["even", "speed"]
@@ -31,19 +31,20 @@ def check_balance(balance: str, strategy: Strategy | None = None) -> None:
     """Refuse a name that there is not, and a strategy whose workers do not go in step."""
     if balance not in get_args(Balance):
         hint = nearest(str(balance), get_args(Balance))
-        raise HocketError(f"balance={balance!r}: a worker's share of a round is even, or goes by its speed (speed){hint or '.'}")
+        text = f"<balance>: a worker's share of a round is even, or goes by its speed (speed){hint or '.'}"
+        raise SettingError(text, balance=balance)
     if balance == "speed" and strategy is not None and strategy.runtime != "collective":
-        raise HocketError(
-            f"balance=speed with {strategy}: its workers take mini-batches one by one, each at its own pace, so there is no round "
-            "to share out; leave it out."
+        raise SettingError(
+            f"<balance:speed> with {strategy}: its workers take mini-batches one by one, each at its own pace, so there is no "
+            "round to share out; leave it out."
         )
 
 
 def check_speeds(cluster: Cluster) -> None:
     """Refuse workers whose speeds cannot be told."""
     if cluster.clock is None and not (cluster.ledger.timed and cluster.rows == 1):
-        raise HocketError(
-            "balance=speed needs every worker's own speed: describe a cluster for virtual workers, such as 1gbit, and give each "
+        raise SettingError(
+            "<balance:speed> needs every worker's own speed: describe a cluster for virtual workers, such as 1gbit, and give each "
             "real worker a process of its own."
         )
 

@@ -28,7 +28,7 @@ from hocket.train.free_job import FreeJob
 from hocket.train.lr_schedule import factor
 from hocket.train.pairs_job import PairsJob
 from hocket.train.pairs_worker import connect_coordinated
-from hocket.train.run import AUTOCAST, Settings
+from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
 
@@ -56,35 +56,34 @@ class WorkerTask:
         return asdict(self)
 
 
-def batch_sequence(settings: Settings, data: DataSet) -> BatchSequence:
+def batch_sequence(settings: RunSettings, data: DataSet) -> BatchSequence:
     """All mini-batches of a run."""
     plan = settings.plan()
-    partition = Partition(len(data.train[0]), settings.workers, plan.batch_size, plan.seed, plan.rounds)
+    partition = Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)
     total = len(partition) * plan.epochs
     return BatchSequence(partition, total if plan.max_steps is None else min(total, plan.max_steps))
 
 
 def work(post: WorkerTask) -> None:
     """Train until there is no mini-batch left, and leave."""
-    settings = Settings(**post.settings)
-    settings.check()
+    settings = RunSettings.of(**post.settings)
     device = torch.device(post.device)
-    data = load(settings.data, None if post.data_dir is None else Path(post.data_dir))
+    data = load(settings.data.name, None if post.data_dir is None else Path(post.data_dir))
     sequence, loss_of = batch_sequence(settings, data), loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
-    at = factor(settings.lr_schedule, sequence.steps, round(settings.warmup * len(sequence.partition)))
+    at = factor(settings.optimizer.lr_schedule, sequence.steps, round(settings.optimizer.warmup * len(sequence.partition)))
     job = _enter(post, settings, model, optimizer, sequence)
-    throttle, account = Throttle(settings.slowdown_of(post.worker)), job.runtime.account
+    throttle, account = Throttle(settings.workers.slowdown_of(post.worker)), job.runtime.account
     x, y = (t.to(device) for t in data.train)
-    dtype, random = AUTOCAST[settings.autocast], bool(random_modules(model))
+    dtype, random = settings.numerics.dtype, bool(random_modules(model))
     model.train()
     while (minibatch := _next(job, post.worker, sequence)) is not None:
         throttle.begin()
-        key = step_keys(settings.seed, minibatch.step, settings.workers)[minibatch.slot : minibatch.slot + 1]
+        key = step_keys(settings.seed, minibatch.step, settings.workers.count)[minibatch.slot : minibatch.slot + 1]
         inputs = x[minibatch.indices.to(device)]
-        if settings.augment and data.augment is not None:
+        if settings.data.augment and data.augment is not None:
             inputs = data.augment(inputs.unsqueeze(0), key)[0]
         for group, rate in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = rate * at(minibatch.step)
@@ -95,8 +94,8 @@ def work(post: WorkerTask) -> None:
                 torch.manual_seed(int(key[0]))
             loss = loss_of(model(data.prepare(inputs)), y[minibatch.indices.to(device)])
         loss.backward()
-        if settings.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        if settings.optimizer.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optimizer.clip)
         account.add_loss(float(loss.detach()))
         throttle.end()
         optimizer.step()
@@ -105,19 +104,18 @@ def work(post: WorkerTask) -> None:
 
 
 def _enter(
-    post: WorkerTask, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence
+    post: WorkerTask, settings: RunSettings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence
 ) -> _Job:
-    strategy, keys, job = settings.check(), None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
+    strategy, keys, job = settings.strategy, None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
     options: dict[str, Any] = {
-        "nonfinite": settings.nonfinite,
+        "nonfinite": settings.numerics.nonfinite,
         "seed": settings.seed,
-        "bucket_cap_bytes": settings.bucket_cap_bytes,
-        "first_bucket_cap_bytes": settings.first_bucket_cap_bytes,
+        **settings.buckets.options(),
     }
     if strategy.runtime == "peers":
         config = PeerConfig(
             post.worker,
-            settings.workers,
+            settings.workers.count,
             strategy.topology.partner_rule,
             settings.seed,
             post.liveness_timeout_s,
@@ -132,12 +130,12 @@ def _enter(
     return FreeJob(model, optimizer, strategy, lambda layout: _connect(post, settings, layout, sequence), **options)
 
 
-def _connect(post: WorkerTask, settings: Settings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
+def _connect(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
     config = WorkerConfig(
-        settings.check(),
+        settings.strategy,
         layout,
         post.worker,
-        settings.workers,
+        settings.workers.count,
         settings.seed,
         post.liveness_timeout_s,
         total=len(sequence),

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.data.base import DataSet
 from hocket.data.partition import Last, Partition, Round
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError
 from hocket.noise import step_keys
 from hocket.train.balance import by_speed, check_balance, check_speeds
+from hocket.train.checks import check_count, check_last, check_max_steps, check_warmup
 from hocket.train.flops import step_flops
 from hocket.train.ledger_view import LedgerView
 from hocket.train.lr_schedule import factor, scheduler
@@ -49,19 +50,13 @@ class TrainingPlan:
     """A worker's share of a round: even, or by its speed in the epoch before."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise HocketError(f"{name}={value!r}: it must be a whole number of at least 1.")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise HocketError(f"max_steps={self.max_steps!r}: it must be a whole number of at least 1, or left out.")
+        check_count("epochs", self.epochs)
+        check_count("batch_size", self.batch_size)
+        check_max_steps(self.max_steps)
         factor(self.lr_schedule, 1)  # refuses a name that there is not
-        if not 0 <= self.warmup_epochs < math.inf:
-            raise HocketError(f"warmup={self.warmup_epochs!r}: the warm-up is a number of epochs, 0 for none.")
+        check_warmup(self.warmup_epochs)
         check_balance(self.balance)
-        if self.last not in get_args(Last):
-            hint = nearest(str(self.last), get_args(Last))
-            raise HocketError(f"last={self.last!r}: the last round of an epoch is dealt out as even or dropped (drop){hint}.")
+        check_last(self.last)
 
     @property
     def rounds(self) -> Last:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from hocket.errors import HocketError, nearest
+from hocket.errors import SettingError, nearest
 
 SCHEDULES = ("constant", "cosine", "linear", "step")
 
@@ -22,7 +22,10 @@ def factor(name: str, steps: int, warmup: int = 0) -> Callable[[int], float]:
     (0.1, 1.0, 0.5)
     """
     if name not in SCHEDULES:
-        raise HocketError(f"Unknown lr_schedule '{name}'{nearest(name, SCHEDULES) or '.'} Use one of {', '.join(SCHEDULES)}.")
+        hint = nearest(name, SCHEDULES)
+        raise SettingError(
+            f"<lr_schedule>: there is no such schedule{hint or '.'} Use one of {', '.join(SCHEDULES)}.", lr_schedule=name
+        )
     after = max(1, steps - warmup)
 
     def at(step: int) -> float:

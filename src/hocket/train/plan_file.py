@@ -1,4 +1,4 @@
-"""``--plan FILE.toml``: which operations of a model are split in which way, as a file.
+"""A plan file: which operations of a model are split in which way, as TOML.
 
 1 = "columns"                 # a module's name
 blocks.0.attention = "heads"  # dots in names may stand as they are
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hocket.errors import HocketError, nearest
+from hocket.errors import SettingError, nearest
 
 
 def read_plan(path: str | Path) -> dict[str, str]:
@@ -23,16 +23,20 @@ def read_plan(path: str | Path) -> dict[str, str]:
     try:
         content = tomllib.loads(path.read_text())
     except OSError as error:
-        raise HocketError(f"--plan {path}: it cannot be read ({error.strerror}); name a TOML file of modules and kinds.") from None
+        raise SettingError(
+            f"<plan_file>: it cannot be read ({error.strerror}); name a TOML file of modules and kinds.", plan_file=path
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise HocketError(f"--plan {path} is not a TOML file: {error}.") from None
+        raise SettingError(f"<plan_file> is not a TOML file: {error}.", plan_file=path) from None
     plan = dict(_entries(content))
     for name, kind in plan.items():
         if not isinstance(kind, str) or kind not in KINDS:
             hint = nearest(str(kind), KINDS) or "."
-            raise HocketError(f"--plan {path} has {kind!r} for '{name}'{hint} Kinds are {', '.join(KINDS)}.")
+            raise SettingError(f"<plan_file> has {kind!r} for '{name}'{hint} Kinds are {', '.join(KINDS)}.", plan_file=path)
     if not plan:
-        raise HocketError(f'--plan {path} names no module; write for example 1 = "columns", or leave it out: a plan is found.')
+        raise SettingError(
+            '<plan_file> names no module; write for example 1 = "columns", or leave it out: a plan is found.', plan_file=path
+        )
     return plan
 
 

@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from hocket.errors import HocketError
+from hocket.errors import HocketError, SettingError
 from hocket.version import __version__
 
 _MAY_CHANGE = ("epochs", "max_steps", "mesh", "pipe", "micro", "cut", "virtual_stages", "measure", "plan")
 """How long a run is, and how its model is split."""
 
 
-class CannotWrite(HocketError):
+class CannotWrite(SettingError):
     """No space left, or no leave to write: what was written before is whole."""
 
     def __init__(self, what: str, error: OSError) -> None:
         self.cause = f"Cannot {what} ({error.strerror})"
         self.remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see that it can be written"
-        super().__init__(f"{self.cause}; what was written before is whole: {self.remedy} and --resume.")
+        super().__init__(f"{self.cause}; what was written before is whole: {self.remedy} and go on with <resume:True>.")
 
 
 class Record:
@@ -37,13 +37,13 @@ class Record:
         self.folder, self.process = folder, process
         if process == 0:
             if (folder / "run.json").exists() and not resume:
-                raise HocketError(f"{folder} holds a run already; choose another --out, or --resume to go on with it.")
+                raise SettingError(f"{folder} holds a run already; choose another folder, or go on with it (<resume:True>).")
             if resume:
                 return  # the folder is there, or `check_resumed` says so
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise HocketError(f"Cannot make the folder {folder} ({error.strerror}); choose another --out.") from None
+                raise HocketError(f"Cannot make the folder {folder} ({error.strerror}); choose another folder.") from None
 
     def write_run(self, run: dict[str, Any]) -> None:
         """Everything needed to repeat the run."""
@@ -92,7 +92,7 @@ class Record:
         """Refuse to go on with other settings than the run was started with (it may be made longer, or split otherwise)."""
         path = self.folder / "run.json"
         if not path.exists():
-            raise HocketError(f"There is no run in {self.folder} to go on with; start without --resume.")
+            raise SettingError(f"There is no run in {self.folder} to go on with; start without <resume>.")
         before = json.loads(path.read_text())
         for name, value in settings.items():
             if name not in may_change and before.get(name) != value:
@@ -106,11 +106,11 @@ class Record:
 
     def _read(self, path: Path) -> dict[str, Any]:
         if not path.exists():
-            raise HocketError(f"There is no checkpoint {path}; start without --resume.")
+            raise SettingError(f"There is no checkpoint {path}; start without <resume>.")
         try:
             return dict(torch.load(path, weights_only=True, map_location="cpu"))
         except Exception as error:
-            raise HocketError(f"The checkpoint {path} is damaged ({type(error).__name__}); start without --resume.") from None
+            raise SettingError(f"The checkpoint {path} is damaged ({type(error).__name__}); start without <resume>.") from None
 
     @property
     def _checkpoint(self) -> Path:

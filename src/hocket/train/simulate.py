@@ -14,7 +14,7 @@ from torch import nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.ledger import Entry
-from hocket.cluster.spec import PRESETS, ClusterSpec
+from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data.base import DataSet, identity
 from hocket.data.tensors import as_tensors
@@ -22,6 +22,7 @@ from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.balance import check_balance
+from hocket.train.checks import check_count
 from hocket.train.engines import Engine, choose
 from hocket.train.job import mention_period
 from hocket.train.loop import Progress, Training, TrainingPlan
@@ -89,35 +90,31 @@ def simulate(
     >>> run.accuracy > 0.9, run.ledger.bytes_sent > 0
     (True, True)
     """
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise HocketError(f"workers={workers!r}: the number of workers must be a whole number of at least 1.")
+    check_count("workers", workers)
     parsed = Strategy.parse(strategy)
     check_balance(balance, parsed)
-    train = as_tensors(train_set)
-    test = train if test_set is None else as_tensors(test_set)
-    data = DataSet("simulated", train, test, 0, identity)
-    spec = (
-        ClusterSpec.parse(cluster) if cluster is not None else PRESETS[DEFAULT_CLUSTER] if parsed.runtime != "collective" else None
-    )
-    training = train_rows(
-        model,
-        loss,
-        optimizer,
-        data,
-        parsed,
-        VirtualCluster(workers, device, host_size, spec=spec, seed=seed),
-        TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, evaluate, balance=balance),
-        clip=clip,
-        autocast=autocast,
-        nonfinite=nonfinite,
-        engine=engine,
-        bucket_cap_bytes=bucket_cap_bytes,
-        first_bucket_cap_bytes=first_bucket_cap_bytes,
-    )
+    plan = TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, evaluate, balance=balance)
+    options: dict[str, Any] = {"clip": clip, "autocast": autocast, "nonfinite": nonfinite, "engine": engine}
+    options |= {"bucket_cap_bytes": bucket_cap_bytes, "first_bucket_cap_bytes": first_bucket_cap_bytes}
+    where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
+    training = train_rows(model, loss, optimizer, _data(train_set, test_set), parsed, where, plan, **options)
     mention_period(parsed, training.steps, workers)
     for _ in training.run(watch):
         pass
     return Run(training.metrics, mean_model(training), training.ledger.total(), training.replicas)
+
+
+def _spec(cluster: str | Path | ClusterSpec | None, strategy: Strategy) -> ClusterSpec | None:
+    """The described cluster; workers that do not step together need one for their clocks."""
+    if cluster is None and strategy.runtime == "collective":
+        return None
+    return ClusterSpec.parse(DEFAULT_CLUSTER if cluster is None else cluster)
+
+
+def _data(train_set: Any, test_set: Any) -> DataSet:
+    """Both sets as tensors; without a test set the training set is evaluated."""
+    train = as_tensors(train_set)
+    return DataSet("simulated", train, train if test_set is None else as_tensors(test_set), 0, identity)
 
 
 def train_rows(
