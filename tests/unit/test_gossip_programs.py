@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from hocket.drivers.gossip_world import LIVENESS_TIMEOUT_S, GossipWorld, PerfectNetwork
 from hocket.drivers.simulation import Call, Simulation
 from hocket.messages.frame import Envelope, Kind
 from hocket.programs.coordinator import COORDINATOR, Coordinator, CoordinatorClient
-from hocket.programs.gossip.links import PeerConfig, Request
+from hocket.programs.gossip.links import Request
 from hocket.programs.gossip.observer import PeerObserver
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import Mean, PeerState, weight_of
 
 KINDS = ("rotating", "ring", "random", "pushsum")
-TIMEOUT_S = 5.0
+TIMEOUT_S = LIVENESS_TIMEOUT_S
 SEEDS = 100
-
-
-class Perfect:
-    """Every message arrives once; from each worker with a latency of its own."""
-
-    def arrivals(self, now: float, source: Any, target: Any, message: Envelope) -> list[float]:
-        return [now + 0.01 * (1 + source[1])]
 
 
 class Faulty:
@@ -58,188 +49,6 @@ class Faulty:
         return [now + 0.01 + (self.random.uniform(0, 15) if self.random.random() < self.slow else 0.0) for _ in range(copies)]
 
 
-@dataclass
-class Worker:
-    """One worker of a run, as a driver sees it."""
-
-    number: int
-    rows: list[Tensor]
-    state: str = "starting"
-    steps: int = 0
-    updates: list[Tensor] = field(default_factory=list)
-    incarnation: int = 0
-
-
-class Run:
-    """Workers that step ``steps`` times with random updates and then agree."""
-
-    def __init__(
-        self,
-        kind: str,
-        workers: int,
-        steps: int,
-        network: Any = None,
-        timers: bool = True,
-        seed: int = 0,
-        dtype: torch.dtype = torch.float64,
-        step_s: Callable[[int], float] = lambda worker: 0.1 * (1 + worker),
-    ) -> None:
-        self.kind, self.steps, self.step_s, self.seed = kind, steps, step_s, seed
-        self.sim = Simulation(Perfect() if network is None else network, timers)
-        self.sim.on_idle, self.sim.on_call = self._idle, self._call
-        generator = torch.Generator().manual_seed(seed)
-        start = [torch.randn(1, 3, generator=generator, dtype=dtype), torch.randn(1, 2, generator=generator, dtype=dtype)]
-        self.start = [row.clone() for row in start]
-        self.workers = {w: Worker(w, [row.clone() for row in start]) for w in range(workers)}
-        self.generators = {w: torch.Generator().manual_seed(1000 * seed + w) for w in range(workers)}
-        self.events, self.check_every = 0, 1
-        self.check: Callable[[], None] = lambda: None
-        for worker in range(workers):
-            self._add(worker, PeerConfig(worker, workers, kind, seed, TIMEOUT_S, greets=False))
-        for worker in range(workers):
-            self._carry(worker, self.peer(worker).start(self.workers[worker].rows, 0.0))
-            self._idle(("worker", worker))
-
-    def peer(self, worker: int) -> GossipPeer:
-        program = self.sim.nodes["worker", worker].program
-        assert isinstance(program, GossipPeer)
-        return program
-
-    @property
-    def peers(self) -> dict[int, GossipPeer]:
-        return {key[1]: node.program for key, node in self.sim.nodes.items()}  # type: ignore[index, misc]
-
-    def _add(self, worker: int, config: PeerConfig) -> None:
-        routes = {w: ("worker", w) for w in range(len(self.workers)) if w != worker}
-        self.sim.add(("worker", worker), GossipPeer(config), b"w%d.%d" % (worker, config.incarnation), routes)
-
-    def crash(self, worker: int) -> GossipPeer:
-        """The process is gone; what it was."""
-        gone = self.peer(worker)
-        self.sim.remove(("worker", worker))
-        self.workers[worker].state = "dead"
-        return gone
-
-    def replace(self, worker: int) -> None:
-        """Another process takes its place."""
-        own = self.workers[worker]
-        own.incarnation += 1
-        own.state, own.rows = "starting", [torch.zeros_like(row) for row in self.start]
-        address = f"tcp://127.0.0.1:{1000 + worker}"
-        config = PeerConfig(
-            worker, len(self.workers), self.kind, self.seed, TIMEOUT_S, own.incarnation, joins=True, address=address
-        )
-        self._add(worker, config)
-        self._carry(worker, self.peer(worker).start(own.rows, self.sim.now))
-        self._idle(("worker", worker))
-
-    def _carry(self, worker: int, effects: Any) -> None:
-        self.sim.carry_out(("worker", worker), effects)
-
-    def _idle(self, key: Any) -> None:
-        own, peer = self.workers[key[1]], self.peer(key[1])
-        while not peer.busy:
-            if own.state == "before":
-                for row in own.rows:
-                    update = torch.randn(row.shape, generator=self.generators[own.number], dtype=row.dtype)
-                    row += update
-                    own.updates.append(update)
-                own.steps += 1
-                own.state = "computing" if own.steps < self.steps else "ending"
-                self._carry(own.number, peer.after_update(None, self.sim.now))
-            elif own.state in ("starting", "computing"):
-                own.state = "computed"
-                if peer.mean is not None:
-                    own.steps = self.steps  # it joined when all was over
-                if own.steps < self.steps:
-                    self.sim.put(self.sim.now + self.step_s(own.number), Call("computed", key))
-                    return
-                own.state = "ending"
-            elif own.state == "ending":
-                own.state = "agreeing"
-                self._carry(own.number, peer.finish(self.sim.now))
-            elif own.state == "agreeing":
-                own.state = "done"
-                return
-            else:
-                return
-
-    def _call(self, call: Call) -> None:
-        if call.name == "computed" and call.node in self.sim.nodes and self.workers[call.node[1]].state == "computed":  # type: ignore[index]
-            own = self.workers[call.node[1]]  # type: ignore[index]
-            own.state = "before"
-            self._carry(own.number, self.peer(own.number).before_update(self.sim.now))
-            self._idle(call.node)
-        elif call.name != "computed":
-            getattr(self, call.name)(call.node[1])  # type: ignore[index]
-
-    def go(self, until: Callable[[], bool] | None = None, max_events: int = 200_000) -> None:
-        done = until or (lambda: all(own.state in ("done", "dead") for own in self.workers.values()))
-        while not done():
-            self.events += 1
-            assert self.events < max_events, f"it hangs at {self.sim.now:.0f} s: {[own.state for own in self.workers.values()]}"
-            assert self.sim.step(), f"nothing happens any more: {[own.state for own in self.workers.values()]}"
-            if self.events % self.check_every == 0:
-                self.check()
-
-    # --- sums ----------------------------------------------------------------------------------------------------------------
-
-    def on_the_way(self, worker: int) -> list[tuple[Tensor, ...]]:
-        """Halves that a worker has sent and their receivers have not taken."""
-        found = []
-        for request in self.peer(worker).exchanges_open:
-            there = self.peers.get(request.peer)
-            decision = None if there is None else there.decisions.get(worker)
-            if decision is None or decision.number != request.message.number or not decision.taken:
-                found.append(request.message.tensors)
-        return found
-
-    def weight(self) -> float:
-        return sum(p.state.push_sum_weight + sum(weight_of(half[-1]) for half in self.on_the_way(w)) for w, p in self.peers.items())
-
-    def sums(self) -> list[Tensor]:
-        """Σ x per bucket, with what is on its way, less all updates."""
-        sums = []
-        for bucket in range(2):
-            total = sum(p.state.x[bucket] for p in self.peers.values())
-            for worker, peer in self.peers.items():
-                if self.kind == "pushsum":
-                    total = total + sum(half[bucket] for half in self.on_the_way(worker))
-                else:
-                    total = total + sum(self._other_side(worker, peer, bucket))
-                total = total - sum((u.flatten() for u in self.workers[worker].updates[bucket::2]), torch.zeros(1))
-            sums.append(total)
-        return sums
-
-    def _other_side(self, worker: int, peer: GossipPeer, bucket: int) -> list[Tensor]:
-        """What a caller has still to add for exchanges that only its partner has taken."""
-        found = [torch.zeros(1, dtype=torch.float64)]
-        for request in peer.exchanges_open:
-            decision = self.peer(request.peer).decisions.get(worker)
-            if decision is not None and decision.number == request.message.number and decision.taken:
-                assert decision.reply is not None, "it is kept until the caller has it"
-                found.append((decision.reply.tensors[bucket] - request.message.tensors[bucket]) / 2)
-        return found
-
-    def assert_kept(self) -> None:
-        if self.kind == "pushsum":
-            assert self.weight() == pytest.approx(len(self.workers), abs=1e-9)
-        else:
-            assert all(p.state.push_sum_weight == 1.0 for p in self.peers.values())
-        for total, first in zip(self.sums(), self.start, strict=True):
-            torch.testing.assert_close(total, len(self.workers) * first.flatten(), rtol=0, atol=1e-9)
-
-    def assert_agreed(self) -> None:
-        means = {w: p.mean for w, p in self.peers.items() if self.workers[w].state == "done"}
-        first = next(iter(means.values()))
-        assert first is not None
-        for worker, mean in means.items():
-            assert mean is not None
-            assert all(torch.equal(a, b) for a, b in zip(mean.rows, first.rows, strict=True))
-            assert all(torch.equal(a.flatten(), b) for a, b in zip(self.workers[worker].rows, mean.rows, strict=True))
-            assert mean.here == first.here
-
-
 # --- a perfect network ---------------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +56,7 @@ class Run:
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("timers", [False, True])
 def test_all_is_kept_at_every_moment_and_ends_in_one_mean(kind: str, workers: int, timers: bool) -> None:
-    run = Run(kind, workers, 12, timers=timers)
+    run = GossipWorld(kind, workers, 12, timers=timers)
     run.check = run.assert_kept
     run.go()
     run.assert_agreed()
@@ -266,7 +75,7 @@ def test_all_is_kept_at_every_moment_and_ends_in_one_mean(kind: str, workers: in
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_worker_is_plain_training(kind: str) -> None:
-    run = Run(kind, 1, 20, dtype=torch.float32)
+    run = GossipWorld(kind, 1, 20, dtype=torch.float32)
     weights = [row.clone() for row in run.start]
     run.go()
     own = run.workers[0]
@@ -278,7 +87,7 @@ def test_one_worker_is_plain_training(kind: str) -> None:
 
 
 def test_staleness_counts_what_came_from_others_between_two_steps() -> None:
-    run = Run("rotating", 4, 10, timers=False, step_s=lambda worker: 1.0)
+    run = GossipWorld("rotating", 4, 10, timers=False, step_s=lambda worker: 1.0)
     run.go()
     for peer in run.peers.values():
         assert set(peer.account.ages) == {0, 1}
@@ -288,11 +97,11 @@ def test_staleness_counts_what_came_from_others_between_two_steps() -> None:
 @pytest.mark.parametrize("kind", ["rotating", "pushsum"])
 def test_changes_by_the_user_are_kept(kind: str) -> None:
     """Also while an exchange is under way."""
-    run = Run(kind, 4, 10)
+    run = GossipWorld(kind, 4, 10)
     run.go(lambda: run.workers[0].steps == 4)
     before = run.sums()
     run.workers[0].rows[0] += 1.0
-    run._carry(0, run.peer(0).look_around(run.sim.now))
+    run._carry(0, run.peer(0).look_around(run.simulation.now))
     run.go(lambda: not run.peer(0).busy)
     torch.testing.assert_close(run.sums()[0], before[0] + 1.0, rtol=0, atol=1e-9)
     run.go()
@@ -306,13 +115,13 @@ def test_changes_by_the_user_are_kept(kind: str) -> None:
 def test_on_a_faulty_network_nothing_counts_twice_and_nothing_hangs(kind: str) -> None:
     for seed in range(SEEDS):
         workers = 2 + seed % 4
-        run = Run(kind, workers, 20, Faulty(seed, workers, heals=40.0), seed=seed, step_s=lambda worker: 1.0 + 0.3 * worker)
+        run = GossipWorld(kind, workers, 20, Faulty(seed, workers, heals=40.0), seed=seed, step_s=lambda worker: 1.0 + 0.3 * worker)
         chance = random.Random(seed)
 
-        def check(run: Run = run, chance: random.Random = chance, workers: int = workers) -> None:
+        def check(run: GossipWorld = run, chance: random.Random = chance, workers: int = workers) -> None:
             run.assert_kept()
             if chance.random() < 0.1:  # as if this worker had been suspended until now
-                run.peer(chance.randrange(workers))._late_until = run.sim.now + 1.0
+                run.peer(chance.randrange(workers))._late_until = run.simulation.now + 1.0
 
         run.check, run.check_every = check, 31
         run.go(lambda run=run: all(own.steps == 20 for own in run.workers.values()))  # type: ignore[misc]
@@ -333,7 +142,7 @@ def test_on_a_lossy_network_all_agree_on_the_same_bits(kind: str) -> None:
     for seed in range(SEEDS // 4):
         network = Faulty(seed, 4, heals=float("inf"))
         network.cuts, network.drop = [], min(network.drop, 0.1)
-        run = Run(kind, 4, 6, network, seed=seed, step_s=lambda worker: 1.0 + 0.3 * worker)
+        run = GossipWorld(kind, 4, 6, network, seed=seed, step_s=lambda worker: 1.0 + 0.3 * worker)
         run.go()
         run.assert_kept()
         run.assert_agreed()
@@ -343,9 +152,9 @@ def test_on_a_lossy_network_all_agree_on_the_same_bits(kind: str) -> None:
 def test_a_crash_is_counted_and_a_replacement_goes_on(kind: str) -> None:
     for seed in range(SEEDS // 4):
         workers, chance = 4, random.Random(seed)
-        run = Run(kind, workers, 20, Faulty(seed, workers, 30.0, TIMEOUT_S / 2), seed=seed, step_s=lambda worker: 1.0)
+        run = GossipWorld(kind, workers, 20, Faulty(seed, workers, 30.0, TIMEOUT_S / 2), seed=seed, step_s=lambda worker: 1.0)
         when, victim = chance.uniform(1, 15), chance.randrange(workers)
-        run.go(lambda run=run, when=when: run.sim.now > when)  # type: ignore[misc]
+        run.go(lambda run=run, when=when: run.simulation.now > when)  # type: ignore[misc]
         gone = run.crash(victim)
         halves = gone.exchanges_open
         arrived: set[int] = set()
@@ -355,14 +164,16 @@ def test_a_crash_is_counted_and_a_replacement_goes_on(kind: str) -> None:
             for worker, peer in run.peers.items():
                 _watch(worker, peer, gone, unneeded)
 
-        def follow(run: Run = run, halves: list[Request] = halves, arrived: set[int] = arrived, victim: int = victim) -> None:
+        def follow(
+            run: GossipWorld = run, halves: list[Request] = halves, arrived: set[int] = arrived, victim: int = victim
+        ) -> None:
             """Halves of the dead worker that were on their way may arrive yet."""
             unaware = [r for r in halves if run.peer(r.peer).peers[victim].incarnation == 0]  # numbers begin anew with the next
             arrived |= {r.peer for r in unaware if _took(run.peer(r.peer), victim, r.message.number)}
 
         follow()
         run.check = follow
-        run.go(lambda run=run, when=when: run.sim.now > when + 3)  # type: ignore[misc]
+        run.go(lambda run=run, when=when: run.simulation.now > when + 3)  # type: ignore[misc]
         run.replace(victim)
         run.go()
         run.assert_agreed()
@@ -393,7 +204,7 @@ def _took(receiver: GossipPeer | None, sender: int, number: int) -> bool:
 
 def test_a_worker_that_dies_for_good_is_left_out() -> None:
     for kind in ("rotating", "pushsum"):
-        run = Run(kind, 4, 10)
+        run = GossipWorld(kind, 4, 10)
         run.go(lambda run=run: run.workers[1].steps == 3)  # type: ignore[misc]
         run.crash(1)
         run.go()
@@ -405,14 +216,14 @@ def test_a_worker_that_dies_for_good_is_left_out() -> None:
 def test_who_leaves_says_what_it_took(kind: str) -> None:
     """What others had under way to it is theirs again, or was taken; nothing is lost, and they go on."""
     for seed in range(10):
-        run = Run(kind, 4, 20, seed=seed, step_s=lambda worker: 0.05 * (1 + worker))
+        run = GossipWorld(kind, 4, 20, seed=seed, step_s=lambda worker: 0.05 * (1 + worker))
         run.go(lambda run=run, seed=seed: run.events == 40 + 7 * seed)  # type: ignore[misc]
         leaver = run.peer(1)
         run.workers[1].state = "dead"
         if not leaver.busy:
-            run._carry(1, leaver.drain(run.sim.now))
+            run._carry(1, leaver.drain(run.simulation.now))
         run.go(lambda leaver=leaver: not leaver.busy)  # type: ignore[misc]
-        run._carry(1, leaver.leave(run.sim.now))
+        run._carry(1, leaver.leave(run.simulation.now))
         run.assert_kept()
         run.go()
         run.assert_kept()
@@ -423,16 +234,16 @@ def test_who_leaves_says_what_it_took(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["rotating", "pushsum"])
 def test_an_observer_sees_the_mean(kind: str) -> None:
-    run = Run(kind, 3, 8)
+    run = GossipWorld(kind, 3, 8)
     observer = PeerObserver(3, PeerState(run.start), TIMEOUT_S)
-    for node in run.sim.nodes.values():
+    for node in run.simulation.nodes.values():
         node.routes = {**node.routes, -1: ("observer", 9)}
-    run.sim.add(("observer", 9), observer, b"o", {w: ("worker", w) for w in range(3)})
-    idle = run.sim.on_idle
-    run.sim.on_idle = lambda key: None if key[0] == "observer" else idle(key)  # type: ignore[index]
-    run.sim.carry_out(("observer", 9), observer.start(0.0))
+    run.simulation.add(("observer", 9), observer, b"o", {w: ("worker", w) for w in range(3)})
+    idle = run.simulation.on_idle
+    run.simulation.on_idle = lambda key: None if key[0] == "observer" else idle(key)  # type: ignore[index]
+    run.simulation.carry_out(("observer", 9), observer.start(0.0))
     run.go(lambda: run.workers[0].state == "done")
-    run.sim.carry_out(("observer", 9), observer.look(run.sim.now))
+    run.simulation.carry_out(("observer", 9), observer.look(run.simulation.now))
     run.go(lambda: not observer.busy)
     assert observer.looked is not None
     assert observer.looked.here == [0, 1, 2]
@@ -440,10 +251,10 @@ def test_an_observer_sees_the_mean(kind: str) -> None:
 
 
 def test_a_worker_that_was_suspended_refuses_what_lay_there() -> None:
-    run = Run("rotating", 2, 30, step_s=lambda worker: 1.0 if worker == 0 else 100.0)
-    run.go(lambda: run.sim.now > 2.0)
-    run.sim.nodes["worker", 1].timers.clear()  # its timers do not fire: it is suspended
-    run.go(lambda: run.sim.now > 2.0 + TIMEOUT_S)
+    run = GossipWorld("rotating", 2, 30, step_s=lambda worker: 1.0 if worker == 0 else 100.0)
+    run.go(lambda: run.simulation.now > 2.0)
+    run.simulation.nodes["worker", 1].timers.clear()  # its timers do not fire: it is suspended
+    run.go(lambda: run.simulation.now > 2.0 + TIMEOUT_S)
     assert run.peer(1).refused["late"] > 0
     run.assert_kept()
 
@@ -457,14 +268,16 @@ def test_saved_at_any_moment_it_goes_on_as_if_never_stopped(kind: str) -> None:
     for seed in range(SEEDS // 4):
         chance = random.Random(seed)
         plain, saved = (
-            Run(kind, 4, 12, Faulty(seed, 4, 30.0), seed=seed, dtype=torch.float32, step_s=lambda worker: 0.5 + 0.2 * worker)
+            GossipWorld(
+                kind, 4, 12, Faulty(seed, 4, 30.0), seed=seed, dtype=torch.float32, step_s=lambda worker: 0.5 + 0.2 * worker
+            )
             for _ in range(2)
         )
 
-        def trained(run: Run) -> bool:
+        def trained(run: GossipWorld) -> bool:
             return all(own.steps == 12 for own in run.workers.values())
 
-        def save_some(run: Run = saved, chance: random.Random = chance) -> None:
+        def save_some(run: GossipWorld = saved, chance: random.Random = chance) -> None:
             nonlocal busy
             worker = chance.randrange(4)
             old = run.peer(worker)
@@ -473,7 +286,7 @@ def test_saved_at_any_moment_it_goes_on_as_if_never_stopped(kind: str) -> None:
                 new = GossipPeer(old.config)
                 new.load_state_dict(old.state_dict())
                 new.rows = run.workers[worker].rows
-                run.sim.nodes["worker", worker].program = new
+                run.simulation.nodes["worker", worker].program = new
 
         saved.check = save_some
         for run in (plain, saved):
@@ -495,7 +308,7 @@ def test_saved_at_any_moment_it_goes_on_as_if_never_stopped(kind: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_every_mini_batch_is_dispatched_once_whatever_is_lost(seed: int) -> None:
     workers, total = 3, 25
-    sim = Simulation(Faulty(seed, workers, heals=1e9, worst_cut_s=3.0) if seed else Perfect(), timers=seed > 0)
+    sim = Simulation(Faulty(seed, workers, heals=1e9, worst_cut_s=3.0) if seed else PerfectNetwork(), timers=seed > 0)
     coordinator = Coordinator(workers, total)
     sim.add(("coordinator", 0), coordinator, b"c", {})
     sim.carry_out(("coordinator", 0), coordinator.start(0.0))

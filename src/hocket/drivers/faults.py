@@ -2,20 +2,33 @@
 that crash, restart from snapshots, stop, or jump in time; all of it from one seed.
 
 A *schedule* is one seed: the faults, their times and the workers' speeds. It runs the very programs that real processes run, on
-tiny tensors, and checks invariants instead of examples (:mod:`hocket.drivers.invariants`). A schedule that violates one replays
-exactly from its seed.
+tiny tensors, and checks invariants instead of examples: :mod:`hocket.drivers.fault_servers`, :mod:`hocket.drivers.fault_gossip` and
+:mod:`hocket.sandblaster.fault_run`. A schedule that violates one replays exactly from its seed.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hocket.drivers.simulation import Key
+from hocket.drivers.simulation import Key, Node, Simulation
 from hocket.messages.frame import Envelope
+from hocket.programs.base import Send
 
 QUIET_S = 60.0
 """No fault begins after this time, so that a run can end."""
+
+
+@dataclass
+class Outcome:
+    """What became of a schedule."""
+
+    seed: int
+    events: int = 0
+    faults: int = 0
+    violations: list[str] = field(default_factory=list)
+    end_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,13 +60,13 @@ class Schedule:
     def draw(cls, seed: int, workers: int, shards: int, servers_crash: bool = True) -> Schedule:
         """Between no fault at all and many of every kind."""
         rng = random.Random(seed)
-        severity = rng.choice((0.0, 0.3, 1.0))
+        severity, end = rng.choice((0.0, 0.3, 1.0)), rng.choice((4.0, 15.0, QUIET_S))
         nodes: list[Key] = [("worker", w) for w in range(workers)] + [("shard", s) for s in range(shards)]
         partitions = []
         for _ in range(rng.choice((0, 0, 1, 2)) if severity else 0):
-            begin, apart = rng.uniform(0, QUIET_S), rng.sample(nodes, rng.randint(1, len(nodes) - 1))
+            begin, apart = rng.uniform(0, end), rng.sample(nodes, rng.randint(1, len(nodes) - 1))
             partitions.append((begin, begin + rng.choice((0.5, 3.0, 15.0)), frozenset(apart)))
-        faults = [_draw_fault(rng, workers, shards, servers_crash) for _ in range(rng.choice((0, 1, 2, 4)) if severity else 0)]
+        faults = [_draw_fault(rng, workers, shards, servers_crash, end) for _ in range(rng.choice((0, 1, 2, 4)) if severity else 0)]
         return cls(
             seed,
             drop=severity * rng.choice((0.0, 0.02, 0.2)),
@@ -65,11 +78,11 @@ class Schedule:
         )
 
 
-def _draw_fault(rng: random.Random, workers: int, shards: int, servers_crash: bool) -> Fault:
+def _draw_fault(rng: random.Random, workers: int, shards: int, servers_crash: bool, end: float) -> Fault:
     on_shard = shards > 0 and rng.random() < 0.3
     node: Key = ("shard", rng.randrange(shards)) if on_shard else ("worker", rng.randrange(workers))
     kinds = ["stop", "jump"] + ["crash"] * (servers_crash or not on_shard) + ["die"] * (not on_shard)
-    return Fault(rng.choice(kinds), node, rng.uniform(0, QUIET_S), rng.choice((0.3, 2.0, 12.0, 40.0)))
+    return Fault(rng.choice(kinds), node, rng.uniform(0, end), rng.choice((0.3, 2.0, 12.0, 40.0)))
 
 
 class FaultyNetwork:
@@ -99,3 +112,16 @@ class FaultyNetwork:
         if again < schedule.duplicate:
             times.append(now + latency * rng.uniform(1, 50))
         return times
+
+
+def trace_messages(simulation: Simulation, say: Callable[[str], None]) -> None:
+    """Tell ``say`` of every message that is sent."""
+    send = simulation._send
+
+    def traced(key: Key, node: Node, effect: Send) -> None:
+        message = effect.message
+        note = {name: value for name, value in message.note.items() if name not in ("job_config", "optimizer", "figures", "ledger")}
+        say(f"{simulation.now:9.3f} {key} -> {effect.to!r} {message.kind.name} number={message.number} step={message.step} {note}")
+        send(key, node, effect)
+
+    simulation._send = traced  # type: ignore[method-assign]

@@ -81,7 +81,7 @@ def agree(node: PeerServer) -> Task:
     state.ended = True
     yield from node.ask_all([p for p, other in node.peers.items() if other.silent and not other.left], Kind.BEAT)
     led, told, since = False, -1, node.now
-    knows: int | None = None
+    knows: int | None = None  # a replacement that came after the end has the mean already
     while state.mean is None:
         knows, leader = _who_knows(node), min([*node.here, node.worker])
         if knows is not None:

@@ -6,6 +6,7 @@ again, brings the weights it has if the shard has none, and repeats its request.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -129,12 +130,12 @@ class ShardRequests(Program):
 
     def _greet(self, link: ShardLink, brings: bool) -> Task:
         """Say hello until it is answered."""
-        begun, asked = self.now, -_SILENCE_S - 1
+        begun, asked = self.now, -math.inf
         self._greeting = link.place
         while True:
             if self.now - begun > self.config.give_up_s:
                 raise WorkerLost(f"{self.describe_peer(link.place)} has not answered for {self.config.give_up_s:g} s.")
-            if self.now - asked >= _SILENCE_S:
+            if self.now >= asked + _SILENCE_S:  # the very time of the Until below, or the task would spin by a rounding error
                 asked = self.now
                 self._say_hello(link, brings)
             yield Until(lambda: bool(link.greetings), asked + _SILENCE_S)

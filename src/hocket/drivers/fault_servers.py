@@ -1,0 +1,298 @@
+"""Runs of server strategies under a fault schedule, and the invariants that they must keep.
+
+Gradients are chosen so that the weights count: the gradient of worker ``w`` at step ``t`` is −1 at a place of its own (once per
+shard) and 0 elsewhere, and the shards run SGD with a learning rate of 1. So after the run a shard's weights say how many times
+each push was applied; a code such as top-k sends such a gradient without loss. Under ``stale`` every local step adds 1 to all
+weights, so that weights which a worker brings to a meeting say where it began: at the shard's last mean.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.layout import layout_of
+from hocket.drivers.faults import Fault, FaultyNetwork, Outcome, Schedule
+from hocket.drivers.simulation import Call, Key, Simulation
+from hocket.messages.frame import Envelope, Kind
+from hocket.programs.base import Effects, Send, Snapshot
+from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.requests import WorkerConfig
+from hocket.programs.server.shard import AveragingShard
+from hocket.programs.server.shard_server import ShardServer
+from hocket.programs.server.worker import ServerWorker
+from hocket.strategy import Strategy
+
+MAX_TIME_S, MAX_EVENTS = 1000.0, 50_000
+"""A run that has not ended by then hangs."""
+_SGD = OptimizerSpec("sgd", ({"lr": 1.0},))
+
+
+@dataclass
+class _Worker:
+    """A worker's process, and where it stands in its step."""
+
+    program: ServerWorker
+    rows: list[Tensor]
+    phase: str = "batch"
+    incarnation: int = 0
+
+
+class ServerRun:
+    """``strategy`` with ``workers`` workers of ``steps`` steps each (where mini-batches are dispatched: on average)."""
+
+    def __init__(self, strategy: str, schedule: Schedule, workers: int = 3, steps: int = 5) -> None:
+        self.strategy, self.schedule, self.size, self.steps = Strategy.parse(strategy), schedule, workers, steps
+        self.shards = self.strategy.topology.num_shards(workers)
+        self.total = workers * steps
+        self.columns = self.total + steps
+        values = self.shards * workers * self.columns
+        parameter = nn.Parameter(torch.zeros(values))
+        self.layout = layout_of([("w", parameter)], [[parameter]], 1 << 30, 1 << 30)
+        self.network = FaultyNetwork(schedule)
+        self.simulation = Simulation(self.network)
+        self.simulation.on_effect, self.simulation.on_call, self.simulation.on_idle = self._effect, self._call, self._idle
+        self.servers: dict[int, ShardServer] = {}
+        self.snapshots: dict[int, dict[str, Any]] = {}
+        self.workers: dict[int, _Worker] = {}
+        self.acknowledged: set[tuple[int, int]] = set()
+        """Pushes (worker, step) that all shards have answered."""
+        self.outcome = Outcome(schedule.seed, faults=len(schedule.faults) + len(schedule.partitions))
+        self._rng = random.Random(schedule.seed ^ 0xC10C)
+        self._finished: set[int] = set()
+        self._dead: set[int] = set()
+        self._shards_crash = any(f.kind == "crash" and f.node[0] == "shard" for f in schedule.faults)
+        self._watched: list[AveragingShard] = []
+        for place in range(self.shards):
+            self._start_shard(place)
+        for worker in range(workers):
+            self._start_worker(worker)
+        self.simulation.put(0.0, Call("beats", None))
+        for number, fault in enumerate(schedule.faults):
+            self.simulation.put(fault.at, Call(f"fault {number}", None))
+
+    # --- processes -----------------------------------------------------------------------------------------------------------
+
+    def _start_shard(self, place: int) -> None:
+        server = self.servers[place] = ShardServer(place, snapshot_s=1.0, stays=True)
+        key = ("shard", place)
+        self.simulation.add(key, server, b"s%d" % place, {})
+        self.simulation.carry_out(key, server.start(self.simulation.now, self.snapshots.get(place)))
+
+    def _watch_meetings(self, server: ShardServer) -> None:
+        """Whatever a worker brings to a meeting is the last mean, and its own steps since."""
+        shard = server.shard
+        if not isinstance(shard, AveragingShard) or shard in self._watched or self._shards_crash:
+            return
+        self._watched.append(shard)
+        meet = shard._meet
+
+        def watched() -> None:
+            for worker, (steps, weights) in shard._arrived.items():
+                began = float(weights[0][0]) - steps
+                if abs(began - float(shard.weights[0][0])) > 1e-3:
+                    mean = float(shard.weights[0][0])
+                    self.violate(f"worker {worker} began at {began:g} and brings {steps} steps to a meeting after mean {mean:g}")
+            meet()
+
+        shard._meet = watched  # type: ignore[method-assign]
+
+    def _start_worker(self, worker: int, incarnation: int = 0) -> None:
+        config = WorkerConfig(
+            self.strategy, self.layout, worker, self.size, give_up_s=1e6, total=self.total, per_epoch=self.total,
+            replaces=incarnation > 0,
+        )  # fmt: skip
+        rows = [b.empty(1) for b in self.layout.buckets]
+        own = self.workers[worker] = _Worker(ServerWorker(config), rows, incarnation=incarnation)
+        key = ("worker", worker)
+        routes = {place: ("shard", place) for place in range(self.shards)}
+        self.simulation.add(key, own.program, b"w%d.%d" % (worker, incarnation), routes)
+        self._do(worker, own.program.join(rows, _SGD, self.simulation.now))
+
+    def _effect(self, key: Key, effect: Any) -> None:
+        if isinstance(effect, Snapshot):
+            assert isinstance(key, tuple)
+            self.snapshots[key[1]] = self.servers[key[1]].state_dict()
+
+    def _fault(self, fault: Fault) -> None:
+        assert isinstance(fault.node, tuple)
+        kind, number = fault.node
+        node = self.simulation.nodes.get(fault.node)
+        if node is None or (kind == "worker" and number in self._finished):
+            return
+        if fault.kind == "stop":
+            node.stopped_until = self.simulation.now + fault.seconds
+        elif fault.kind == "jump":
+            node.clock_offset_s += fault.seconds
+        else:
+            self.simulation.remove(fault.node)
+            if fault.kind == "crash":
+                self.simulation.put(self.simulation.now + fault.seconds, Call("restart", fault.node))
+            elif len(self._dead) < self.size - 1:
+                self._dead.add(number)
+            else:
+                self.simulation.put(self.simulation.now + fault.seconds, Call("restart", fault.node))
+
+    def _restart(self, node: tuple[str, int]) -> None:
+        if node in self.simulation.nodes:
+            return
+        if node[0] == "shard":
+            self._start_shard(node[1])
+        else:
+            self._start_worker(node[1], self.workers[node[1]].incarnation + 1)
+
+    def _beat(self) -> None:
+        """Every second all workers that are neither dead nor stopped tell the shards that they live, as a thread of theirs does."""
+        now = self.simulation.now
+        self.simulation.put(now + 1.0, Call("beats", None))
+        for worker in self.workers:
+            node = self.simulation.nodes.get(("worker", worker))
+            if node is not None and node.stopped_until <= now and worker not in self._finished:
+                self._do(worker, [Send(place, Envelope(Kind.BEAT, worker)) for place in range(self.shards)])
+
+    # --- a worker's step -----------------------------------------------------------------------------------------------------
+
+    def _call(self, call: Call) -> None:
+        if call.name.startswith("fault"):
+            self._fault(self.schedule.faults[int(call.name.split()[1])])
+        elif call.name == "beats":
+            self._beat()
+        elif call.name == "restart":
+            self._restart(call.node)
+        elif call.node in self.simulation.nodes:
+            name, incarnation = call.name.split()
+            assert isinstance(call.node, tuple)
+            own = self.workers[call.node[1]]
+            if name == "computed" and own.incarnation == int(incarnation):
+                own.phase = "before"
+                self._do(call.node[1], own.program.before_update(self._gradient(call.node[1], own), self._time(call.node)))
+                self._idle(call.node)
+
+    def _gradient(self, worker: int, own: _Worker) -> list[Tensor]:
+        gradient = torch.zeros(self.layout.parameters)
+        column = worker * self.columns + own.program.step % self.columns
+        for part in own.program.slices.cut(0, gradient):
+            part[column] = -1.0
+        return [gradient]
+
+    def _idle(self, key: Key) -> None:
+        if not isinstance(key, tuple) or key[0] != "worker":
+            return
+        worker, own = key[1], self.workers[key[1]]
+        program = own.program
+        while not program.busy:
+            self._acknowledge(worker, program)
+            if own.phase == "batch":
+                self._next(worker, own)
+            elif own.phase == "before":
+                own.phase = "after"
+                if self.strategy.sync.averages_weights:
+                    own.rows[0] += 1.0
+                self._do(worker, program.after_update([1.0], None, self._time(key)))
+            elif own.phase == "after":
+                own.phase = "batch"
+            elif own.phase == "finishing":
+                own.phase = "left"
+                self._finished.add(worker)
+                self._do(worker, program.leave(self._time(key)))
+            else:
+                return
+
+    def _next(self, worker: int, own: _Worker) -> None:
+        program, now = own.program, self._time(("worker", worker))
+        if self.strategy.sync.static_partition:
+            number = program.step * self.size + worker if program.step < self.steps else None
+        else:
+            number = program.next_batch()
+            if number is None and program.may_get_batch:
+                self._do(worker, program.take_batch(now))
+                return
+        if number is None:
+            own.phase = "finishing"
+            self._do(worker, program.finish(now))
+            return
+        own.phase = "computing"
+        self._check_staleness(worker, program.step)
+        seconds = self.schedule.speeds[worker] * self._rng.uniform(0.5, 1.5)
+        self.simulation.put(self.simulation.now + seconds, Call(f"computed {own.incarnation}", ("worker", worker)))
+
+    def _acknowledge(self, worker: int, program: ServerWorker) -> None:
+        for step in range(1, program.pushed + 1):
+            self.acknowledged.add((worker, step))
+
+    def _do(self, worker: int, effects: Effects) -> None:
+        self.simulation.carry_out(("worker", worker), effects)
+
+    def _time(self, key: Key) -> float:
+        return self.simulation.time(key)
+
+    # --- invariants ----------------------------------------------------------------------------------------------------------
+
+    def violate(self, sentence: str) -> None:
+        """An invariant does not hold."""
+        self.outcome.violations.append(f"{self.simulation.now:.3f} s: {sentence}")
+
+    def _check_staleness(self, worker: int, step: int) -> None:
+        """A shard that restarts forgets pushes: until they are made up for, workers seem to be ahead."""
+        bound = self.strategy.sync.max_staleness
+        if self._shards_crash or self.strategy.sync.averages_weights:
+            return
+        for place, server in self.servers.items():
+            done = {} if server.shard is None else server.shard.done
+            if worker in done and step - min(done.values()) > bound:
+                self.violate(f"worker {worker} begins step {step + 1}, on shard {place} the slowest has done {min(done.values())}")
+
+    def run(self) -> Outcome:
+        """Until all workers that live have finished; the outcome."""
+        outcome, stale = self.outcome, self.strategy.sync.averages_weights
+        while len(self._finished | self._dead) < self.size and not outcome.violations:
+            if outcome.events > MAX_EVENTS or self.simulation.now > MAX_TIME_S or not self.simulation.step():
+                self.violate(f"the run hangs: { ({w: own.phase for w, own in self.workers.items()}) }")
+                break
+            outcome.events += 1
+            if stale:
+                for server in self.servers.values():
+                    self._watch_meetings(server)
+        outcome.end_s = self.simulation.now
+        if not outcome.violations:
+            self._check_end()
+        return outcome
+
+    def _check_end(self) -> None:
+        for place, server in self.servers.items():
+            if server.shard is None:
+                self.violate(f"shard {place} has no weights at the end")
+            elif not self.strategy.sync.averages_weights:
+                self._check_counts(place, server)
+        first = self.servers[0]
+        if first.dispatcher is not None and first.dispatcher.counted + first.all_lost < self.total:
+            done, lost = first.dispatcher.counted, first.all_lost
+            self.violate(f"of {self.total} mini-batches {done} are done and {lost} lost at the end")
+        if self.strategy.sync.static_partition:
+            for worker in self._finished:
+                if (step := self.workers[worker].program.step) < self.steps:
+                    self.violate(f"worker {worker} has finished after {step} of {self.steps} steps")
+        finals = [self.workers[worker].rows for worker in sorted(self._finished)]
+        calm = not self.schedule.faults and not self.schedule.partitions
+        if calm and not all(torch.equal(a, b) for rows in finals for a, b in zip(rows, finals[0], strict=True)):
+            self.violate("workers have finished with different weights")
+
+    def _check_counts(self, place: int, server: ShardServer) -> None:
+        """Every push is applied exactly once or counted as lost."""
+        assert server.shard is not None
+        counts = torch.cat(server.shard.weights).view(self.size, self.columns)
+        together = self.strategy.sync.max_staleness == 0
+        if not together and bool(((counts != 0) & (counts != 1)).any()):
+            worker, step = (int(n) for n in ((counts != 0) & (counts != 1)).nonzero()[0])
+            found = float(counts[worker, step])
+            self.violate(f"shard {place} applied step {step + 1} of worker {worker} {found:g} times")
+        total, version = float(counts.sum()), server.shard.version
+        if together and (abs(total - version) > 1e-3 or float(counts.max()) > 1 + 1e-6):
+            self.violate(f"shard {place} made {version} updates, but the weights of all pushes add up to {total:g}")
+        missing, lost = [(w, t) for w, t in sorted(self.acknowledged) if counts[w, t - 1] == 0], server.all_lost
+        if len(missing) > lost:
+            self.violate(f"shard {place} lacks {len(missing)} acknowledged pushes, {missing[:3]} …, and counts {lost} as lost")
