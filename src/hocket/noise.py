@@ -1,7 +1,7 @@
 """Randomness as a hash of (seed, worker, step, bucket, index).
 
-It depends neither on who hosts whom nor on the device, so a virtual worker and a real one draw the same numbers. The mixing is
-the 32-bit finaliser "lowbias32" (Wellons, 2018); keys are folded with the same function in plain Python.
+It depends neither on the process that hosts a worker nor on the device, so a virtual worker and a real one draw the same numbers.
+The mixing is the 32-bit finaliser "lowbias32" (Wellons, 2018); keys are folded with the same function in plain Python.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def bits(keys: Tensor, size: int) -> Tensor:
 
 
 def bits_at(keys: Tensor, index: Tensor) -> Tensor:
-    """Only the values at the places ``index`` (int32) of what ``bits`` gives.
+    """The values at the indices ``index`` (int32) of :func:`bits`.
 
     >>> keys = torch.tensor([1, 2])
     >>> torch.equal(bits_at(keys, torch.tensor([7, 3], dtype=torch.int32)), bits(keys, 8)[:, [7, 3]])
@@ -61,7 +61,7 @@ def bits_at(keys: Tensor, index: Tensor) -> Tensor:
 
 
 def step_keys(seed: int, step: int, workers: int) -> Tensor:
-    """One key per worker for a step's augmentation and dropout: the same whoever hosts it.
+    """One key per worker for a step's augmentation and dropout: the same in every process.
 
     >>> step_keys(0, 3, 2).tolist() == step_keys(0, 3, 5)[:2].tolist()
     True

@@ -1,6 +1,6 @@
 """The notation of strategies: terms joined by ``+``, chains by ``|``, arguments in parentheses.
 
-Reads text into terms and prints terms as text; it knows nothing of what they mean.
+It reads text as terms and writes specs as text, without knowing the methods.
 
     term   = name [ "(" argument { "," argument } ")" ]  |  name "=" name
     argument = [ name "=" ] value
@@ -21,7 +21,7 @@ _TOKEN = re.compile(
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "none": None}
 _MAX_DEPTH = 20
 _MAX_TOKEN = 100
-"""No name is as long; longer integers than this fit no float, and from 4300 digits on Python itself refuses them."""
+"""No name is longer; a longer integer exceeds the range of float, and Python refuses integers of 4300 digits and more."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def read(text: str) -> list[list[Term]]:
 
 
 class _Reader:
-    """Walks over the tokens of one text."""
+    """The tokens of one text, read from left to right."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -1,7 +1,7 @@
 """Where the axes meet: a strategy is *when* × *whom* × *what*, and what is exchanged.
 
-A :class:`Strategy` is frozen data. Combinations that make no sense are refused here, when it is built, with the reason and what to
-use instead.
+A :class:`Strategy` is frozen data. Its constructor refuses combinations that make no sense, with the reason and what to use
+instead.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class Strategy:
             (self.compression, Compressor, "compression"),
         ):
             if not isinstance(part, kind):
-                raise HocketError(f"Strategy({what}={part!r}): expected a {kind.__name__}; to write it as text use Strategy.parse.")
+                raise HocketError(f"Strategy({what}={part!r}): expected a {kind.__name__}; for text use Strategy.parse.")
         if self.exchange not in (None, "weights", "gradients"):
             words = nearest(str(self.exchange), ("weights", "gradients"))
-            raise HocketError(f"exchange={self.exchange}: what is exchanged is weights or gradients{words}.")
+            raise HocketError(f"exchange={self.exchange}: use weights or gradients{words}.")
         if reason := self._refusal():
             raise HocketError(f"{self}: {reason}.")
 
     @property
     def runtime(self) -> str:
-        """What carries it out: ``collective`` (all workers take part in every exchange), ``server`` or ``peers`` (messages)."""
+        """Which program runs it: ``collective`` (all workers take part in every exchange), ``server`` or ``peers`` (messages)."""
         if not self.sync.asynchronous and not self.topology.has_servers:
             return "collective"
         return "peers" if self.topology.peer_to_peer else "server"
@@ -84,7 +84,7 @@ class Strategy:
             axis, spec = _axis_and_spec(chain)
             if axis in parts:
                 raise HocketError(
-                    f"{_short(text)} names two of one kind ({axis}): {_text(parts[axis])} and {_text(spec)}; keep one."
+                    f"{_short(text)} names two methods of one kind ({axis}): {_text(parts[axis])} and {_text(spec)}; keep one."
                 )
             parts[axis] = spec
         return cls(**parts)
@@ -136,7 +136,7 @@ def _axis_and_spec(chain: list[Term]) -> tuple[str, Any]:
             for what in ("weights", "gradients"):
                 if first.arguments == ([Term(what)],) and first.options in ((), (("=", True),)):
                     return "exchange", what
-        raise HocketError("exchange stands alone, as exchange=weights or exchange=gradients: 'bulk + gossip + exchange=gradients'.")
+        raise HocketError("exchange is a term of its own, exchange=weights or exchange=gradients: 'gossip + exchange=weights'.")
     specs = [_spec(term) for term in chain]
     for axis, kind in (("sync", Sync), ("topology", Topology)):
         if isinstance(specs[0], kind):
@@ -153,7 +153,7 @@ _ALIASES = {
     "randomk": {"share": "density"},
     "dgc": {"share": "density"},
 }
-"""Older names of arguments, which are still read; the canonical text has the new ones."""
+"""Older names of arguments, which the notation still reads; the canonical text has the new names."""
 _KNOWN: dict[str, type] = {**sync.METHODS, **topology.METHODS, **compression.METHODS}
 
 

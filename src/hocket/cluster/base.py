@@ -1,7 +1,7 @@
-"""What strategies may ask of a cluster: a handful of verbs on rows, and nothing else.
+"""The cluster as strategies see it: collectives on rows.
 
 Strategy code sees ``rows`` — tensors ``[workers hosted here, values]`` — and reaches other workers only through these verbs. A real
-process hosts one row (or several), a virtual cluster hosts all of them; the text of a strategy is the same.
+process hosts one row (or several), a virtual cluster hosts all of them; the code of a strategy is the same for both.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Exchange:
         self._last: Any = None
 
     def submit(self, work: Callable[[], Any], produced: float = 1.0) -> None:
-        """Start ``work`` (it may use any verb); it runs after everything submitted before it.
+        """Start ``work`` (it may call any collective); it runs after everything submitted before it.
 
-        Virtual workers with a clock launch it when their backward pass had ``produced`` this share of the gradients.
+        Virtual workers with a clock launch it when their backward pass has ``produced`` this share of the gradients.
         """
         if self._cluster.clock is not None:
             self._cluster.clock.launch(produced)
@@ -80,7 +80,7 @@ class Exchange:
         self._tickets.append(self._cluster.start(work))
 
     def wait(self) -> list[Any]:
-        """Block until all of it has ended; the results in the order of submission."""
+        """Block until all submitted work has ended; the results in the order of submission."""
         ledger = self._cluster.ledger
         blocked = ledger.clock.stamp()
         results = [ticket() for ticket in self._tickets]
@@ -99,7 +99,7 @@ class ServerReduction(Protocol):
 
 
 class Cluster(ABC):
-    """Who the workers are. Only clusters write the ledger."""
+    """The workers and their collectives. Only clusters write the ledger."""
 
     clock: Clock | None = None
     """The virtual time of virtual workers on a described cluster."""
@@ -131,7 +131,7 @@ class Cluster(ABC):
 
     @property
     def host_size(self) -> int:
-        """Workers per host, as far as the cluster knows (hierarchical topologies use it by default)."""
+        """Workers per host, if the cluster knows it (hierarchical topologies use it by default)."""
         return self.size
 
     @property
@@ -212,16 +212,16 @@ class Cluster(ABC):
 
     @abstractmethod
     def neighbor_exchange(self, message: Message, sources: Tensor) -> Message:
-        """Receive one message from each source: ``sources[slot, worker]`` is whom a worker hears (−1: nobody).
+        """Receive one message from each source: worker ``j`` receives from ``sources[slot, j]`` (−1: from no worker).
 
-        Returns rows in slot-major order, ``[slots · rows here]``; where nobody was heard the row is the worker's own message.
+        Returns rows in slot-major order, ``[slots · rows here]``; where a worker receives nothing the row is its own message.
         """
 
     @abstractmethod
     def all_to_all(self, message: Message, subgroups: Subgroups) -> Message:
         """All-to-all inside each group: row ``(i, k)`` of ``[rows here · group size]`` goes to the group's k-th member.
 
-        Returns rows ``(i, k)``: what worker ``i`` got from its group's k-th member.
+        Returns rows ``(i, k)``: the message to worker ``i`` from its group's k-th member.
         """
 
     @abstractmethod
@@ -241,7 +241,7 @@ class Cluster(ABC):
         """Every row becomes worker ``source``'s, in place; it may go on in the background: see :meth:`mean_later`."""
 
     def synchronize(self, rows: Tensor) -> None:
-        """Make every row worker 0's before the training starts (in place; waits, and neither bytes nor time count)."""
+        """Make every row equal to worker 0's before the training starts (in place; waits, and neither bytes nor time count)."""
         with self.uncounted():
             self.start(lambda: self.broadcast(rows))()
 
@@ -267,7 +267,7 @@ class Cluster(ABC):
             self.ledger.sent[source - self.workers.start] += (self.size - 1) * framed(rows.shape[1] * rows.element_size())
 
     def _count_messages(self, message: Message, copies: Tensor | int) -> Tensor:
-        """``copies`` of each row's message leave the worker that sends it; returns the bytes of one."""
+        """Count ``copies`` of each row's message as sent by its worker; returns the bytes of one copy."""
         payload = message.payload_bytes()
         sent = self.ledger.sent if message.lengths is None else self.ledger.sent_varying
         # A message of varying size is announced by a small one.
@@ -278,7 +278,7 @@ class Cluster(ABC):
         return framed
 
     def _copies_heard(self, sources: Tensor) -> Tensor:
-        """How many others hear each worker hosted here, per the table ``sources``."""
+        """How many workers receive from each worker hosted here, by the table ``sources``."""
         heard = sources[sources >= 0]
         counts = torch.bincount(heard, minlength=self.size)
         return counts[self.workers.start : self.workers.stop]

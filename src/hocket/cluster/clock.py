@@ -1,6 +1,7 @@
-"""The virtual clock: when each virtual worker would be where, on a described cluster (:class:`~hocket.cluster.spec.ClusterSpec`).
+"""The virtual clock: the time of each virtual worker on a described cluster (:class:`~hocket.cluster.spec.ClusterSpec`).
 
-Each worker has its own time ``now`` and a network that is free from ``net`` on; both are float64 tensors ``[workers]`` on the CPU.
+Each worker has its own time ``now`` and a network link that is free from time ``net`` on; both are float64 tensors ``[workers]`` on
+the CPU.
 
 - *Computing* a step takes ``step_s · samples / batch · slowdown · disturbance``: one third of it forward, two thirds backward.
   The backward pass produces gradients in proportion to parameters, in bucket order; updating the weights takes no time.
@@ -9,9 +10,9 @@ Each worker has its own time ``now`` and a network that is free from ``net`` on;
   worker needs ``max(bytes in, bytes out) / B`` and a latency: one for small messages, which go all at once, and one for each
   partner's where they are large and go one after another (docs/decisions/11); sizes that vary are announced, for one more.
 - Workers on one host talk over the host's link; an exchange is as slow as its slowest link. Links are not shared between workers.
-- A worker *lands* an exchange when it needs the result: it stands still until the end. That is split as the ledger does it.
+- A worker *waits* for an exchange when it needs the result: it is idle until the exchange ends. The ledger splits this time.
 
-Nothing of this depends on a device or on the process's own time: the same seed gives the same seconds.
+None of this depends on the device or on real time: the same seed gives the same seconds.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Routes:
 
 
 def meet(times: Tensor, heard: Tensor) -> Tensor:
-    """The latest of ``times[…, worker]`` among each worker, those it hears (``heard[slot, worker]``) and those who hear it.
+    """The latest of ``times[…, worker]`` among each worker, its sources (``heard[slot, worker]``) and its receivers.
 
     >>> meet(torch.tensor([[1.0, 5.0, 2.0]]), torch.tensor([[1, 1, 2]])).tolist()
     [[5.0, 5.0, 2.0]]
@@ -111,17 +112,17 @@ class Clock:
     def __init__(self, spec: ClusterSpec, workers: int, seed: int = 0) -> None:
         self.spec, self.workers, self.seed = spec, workers, seed
         self.step_s = spec.step_s or 0.0
-        """Seconds of an undisturbed step on a whole mini-batch; whoever trains sets it where the spec does not."""
+        """Seconds of an undisturbed step on a whole mini-batch; the training sets it where the spec does not."""
         self.now = torch.zeros(workers, dtype=torch.float64)
         self.net = self.now.clone()
         self._factors = spec.factors(workers)
-        self._block, self._disturbances = -1, self._factors  # of so many steps at once, slowdown included
+        self._block, self._disturbances = -1, self._factors  # disturbances of so many steps at once, slowdown included
         self._net_link = Link(spec.latency_s, spec.bandwidth)
         self._host_link = Link(spec.host_latency_s, spec.host_bandwidth)
         self._host_of = torch.arange(workers) // (spec.host_size or 1)
         self._routes: dict[Subgroups, Routes] = {}
         self._step = self.now.clone()  # what the last step took
-        self._first: Tensor | None = None  # the first launch of the exchange under way, if one is
+        self._first: Tensor | None = None  # the first launch of the exchange in flight, if there is one
         self._late = self.now.clone()  # the latest launch among those it goes through
         self._begun = self.now.clone()
         self._sums = torch.zeros(3, workers, dtype=torch.float64)  # wait, transfer and hidden transfer since then
@@ -140,7 +141,7 @@ class Clock:
     # --- exchanging --------------------------------------------------------------------------------------------------------
 
     def launch(self, produced: float = 1.0) -> None:
-        """Work is handed to the network: now, or when the last backward pass had ``produced`` this share of the gradients."""
+        """Launch an exchange: now, or when the last backward pass has ``produced`` this share of the gradients."""
         launch = self.now - (1 - produced) * BACKWARD * self._step
         self._late = launch if self._first is None else torch.maximum(self._late, launch)
         self._first = launch if self._first is None else self._first
@@ -152,7 +153,7 @@ class Clock:
             self._together(subgroups, self._routes_of(subgroups).ring(sent_bytes))
 
     def summed(self, sent_bytes: float, subgroups: Subgroups) -> None:
-        """A mean over machines that sum: pushed and fetched in pieces, both directions at once, all links equally loaded."""
+        """A mean on summation servers: pushed and fetched in pieces, both directions at once, all links equally loaded."""
         if subgroups.size > 1:
             self._together(subgroups, self._net_link.latency_s * 2 + torch.tensor([sent_bytes / self._net_link.bandwidth]))
 
@@ -169,7 +170,7 @@ class Clock:
             self._together(subgroups, self._routes_of(subgroups).exchange(sent, announced))
 
     def neighbor_exchange(self, sizes: Tensor, sources: Tensor, announced: bool) -> None:
-        """Messages of ``sizes`` ``[workers]`` bytes to whoever hears them (``sources[slot, worker]``, −1: nobody)."""
+        """Messages of ``sizes`` ``[workers]`` bytes from ``sources[slot, worker]`` (−1: none) to each worker."""
         if not sources.shape[0]:
             return
         own = torch.arange(self.workers)
@@ -190,7 +191,7 @@ class Clock:
         self.net = starts + cost
 
     def wait(self) -> None:
-        """Every worker needs the result of the exchange under way: it stands still until that has ended."""
+        """Every worker needs the result of the exchange in flight: it is idle until the exchange has ended."""
         if self._first is None:
             return
         self._sums = self._sums + torch.stack(parts(self._first, self._late, self.now, self.net))
@@ -221,7 +222,7 @@ class Clock:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Where everybody stands (tensors that are never changed in place)."""
+        """The state of all workers (tensors that are never changed in place)."""
         return {name.lstrip("_"): getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,11 +1,12 @@
-"""Who is still there: each process leaves a beat in the job's store; who falls silent is named.
+"""Heartbeats: each process writes a counter to the job's store; a process whose counter stops is reported as lost.
 
-Gloo tells only a dead process's ring neighbours, and only that *a* connection closed; a stopped process is noticed at the timeout.
-So each process writes a counter twice a second and watches that of the process before it; the first to find a silent one writes its
-name where all look. A process that finds the name while it is stuck in a collective says so and ends itself: Gloo cannot abort.
+Gloo reports a dead process only to its ring neighbours, and only as a closed connection; a stopped process is noticed at the
+timeout. So each process increments a counter twice a second and watches the counter of the process before it; the first to find one
+that stopped writes that rank to the store, which all processes read. A process that reads the rank while it is blocked in a
+collective prints the error and exits: Gloo cannot abort a collective.
 
-The store is reached over a connection of its own, in a thread of its own: a stopped process may be the one that keeps it, and a
-request to it then never returns. Process 0, which may keep it, leaves last, also when all end because of another.
+The heartbeat uses its own connection to the store in its own thread: the stopped process may be the one that hosts the store, and a
+request to it then never returns. Process 0, which may host the store, exits last, also when all exit because of another's loss.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def boot_id() -> str:
 
 
 class Heartbeat:
-    """Beats and watches in a thread of its own until :meth:`stop`."""
+    """Increments and watches counters in threads of its own until :meth:`stop`."""
 
     def __init__(self, rank: int, processes: int, hosting: list[range], liveness_timeout_s: float) -> None:
         self.rank, self.processes, self.hosting, self.liveness_timeout_s = rank, processes, hosting, liveness_timeout_s
@@ -57,21 +58,21 @@ class Heartbeat:
             atexit.register(self._at_exit)
 
     def stop(self) -> None:
-        """Leave in good order: this process will no longer be missed."""
+        """Announce that this process has left, so that others do not report it as lost."""
         if self._store is None or self._stop.is_set():
             return
         self._stop.set()
-        with contextlib.suppress(RuntimeError):  # the store may have gone first
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited first
             self._store.set(f"left/{self.rank}", "1")
         self._join()
 
     def _join(self) -> None:
-        """Threads must not wake from torch while the interpreter is taken down: that would abort the process."""
+        """Wait for the threads: one that returns from torch during the interpreter's shutdown would abort the process."""
         for thread in self._threads:
             thread.join(timeout=2 * _BEAT_S)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Turn a collective's failure into a :class:`WorkerLost` that names who is gone, as far as can be told."""
+        """Turn a collective's failure into a :class:`WorkerLost` that names the lost process, if it can be found."""
         if self._store is None:
             return error
         text = str(error).splitlines()[0]
@@ -82,10 +83,10 @@ class Heartbeat:
         if gone is not None:
             self._tell(gone)
             return WorkerLost(self._sentence(gone), self.hosting[gone].start if gone >= 0 else -1)
-        return WorkerLost(f"An exchange failed and no process could be named as lost ({text}); see the other processes' output.")
+        return WorkerLost(f"An exchange failed, but no lost process was found ({text}); see the other processes' output.")
 
     def _find(self) -> int | None:
-        """Who is gone, after a collective has failed: whoever was named, is silent, or has left; −1 for the keeper of the store."""
+        """The lost rank, after a collective has failed: reported, silent, or left; −1 for the process that hosts the store."""
         others = [rank for rank in range(self.processes) if rank != self.rank]
         seen: dict[int, tuple[bytes, float]] = {}
         start = time.monotonic()
@@ -108,11 +109,11 @@ class Heartbeat:
     def _sentence(self, gone: int) -> str:
         hosted = self.hosting[max(gone, 0)]
         who = f"Worker {hosted.start}" if len(hosted) == 1 else f"Workers {hosted.start} to {hosted.stop - 1}"
-        which = f"{who} (process {gone})" if gone >= 0 else f"{who} (process 0), or the launcher if it keeps the job's store,"
-        return f"{which} died, ended early or stopped answering; the others cannot go on and end. Restart from a checkpoint."
+        which = f"{who} (process {gone})" if gone >= 0 else f"{who} (process 0), or the launcher if it hosts the job's store,"
+        return f"{which} died, ended early or stopped answering; the others cannot continue and exit. Restart from a checkpoint."
 
     def _beat(self) -> None:
-        """Beat, and look for who is gone."""
+        """Increment the own counter, and look for lost processes."""
         seen: dict[int, tuple[bytes, float]] = {}
         while not self._stop.wait(_BEAT_S):
             self._rounds += 1
@@ -126,9 +127,9 @@ class Heartbeat:
                 return
 
     def _watch(self) -> None:
-        """End this process, if the main thread does not do so by itself: some time after somebody was found gone.
+        """Exit some time after a process was found lost, if the main thread does not exit by itself.
 
-        The main thread gets a moment to end with the same sentence; once told, it may take its time to save.
+        The main thread has ``_GRACE_S`` to raise the same error; once it has raised it, it may take longer, to save its state.
         """
         rounds, stuck, grace = 0, 0.0, _GRACE_S
         while not self._stop.wait(_BEAT_S):
@@ -147,7 +148,7 @@ class Heartbeat:
                 os._exit(1)
 
     def _tell(self, gone: int) -> None:
-        """Process 0 waits until everybody else knows, since the store may end with it."""
+        """Process 0 waits until all others have read the lost rank, since the store may end with process 0."""
         deadline = time.monotonic() + _GRACE_S
         with contextlib.suppress(RuntimeError):
             while self.rank == 0 and gone >= 0 and time.monotonic() < deadline:
@@ -171,7 +172,7 @@ class Heartbeat:
         return bool(self._store.check([f"left/{rank}"]))
 
     def _silent(self, ranks: list[int], liveness_timeout_s: float, seen: dict[int, tuple[bytes, float]]) -> int | None:
-        """A process whose counter has stood still for ``liveness_timeout_s`` (and announce it); ``seen`` is kept between calls."""
+        """Report a process whose counter has not changed for ``liveness_timeout_s``; ``seen`` is kept between calls."""
         for rank in ranks:
             if self._has_left(rank):
                 continue
@@ -185,21 +186,21 @@ class Heartbeat:
         return None
 
     def _name(self, rank: int) -> int:
-        """Write down who is gone, unless somebody was named before."""
+        """Write the lost rank to the store, unless another was written before."""
         if not self._store.check(["gone"]):
             self._store.set("gone", str(rank))
         found = self._named()
         return rank if found is None else found
 
     def _at_exit(self) -> None:
-        """Leave, unless the program died of an exception: then the others are to notice. Process 0 sees everybody off."""
+        """Announce the exit, unless it follows an exception, which others should notice. Process 0 waits for all others."""
         if hasattr(sys, "last_value"):
             self._stop.set()
             self._join()
             return
         self.stop()
         seen: dict[int, tuple[bytes, float]] = {}
-        with contextlib.suppress(RuntimeError):  # the launcher kept the store, and it is gone
+        with contextlib.suppress(RuntimeError):  # the launcher hosted the store and has exited
             while self.rank == 0 and not self._told:
                 here = [rank for rank in range(1, self.processes) if not self._has_left(rank)]
                 if not here or self._named() is not None or self._silent(here, self.liveness_timeout_s, seen) is not None:
@@ -211,7 +212,7 @@ _generations = 0
 
 
 def _generation() -> int:
-    """Clusters follow one another in one job; each has its own names in the store."""
+    """A number per cluster: several in one job have separate keys in the store."""
     global _generations
     _generations += 1
     return _generations

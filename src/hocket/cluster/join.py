@@ -1,6 +1,6 @@
-"""Joining whatever started this process: torchrun, mpirun, Slurm, Ray, or nothing at all.
+"""Join the job that a launcher started: torchrun, mpirun or Slurm; without a launcher, one process alone.
 
-Launchers announce ranks in the environment, each in its own words; this is the one place in the library that reads it.
+Launchers announce ranks in environment variables of their own; this is the one module of the library that reads them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """This process among the others, as its launcher announced it."""
+    """The rank of this process and the size of the job, as the launcher announced them."""
 
     launcher: str
     rank: int
@@ -45,7 +45,7 @@ class LaunchInfo:
 
 
 def find_launcher(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """Who started us and where we stand; None when nobody did.
+    """What the launcher of this process announced; None if there is none.
 
     >>> find_launcher({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
     1
@@ -66,7 +66,7 @@ def find_launcher(environ: Mapping[str, str]) -> LaunchInfo | None:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment less what launchers announce: for a process that is to start workers of its own.
+    """The environment without the launcher's variables: for a process that starts workers itself.
 
     >>> without_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "HOME": "/root"})
     {'HOME': '/root'}
@@ -105,7 +105,7 @@ def join(
         if place is None or place.processes == 1:
             alone = device or ("cuda" if torch.cuda.is_available() else "cpu")
             return VirtualCluster(workers or 1, alone, timed=(workers or 1) == 1)
-        # NCCL wants a GPU for every process.
+        # NCCL needs a GPU for every process.
         nccl = _on_cuda(device) and place.per_host <= torch.cuda.device_count()
         _start_group(place, backend or ("nccl" if nccl else "gloo"), timeout_s)
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
@@ -126,7 +126,7 @@ def _start_group(place: LaunchInfo, backend: str, timeout_s: float) -> None:
     os.environ.setdefault("MASTER_ADDR", place.address)
     os.environ.setdefault("MASTER_PORT", str(place.port))
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.processes))
-    # Its functions have the world of their first import as a default; imported later, they would hold the group for ever.
+    # Its functions take the default group at import as a default argument; imported later, they would keep the group alive.
     importlib.import_module("torch.distributed.nn.functional")
     late = threading.Timer(timeout_s + 5, _give_up, (place, timeout_s))
     late.daemon = True
@@ -144,7 +144,7 @@ def _start_group(place: LaunchInfo, backend: str, timeout_s: float) -> None:
 
 
 def _give_up(place: LaunchInfo, timeout_s: float) -> None:
-    """Something else answers at the address, and torch would wait for ever."""
+    """Exit: another service answers at the address, and torch would wait without end."""
     print(f"hocket: {_not_joined(place, f'in {timeout_s:g} s')}", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -153,5 +153,5 @@ def _not_joined(place: LaunchInfo, how: str) -> str:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return (
         f"Process {place.rank} of {place.processes} could not join the others at {where} {how}; "
-        "check that all were started and reach that address."
+        "check that all processes were started and can reach that address."
     )

@@ -1,7 +1,7 @@
-"""Buckets: how the parameters of a model lie in flat rows.
+"""Buckets: the parameters of a model as flat rows.
 
 A layout is a pure function of the parameters' names, shapes, dtypes, devices, groups and of a cap. It is recorded in run.json
-and never rebuilt while training: top-k, QSGD and their kin see buckets, so another cap is another result.
+and never rebuilt while training: top-k, QSGD and others work on buckets, so another cap gives another result.
 
 Each bucket holds parameters of one group, dtype and device, in the reverse of their registration order (gradients become ready
 in about that order), and is closed as soon as it holds ``cap`` bytes; the first one already at ``first_cap`` bytes, so that the
@@ -23,7 +23,7 @@ FIRST_BUCKET_CAP_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies inside its bucket."""
+    """The position of one parameter in its bucket."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Bucket:
         return torch.zeros(rows, self.size, dtype=self.dtype, device=self.device)
 
     def spaced(self, rows: int) -> Tensor:
-        """The same, except that on a CPU every row starts at a multiple of 64 bytes, where a storage of its own would."""
+        """The same, except that on a CPU every row starts at a multiple of 64 bytes, as a separate tensor does."""
         step = 64 // self.dtype.itemsize if self.device.type == "cpu" else 1
         width = -(-self.size // step) * step
         return torch.zeros(rows, width, dtype=self.dtype, device=self.device)[:, : self.size]
@@ -71,7 +71,7 @@ class Layout:
 
     buckets: tuple[Bucket, ...]
     buffer_bytes: int = 0
-    """Bytes of the model's floating-point buffers, which travel beside the buckets where servers are told of them."""
+    """Bytes of the model's floating-point buffers, which are sent beside the buckets where servers keep them."""
 
     @property
     def parameters(self) -> int:
@@ -91,7 +91,7 @@ class Layout:
         ]
 
     def digest(self) -> str:
-        """Equal on two workers exactly when their layouts are equal (devices aside)."""
+        """A digest that is equal on two workers if and only if their layouts are equal (devices aside)."""
         return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
 
 
@@ -109,7 +109,7 @@ def layout_of(
 
     Parameters named in ``apart`` share buckets only with those of the same kind.
 
-    Shared parameters appear once (``named_parameters`` already sees to that); frozen ones and, when groups are given, those
+    Shared parameters appear once (``named_parameters`` lists them once); frozen ones and, when groups are given, those
     that no group holds are left out.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))

@@ -1,11 +1,11 @@
-"""The ledger: where the seconds went and how many bytes were sent.
+"""The ledger: seconds of computing, waiting and transfer, and bytes sent.
 
 In one exchange, *wait* = latest start − own start and *transfer* = end − latest start. Only the part that is not hidden behind
 computing counts into these; the hidden part is ``transfer_hidden_s``. So compute + wait + transfer add up to ``seconds``.
 
-Time stamps are local; the latest start of each exchange is found once per epoch by gathering everyone's starts (a barrier per
-step would cost milliseconds and inflate what it measures). Virtual workers on a described cluster have a virtual clock
-(:mod:`hocket.cluster.clock`), which says the same in its own seconds; without one their seconds are ``None``.
+Time stamps are local; the latest start of each exchange is found once per epoch by gathering the starts of all workers (a barrier
+per step would cost milliseconds and inflate what it measures). Virtual workers on a described cluster have a virtual clock
+(:mod:`hocket.cluster.clock`), which gives the same figures in virtual seconds; without one their seconds are ``None``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostClock:
 
 
 class CudaClock(HostClock):
-    """Stamps are events on the current stream: the host runs ahead of the device, so its own time would say nothing."""
+    """Stamps are events on the current stream: the host runs ahead of the device, so its time would be wrong."""
 
     def __init__(self) -> None:
         self._base = torch.cuda.Event(enable_timing=True)
@@ -84,7 +84,7 @@ class Entry:
 
 
 def split(spans: list[Span], latest: Tensor) -> tuple[float, float, float]:
-    """Exposed wait, exposed transfer and hidden transfer of ``spans``, given everyone's latest start of each.
+    """Exposed wait, exposed transfer and hidden transfer of ``spans``, given the latest start of each among all workers.
 
     >>> split([Span(0.0, 1.0, 2.0, 5.0)], torch.tensor([3.0]))  # the last worker started at 3; we blocked from 2 to 5
     (1.0, 2.0, 0.0)
@@ -114,10 +114,10 @@ class Ledger:
     nonfinite: int = 0
     exchanges: int = 0
     computed: list[float] = field(default_factory=list)
-    """Seconds that each of all workers computed in the epoch closed last, wherever they are; empty where no time is told."""
+    """Seconds that each of all workers computed in the epoch closed last, in all processes; empty without time stamps."""
     clock: HostClock = field(default_factory=HostClock)
     predict: Callable[[], Tensor] | None = None
-    """Seconds, wait, transfer and hidden transfer ``[rows, 4]`` since the last call, where a virtual clock tells them."""
+    """Seconds, wait, transfer and hidden transfer ``[rows, 4]`` since the last call, from the virtual clock if there is one."""
     _seconds: float = 0.0
     _since: float | None = None
 

@@ -1,7 +1,7 @@
-"""Coded rows on their way from worker to worker, and the bytes they take.
+"""Messages: encoded rows as workers send them, and their bytes.
 
 A message holds one row per sender: ``parts[k]`` is a tensor ``[rows, capacity]``. Where the size depends on the data, ``lengths``
-``[rows, parts]`` says how many values of each part are real and the rest is padding that never travels. Padded tensors plus
+``[rows, parts]`` says how many values of each part are real; the others are padding that is never sent. Padded tensors plus
 lengths instead of one Python object per pair of workers: with 210 workers the difference is a factor of twenty.
 """
 
@@ -85,14 +85,14 @@ def _cut(blobs: Tensor, shapes: list[tuple[torch.dtype, int]]) -> tuple[Tensor, 
     parts, start = [], 0
     for dtype, count in shapes:
         end = start + count * dtype.itemsize
-        # Flat and fresh: a view as another dtype wants aligned storage, and an empty part has none.
+        # A new flat tensor: a view as another dtype needs aligned storage, and an empty part has none.
         parts.append(blobs[:, start:end].flatten().clone().view(dtype).view(blobs.shape[0], count))
         start = end
     return tuple(parts)
 
 
 def there(small: Tensor, other: Tensor) -> Tensor:
-    """A small table where ``other`` is. A plain ``to`` would wait for all that the GPU has to do; the table is read at once."""
+    """A small table on the device of ``other``; unlike a plain ``to``, it does not wait for the work queued on the GPU."""
     return small.to(other.device, non_blocking=True)
 
 
@@ -115,7 +115,7 @@ def ring_bytes(payload_bytes: int, workers: int) -> int:
 
 
 def summed_bytes(payload_bytes: int, workers: int, servers: int) -> tuple[int, int]:
-    """What one worker and one of ``servers`` machines that only sum send in a mean of ``payload_bytes`` (BytePS, Jiang 2020).
+    """What one worker and one of ``servers`` summation servers send in a mean of ``payload_bytes`` (BytePS, Jiang 2020).
 
     With ``d = N² + nN − 2n`` a server sums ``2(N−1)M/d`` and a worker ``(N−n)M/d``, so that all links carry the same.
 
@@ -133,7 +133,7 @@ def summed_bytes(payload_bytes: int, workers: int, servers: int) -> tuple[int, i
 
 
 def ordered_mean(rows: Tensor) -> Tensor:
-    """The mean over dimension 0, summed in worker order on the CPU, so that it does not depend on who hosts whom."""
+    """The mean over dimension 0, summed in worker order on the CPU, so that it does not depend on which process hosts a worker."""
     if rows.device.type != "cpu":
         return rows.mean(0)
     total = rows[0].clone()

@@ -1,4 +1,4 @@
-"""A cluster described: how fast its workers compute and how its links carry, for virtual time.
+"""The description of a cluster for virtual time: the speed of its workers and links.
 
     [compute]
     flops = "50G"                 # of one worker, per second; or step = "20ms", whatever the model
@@ -16,7 +16,7 @@
     bandwidth = "50Gbit"
     latency = "10us"
 
-Presets are such descriptions by name. What a virtual run says about seconds is a prediction for the cluster described here.
+Presets are such descriptions by name. The seconds of a virtual run are a prediction for the cluster described here.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ClusterSpec:
         return torch.tensor([self.slowdown[i % len(self.slowdown)] for i in range(workers)], dtype=torch.float64)
 
     def disturbance(self, workers: int, step: int, seed: int = 0) -> Tensor:
-        """The factor by which jitter and stragglers stretch step ``step`` of each worker: a function of these numbers alone.
+        """The factor of jitter and stragglers on step ``step`` of each worker: a function of the arguments and the spec.
 
         >>> ClusterSpec(stragglers=1.0, straggle=3).disturbance(2, 5).tolist()
         [3.0, 3.0]
@@ -92,7 +92,7 @@ class ClusterSpec:
         return self.disturbances(workers, range(step, step + 1), seed)[0]
 
     def disturbances(self, workers: int, steps: range, seed: int = 0) -> Tensor:
-        """The same for several steps at once, which takes hardly longer: float64 ``[steps, workers]``."""
+        """The same for several steps at once, which is faster than step by step: float64 ``[steps, workers]``."""
         factor = torch.ones(len(steps), workers, dtype=torch.float64)
         if not self.jitter and not self.stragglers:
             return factor

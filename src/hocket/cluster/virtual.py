@@ -1,7 +1,7 @@
 """All workers as rows in this process: no sockets, the same bytes and the same results as real processes.
 
-On a described cluster (a :class:`~hocket.cluster.spec.ClusterSpec`) they have a clock, and every verb takes as long as it would
-there.
+On a described cluster (a :class:`~hocket.cluster.spec.ClusterSpec`) they have a clock, and every collective takes the time it
+would take there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VirtualCluster(Cluster):
         spec: ClusterSpec | None = None,
         seed: int = 0,
     ) -> None:
-        """``timed``: seconds are this process's own; ``spec``: they are those of the virtual clock, disturbed by ``seed``."""
+        """``timed``: measure this process's seconds; ``spec``: use those of the virtual clock, with disturbances from ``seed``."""
         super().__init__(size, range(size), torch.device(device), timed and spec is None)
         self._host_size = host_size or (spec.host_size if spec is not None else None) or size
         if spec is not None:
@@ -64,7 +64,9 @@ class VirtualCluster(Cluster):
     def reduce_on_servers(self, servers: int, rows: Tensor) -> Tensor:
         payload = rows.shape[1] * rows.element_size()
         own, theirs = summed_bytes(payload, self.size, servers)
-        self.ledger.sent += own + servers * theirs // self.size  # what servers send stands to the account of those they serve
+        self.ledger.sent += (
+            own + servers * theirs // self.size
+        )  # the bytes that servers send are counted for the workers they serve
         if self.clock is not None:
             self.clock.summed(own, self.world)
         return rows.copy_(ordered_mean(rows).expand_as(rows))

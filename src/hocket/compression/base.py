@@ -1,11 +1,11 @@
-"""What a compressor is: a cheaper mean.
+"""A compressor: a mean of rows that sends fewer bytes.
 
-A compressor receives rows and the channel (topology and cluster) and returns what was heard and what the others heard of each
-row (``sent``). So error feedback is a wrapper that knows nothing of the method. Simple compressors are codecs: they turn rows into
-a message and back, and every channel knows how to mix coded rows. Low rank needs two means, so it is not a codec there.
+A compressor receives rows and the channel (topology and cluster). It returns the mixed rows (``heard``) and each row as the other
+workers decode it (``sent``), so that error feedback can wrap any method. Most compressors are codecs: they encode rows as a message
+and decode it, and every channel can mix encoded rows. Low rank needs two means per exchange, so it overrides ``mean``.
 
-Specs are frozen dataclasses; what they must remember between exchanges (their *state*, a dict of tensors whose first dimension
-is the rows) goes in and comes out.
+Specs are frozen dataclasses; the *state* that a method keeps between exchanges (a dict of tensors whose first dimension is the
+rows) is an argument and a result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONSENSUS_STEP = 0.4
 
 @dataclass(frozen=True)
 class Context:
-    """Where in the run an exchange stands; randomness is a function of this alone."""
+    """The position of an exchange in the run; randomness is a function of this alone."""
 
     seed: int
     step: int
@@ -42,10 +42,10 @@ class Context:
     shapes: tuple[tuple[int, ...], ...] | None = None
     """Shapes of the parameters in the bucket, where rows are whole buckets."""
     residual_stays: bool = False
-    """Whether what is held back of exchanged weights stays in them, not in the compressor's state."""
+    """Whether the residual of exchanged weights stays in them, not in the compressor's state."""
 
     def keys(self, salt: int = 0) -> Tensor:
-        """One random key per row, a hash of (seed, worker, step, bucket, salt), on the CPU: so few values are faster made there."""
+        """One random key per row, a hash of (seed, worker, step, bucket, salt), on the CPU, which is faster for so few values."""
         common = torch.tensor([fold(self.seed, self.step, self.bucket, salt)])
         return bits(common, self.world)[0].to(torch.int64)[self.workers]
 
@@ -55,7 +55,7 @@ class Context:
 
 
 class Heard(NamedTuple):
-    """The outcome of a mean: what each row heard, what others heard of it, and what to remember."""
+    """The result of a mean: the mixed rows, each row as other workers decode it, and the new state."""
 
     heard: Tensor
     sent: Tensor
@@ -67,7 +67,7 @@ class MeanChannel(Protocol):
 
     @property
     def uniform(self) -> bool:
-        """Whether everybody hears the same (a mean of all)."""
+        """Whether all workers receive the same mean."""
 
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         """Plain mixing of rows (in place where possible)."""
@@ -81,7 +81,7 @@ class Compressor:
     """Base of all compressors."""
 
     biased: ClassVar[bool] = True
-    """Whether the decoded value differs from the original in expectation; error feedback is for these."""
+    """Whether the decoded value differs from the original in expectation; error feedback needs such a method."""
     compresses: ClassVar[bool] = True
     """Whether values are coded at all."""
     carries_momentum: ClassVar[bool] = False
@@ -115,7 +115,7 @@ class Compressor:
 
     @property
     def global_selection(self) -> bool:
-        """Whether it weighs values of the whole model against each other: then there is one bucket, and slices are interleaved."""
+        """Whether it compares values of the whole model: then there is one bucket, and slices are interleaved."""
         return False
 
     @property
@@ -125,26 +125,26 @@ class Compressor:
 
     @property
     def residual_stays(self) -> bool:
-        """Whether what feedback holds back may stay in the worker's own weights: every value must get its turn soon."""
+        """Whether the residual may stay in the worker's own weights: the method must send every value after a few exchanges."""
         return self.uses_error_feedback
 
     @property
     def for_gradients_only(self) -> bool:
-        """Whether exchanging weights with it makes no sense."""
+        """Whether it can exchange gradients only."""
         return False
 
     @property
     def contracts(self) -> bool:
-        """Whether ``‖C(x) − x‖ ≤ ‖x‖`` always; what is added up (public copies) must, or it grows without bound."""
+        """Whether ``‖C(x) − x‖ ≤ ‖x‖`` always; public copies, which add such messages up, otherwise grow without bound."""
         return self.biased
 
     def consensus_step(self, size: int, context: Context) -> float:
-        """CHOCO's γ for rows of ``size``: the less of a difference each message carries, the smaller it must be."""
+        """CHOCO's γ for rows of ``size``: the less of a difference a message carries, the smaller γ must be."""
         return 1.0 if self.lossless else CONSENSUS_STEP
 
     @abstractmethod
     def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
-        """What this compressor's mean of ``rows`` gives over ``channel``."""
+        """The mean of ``rows`` over ``channel``, compressed."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,11 @@ class Codec(Compressor):
 
     @abstractmethod
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
-        """The float32 rows ``[rows, size]`` that a message stands for."""
+        """The float32 rows ``[rows, size]`` that a message encodes."""
 
     @property
     def second_phase(self) -> Codec:
-        """The code for a mean of rows that this one already coded at the same exchange (the second phase of an all-reduce)."""
+        """The codec for the second phase of an all-reduce: it encodes a mean of rows that this codec encoded in the first."""
         return self
 
     def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
@@ -174,7 +174,7 @@ class Codec(Compressor):
 
 @dataclass(frozen=True)
 class Precision(Codec):
-    """A codec of *how precisely*: every value is sent, each in fewer bits. May stand second in a chain."""
+    """A codec of *how precisely*: every value is sent, each in fewer bits. May be second in a chain."""
 
     def encode_some(self, rows: Tensor, counts: Tensor | None, keys: Tensor, context: Context) -> Message:
         """As :meth:`encode`, where only the first ``counts`` values of each row are real and the others zero."""
@@ -198,7 +198,7 @@ class Selected(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection(Codec):
-    """A codec of *what*: some values are sent, with their indices. May stand first in a chain."""
+    """A codec of *what*: some values are sent, with their indices. May be first in a chain."""
 
     @property
     def global_selection(self) -> bool:
@@ -225,7 +225,7 @@ def _column(counts: Tensor | None) -> Tensor | None:
 
 
 def check_density(value: float, name: str) -> None:
-    """Refuse a share outside (0, 1]."""
+    """Refuse a density outside (0, 1]."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
         raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1], such as 0.01 for one percent.")
 

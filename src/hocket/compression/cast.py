@@ -1,7 +1,7 @@
 """Cast: every value in a shorter floating-point format.
 
 fp16 and bf16 round to nearest (values beyond fp16's range are clamped to it). fp8 is e4m3 with one float32 scale per row, so that
-the largest value lands on 448; its rounding error is large enough for error feedback to be on by default.
+the largest value becomes 448; its rounding error is large enough for error feedback to be on by default.
 """
 
 from __future__ import annotations

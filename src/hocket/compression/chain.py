@@ -39,7 +39,7 @@ class Chain(Codec):
             )
         if getattr(self.second, "feedback", None) is not None:
             first = self.first.name
-            raise HocketError(f"{first} | {self.second.name}(feedback=…): feedback covers the whole chain; say it in {first}(…).")
+            raise HocketError(f"{first} | {self.second.name}(feedback=…): feedback covers the whole chain; set it in {first}(…).")
 
     @property
     def links(self) -> tuple[Compressor, ...]:
@@ -51,7 +51,7 @@ class Chain(Codec):
 
     @property
     def uses_error_feedback(self) -> bool:
-        # Feedback covers the loss of both links; a selection without it, or an unbiased chain, leaves the chain without it.
+        # Feedback covers the loss of both links; it is off where the selection has it off, or where the chain is unbiased.
         if isinstance(self.first, RandomK) and self.first.unbiased:
             return False
         if self.first.lossless:
@@ -84,7 +84,7 @@ class Chain(Codec):
         width = message.parts[1].shape[1]
         values = self.second.decode(Message(message.parts[2:]), width, context)
         if message.lengths is not None:
-            values = values * (_index(values) < message.lengths[:, 1:2])  # a precision may decode padding to something
+            values = values * (_index(values) < message.lengths[:, 1:2])  # a precision may decode padding to values other than 0
         return put(read_indices(message, size), values, size)
 
 

@@ -1,7 +1,7 @@
-"""Damped: a code times the factor that brings it nearest to what it stands for.
+"""Damped: a decoded value times the factor that brings it nearest to the original.
 
-``τ = ⟨C(x), x⟩ / ‖C(x)‖²`` travels with the message, so that ``‖τC(x) − x‖ ≤ ‖x‖`` whatever the code. Unbiased codes can be
-further from ``x`` than 0 is (ternary on many values is), and public copies made of such messages grow without bound.
+``τ = ⟨C(x), x⟩ / ‖C(x)‖²`` travels with the message, so that ``‖τC(x) − x‖ ≤ ‖x‖`` for every codec. Unbiased codecs can be
+further from ``x`` than 0 is (ternary on many values is), and public copies that add such messages up grow without bound.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Deep gradient compression: top-k that keeps momentum honest (Lin 2018, arXiv:1712.01887).
+"""Deep gradient compression: top-k with momentum correction (Lin 2018, arXiv:1712.01887).
 
 *Momentum correction*: each worker accumulates ``u ← m·u + g`` and ``v ← v + u`` and sends the largest of ``v``. *Factor masking*:
 where a value was sent, ``u`` and ``v`` start again from zero. *Local clipping*: with ``clip=c`` a worker's gradient is clipped to
-norm ``c/√N`` before it is accumulated. *Warm-up*: over the first ``warmup`` exchanges the share goes 25 → 6.25 → 1.56 → 0.39 %
-down to its own. The momentum is in here, so the optimiser's own must be zero.
+norm ``c/√N`` before it is accumulated. *Warm-up*: over the first ``warmup`` exchanges the density falls from 25 over 6.25, 1.56
+and 0.39 % to its final value. This method applies the momentum, so the optimiser's own must be zero.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DGC(Compressor):
         return True
 
     def density_at(self, exchange: int) -> float:
-        """The share of values sent at an exchange (they count from 0).
+        """The density at an exchange (they count from 0).
 
         >>> [DGC(0.001, warmup=8).density_at(e) for e in (0, 2, 4, 6, 8)]
         [0.25, 0.0625, 0.015625, 0.00390625, 0.001]

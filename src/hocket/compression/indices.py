@@ -43,7 +43,7 @@ def with_indices(chosen: Selected, values: Message, size: int) -> Message:
 
 
 def read_indices(message: Message, size: int) -> Tensor:
-    """The indices in rows of ``size``, int64 ``[rows, width]`` (anything in the padding, but inside the row)."""
+    """The indices in rows of ``size``, int64 ``[rows, width]`` (arbitrary valid indices in the padding)."""
     blocks, low = message.parts[0], message.parts[1]
     indices = low.to(torch.int64) & (BLOCK - 1)
     if blocks.shape[1]:
@@ -54,5 +54,5 @@ def read_indices(message: Message, size: int) -> Tensor:
 
 
 def put(indices: Tensor, values: Tensor, size: int) -> Tensor:
-    """Values at their indices, zeros elsewhere (padding holds zeros, so adding it does no harm)."""
+    """Values at their indices, zeros elsewhere (padding holds zeros, so adding it changes nothing)."""
     return values.new_zeros(values.shape[0], size).scatter_add_(1, indices, values)

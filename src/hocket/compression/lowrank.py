@@ -1,9 +1,9 @@
 """Low rank (PowerSGD): each matrix as the product of two thin ones (Vogels 2019, arXiv:1905.13727).
 
 For a parameter as a matrix ``M`` (first dimension × the rest) and last exchange's ``Q``: ``P = mean(M Q)``, ``P`` made orthonormal,
-``Q = mean(Mᵀ P)``, and everybody hears ``P Qᵀ``. One power iteration per exchange, warm-started: two small means per matrix.
-Vectors, and matrices that would not get smaller, travel plain with the first mean. Where there is no common mean (gossip), each
-worker does the iteration alone and sends its own ``P`` and ``Q``.
+``Q = mean(Mᵀ P)``, and all workers receive ``P Qᵀ``. One power iteration per exchange, warm-started: two small means per matrix.
+Vectors, and matrices that would not get smaller, are averaged uncompressed with the first mean. Where there is no common mean
+(gossip), each worker does the iteration alone and sends its own ``P`` and ``Q``.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class LowRank(Codec):
 
     @property
     def single_bucket(self) -> bool:
-        return True  # two small means for the whole model: two per bucket would be mostly frames and latency
+        return True  # two small means for the whole model: with two per bucket, frames and latency would dominate
 
     @property
     def residual_stays(self) -> bool:
-        return False  # most directions would never be averaged: the small CNN's workers were seen to part and diverge
+        return False  # most directions would never be averaged: replicas of the small CNN drifted apart and diverged
 
     def consensus_step(self, size: int, context: Context) -> float:
-        # A message carries about this share of a matrix whose directions are all alike.
+        # A message carries about this share of a matrix whose singular values are equal.
         return min([CONSENSUS_STEP, *(self.matrix_rank / min(p.height, p.width) for p in self.pieces(size, context) if p.width)])
 
     def pieces(self, size: int, context: Context) -> list[_Piece]:
-        """How the row is cut: by the parameters' shapes, or as one square where rows are not whole buckets."""
+        """The pieces of a row: one per parameter, or one square matrix where rows are not whole buckets."""
         shapes = context.shapes
         if shapes is None or sum(math.prod(s) for s in shapes) != size:
             side = math.isqrt(size - 1) + 1 if size > 1 else 1
@@ -139,7 +139,7 @@ class LowRank(Codec):
 
 
 def _matrix(rows: Tensor, piece: _Piece) -> Tensor | list[Tensor]:
-    """Each row's matrix; on a CPU one by one and where a storage of its own would start, since batches and addresses change the
+    """Each row's matrix; on a CPU one by one, at an address aligned as a separate tensor's, since batching and alignment change the
     rounding of a product."""
     matrices = rows[:, piece.offset : piece.offset + piece.size].view(-1, piece.height, piece.width)
     return [_straight(m) for m in matrices] if rows.device.type == "cpu" else matrices
@@ -168,16 +168,16 @@ def _straight(matrix: Tensor) -> Tensor:
 
 
 def _cut(flat: Tensor, shapes: list[tuple[int, int]]) -> tuple[list[Tensor], Tensor]:
-    """The leading matrices of each row, and what is left of the rows."""
+    """The first matrices of each row, and the remaining values."""
     sizes = [h * w for h, w in shapes]
     parts = flat.split([*sizes, flat.shape[1] - sum(sizes)], 1)
     return [p.reshape(-1, h, w) for p, (h, w) in zip(parts[:-1], shapes, strict=True)], parts[-1]
 
 
 def _bases(state: State, thin: list[_Piece], matrix_rank: int, rows: Tensor, context: Context) -> list[Tensor]:
-    """Last exchange's Q of each matrix or, at first, the same random one for everybody.
+    """Last exchange's Q of each matrix or, at first, a random one that is equal on all workers.
 
-    A column of zeros (the matrix was zero, or of lower rank) would stay so for ever: it starts again at random.
+    A column of zeros (the matrix was zero, or of lower rank) would stay zero; it is replaced by random values.
     """
     bases = []
     for k, piece in enumerate(thin):
@@ -189,7 +189,7 @@ def _bases(state: State, thin: list[_Piece], matrix_rank: int, rows: Tensor, con
 
 def _random(context: Context, k: int, width: int, matrix_rank: int, rows: Tensor) -> Tensor:
     key = there(torch.tensor([fold(context.common_key(), k)]), rows)
-    # A sum of four uniforms is normal enough for a start.
+    # A sum of four uniform values is close enough to normal for an initial value.
     draws = uniform(key, 4 * width * matrix_rank).view(4, width, matrix_rank).sum(0) - 2
     return draws.expand(rows.shape[0], -1, -1).contiguous()
 
@@ -197,7 +197,7 @@ def _random(context: Context, k: int, width: int, matrix_rank: int, rows: Tensor
 def _orthonormal(matrices: Tensor) -> Tensor:
     """Gram–Schmidt on the columns of each matrix, twice over for stability; a column that vanishes becomes zero.
 
-    What is left of a column that the others span is rounding noise: as a direction of its own it would count them twice.
+    The remainder of a column that the others span is rounding noise; kept as a direction, it would count them twice.
     """
     if matrices.device.type == "cpu" and matrices.shape[0] > 1:
         return torch.cat([_orthonormal(m.unsqueeze(0)) for m in matrices])  # a batch may round differently from its rows

@@ -28,7 +28,7 @@ class Natural(Precision):
 
     @property
     def contracts(self) -> bool:
-        return True  # unbiased, and yet no value moves by more than itself
+        return True  # unbiased, and yet no value changes by more than its magnitude
 
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         # The mantissa is the distance to the power below, so adding 23 random bits to it carries with the right probability.

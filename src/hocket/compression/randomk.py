@@ -1,4 +1,4 @@
-"""Random-k: a random share of the values, the same indices for everybody, so that no indices travel (Stich 2018, arXiv:1809.07599).
+"""Random-k: values at random indices, the same on all workers, so that no indices are sent (Stich 2018, arXiv:1809.07599).
 
 The indices are an arithmetic progression modulo the row's length, with a random start and a random step that shares no factor with
 the length: each place is equally likely. With ``unbiased=True`` values are multiplied by ``1/density`` and no feedback is used.
@@ -35,7 +35,7 @@ class RandomK(Selection):
         flag(self.feedback, "randomk", "feedback")
         if self.unbiased and self.feedback:
             raise HocketError(
-                "randomk(unbiased=True, feedback=True): an unbiased code diverges with feedback; drop one of the two."
+                "randomk(unbiased=True, feedback=True): an unbiased method diverges with feedback; leave one of the two out."
             )
 
     @property
@@ -55,18 +55,18 @@ class RandomK(Selection):
         return not self.unbiased
 
     def consensus_step(self, size: int, context: Context) -> float:
-        # An index comes up every 1/density exchanges, until then the old difference is applied: beyond density/2 it overshoots.
+        # An index is sent every 1/density exchanges; until then the old difference is applied, and above density/2 that overshoots.
         return 1.0 if self.lossless else min(CONSENSUS_STEP, self.density / 2)
 
     @property
     def second_phase(self) -> RandomK:
-        return replace(self, unbiased=False)  # the indices are the same ones: nothing more is lost, so nothing is to be scaled up
+        return replace(self, unbiased=False)  # the indices are those of the first phase: nothing more is lost, so nothing is scaled
 
     def max_selected(self, size: int) -> int:
         return max(1, math.ceil(self.density * size))
 
     def indices(self, size: int, context: Context, device: torch.device) -> Tensor:
-        """The indices that everybody sends at this exchange, ``[max_selected]``."""
+        """The indices that all workers send at this exchange, ``[max_selected]``."""
         key = context.common_key(size)
         start, step = fold(key, 1) % size, fold(key, 2) % size
         while math.gcd(step, size) != 1:

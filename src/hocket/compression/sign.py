@@ -42,14 +42,14 @@ class Sign(Precision):
         return self.feedback is not False
 
     def consensus_step(self, size: int, context: Context) -> float:
-        # One scale for many values: large differences are caught up with slowly, and 0.4 was seen to diverge on directed graphs.
+        # One scale for many values makes large differences shrink slowly; γ = 0.4 diverged on directed graphs.
         return 0.1
 
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         return self.encode_some(rows, None, keys, context), state
 
     def encode_some(self, rows: Tensor, counts: Tensor | None, keys: Tensor, context: Context) -> Message:
-        # The mean over the real values alone: padding depends on who is hosted here.
+        # The mean over the real values alone: padding depends on which workers this process hosts.
         blocks = self._blocks(rows.abs())
         real = torch.full((rows.shape[0], 1), rows.shape[1], device=rows.device) if counts is None else counts.unsqueeze(1)
         starts = torch.arange(blocks.shape[1], device=rows.device) * self.block
@@ -72,7 +72,7 @@ class Sign(Precision):
         return torch.stack([-(-counts // self.block), -(-counts // 8)], 1)
 
     def combine(self, message: Message, senders: int, size: int, context: Context) -> Tensor:
-        """What the owner of a slice makes of ``senders`` messages per row: their mean or, with ``vote``, the majority."""
+        """The slice owner's result from ``senders`` messages per row: their mean or, with ``vote``, the majority."""
         if not self.vote:
             return ordered_mean(self.decode(message, size, context).view(-1, senders, size).transpose(0, 1))
         scale, packed = message.parts

@@ -1,9 +1,9 @@
 """Threshold: values with |x| ≤ t are not sent.
 
 ``threshold(t)`` is static. ``threshold(keep=0.05)`` is adaptive: each row's t starts at the magnitude that keeps this share and
-then follows, multiplied after each exchange by ``(kept/wanted)^(1/(1 − ln keep))``, bounded to [½, 2]. Only as many values travel
-as exceed t: none at all, if so. (Magnitudes, not values, are compared: a peer that compares ``max(x)`` sends an all-negative
-gradient whole.)
+then follows, multiplied after each exchange by ``(kept/wanted)^(1/(1 − ln keep))``, bounded to [½, 2]. Only values above t
+are sent, possibly none. (Magnitudes, not values, are compared: a library that compares ``max(x)`` sends an all-negative gradient
+whole.)
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Threshold(Selection):
         if self.keep is None or chosen.counts is None or self.lossless:
             return chosen, state
         kept = chosen.counts.to(torch.float32).unsqueeze(1) / rows.shape[1]
-        # Where most values were zero the level is zero: once there are more to send, it starts from the mean magnitude.
+        # Where most values were zero t is zero; when more values are nonzero, it restarts from the mean magnitude.
         start = torch.where((level == 0) & (kept > self.keep), magnitude.mean(1, keepdim=True), level)
-        # The exponent undoes how steeply the kept share falls with t (for exponential tails, exactly ln(1/keep)): a larger
+        # The exponent compensates for how steeply the kept share falls with t (exactly ln(1/keep) for exponential tails); a larger
         # one, such as ½, overshoots from exchange to exchange. Half a value on both sides helps rows that often send none.
         size = rows.shape[1]
         ratio = (kept * size + 0.5) / (self.keep * size + 0.5)

@@ -43,5 +43,5 @@ class TopK(Selection):
         return Selected(indices, rows.gather(1, indices), None), state
 
     def consensus_step(self, size: int, context: Context) -> float:
-        # Between two visits to a place the same old difference is applied again and again; large ones are visited more often.
+        # Until an index is sent again, its old difference is applied at every exchange; large differences are sent more often.
         return 1.0 if self.lossless else min(CONSENSUS_STEP, 2 * self.density)

@@ -1,4 +1,4 @@
-"""Data: sets by name, and who gets which part of them."""
+"""Data sets by name, and the partition of their samples among workers."""
 
 from hocket.data.base import CropFlip, DataSet, Normalise, identity
 from hocket.data.distribute import distribute_loader

@@ -1,7 +1,7 @@
 """A data set in memory: raw inputs, and the functions that turn a batch of them into what a model reads.
 
 Images stay uint8 ``[n, C, H, W]`` and texts int64 ``[n, T]``, so that a whole set fits beside the model on any device; ``prepare``
-normalises a batch after it was picked, ``augment`` (if any) changes it before. Both work on any device and keep leading axes, so
+normalises a batch after ``augment`` (if any) has changed it. Both work on any device and keep leading axes, so
 that one call serves all workers hosted here.
 """
 
@@ -23,7 +23,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """Training and test examples with what is needed to feed them to a model.
+    """Training and test examples with the functions that prepare them for a model.
 
     ``prepare(x)`` takes ``[..., *shape]`` raw inputs to what the model reads. ``augment(x, keys)`` takes ``[rows, B, *shape]`` raw
     inputs and one int64 key per row to changed raw inputs; row ``r`` depends on ``x[r]`` and ``keys[r]`` alone.
@@ -45,7 +45,7 @@ class DataSet:
         for part, (inputs, targets) in (("train", self.train), ("test", self.test)):
             if len(inputs) != len(targets) or not len(inputs):
                 raise HocketError(
-                    f"The {part} part of data set '{self.name}' needs as many targets as inputs, at least one; "
+                    f"The {part} part of data set '{self.name}' needs as many targets as inputs, and at least one of each; "
                     f"got {len(inputs)} inputs and {len(targets)} targets: correct the pair of tensors."
                 )
 
@@ -66,7 +66,7 @@ class DataSet:
 
 
 def identity(x: Tensor) -> Tensor:
-    """What ``prepare`` is for inputs that need no preparation."""
+    """The ``prepare`` of inputs that need no preparation."""
     return x
 
 
@@ -105,8 +105,8 @@ def normalise_by(x: Tensor) -> Normalise:
 class CropFlip:
     """Random crop out of the image padded with zeros by ``pad``, then a horizontal flip for every other image.
 
-    Sample ``b`` of row ``r`` uses numbers ``3b … 3b+2`` of ``noise.uniform`` under ``keys[r]``: the same on any device and any
-    hosting, whatever the size of the batch.
+    Sample ``b`` of row ``r`` uses numbers ``3b … 3b+2`` of ``noise.uniform`` under ``keys[r]``: the same on any device, in any
+    process, and for any size of the batch.
 
     >>> x = torch.ones(2, 5, 3, 8, 8, dtype=torch.uint8)
     >>> CropFlip()(x, torch.tensor([1, 2])).shape

@@ -1,8 +1,8 @@
-"""Mini-batches by number, for workers that do not go in step: who is free takes the next one.
+"""Mini-batches by number, for asynchronous workers: a worker that is ready takes the next one.
 
-The mini-batches of a training are numbered through: round after round, in each round by worker, epoch after epoch. A worker with
-its own share takes number ``t·N + i`` at its step ``t`` (from 0), just as under ``bulk``; otherwise a counter that all share tells
-the next number. Either way the samples of a number are a pure function of the partition.
+The mini-batches of a training are numbered through: round after round, in each round by worker, epoch after epoch. With a
+static partition worker ``i`` takes number ``t·N + i`` at its step ``t`` (from 0), as under ``bulk``; otherwise a counter that all
+workers share gives the next number. Either way the samples of a number are a pure function of the partition.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hocket.data.partition import Partition, Round
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """One mini-batch: its samples, its weight among those of its round, and where it stands (all from 0)."""
+    """One mini-batch: its samples, its weight in the mean of its round, its epoch, step and worker (all from 0)."""
 
     indices: Tensor
     weight: float
@@ -24,7 +24,7 @@ class MiniBatch:
     step: int
     """Its round, counted through all epochs."""
     slot: int
-    """Whose it is in that round under ``bulk``."""
+    """The worker that has it in that round under ``bulk``."""
 
 
 class BatchSequence:
@@ -48,7 +48,7 @@ class BatchSequence:
         return len(self.partition) * self.partition.workers
 
     def own(self, worker: int, step: int) -> int:
-        """The number of a worker's ``step``-th mini-batch (from 0) where everyone has a share of its own."""
+        """The number of a worker's ``step``-th mini-batch (from 0) under a static partition."""
         return step * self.partition.workers + worker
 
     def minibatch(self, number: int) -> MiniBatch:
@@ -56,7 +56,7 @@ class BatchSequence:
         step, slot = divmod(number, self.partition.workers)
         epoch, place = divmod(step, len(self.partition))
         if epoch not in self._rounds:
-            while len(self._rounds) > 1:  # workers are rarely further apart than two epochs; older ones are drawn again
+            while len(self._rounds) > 1:  # workers are rarely more than two epochs apart; earlier epochs are computed again
                 self._rounds.pop(next(iter(self._rounds)))
             self._rounds[epoch] = self.partition.rounds(epoch)
         found = self._rounds[epoch][place]

@@ -1,8 +1,8 @@
 """One worker's part of a ``DataLoader`` or of any other iterable of batches.
 
-A loader over a map-style data set, shuffled or in order, is dealt out sample by sample with ``Partition``: every worker computes
-the same rounds without a word to the others. Anything else (iterable data sets, samplers of the user's own, lists of batches) is
-dealt out batch by batch: worker ``i`` takes batches ``i, i + N, …``, and keeps its batch until it has seen the rest of that
+A loader over a map-style data set, shuffled or in order, is distributed sample by sample with ``Partition``: every worker
+computes the same rounds without communication. Anything else (iterable data sets, samplers of the user's own, lists of batches) is
+distributed batch by batch: worker ``i`` takes batches ``i, i + N, …``, and keeps its batch until it has seen the rest of that
 round, because an incomplete last round is dropped. For this every worker must see the same batches in the same order.
 """
 
@@ -24,10 +24,12 @@ def distribute_loader(loader: Iterable[Any], workers: int, worker: int, seed: in
     ['b', 'd']
     """
     if not 0 <= worker < workers:
-        raise HocketError(f"A worker's number lies between 0 and {workers - 1}; got {worker}: pass this process's own.")
+        raise HocketError(f"A worker's rank is between 0 and {workers - 1}; got {worker}: pass this process's own.")
     if isinstance(loader, DataLoader):
         if isinstance(loader.sampler, DistributedSampler):
-            raise HocketError("The loader has a DistributedSampler, so it is shared out already: remove it and use shuffle=True.")
+            raise HocketError(
+                "The loader has a DistributedSampler, which distributes it already: remove the sampler and use shuffle=True."
+            )
         if _re_partitionable(loader):
             return _by_samples(loader, workers, worker, seed, epoch)
     return _by_batches(loader, workers, worker)
@@ -46,7 +48,7 @@ def distributed_length(loader: Any, workers: int) -> int:
 
 
 def _re_partitionable(loader: DataLoader[Any]) -> bool:
-    """Whether the loader goes once through a map-style data set, so that any other order of it serves as well."""
+    """Whether the loader passes once over a map-style data set, so that its samples can be partitioned anew."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return False
     sampler = loader.sampler

@@ -1,6 +1,6 @@
 """Files of published data sets: read and checked by SHA-256, downloaded when missing.
 
-A download goes to a temporary name, is checked, and only then gets its own name; a lock file lets one process of several
+A download is written to a temporary file, checked, and only then renamed; a lock file lets one process of several
 download while the others wait.
 """
 
@@ -62,7 +62,7 @@ def obtain(label: str, data_dir: Path, missing: Callable[[], Sequence[Remote]]) 
 
 
 def download(remote: Remote, data_dir: Path) -> None:
-    """Bring one file to ``data_dir``: all of it with the right SHA-256, or nothing."""
+    """Download one file into ``data_dir``: complete and with the right SHA-256, or not at all."""
     target = data_dir / remote.path
     with urllib.request.urlopen(remote.address, timeout=_TIMEOUT_S) as response:
         size = response.headers.get("Content-Length")
@@ -76,7 +76,7 @@ def download(remote: Remote, data_dir: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path, members: Mapping[str, str]) -> None:
-    """Write the ``members`` (name in the archive: SHA-256) of a .tar.gz under ``folder``; nothing else of it is touched."""
+    """Write the ``members`` (name in the archive: SHA-256) of a .tar.gz under ``folder``; other members are ignored."""
     left = dict(members)
     try:
         with tarfile.open(archive, "r:gz") as pack:
@@ -99,7 +99,7 @@ def unpack(archive: Path, folder: Path, members: Mapping[str, str]) -> None:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[IO[bytes]]:
-    """A file to write that becomes ``target`` at the end, or vanishes if anything went wrong."""
+    """A file that is renamed to ``target`` at the end, or removed after an error."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     try:
@@ -141,7 +141,7 @@ def _copy(source: IO[bytes], out: IO[bytes], advance: Callable[[int], None] = la
 
 @contextmanager
 def _progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A function that takes the bytes just read; on a terminal with rich it moves a bar."""
+    """A function that is called with the bytes just read; on a terminal with rich it advances a progress bar."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
@@ -160,7 +160,7 @@ def _corrupt(what: Path | str, expected: str, got: str) -> str:
 
 
 def _by_hand(label: str, data_dir: Path, remotes: Sequence[Remote], error: Exception) -> str:
-    """The one sentence for those who are offline: which files, from where, to where."""
+    """The error when a download fails: which files, from where, to where."""
     wanted = ", ".join(f"{remote.address} as {data_dir / remote.path}" for remote in remotes)
     reason = getattr(error, "reason", None) or error
     return (

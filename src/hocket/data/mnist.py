@@ -52,7 +52,7 @@ def load(data_dir: Path) -> DataSet:
 def _part(folder: Path, part: str) -> Pair:
     images = _content(folder, f"{part}-images-idx3-ubyte")
     labels = _content(folder, f"{part}-labels-idx1-ubyte")
-    # idx headers: 16 bytes before images, 8 before labels; the SHA-256 vouches for what they say.
+    # idx headers: 16 bytes before images, 8 before labels; the SHA-256 guarantees their content.
     return _bytes(images[16:]).view(-1, 1, 28, 28), _bytes(labels[8:]).to(torch.int64)
 
 

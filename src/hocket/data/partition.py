@@ -1,11 +1,11 @@
-"""Who gets which samples: a pure function of (samples, workers, batch_size, seed, epoch), the same on every process.
+"""Which worker gets which samples: a pure function of (samples, workers, batch_size, seed, epoch), the same on every process.
 
 Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``. Round ``r`` takes the next ``workers ·
-batch_size`` of it and worker ``i`` the ``i``-th consecutive part. What is left at the end is shared out as evenly as possible
-(``last="even"``), so that sizes differ by at most one, or dropped: always under ``last="drop"``, and when there are fewer samples
-left than workers. So no worker ever has a round that another has not.
+batch_size`` of it and worker ``i`` the ``i``-th consecutive part. The samples left at the end are divided as evenly as
+possible (``last="even"``), so that sizes differ by at most one, or dropped: always under ``last="drop"``, and when fewer samples
+than workers are left. So all workers have the same number of rounds.
 
-Where workers differ in speed, rounds can be dealt out in other proportions: as many samples, and no worker without one.
+Where workers differ in speed, rounds can be divided in other proportions: of the same size, with at least one sample per worker.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Partition:
                 f"Workers and batch_size must be at least 1; got {workers} workers and batch_size {batch_size}: raise them."
             )
         if last not in get_args(Last):
-            raise HocketError(f"The last round is dealt with as 'even' or 'drop'; got '{last}': choose one of the two.")
+            raise HocketError(f"last is 'even' or 'drop'; got '{last}': choose one of the two.")
         if samples < workers:
             raise HocketError(f"{samples} samples are too few for {workers} workers: use at most {samples} workers or more data.")
         if last == "drop" and samples < workers * batch_size:
@@ -82,7 +82,7 @@ class Partition:
         return full + (self.last == "even" and rest >= self.workers)
 
     def rounds(self, epoch: int, shares: Sequence[float] | None = None) -> list[Round]:
-        """The rounds of an epoch, in order; ``shares``: in what proportions they are dealt out, if not evenly."""
+        """The rounds of an epoch, in order; ``shares``: the proportions in which they are divided, if not evenly."""
         order = self._order(epoch)
         size = self.workers * self.batch_size
         dealt = [order[r * size : (r + 1) * size] for r in range(len(self))]
@@ -103,13 +103,13 @@ class Partition:
 def proportional(samples: int, speeds: Sequence[float]) -> list[int]:
     """The parts of ``samples`` that workers of these speeds compute soonest.
 
-    Everybody gets one sample, then one goes after another to whoever would be done with it first.
+    Every worker gets one sample; each further sample goes to the worker that would finish it first.
 
     >>> proportional(400, [1, 1, 1, 0.25]), proportional(11, [1, 1]), proportional(4, [1, 1, 1000])
     ([124, 123, 123, 30], [6, 5], [1, 1, 2])
     """
     spare, together = samples - len(speeds), math.fsum(speeds)
-    parts = [max(1, math.floor(spare * speed / together)) for speed in speeds]  # nobody has less in the end
+    parts = [max(1, math.floor(spare * speed / together)) for speed in speeds]  # a lower bound of each worker's part
     done = [((part + 1) / speed, worker) for worker, (part, speed) in enumerate(zip(parts, speeds, strict=True))]
     heapq.heapify(done)
     for _ in range(samples - sum(parts)):

@@ -1,4 +1,4 @@
-"""Tiny Shakespeare: 1,115,394 characters of his plays, to be continued character by character (Karpathy, char-rnn, 2015).
+"""Tiny Shakespeare: 1,115,394 characters of his plays, for predicting the next character (Karpathy, char-rnn, 2015).
 
 Read from ``tinyshakespeare/input.txt`` under the data folder. The vocabulary is the 65 characters that occur, in byte order; the
 first 90 % of the text are for training. An example is a window of ``context`` characters, its targets the same window one further.

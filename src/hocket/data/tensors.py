@@ -25,7 +25,7 @@ def as_tensors(dataset: Any) -> Pair:
         return _pair(dataset)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise HocketError(
-            f"A data set needs a length and numbered examples to be shared out; got {type(dataset).__name__}: "
+            f"A data set needs a length and numbered examples to be distributed; got {type(dataset).__name__}: "
             "give a map-style data set or a pair of tensors (inputs, targets)."
         )
     if not len(dataset):

@@ -1,4 +1,4 @@
-"""A small GPT: a decoder-only transformer that predicts the next token at every place.
+"""A small GPT: a decoder-only transformer that predicts the next token at every position.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (GPT-2), in the form of Karpathy's nanoGPT: LayerNorm
 before attention and before the perceptron, learnt positions, no biases, the embedding is also the head. 804,096 parameters for Tiny
@@ -40,7 +40,7 @@ class GPT(nn.Module):
             self.init_parameter(name, weight)
 
     def init_parameter(self, name: str, weight: Tensor) -> bool:
-        """Fill a matrix; whether it was one."""
+        """Initialise ``weight`` if it is a matrix; whether it is one."""
         if weight.dim() == 2:
             # Layers that write into the residual stream start smaller, so that its variance does not grow with depth.
             nn.init.normal_(weight, std=0.02 * ((2 * self.layers) ** -0.5 if name.endswith("out.weight") else 1.0))
@@ -48,13 +48,13 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position(tokens)
-        # One parameter under one name: tied weights under two names are easily copied apart.
+        # One parameter under one name: tied weights under two names can become two copies.
         logits: Tensor = self.logits(self.norm(self.blocks(self.dropout(x))), self.token.weight)
         return logits
 
 
 class Positions(nn.Embedding):
-    """The embedding of each place of a text."""
+    """The embedding of each position of a text."""
 
     whole = True
 
@@ -66,7 +66,7 @@ class Positions(nn.Embedding):
 
 
 class Logits(nn.Module):
-    """How well each token's embedding fits."""
+    """The logits: the product with each token's embedding."""
 
     whole = True
 
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         return out
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Of every head's values ``[B, heads, T, d]``, those that each place looks at."""
+        """The attention-weighted values ``[B, heads, T, d]`` of every head and position."""
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 

@@ -12,7 +12,7 @@ from hocket.errors import HocketError
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of ``[..., V]`` logits: one target for each image, or for each place of each text.
+    """Mean cross-entropy of ``[..., V]`` logits: one target for each image, or for each position of each text.
 
     Integer targets have the shape of the logits without its last axis; float targets, shares of classes, have its whole shape.
 

@@ -1,7 +1,7 @@
 """The wide multilayer perceptron: flatten, then fully connected layers with ReLU between them (Rumelhart, Hinton and Williams,
 "Learning representations by back-propagating errors", 1986).
 
-Much to send and little to compute: for 3×32×32 images 3072-1024-1024-10 has 4,206,602 parameters.
+Many parameters for little computation: for 3×32×32 images 3072-1024-1024-10 has 4,206,602 parameters.
 """
 
 from __future__ import annotations

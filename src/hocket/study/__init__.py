@@ -1,1 +1,1 @@
-"""Many strategies side by side: presets and files of one's own, carried out run by run and gone on with after a stop."""
+"""Studies: many strategies side by side, from presets or TOML files, run one after another and resumable."""

@@ -1,4 +1,4 @@
-"""Carrying a study out: run by run, going on where it stopped; what fails is recorded, and the rest go on."""
+"""Run a study: one run after another, resuming where it stopped; a run that fails is recorded, and the others continue."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from hocket.train.run import Engines, run
 from hocket.train.settings import RunSettings
 
 _CLOCK = ("cluster", "slowdown", "share")
-"""Settings that say how long a training takes, not what comes of it (but for noise)."""
+"""Settings that change how long a training takes, but not its result (except for rounding noise)."""
 
 
 class Interrupted(Exception):
-    """Somebody ended the study; the message says how far it got."""
+    """The user interrupted the study; the message says how many runs have finished."""
 
 
 class Watch:
-    """Told what happens; this one keeps silent."""
+    """Callbacks for the progress of a study; these do nothing."""
 
     def begin(self, number: int, planned: Planned, outcome: Outcome | None) -> None:
-        """Run ``number`` is up; ``outcome``: it is over already."""
+        """Run ``number`` starts; with ``outcome``, it had ended before."""
 
     def trying(self, lr: float) -> None:
-        """A rate is being tried for it."""
+        """The search tries a learning rate for it."""
 
     def training(self) -> None:
         """Its training begins."""
@@ -90,7 +90,7 @@ class Virtual:
 
     def __call__(self, settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         of = (settings.data.name, settings.model, settings.workers.count)
-        if of != self.engines_of:  # runs go by workers: what served the last number of them only takes room
+        if of != self.engines_of:  # runs are ordered by number of workers: engines for the last number only take memory
             self.engines.clear()
             self.engines_of = of
         cluster = settings.virtual_cluster(self.device)
@@ -111,7 +111,7 @@ class Virtual:
             finally:
                 cluster.close()
         for text in (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)):
-            # The proven period is a note of the whole study.
+            # The study has one note about the proven period.
             if "convergence is proven up to" not in text and text not in self.noted:
                 self.noted.add(text)
                 watch.note(text)
@@ -119,7 +119,7 @@ class Virtual:
 
 
 def check(study: Study, data: Data) -> None:
-    """Refuse before anything is started what no run could do: data or models that there are not, or too few samples for all."""
+    """Refuse, before any run starts, unknown data sets or models, and fewer samples than workers."""
     for name, model in dict.fromkeys((r.settings.data.name, r.settings.model) for r in study.runs):
         build(model, data(name))
     refusals = [_refusal(run.settings, data(run.settings.data.name)) for run in study.runs]
@@ -139,10 +139,10 @@ def _refusal(settings: RunSettings, data: DataSet) -> str | None:
 def carry_out(
     folder: Folder, study: Study, data: Data, virtual: Train, real: Train, watch: Watch | None = None, retry: bool = False
 ) -> list[Outcome]:
-    """All runs of a study that was begun in ``folder``, in order; those that are over are left as they are.
+    """Do all runs of the study in ``folder``, in order; runs that have ended are not repeated.
 
     ``virtual`` trains virtual workers and searches for rates, ``real`` trains real ones. A run that fails is recorded with its
-    reason; with ``retry`` those that failed before are tried again.
+    reason; with ``retry`` runs that failed before are repeated.
     """
     watch = watch or Watch()
     outcomes = []
@@ -187,7 +187,7 @@ def _run(folder: Folder, planned: Planned, train: Train, search: Search | None, 
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise CannotWrite(f"write in {folder.path}", error) from None
         return folder.fail(planned, sentence(error), searched)
-    except BaseException:  # an interruption: the run starts anew
+    except BaseException:  # an interruption: the run starts again
         folder.clear(planned)
         raise
 
@@ -215,7 +215,7 @@ class Search:
         self.found = self.rates.setdefault(what, begun)
 
     def run(self) -> dict[str, Any]:
-        """What was tried and what was chosen."""
+        """The rates tried and the rate chosen, for run.json."""
         found = self.found
         while (lr := next_lr(self._losses(), start_lr(self.settings.optimizer.name))) is not None:
             self.watch.trying(lr)
@@ -225,14 +225,16 @@ class Search:
             self.folder.write_rates(self.rates)
         found["chosen"] = self._best()
         if found["chosen"] is None:
-            raise SettingError(f"No rate trained without NaN or Inf ({', '.join(found['losses'])} were tried); give <lr> a number.")
+            raise SettingError(
+                f"No learning rate trained without NaN or Inf ({', '.join(found['losses'])} were tried); give <lr> a number."
+            )
         self.folder.write_rates(self.rates)
         return {**found, "by": "lowest training loss in the last epoch of a short training"}
 
     def give_up(self, loss: float | None) -> bool:
-        """The whole training ended with this training loss (None: it diverged): whether a lower rate is to be taken instead.
+        """Given the training loss of the whole training (None: it diverged), whether to train again with a lower rate.
 
-        Only the seed that the search was made with decides, so that all seeds have the same rate.
+        Only the seed of the search decides, so that all seeds have the same rate.
         """
         found, lr = self.found, self.found["chosen"]
         holds = loss is not None and loss <= found["losses"][str(lr)]

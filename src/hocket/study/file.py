@@ -1,4 +1,4 @@
-"""A study of one's own, as a TOML file.
+"""A study as a TOML file.
 
     title = "Mine"
     workers = [4, 8]
@@ -11,7 +11,7 @@
     strategy = "bulk + dgc(0.01)"
     momentum = 0.0
 
-Every mistake is one sentence with the file and the line.
+Every error is one sentence that names the file and the line.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Reader:
         except tomllib.TOMLDecodeError as error:
             raise HocketError(_syntax(path, text, error)) from None
         except RecursionError:
-            raise HocketError(f"{path} is nested too deeply; a study is flat.") from None
+            raise HocketError(f"{path} is nested too deeply; a study has no nested tables.") from None
         self.lines: Lines = lines_of(text)
 
     def outline(self) -> Outline:
@@ -68,7 +68,7 @@ class _Reader:
         if not isinstance(strategies, list):
             self.wrong("strategies is a list of texts, such as ['bulk + allreduce', 'local(4)']", "strategies")
         if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-            self.wrong("a run of its own is a table that begins with [[run]]", "run")
+            self.wrong("a single run is a table that begins with [[run]]", "run")
         if not strategies and not tables:
             raise HocketError(f"{self.path} names no strategies; add strategies = ['bulk + allreduce', 'local(4)'].")
         workers, seeds = self.numbers(content, "workers", ()) or (4,), self.numbers(content, "seeds", ()) or (0,)
@@ -110,7 +110,7 @@ class _Reader:
         return Entry(strategy, own, f"{self.path}, line {self.lines.of(*where)}")
 
     def settings(self, table: Mapping[str, Any], here: tuple[str | int, ...]) -> dict[str, Any]:
-        """The settings given in a table, each of its type and of use."""
+        """The settings in a table, each checked for its type and for its effect."""
         given = {name: value for name, value in table.items() if name in FIELDS and name not in EACH}
         for name, value in given.items():
             if name == "lr" and value == AUTO:
@@ -155,7 +155,7 @@ class _Reader:
 
 
 def _beside(name: str, *tables: Mapping[str, Any]) -> dict[str, Any]:
-    """What a setting cannot be checked without: whether workers are virtual, and on which cluster."""
+    """The settings on which checks of others depend: whether workers are virtual, and on which cluster."""
     if name not in ("cluster", "slowdown", "balance"):
         return {}
     given = {key: value for table in reversed(tables) for key, value in table.items()}

@@ -1,7 +1,7 @@
-"""What a study leaves behind: study.json, a folder per run, and rates.json with the rates that were tried.
+"""The files of a study: study.json, a folder per run, and rates.json with the rates that were tried.
 
 A run's folder holds run.json and metrics.jsonl as ``hocket train`` leaves them. run.json has ``finished`` or ``failure`` when the
-run is over, and ``rate`` where its rate was looked for. A run that was broken off has neither, and starts anew.
+run has ended, and ``rate`` where its rate was searched for. A run that was interrupted has neither, and starts again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hocket.train.settings import RunSettings
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run that is over: its run.json and its epochs, or why it failed."""
+    """A run that has ended: its run.json and its epochs, or why it failed."""
 
     planned: Planned
     run: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Folder:
 
     @contextmanager
     def taken(self) -> Iterator[int]:
-        """Held by this process alone, and by those it hands the lock to."""
+        """A lock that this process holds, and its children inherit."""
         self._refuse_others()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Folder:
         except BlockingIOError:
             os.close(handle)
             raise HocketError(
-                f"Another process is at work on the study in {self.path}; wait for it or choose another folder."
+                f"Another process runs the study in {self.path}; wait for it or choose another folder."
             ) from None
         except OSError as error:
             os.close(handle)
@@ -66,14 +66,14 @@ class Folder:
             os.close(handle)
 
     def _refuse_others(self) -> None:
-        """A folder that holds something else is left as it is."""
+        """Refuse a folder that holds other files."""
         if not self.path.is_dir() or (self.path / "study.json").exists():
             return
         if others := sorted(p.name for p in self.path.iterdir() if p.name != ".lock"):
             raise HocketError(f"{self.path} holds no study, but {_few(others)}; choose an empty or a new folder.")
 
     def begin(self, study: Study, command: str = "") -> Study:
-        """Write study.json, or go on with the study that is there; returns it with the folders that its runs have."""
+        """Write study.json, or resume the study in the folder; returns it with the folders of its runs."""
         path = self.path / "study.json"
         if not path.exists():
             self._refuse_others()
@@ -95,7 +95,7 @@ class Folder:
         return study
 
     def outcome(self, planned: Planned) -> Outcome | None:
-        """What became of a run, if it is over."""
+        """The outcome of a run, if it has ended."""
         place = self.path / planned.folder
         try:
             run = json.loads((place / "run.json").read_bytes())
@@ -110,13 +110,13 @@ class Folder:
         return Outcome(planned, run, metrics, failure, lr if isinstance(lr, (int, float)) else None)
 
     def clear(self, planned: Planned) -> Path:
-        """A place for a run that starts anew."""
+        """An empty folder for a run that starts again."""
         place = self.path / planned.folder
         shutil.rmtree(place, ignore_errors=True)
         return place
 
     def finish(self, planned: Planned, searched: Mapping[str, Any] | None) -> Outcome:
-        """A run has come to its end."""
+        """Record that a run has finished."""
         place = self.path / planned.folder
         run = json.loads((place / "run.json").read_bytes())
         self._write_run(place, {**run, **({"rate": searched} if searched else {}), "finished": True})
@@ -125,7 +125,7 @@ class Folder:
         return outcome
 
     def fail(self, planned: Planned, failure: str, searched: Mapping[str, Any] | None) -> Outcome:
-        """A run has failed; the epochs that it finished are kept."""
+        """Record that a run has failed; its finished epochs are kept."""
         place = self.path / planned.folder
         try:
             run = json.loads((place / "run.json").read_bytes())
@@ -142,12 +142,12 @@ class Folder:
         return outcome
 
     def rates(self) -> dict[str, dict[str, Any]]:
-        """The rates tried so far, by what they were tried for."""
+        """The rates tried so far, by the settings they were tried for."""
         path = self.path / "rates.json"
         return self._load(path) if path.exists() else {}
 
     def write_rates(self, rates: Mapping[str, Mapping[str, Any]]) -> None:
-        """Keep the rates tried, so that no search is repeated."""
+        """Save the rates tried, so that no search is repeated."""
         write_whole(self.path / "rates.json", (json.dumps(rates, indent=2) + "\n").encode())
 
     def _write_run(self, place: Path, run: Mapping[str, Any]) -> None:
@@ -159,17 +159,17 @@ class Folder:
         except (OSError, ValueError) as error:
             raise HocketError(f"{path} cannot be read ({type(error).__name__}); choose another folder.") from None
         if not isinstance(content, dict):
-            raise HocketError(f"{path} is not a JSON object, so not a study's; choose another folder.")
+            raise HocketError(f"{path} is not a JSON object, so it is no study; choose another folder.")
         return content
 
     def _folders(self, before: Mapping[str, Any], study: Study) -> dict[str, str]:
-        """The folders of the runs that are there by what they are; refuses a study that is another one."""
+        """The folders of the existing runs by their settings; refuses the files of a different study."""
         defaults = RunSettings().recorded()
         try:
             there = [({**defaults, **run["settings"]}, str(run["folder"])) for run in before["runs"]]
         except (KeyError, TypeError):
             raise HocketError(f"{self.path}/study.json is damaged; choose another folder.") from None
-        # Folders are emptied before a run starts anew: only those that a study makes itself.
+        # A run's folder is emptied before the run starts again: only folders that a study creates may be.
         strange = next((folder for _, folder in there if not re.fullmatch(r"runs/\w[\w.-]*", folder, re.ASCII)), None)
         if strange is not None:
             raise HocketError(f"{self.path}/study.json names a folder {strange!r} that no study makes; choose another folder.")
@@ -181,7 +181,7 @@ class Folder:
 
 
 def _differs(path: Path, lost: list[dict[str, Any]], there: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
-    """In what the study in the folder is another one."""
+    """How the study in the folder differs from this one."""
     new = [settings for settings in here if settings not in there]
     if not new:
         return (

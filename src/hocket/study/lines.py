@@ -1,4 +1,4 @@
-"""On which line of a TOML file a thing stands: ``tomllib`` reads values, but forgets where they were."""
+"""The line numbers of keys and values in a TOML file: ``tomllib`` reads values without their lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Lines:
 
 
 def lines_of(text: str) -> Lines:
-    """Where keys and list elements stand in a text that ``tomllib`` could read.
+    """The lines of keys and list elements in a text that ``tomllib`` has read.
 
     >>> found = lines_of('workers = [4,\\n  8]\\n[[run]]\\nlr = 1\\n')
     >>> found.of("workers", 1), found.of("run", 0, "lr"), found.of("run", 0)

@@ -1,13 +1,14 @@
-"""The rate ``auto``: a short search for the rate of a strategy.
+"""The learning rate ``auto``: a short search for the learning rate of a strategy.
 
-Rates stand on a ladder of factors of about √10 (… 0.01, 0.03, 0.1, 0.3, 1 …). Three are tried around the optimiser's usual one;
-while the best is at an edge, the next beyond it is tried, seven in all at most. A try is a short training with the same schedule.
-The rate with the lowest mean *training* loss in the last epoch of its try is taken, so that test accuracy plays no part. A try that
-diverges (NaN or Inf) is never taken, nor is any above it: one that came through there was lucky, or learned nothing.
+Rates are spaced by factors of about √10 (… 0.01, 0.03, 0.1, 0.3, 1 …). Three are tried around the optimiser's default; while the
+best is the lowest or the highest, the next beyond it is tried, seven in all at most. A try is a short training with the same
+schedule. The rate with the lowest mean *training* loss in the last epoch of its try is taken, so that test accuracy has no
+influence. A rate that diverges (NaN or Inf) is never taken, nor is any above it: a higher rate that did not diverge did so by
+chance, or learned nothing.
 
-Short trainings bear higher rates than long ones: very short tries choose rates at which whole trainings fall apart. So a try has a
-hundred steps at least (but half of the training at most), and a rate has to prove itself: if the whole training diverges, or ends
-with a higher training loss than its own short one, it is given up for the next lower one.
+Short trainings tolerate higher rates than long ones: very short tries choose rates at which whole trainings diverge. So a try has
+at least a hundred steps (but at most half of the training), and the rate is checked: if the whole training diverges, or ends with a
+higher training loss than its short one, the next lower rate is taken.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _STEPS = tuple(float(f"{digit}e{power}") for power in range(-6, 3) for digit in 
 
 
 def next_lr(losses: Mapping[float, float], start: float) -> float | None:
-    """The rate to try next, given the training losses of those tried (infinite: diverged); None: enough.
+    """The rate to try next, given the training losses of those tried (infinite: diverged); None: the search is complete.
 
     >>> next_lr({}, 0.1), next_lr({0.1: 1.0, 0.03: 2.0, 0.3: 0.5}, 0.1), next_lr({0.1: 1.0, 0.03: 2.0, 0.3: 1.5}, 0.1)
     (0.1, 1.0, None)

@@ -1,7 +1,7 @@
 """A study: which runs, in which order, under which settings.
 
-An :class:`Outline` says what is wanted (entries × workers × seeds); :func:`expand` makes of it a :class:`Study`, the list of runs
-with a folder each. Runs go by number of workers, then by seed, then by strategy, so that an unfinished study is a smaller whole.
+An :class:`Outline` names entries × workers × seeds; :func:`expand` turns it into a :class:`Study`, the list of runs with a folder
+each. Runs are ordered by number of workers, then by seed, then by strategy, so that an unfinished study is a complete smaller one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hocket.train.setting_groups import BATCH_OPTIMIZER
 from hocket.train.settings import RunSettings, defaults
 
 EACH = ("strategy", "workers", "seed")
-"""Settings in which the runs of a study differ; the others are given once."""
+"""Settings in which the runs of a study differ; the other settings are common to all."""
 AUTO = "auto"
 _START_LRS = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop": 0.01, "adafactor": 0.01}
 
 
 def start_lr(optimizer: str) -> float:
-    """Where a search for the rate starts.
+    """The rate at which a search starts.
 
     >>> start_lr("sgd"), start_lr("adamw")
     (0.1, 0.001)
@@ -38,14 +38,14 @@ def start_lr(optimizer: str) -> float:
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of a study: its folder inside the study's, its settings, and whether its rate is looked for."""
+    """One run of a study: its folder inside the study's, its settings, and whether its rate is searched for."""
 
     folder: str
     settings: RunSettings
     tuned: bool = False
 
     def described(self) -> dict[str, Any]:
-        """The settings as study.json has them: what makes a run the same run."""
+        """The settings as study.json has them; they identify a run."""
         described = self.settings.recorded()
         return {**described, "lr": AUTO} if self.tuned else described
 
@@ -59,12 +59,12 @@ class Study:
     preset: str | None = None
     notes: tuple[str, ...] = ()
     within: float | None = None
-    """Points of accuracy that may be lost for sending less, where that was asked for."""
+    """Points of accuracy that may be given up for fewer bytes, if the study names any."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What is wanted: strategies × workers × seeds under common settings; ``lr`` is a number or ``"auto"``."""
+    """Strategies × workers × seeds under common settings; ``lr`` is a number or ``"auto"``."""
 
     title: str
     entries: Callable[[int, int], Sequence[Entry]]
@@ -83,7 +83,7 @@ class Outline:
         within: float | None = None,
         **given: Any,
     ) -> Outline:
-        """The same with what was asked for otherwise; None and nothing leave things as they are."""
+        """The same with the given values replaced; None keeps a value."""
         return replace(
             self,
             workers=tuple(workers) or self.workers,
@@ -128,12 +128,15 @@ def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
                 seen[what] = entry
     if not runs:
         raise HocketError("The study has no runs; give it strategies.")
-    notes = [*_notes(runs), *(f"{name} was left out: its workers or seeds are none of the study's." for name in idle if idle[name])]
+    notes = [
+        *_notes(runs),
+        *(f"{name} was left out: its workers or seeds are not among the study's." for name in idle if idle[name]),
+    ]
     return Study(outline.title, assign_folders(runs), outline.preset, tuple(notes), outline.within)
 
 
 def _with_clock(outline: Outline, data_set: Callable[[str], DataSet]) -> RunSettings:
-    """The common settings; where some virtual workers need a clock, because they do not go in step, all have the same."""
+    """The common settings; where asynchronous virtual workers need a clock, all runs have the same cluster."""
     common = outline.common()
     if not common.workers.virtual or common.workers.cluster is not None:
         return common
@@ -157,7 +160,7 @@ def steps_of(settings: RunSettings, data: DataSet) -> int:
 
 
 def rounds_of(settings: RunSettings, data: DataSet) -> int:
-    """How many steps an epoch has; at least 1, so that what cannot run is refused when it is run."""
+    """How many steps an epoch has; at least 1, so that a run without samples is refused when it starts."""
     try:
         plan = settings.plan()
         return max(1, len(Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)))
@@ -166,7 +169,7 @@ def rounds_of(settings: RunSettings, data: DataSet) -> int:
 
 
 def assign_folders(runs: Iterable[Planned], taken: Mapping[str, str] | None = None) -> tuple[Planned, ...]:
-    """Every run with a folder of its own; ``taken`` has the folders of runs that have one already, by what they are."""
+    """Every run with a folder of its own; ``taken`` are the folders of existing runs, by their settings."""
     held = dict(taken or {})
     used = set(held.values())
     assigned = []
@@ -217,14 +220,14 @@ def _notes(runs: Sequence[Planned]) -> list[str]:
     notes = []
     if any(r.tuned for r in runs):
         notes.append(
-            "Rates were looked for per strategy and number of workers in short trainings on virtual workers, with the first seed; "
-            "the one with the lowest training loss in its last epoch was taken, and given up for the next lower one where the "
-            "whole training diverged or ended with a higher training loss than the short one. Test accuracy played no part in it."
+            "Learning rates were searched for per strategy and number of workers in short trainings on virtual workers, with the "
+            "first seed; the rate with the lowest training loss in the last epoch was taken, or the next lower one where the "
+            "whole training diverged or ended with a higher training loss than the short one. Test accuracy was not used."
         )
     syncs = (r.settings.strategy.sync for r in runs if r.settings.workers.count > 1)
     if any(s.period > 1 and s.proven_period(1, 1) is not None for s in syncs):
         notes.append(
-            "Local steps are proven to converge up to a period of T^(1/4)/N^(3/4) for T steps and N workers; "
+            "Convergence with local steps is proven up to a period of T^(1/4)/N^(3/4) for T steps and N workers; "
             "that is sufficient, not necessary."
         )
     return notes

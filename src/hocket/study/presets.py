@@ -1,7 +1,7 @@
 """Studies by name: which strategies, under which settings.
 
-A preset is plain data, but for strategies that count in steps or in hosts (``postlocal``, ``dgc`` with warm-up, ``hierarchical``):
-these are written for the number of workers and of steps that a run will have.
+A preset is plain data, except for strategies with a number of steps or hosts (``postlocal``, ``dgc`` with warm-up,
+``hierarchical``): these depend on the number of workers and steps of a run.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Preset:
-    """A study by name: ``entries(workers, steps)`` and the settings that hold unless others are asked for.
+    """A study by name: ``entries(workers, steps)`` and its default settings.
 
-    The rate ``"auto"`` is looked for per strategy; a number holds for all.
+    The rate ``"auto"`` is searched for per strategy; a number is the rate of all.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Preset:
     lr: float | str
     about: str
     within: float | None = None
-    """Points of accuracy that may be lost for sending less."""
+    """Points of accuracy that may be given up for fewer bytes."""
 
 
 def preset(name: str) -> Preset:
@@ -79,7 +79,7 @@ def _host_size(workers: int) -> int:
 
 
 def _dgc(density: float, warmup: int, precision: str = "") -> Entry:
-    """DGC with so many exchanges as warm-up; it carries the momentum itself."""
+    """DGC with so many exchanges as warm-up; it applies the momentum itself."""
     return Entry(f"bulk + dgc({density}, warmup={max(4, warmup)}){precision}", {"momentum": 0.0})
 
 
@@ -94,7 +94,7 @@ def _axes(workers: int, steps: int) -> list[Entry]:
         *("threshold(keep=0.05)", "topk(0.01)", "randomk(0.05)", "lowrank(2)", "topk(0.05) | qsgd(4)"),
     ]
     topology += ["server(2)", f"server({max(1, workers // 2)}, role=sum)"]
-    # Who does not wait needs somebody else to talk to than everybody at once: these differ in two axes.
+    # Asynchronous workers need another topology than allreduce: these strategies differ from the baseline in two axes.
     free = ["stale(4) + allreduce", "async + server(2)", "ssp(4) + server(2)", "downpour(4, 4) + server(2)", "async + gossip"]
     strategies = [*sync, *free, *(f"bulk + {t}" for t in topology), *(f"bulk + allreduce + {c}" for c in compression)]
     return [Entry("bulk + allreduce"), *(Entry(s) for s in strategies), _dgc(0.01, steps // 10)]
@@ -149,7 +149,7 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             "ten-modern",
-            "Ten configurations, as one would run them today",
+            "Ten configurations with current practice",
             _ten_modern,
             {**_STUDY, **_TODAY},
             "auto",

@@ -1,13 +1,13 @@
-"""Asynchronous: a server holds the truth; each worker pushes its gradient when ready and fetches fresh weights; nobody waits.
+"""Asynchronous: servers hold the weights; a worker pushes each gradient, fetches the current weights, and never waits for others.
 
-Each push is one step of the optimiser on the server, with the worker's current rate. The gradient of a worker that took long was
-computed at old weights; ``τ`` is the number of updates since. Against that, ``compensation``:
+Each push is one step of the optimiser on the server, with the worker's current rate. A gradient's staleness ``τ`` is the number
+of updates between the weights it was computed at and its own update. ``compensation`` reduces the effect of staleness:
 
 - ``rate``: the update is scaled by ``1/τ`` (Zhang 2016, staleness-aware);
 - ``taylor``: ``g + λ g⊙g⊙(w_now − w_then)``, DC-ASGD with a constant λ (Zheng 2017, arXiv:1609.08326);
 - ``adaptive``: the same with ``λ/√(v + ε)``, where ``v`` is the running mean of ``g⊙g`` (0.95).
 
-With ``overlap`` the weights travel while the next gradient is computed, at the price of one more step of age.
+With ``overlap`` the weights travel while the next gradient is computed, which makes gradients one step more stale.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Async(Asynchronous):
             raise HocketError(f"async(overlap={self.overlap!r}): overlap must be True or False.")
         if self.overlap and self.compensation in ("taylor", "adaptive"):
             raise HocketError(
-                f"async(compensation={self.compensation}, overlap=True): it compares with the weights given last, and under "
-                "overlap gradients are older than these; leave one of the two out."
+                f"async(compensation={self.compensation}, overlap=True): the compensation needs the weights fetched last, "
+                "but with overlap the gradient was computed at earlier ones; leave one of the two out."
             )
 
     @property

@@ -3,8 +3,8 @@
 A synchronisation says, for each step ``t`` = 1, 2, …, at which moment of the step an exchange happens, if any:
 
 - ``GRADIENTS``: after the backward pass the optimiser receives ``Σ_j K_ij g_j`` instead of ``g_i``;
-- ``BEFORE``: ``w_t = Σ_j K_ij w_{t−1,j} + u_i``; the mix uses the weights from before this step's gradient, so it travels
-  meanwhile;
+- ``BEFORE``: ``w_t = Σ_j K_ij w_{t−1,j} + u_i``; the mix uses the weights from before this step's gradient, so it
+  travels while the gradient is computed;
 - ``AFTER``: the update first, then the mix of the updated weights.
 """
 
@@ -34,12 +34,12 @@ class Moment(Enum):
 
 @dataclass(frozen=True)
 class ServerAction:
-    """What a worker that talks to servers does after a gradient; the gradient is always added to what it will push."""
+    """What a worker does after a gradient, with servers; the gradient is always added to the sum that it pushes next."""
 
     push: bool = True
     fetch: bool = True
     local: bool = False
-    """Step on its own with this gradient."""
+    """Update its own weights with this gradient."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Sync(ABC):
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     only_weights: ClassVar[bool] = False
-    """Whether exchanging gradients makes no sense under it."""
+    """Whether it can exchange weights only."""
     default_weights: ClassVar[bool] = True
-    """Whether weights are exchanged unless told otherwise (gossip always defaults to weights)."""
+    """Whether weights are exchanged where the strategy names nothing (gossip always defaults to weights)."""
     default_topology: ClassVar[str] = "allreduce"
     """The name of the topology of a strategy that names none."""
     asynchronous: ClassVar[bool] = False

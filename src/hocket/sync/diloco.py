@@ -1,7 +1,7 @@
 """DiLoCo: many local steps, then one step of an outer optimiser (Douillard 2023, arXiv:2311.08105).
 
 After ``p`` local steps from the outer weights ``o``, the mean displacement ``Δ = o − mean_i w_i`` is the gradient of an outer
-Nesterov optimiser: ``v ← m·v + Δ``, ``o ← o − lr·(Δ + m·v)``, and everybody goes on from ``o``. Where workers hear different
+Nesterov optimiser: ``v ← m·v + Δ``, ``o ← o − lr·(Δ + m·v)``, and all workers continue from ``o``. Where workers receive different
 means (gossip), each has outer weights of its own and ``mean_i w_i`` is its mix.
 """
 

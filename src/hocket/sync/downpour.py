@@ -1,9 +1,9 @@
-"""Downpour SGD (DistBelief, Dean 2012): asynchronous on a sharded server, with steps of one's own in between.
+"""Downpour SGD (DistBelief, Dean 2012): asynchronous with a sharded server, and local steps between pushes.
 
 A worker pushes the *sum* of its gradients every ``push`` steps, fetches every ``fetch`` steps, and steps locally in between with
-its own optimiser. Pushing, fetching and computing overlap: what was asked for lands before the next step (``overlap=False``: the
-worker waits for it instead). ``warm`` first steps are made by worker 0 alone. The server's optimiser is often Adagrad, whose
-rate per parameter copes with old gradients: ``server(optimizer=adagrad)``.
+its own optimiser. Pushing, fetching and computing overlap: fetched weights are applied before the next step (``overlap=False``: the
+worker waits for them instead). Worker 0 makes the first ``warm`` steps alone. The server's optimiser is often Adagrad, whose
+learning rate per parameter tolerates stale gradients: ``server(optimizer=adagrad)``.
 """
 
 from __future__ import annotations

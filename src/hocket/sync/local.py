@@ -36,7 +36,7 @@ class Local(Sync):
             raise HocketError(f"local(mean={self.mean!r}): mean is before or after{nearest(str(self.mean), ('before', 'after'))}.")
         if self.residual not in ("memory", "weights"):
             words = nearest(str(self.residual), ("memory", "weights"))
-            raise HocketError(f"local(residual={self.residual!r}): the residual is left in a memory or in the weights{words}.")
+            raise HocketError(f"local(residual={self.residual!r}): the residual is kept in a memory or in the weights{words}.")
 
     @property
     def residual_stays(self) -> bool:

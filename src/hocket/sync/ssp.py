@@ -1,7 +1,7 @@
 """Stale-synchronous parallel (Ho 2013): asynchronous, but the fastest may be at most ``s`` steps ahead of the slowest, then waits.
 
 ``ssp(0)`` is bulk: one update with the mean of all pushes. With ``s > 0`` each push is an update of its own, as under ``async``. It
-hides *transient* stragglers; a worker that is always slower still sets the pace.
+hides *transient* stragglers; a worker that is always slow still slows all others down.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class SSP(Asynchronous):
             raise HocketError(f"ssp(overlap={self.overlap!r}): overlap must be True or False.")
         if self.overlap and self.compensation in ("taylor", "adaptive"):
             raise HocketError(
-                f"ssp(compensation={self.compensation}, overlap=True): it compares with the weights given last, and under overlap "
-                "gradients are older than these; leave one of the two out."
+                f"ssp(compensation={self.compensation}, overlap=True): the compensation needs the weights fetched last, "
+                "but with overlap the gradient was computed at earlier ones; leave one of the two out."
             )
         if self.s == 0 and (self.overlap or self.compensation != "none"):
-            raise HocketError("ssp(0) is bulk: its gradients are never old, so there is nothing to overlap or to compensate.")
+            raise HocketError("ssp(0) is bulk: its gradients are never stale; leave overlap= and compensation= out.")
 
     @property
     def max_staleness(self) -> float:

@@ -1,7 +1,7 @@
-"""The study's stale-synchronous scheme: workers run freely, for at most ``s`` steps since the last synchronisation.
+"""The study's stale-synchronous scheme: workers step independently, for at most ``s`` steps since the last synchronisation.
 
-The first to use its steps up waits; the others finish the step in hand; then all take the mean of the weights, weighted by the
-steps that each did. So fast workers do several mini-batches where slow ones do fewer, and nobody is more than ``s`` steps old.
+The first worker that has made ``s`` steps waits; the others finish their current step; then all take the mean of the weights,
+weighted by the steps that each made. So fast workers make more steps than slow ones, and none is more than ``s`` steps ahead.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""All-reduce: everyone gets the mean of everyone (ring: Patarasuk 2009; Gibiansky 2017).
+"""All-reduce: every worker receives the mean over all workers (ring: Patarasuk 2009; Gibiansky 2017).
 
-Plain rows ride on the backend's all-reduce, ``2(N−1)/N · M`` bytes per worker. Coded rows go in two phases, so that a worker's
-traffic does not grow with N: each row is cut into N slices; a worker sends each slice, coded, to its owner; the owner decodes and
-averages what it got, codes the mean, and shares it with all. Where the code compares values (top-k), slices are interleaved: each
-is a fair sample of all layers, or a layer with large gradients would be starved in a slice of its own. Slice owners keep an error
-state of their own where the code has feedback.
+Uncompressed rows use the backend's all-reduce, ``2(N−1)/N · M`` bytes per worker. Compressed rows go in two phases, so that a
+worker's traffic does not grow with N: each row is cut into N slices; a worker sends each slice, encoded, to its owner; the owner
+decodes and averages the slices, encodes the mean, and sends it to all. Where the codec compares values (top-k), slices are
+interleaved, so that each is a sample of all layers; otherwise a slice that holds one layer with large gradients would send too
+little of it. Slice owners keep a residual of their own where the codec uses error feedback.
 
-Compressed weights travel as displacement from the last common mean. What a code with feedback held back waits in a
-state or, with ``local(p, residual=weights)``, stays in the worker's own weights and so in its next displacement.
+Compressed weights are sent as displacement from the last common mean. The residual of error feedback is kept in the state or, with
+``local(p, residual=weights)``, in the worker's own weights and so in its next displacement.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _gather(parts: Tensor, slices: int, interleaved: bool) -> Tensor:
 
 
 def _combine(codec: Codec, got: Message, senders: int, width: int, context: Context) -> Tensor:
-    """The mean of what each owner got, ``[rows, width]``."""
+    """The mean of the slices that each owner received, ``[rows, width]``."""
     if isinstance(codec, Sign):
         return codec.combine(got, senders, width, context)
     return ordered_mean(codec.decode(got, width, context).reshape(-1, senders, width).transpose(0, 1))

@@ -1,7 +1,7 @@
 """Whom workers talk to: a frozen spec, and the channel it becomes on a cluster.
 
 A channel mixes rows linearly, ``x_i ← Σ_j K_ij x_j``: plainly (``mean``), coded (``coded``), or as what training exchanges:
-gradients through a compressor with its feedback, weights in the way that keeps compression and consensus together.
+gradients through a compressor with its error feedback, weights so that workers still reach consensus under compression.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Topology(ABC):
 
 
 class Channel(ABC):
-    """A topology bound to a cluster and a subgroups."""
+    """A topology bound to the subgroups of a cluster."""
 
     uniform: bool = False
 
@@ -108,10 +108,10 @@ class Channel(ABC):
 
     @abstractmethod
     def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
-        """Mixing of coded rows; a worker's own value counts as it was sent."""
+        """Mixing of coded rows; a worker's own value enters as the others decode it."""
 
     def mean_later(self, rows: Tensor, context: Context) -> Any:
-        """Plain mixing of ``rows``, in place, that may go on in the background: the rows, or something to wait for."""
+        """Plain mixing, in place, which may go on in the background: the rows, or an object whose ``wait()`` returns them."""
         mixed = self.mean(rows, context)
         return rows if mixed is rows else rows.copy_(mixed)
 
@@ -125,11 +125,11 @@ class Channel(ABC):
         """Mix weights through a compressor."""
 
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:
-        """What to remember before the first exchange of weights; ``rows`` are equal on all workers then."""
+        """The state before the first exchange of weights, when ``rows`` are equal on all workers."""
         return {}
 
     def rebase(self, state: State, rows: Tensor) -> State:
-        """All workers now stand at the same ``rows``: measure displacements from there."""
+        """The state after all workers have the same ``rows``: displacements are measured from these."""
         return state
 
 

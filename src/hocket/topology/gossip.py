@@ -1,16 +1,16 @@
 """Gossip: each worker mixes with a few partners, ``x_i ← Σ_j K_ij x_j`` with a doubly stochastic ``K`` (D-PSGD, Lian 2017).
 
-Partners are data: ``Gossip.partners(N, e)`` gives, for exchange number ``e``, whom each worker hears and with what weight.
+Partners are data: ``Gossip.partners(N, e)`` gives, for exchange number ``e``, from whom each worker receives, and with what weight.
 
 - *rotating* (default, GossipGraD-like, Daily 2018): distance ``s`` runs 1, 2, …, ⌊N/2⌋, 1, …, once per exchange; partners at ±s,
   a third each; when both partners are one worker, a half each.
 - *ring*: distance 1 always. *exponential*: one partner at distance 2^e mod N (Ying 2021). *random*: a fresh perfect matching.
 - ``matrix=``: any doubly stochastic matrix, or a list of them taken in turn.
-- *pushsum*: for workers that do not go in step (``async``), on a directed graph; see :mod:`hocket.train.free.pushsum`.
+- *pushsum*: for asynchronous workers (``async``), on a directed graph; see :mod:`hocket.programs.gossip`.
 
-Compressed gossip of weights goes the CHOCO way (Koloskova 2019): worker ``i`` and its partners keep a public copy ``x̂_i``; only
-``q_i = C(x_i − x̂_i)`` travels; then ``x̂_i ← x̂_i + q_i`` everywhere and ``x_i ← x_i + γ Σ_j K_ij (x̂_j − x̂_i)``. Copies belong
-to a fixed set of partners, so there is one set per entry of the schedule; rotating gossip then keeps to four distances.
+Compressed gossip of weights is CHOCO (Koloskova 2019): worker ``i`` and its partners keep a public copy ``x̂_i``; only
+``q_i = C(x_i − x̂_i)`` is sent; then ``x̂_i ← x̂_i + q_i`` everywhere and ``x_i ← x_i + γ Σ_j K_ij (x̂_j − x̂_i)``. Copies belong
+to a fixed set of partners, so there is one set per entry of the schedule; rotating gossip then uses at most four distances.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 class Partners(NamedTuple):
-    """Whom each worker hears: ``sources[slot, i]`` (−1: nobody) with ``shares[slot, i]``, and what it keeps of its own."""
+    """Worker ``i`` weighs the rows of ``sources[slot, i]`` (−1: none) by ``shares[slot, i]``, and its own row by ``own[i]``."""
 
     sources: Tensor
     shares: Tensor
@@ -51,7 +51,7 @@ class Gossip(Topology):
     kind: str = "rotating"
     matrix: Matrix | tuple[Matrix, ...] | None = None
     step: float | None = None
-    """CHOCO's γ for compressed weights; unless given, as large as the compressor bears, at most 0.4 (1 where nothing is lost)."""
+    """CHOCO's γ for compressed weights; by default as large as the compressor allows, at most 0.4 (1 if it is lossless)."""
     name: ClassVar[str] = "gossip"
     peer_to_peer: ClassVar[bool] = True
     paper: ClassVar[str] = "Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017"
@@ -72,7 +72,7 @@ class Gossip(Topology):
             for matrix in self._matrices():
                 _check_matrix(matrix)
             if len({len(matrix) for matrix in self._matrices()}) > 1:
-                raise HocketError("gossip(matrix=…): the matrices are for different numbers of workers; give them one size.")
+                raise HocketError("gossip(matrix=…): the matrices have different sizes; give all of them one size.")
 
     @property
     def partner_rule(self) -> str:
@@ -115,7 +115,7 @@ class Gossip(Topology):
         return 1 if self.kind == "ring" else None
 
     def partners(self, workers: int, exchange: int, seed: int = 0, few: bool = False) -> Partners:
-        """Whom each of ``workers`` hears at an exchange (they count from 0)."""
+        """From whom each of ``workers`` receives at an exchange (they count from 0)."""
         if workers == 1:
             return Partners(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1), torch.ones(1))
         if self.matrix is not None:
@@ -138,10 +138,10 @@ class Gossip(Topology):
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
         if isinstance(compressor, Sign) and compressor.vote:
-            return "a majority vote needs everybody; use allreduce, or sign without vote"
+            return "a majority vote needs all workers; use allreduce, or sign without vote"
         if weights and self.kind == "random" and compressor.compresses:
             return (
-                "gossip(random) with compressed weights: public copies (CHOCO) need partners that come back; "
+                "gossip(random) with compressed weights: public copies (CHOCO) need partners that repeat; "
                 "use gossip, gossip(ring) or gossip(exponential), or exchange=gradients"
             )
         return None
@@ -211,7 +211,7 @@ class GossipChannel(Channel):
 
 
 def _mixed(own: Tensor, heard: Tensor, table: Partners) -> Tensor:
-    """The weighted sum of a worker's own value and what it heard, in slot order."""
+    """The weighted sum of a worker's own value and the received ones, in slot order."""
     total = own * table.own
     for slot in range(heard.shape[0]):
         total += heard[slot] * table.shares[slot]
@@ -222,7 +222,7 @@ def _circulant(workers: int, offsets: list[int]) -> Partners:
     index = torch.arange(workers)
     sources = torch.stack([(index + o) % workers for o in offsets])
     shares = torch.full(sources.shape, 1 / (len(offsets) + 1))
-    # What is left, not another third: in float32 three thirds are more than 1, and the mean would grow.
+    # The remainder, not another third: in float32 three thirds add up to more than 1, and the mean would grow.
     return Partners(sources, shares, 1 - shares.sum(0))
 
 
@@ -267,5 +267,5 @@ def _check_matrix(matrix: Matrix) -> None:
         raise HocketError(f"gossip(matrix=…): the matrix must be square, not of shape {tuple(k.shape)}.")
     if not torch.isfinite(k).all() or (k < 0).any() or (k.sum(0) - 1).abs().max() > 1e-6 or (k.sum(1) - 1).abs().max() > 1e-6:
         raise HocketError(
-            "gossip(matrix=…): rows and columns must each add up to 1 with no negative entry (doubly stochastic), or means drift."
+            "gossip(matrix=…): rows and columns must add up to 1 without negative entries (doubly stochastic), or the mean drifts."
         )

@@ -1,6 +1,6 @@
 """Hierarchical: one topology inside a host, another between hosts.
 
-First the inner mixing inside each host of ``size`` workers, plain, because links there are fast. Then, every ``every``-th
+First the inner mixing inside each host of ``size`` workers, uncompressed, because links there are fast. Then, at every ``every``-th
 exchange, the outer mixing between hosts, with the strategy's compression, because links there are slow: each of a host's workers
 exchanges one slice of 1/size with its counterparts, and the slices are gathered inside. (Where the inner topology is gossip,
 workers of a host differ, so each exchanges its whole row.) The mixing matrix is ``K_outer ⊗ K_inner``. ``every > 1`` means local
@@ -54,7 +54,7 @@ class Hierarchical(Topology):
         size = self.size or cluster.host_size
         if subgroups.size % size:
             raise HocketError(
-                f"hierarchical(size={size}): {subgroups.size} workers do not divide into hosts of {size}; choose one that divides."
+                f"hierarchical(size={size}): {subgroups.size} workers do not divide into hosts of {size}; choose a divisor as size."
             )
         return HierarchicalChannel(self, cluster, seed, size)
 
@@ -62,14 +62,14 @@ class Hierarchical(Topology):
         held = compressor.uses_error_feedback or not compressor.contracts
         if weights and held and compressor.compresses and self.outer.uniform and not self.inner.uniform:
             return (
-                "a gossip inside hosts brings back what the code held back or overshot, and both add up; "
-                "use hierarchical(allreduce, …), exchange=gradients, or a code without feedback such as cast(bf16)"
+                "gossip inside hosts adds the compression's residual or overshoot to the weights again at each exchange; "
+                "use hierarchical(allreduce, …), exchange=gradients, or a compression without feedback such as cast(bf16)"
             )
         return self.outer.refusal(compressor, weights)
 
 
 class HierarchicalChannel(Channel):
-    """Inner and outer channels on complementary teams."""
+    """Inner channels inside hosts and outer channels between them."""
 
     def __init__(self, spec: Hierarchical, cluster: Cluster, seed: int, size: int) -> None:
         super().__init__(cluster, cluster.world)
@@ -85,7 +85,7 @@ class HierarchicalChannel(Channel):
         return mixed
 
     def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
-        raise AssertionError("hierarchical channels compress on the outer links only; gradients() and weights() see to it")
+        raise AssertionError("hierarchical channels compress on the outer links only; call gradients() or weights()")
 
     def gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         return self._through(compressor, rows, state, context, weights=False)

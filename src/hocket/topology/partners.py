@@ -1,8 +1,8 @@
-"""Whom workers that do not go in step turn to: pure functions, the same for virtual workers and for real ones.
+"""The partners of asynchronous workers: pure functions, the same for virtual workers and for real ones.
 
-In pairs (``async + gossip``) workers with an even number *call*, those with an odd number *answer*; a caller reaches the answerers
-at distance 1, 3, 5, … from it in turn, once per call; ``ring``: its two neighbours in turn; ``random``: any. Under push-sum a
-worker sends to those at distance 1, 2, 4, … in turn.
+In pairs (``async + gossip``) workers with an even number *call*, those with an odd number *answer*; a caller calls the workers at
+distance 1, 3, 5, … in turn; ``ring``: its two neighbours in turn; ``random``: any odd worker. Under push-sum a worker sends to the
+workers at distance 1, 2, 4, … in turn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hocket.noise import fold
 
 
 def answerer(kind: str, worker: int, call: int, workers: int, seed: int) -> int:
-    """Whom caller ``worker`` of ``workers`` reaches at its ``call``-th call (from 0); always one with an odd number.
+    """The worker that caller ``worker`` of ``workers`` calls at its ``call``-th call (from 0); its number is odd.
 
     >>> [answerer("rotating", 0, call, 6, 0) for call in range(4)], [answerer("ring", 2, call, 6, 0) for call in range(3)]
     ([1, 3, 5, 1], [3, 1, 3])
@@ -25,7 +25,7 @@ def answerer(kind: str, worker: int, call: int, workers: int, seed: int) -> int:
 
 
 def target(worker: int, sending: int, workers: int) -> int:
-    """Whom the ``sending``-th half (from 0) of ``worker`` goes to.
+    """The worker that receives the ``sending``-th half (from 0) of ``worker``.
 
     >>> [target(3, sending, 6) for sending in range(4)]
     [4, 5, 1, 4]

@@ -1,10 +1,10 @@
 """Parameter servers: the parameters split over ``shards``; workers push gradients and fetch weights (Li 2014).
 
-The shards hold the truth and run the optimiser: the worker's own, or ``optimizer`` (one of torch.optim's elementwise ones by name,
-such as adagrad) with the worker's rate times ``rate``. Under ``bulk`` and ``ssp(0)`` a step is one update with the mean of all
-pushes, the classical centralised scheme; otherwise every push is an update.
+The shards hold the global weights and run the optimiser: the worker's, or ``optimizer`` (one of torch.optim's elementwise ones by
+name, such as adagrad) with the worker's learning rate times ``lr``. Under ``bulk`` and ``ssp(0)`` a step is one update with the
+mean of all pushes, the classical centralised scheme; otherwise every push is an update.
 
-``role=sum`` (BytePS, Jiang 2020): ``n ≤ N`` spare CPU machines only *sum*; the workers keep the optimiser and share the summing.
+``role=sum`` (BytePS, Jiang 2020): ``n ≤ N`` spare CPU machines only *sum*; the workers run the optimiser and sum a part themselves.
 With ``d = N² + nN − 2n`` each CPU machine sums ``2(N−1)M/d`` and each worker machine ``(N−n)M/d``, which loads all links equally:
 an exchange takes ``2N(N−1)M/(d·B)``, and ring all-reduce is the case ``n = 0``.
 """
@@ -28,7 +28,7 @@ FETCHES = ("fp32", "bf16", "fp16")
 
 
 class SumChannel(Channel):
-    """The mean of all, summed on spare machines and on the workers' own."""
+    """The mean over all workers, summed on spare machines and on the workers' own."""
 
     uniform = True
 
@@ -40,7 +40,7 @@ class SumChannel(Channel):
         return self.cluster.reduce_on_servers(self.servers, rows)
 
     def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
-        raise HocketError("Servers that only sum cannot add up codes.")  # refused when the strategy was built
+        raise HocketError("Servers with role=sum cannot sum compressed rows.")  # refused when the strategy was built
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         return self.mean(rows, context), state
@@ -55,13 +55,13 @@ class Server(Topology):
     optimizer: str | None = None
     lr: float = 1.0
     fetch: str = "fp32"
-    """How precisely weights travel to the workers."""
+    """The dtype in which weights travel to the workers."""
     name: ClassVar[str] = "server"
     paper: ClassVar[str] = "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014"
 
     def __post_init__(self) -> None:
         if not isinstance(self.shards, int) or isinstance(self.shards, bool) or self.shards < 1:
-            raise HocketError(f"server(shards={self.shards!r}): there must be at least one shard, a whole number.")
+            raise HocketError(f"server(shards={self.shards!r}): shards must be a whole number, at least one shard.")
         for value, known, what in ((self.role, ROLES, "role"), (self.fetch, FETCHES, "fetch")):
             if value not in known:
                 hint = nearest(str(value), known) or "."
@@ -72,7 +72,7 @@ class Server(Topology):
         if not isinstance(self.lr, (int, float)) or isinstance(self.lr, bool) or not 0 < self.lr < float("inf"):
             raise HocketError(f"server(lr={self.lr!r}): the factor on the worker's learning rate must be a number above 0.")
         if self.role == "sum" and (self.optimizer is not None or self.lr != 1 or self.fetch != "fp32"):
-            raise HocketError("server(role=sum): who only sums has no optimiser, no learning rate and no weights; leave them out.")
+            raise HocketError("server(role=sum): such servers have no optimiser and no weights; leave optimizer=, lr=, fetch= out.")
 
     @property
     def uniform(self) -> bool:
@@ -107,19 +107,17 @@ class Server(Topology):
 
     def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
         if not self.sums_on_servers or not subgroups.whole:
-            raise HocketError("server(…) serves all workers at once, each by messages of its own; it cannot be part of another.")
+            raise HocketError("server(…) serves all workers at once; it cannot be part of a hierarchical topology.")
         if self.shards > cluster.size:
             raise HocketError(
-                f"server({self.shards}, role=sum): more machines that sum than the {cluster.size} workers have nothing to carry; "
-                f"use at most {cluster.size}."
+                f"server({self.shards}, role=sum): so many servers would have nothing to sum; "
+                f"use at most one per worker, {cluster.size}."
             )
         return SumChannel(cluster, subgroups, self.shards)
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
         if self.sums_on_servers and compressor.compresses:
-            return "servers that only sum cannot add up codes; leave the compression out, or use allreduce, whose slices are coded"
+            return "servers with role=sum cannot sum compressed rows; leave the compression out, or use allreduce"
         if compressor.compresses and (not isinstance(compressor, Codec) or isinstance(compressor, LowRank)):
-            return (
-                f"{compressor.name} is more than a code of values one by one, which is all that a shard can read; use topk or sign"
-            )
+            return f"a shard cannot decode {compressor.name}, which needs more than one message per slice; use topk or sign"
         return None

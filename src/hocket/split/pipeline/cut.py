@@ -135,19 +135,12 @@ def cut_model(
     for a, b in ranges:
         sizes = {n: _Size.of(values[n], more[n], len(sample)) for n in crossing[a] if not isinstance(values[n], Tensor)}
         parts.append(_stage(model, graph, work[a:b], wires[a], sizes, wires[b]))
-    held = [next(k for k, (a, b) in enumerate(ranges) if a <= i < b) for i in range(len(work))]
-    rows = [
-        Row(
-            title(node),
-            _own_parameters(model, node),
-            found[node].forward_s,
-            found[node].backward_s,
-            sum(w.num_bytes(len(sample)) for w in wires[i + 1]),
-            able[i + 1],
-            held[i],
-        )
-        for i, node in enumerate(work)
-    ]
+    rows = []
+    for i, node in enumerate(work):
+        stage = next(k for k, (a, b) in enumerate(ranges) if a <= i < b)
+        moved = sum(w.num_bytes(len(sample)) for w in wires[i + 1])
+        cost = found[node]
+        rows.append(Row(title(node), _own_parameters(model, node), cost.forward_s, cost.backward_s, moved, able[i + 1], stage))
     tied, names = _tied(model, parts)
     lines = [tuple(wires[b]) for b in bounds]
     statistics = any(isinstance(m, _BatchNorm) for m in model.modules())
