@@ -155,20 +155,20 @@ def one_facet(folder: Path, count: int) -> Path:
 FREE = ("async", "ssp(4)", "downpour(4, 4) + server(2)", "async + server(2) + topk(0.05)", "async(compensation=rate)")
 
 
-def ages(strategy: str, seed: int, oldest: int, pushes: int = 300) -> dict[str, int]:
-    """Made-up ages of gradients: most young, a few as old as ``oldest``."""
-    draw = random.Random(f"{strategy} {seed} {oldest}")
-    found = sorted(min(oldest, int(draw.lognormvariate(math.log(3), 0.3 + 0.25 * math.log10(1 + oldest)))) for _ in range(pushes))
-    return {str(age): found.count(age) or 1 for age in dict.fromkeys([*found, oldest])}
+def staleness(strategy: str, seed: int, largest: int, pushes: int = 300) -> dict[str, int]:
+    """Made-up staleness of gradients: most small, a few as large as ``largest``."""
+    draw = random.Random(f"{strategy} {seed} {largest}")
+    found = sorted(min(largest, int(draw.lognormvariate(math.log(3), 0.3 + 0.25 * math.log10(1 + largest)))) for _ in range(pushes))
+    return {str(value): found.count(value) or 1 for value in dict.fromkeys([*found, largest])}
 
 
-def free_runs(folder: Path, count: int = 5, oldest: int = 12, **settings: Any) -> Path:
+def free_runs(folder: Path, count: int = 5, largest: int = 12, **settings: Any) -> Path:
     """A baseline, and ``count`` strategies whose workers do not go in step."""
     names = [FREE[i] if i < len(FREE) else f"ssp({4 + i}) + server({1 + i % 4})" for i in range(count)]
     runs: list[dict[str, Any]] = [{"strategy": "bulk + allreduce", **settings}]
     for name in names:
         run = {"strategy": name, "workers": 4, "virtual": False, "data": "digits", "seed": 0, "epochs": 10, **settings}
-        lines = [{**line, "staleness": ages(name, line["epoch"], oldest), "lost": 0} for line in made_up(run)]
+        lines = [{**line, "staleness": staleness(name, line["epoch"], largest), "lost": 0} for line in made_up(run)]
         runs.append({"strategy": name, "lines": lines, **settings})
     return write_study(folder, f"{count} strategies that do not wait", runs)
 

@@ -210,55 +210,55 @@ def test_predicted_seconds_are_drawn_with_their_cluster(tmp_path: Path, visit: V
 @pytest.mark.parametrize("width", [1280, 390])
 def test_how_old_gradients_were_is_drawn_and_told(tmp_path: Path, visit: Visit, width: int) -> None:
     page = visit(build([free_runs(tmp_path)], tmp_path, png=False).path, width)
-    assert page.locator("#ages .mark").count() == 5, "the baseline goes in step"
-    assert page.locator("#ages .column.solid").count() == 5
-    page.locator("#ages").scroll_into_view_if_needed()
-    mark = page.locator("#ages .mark").first
+    assert page.locator("#staleness .mark").count() == 5, "the baseline goes in step"
+    assert page.locator("#staleness .column.solid").count() == 5
+    page.locator("#staleness").scroll_into_view_if_needed()
+    mark = page.locator("#staleness .mark").first
     name = mark.get_attribute("aria-label").split(":")[0]
     values = [column(page, f"staleness_{part}")[column(page, "strategy").index(name)] for part in ("median", "largest")]
-    for part, told in ((".solid", f"age {values[0]}: "), (".column >> nth=-1", f"age {values[1]}: ")):
+    for part, told in ((".solid", f"staleness {values[0]}: "), (".column >> nth=-1", f"staleness {values[1]}: ")):
         box = mark.locator(part).bounding_box()
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
         assert page.inner_text("#tip strong") == name
         assert page.inner_text("#tip .at").startswith(told)
-        assert re.search(r"age [\d,]+: [\d,]+ of [\d,]+ gradients, [\d.]+ %$", page.inner_text("#tip .at"))
+        assert re.search(r"staleness [\d,]+: [\d,]+ of [\d,]+ gradients, [\d.]+ %$", page.inner_text("#tip .at"))
     tip = page.inner_text("#tip dl").split("\n")
-    assert [tip[tip.index(part) + 1] for part in ("median age", "largest age")] == values
+    assert [tip[tip.index(part) + 1] for part in ("median staleness", "largest staleness")] == values
     assert f"median {values[0]}, largest {values[1]}" in mark.text_content()
-    ticks = boxes(page, "#ages svg > text")
+    ticks = boxes(page, "#staleness svg > text")
     assert not any(meet(a, b) for i, a in enumerate(ticks) for b in ticks[:i])
     page.mouse.move(2, 2)
-    page.focus("#ages .mark[tabindex='0']")
-    assert page.inner_text("#tip .at").startswith(f"age {values[0]}: ")
+    page.focus("#staleness .mark[tabindex='0']")
+    assert page.inner_text("#tip .at").startswith(f"staleness {values[0]}: ")
 
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_long_tails_share_columns(pages: dict[str, Path], visit: Visit, width: int) -> None:
     page = visit(pages["free"], width)
-    assert page.locator("#ages .mark").count() == 20
-    assert "a column holds several ages" in page.inner_text("#ages figcaption")
-    assert min(box["width"] for box in boxes(page, "#ages .column")) > 3
-    page.locator("#ages").scroll_into_view_if_needed()
-    box = page.locator("#ages .mark").first.locator(".column").last.bounding_box()
+    assert page.locator("#staleness .mark").count() == 20
+    assert "a column holds several values" in page.inner_text("#staleness figcaption")
+    assert min(box["width"] for box in boxes(page, "#staleness .column")) > 3
+    page.locator("#staleness").scroll_into_view_if_needed()
+    box = page.locator("#staleness .mark").first.locator(".column").last.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] - 4)
-    assert re.match(r"age [\d,]+–5,\d+: 10 of 3,010 gradients", page.inner_text("#tip .at"))
-    texts = boxes(page, "#ages .mark text")
+    assert re.match(r"staleness [\d,]+–5,\d+: 10 of 3,010 gradients", page.inner_text("#tip .at"))
+    texts = boxes(page, "#staleness .mark text")
     assert not any(meet(a, b) for i, a in enumerate(texts) for b in texts[:i])
 
 
 def test_without_ages_there_is_no_chart_of_them(pages: dict[str, Path], tmp_path: Path, visit: Visit) -> None:
     page = visit(pages["ten"])
-    assert page.is_hidden("#ages")
-    assert page.locator("#ages svg, th[data-name^=staleness], th[data-name=lost]").count() == 0
+    assert page.is_hidden("#staleness")
+    assert page.locator("#staleness svg, th[data-name^=staleness], th[data-name=lost]").count() == 0
     free_runs(tmp_path / "a", 2, workers=4)
     for strategy in ("bulk + allreduce", "local(4)", "local(16)", "gossip"):
         write_run(tmp_path / "b" / strategy, strategy, workers=8)
     page = visit(build([tmp_path], tmp_path, png=False).path)
-    assert page.is_hidden("#ages"), "the facet that is shown first has none"
+    assert page.is_hidden("#staleness"), "the facet that is shown first has none"
     page.select_option("select[name=workers]", "4")
-    assert page.locator("#ages .mark").count() == 2
+    assert page.locator("#staleness .mark").count() == 2
     page.select_option("select[name=workers]", "8")
-    assert page.is_hidden("#ages")
+    assert page.is_hidden("#staleness")
 
 
 @pytest.mark.parametrize("width, scheme", [(1280, "light"), (390, "dark"), (320, "light")])

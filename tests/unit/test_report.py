@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from browser.study import MORE, TEN, free_runs, hundred_runs, one_facet, ten_runs, write_run, write_study
 from hocket.errors import HocketError
 from hocket.report import Report, build, charts
-from hocket.report.ages import Ages, column_edges
 from hocket.report.read import read
 from hocket.report.rows import BASELINE, make_rows
 from hocket.report.series import styles
+from hocket.report.staleness import Staleness, column_edges
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -544,26 +544,26 @@ def test_the_command_prints_answers_and_the_page(tmp_path: Path) -> None:
 
 
 def aged(*histograms: Any, **more: Any) -> list[dict[str, Any]]:
-    """An epoch per histogram of gradients' ages."""
+    """An epoch per histogram of gradients' staleness."""
     return [line(epoch, 0.5, staleness=found, **more) for epoch, found in enumerate(histograms, 1)]
 
 
 @given(st.lists(st.lists(st.integers(0, 10**6), max_size=30), min_size=1, max_size=4))
 def test_ages_are_those_of_all_gradients(epochs: list[list[int]]) -> None:
-    ages = Ages.of({"staleness": {str(age): found.count(age) for age in found}} for found in epochs)
-    every = [age for found in epochs for age in found]
+    staleness = Staleness.of({"staleness": {str(value): found.count(value) for value in found}} for found in epochs)
+    every = [value for found in epochs for value in found]
     if not every:
-        assert ages is None
+        assert staleness is None
         return
-    assert ages is not None
-    assert (ages.total, ages.largest) == (len(every), max(every))
-    assert [ages.median, ages.mean] == pytest.approx([statistics.median(every), statistics.mean(every)])
-    assert ages.middle in every
-    edges = column_edges([ages, None])
+    assert staleness is not None
+    assert (staleness.total, staleness.largest) == (len(every), max(every))
+    assert [staleness.median, staleness.mean] == pytest.approx([statistics.median(every), statistics.mean(every)])
+    assert staleness.middle in every
+    edges = column_edges([staleness, None])
     widths = [b - a for a, b in itertools.pairwise(edges)]
     assert len(widths) <= 60
-    assert widths == sorted(widths), "a column that holds fewer ages than the one before it would look like a dip"
-    assert sum(ages.columns(edges)) == len(every)
+    assert widths == sorted(widths), "a column that holds fewer values than the one before it would look like a dip"
+    assert sum(staleness.columns(edges)) == len(every)
 
 
 def test_seeds_and_epochs_share_one_histogram(tmp_path: Path) -> None:
@@ -572,18 +572,18 @@ def test_seeds_and_epochs_share_one_histogram(tmp_path: Path) -> None:
     write_run(tmp_path / "plain", BASELINE, flat(0.7), epochs=2)
     report = build([tmp_path], tmp_path, png=charts.available())
     rows = {row.strategy: row for row in report.rows}
-    assert rows[BASELINE].ages is None
-    assert rows["async"].ages == Ages(((0, 2), (1, 3), (3, 8), (40, 1)))
+    assert rows[BASELINE].staleness is None
+    assert rows["async"].staleness == Staleness(((0, 2), (1, 3), (3, 8), (40, 1)))
     cells = {c["strategy"]: c for c in csv.DictReader((tmp_path / "table.csv").read_text().splitlines())}
     names = ("staleness_median", "staleness_mean", "staleness_largest")
     assert [float(cells["async"][name]) for name in names] == pytest.approx([3, 67 / 14, 40])
     assert [cells[BASELINE][name] for name in names] == ["", "", ""]
-    assert "gradient age (median) | gradient age (mean) | gradient age (largest)" in (tmp_path / "table.md").read_text()
+    assert "staleness (median) | staleness (mean) | staleness (largest)" in (tmp_path / "table.md").read_text()
     head, *body = table_of((tmp_path / "report.html").read_text())
-    first = head.index("gradient age median")
+    first = head.index("staleness median")
     assert {row[0]: row[first : first + 3] for row in body} == {"async": ["3", "4.79", "40"], BASELINE: ["–", "–", "–"]}
     assert "lost" not in cells[BASELINE]
-    assert (tmp_path / "charts" / "digits-mlp-4-real-ages.png").exists() == charts.available()
+    assert (tmp_path / "charts" / "digits-mlp-4-real-staleness.png").exists() == charts.available()
 
 
 def test_without_ages_nothing_speaks_of_them(tmp_path: Path) -> None:
@@ -591,10 +591,10 @@ def test_without_ages_nothing_speaks_of_them(tmp_path: Path) -> None:
     write_run(tmp_path / "none", "async", aged({}, {}, lost=0), epochs=2)
     build([tmp_path], tmp_path, png=charts.available())
     for name in ("table.csv", "table.md"):
-        assert not re.search(r"staleness|age|lost", (tmp_path / name).read_text().splitlines()[0])
+        assert not re.search(r"staleness|lost", (tmp_path / name).read_text().splitlines()[0])
     page = (tmp_path / "report.html").read_text()
-    assert not re.search(r"Gradient age|gradient age|median age|Lost", page)
-    assert not list(tmp_path.glob("charts/*-ages.png"))
+    assert not re.search(r"Staleness:|staleness_median|median staleness|Lost", page)
+    assert not list(tmp_path.glob("charts/*-staleness.png"))
 
 
 @pytest.mark.parametrize("count", [1, 30])
@@ -602,7 +602,7 @@ def test_without_ages_nothing_speaks_of_them(tmp_path: Path) -> None:
 def test_a_chart_of_ages_is_drawn_however_many_and_however_old(tmp_path: Path, count: int, oldest: int) -> None:
     pytest.importorskip("matplotlib")
     rows = make_rows(read([free_runs(tmp_path, count, oldest)]).runs)
-    picture = charts._ages(rows, styles(rows))
+    picture = charts._staleness(rows, styles(rows))
     assert picture is not None
     assert picture.startswith(b"\x89PNG")
 
@@ -627,4 +627,4 @@ def test_lost_batches_have_a_column_where_there_are_any(tmp_path: Path) -> None:
 def test_damaged_ages_are_left_out(tmp_path: Path, found: Any) -> None:
     write_run(tmp_path / "run", "async", aged(found, {"2": 5}), epochs=2)
     (row,) = build([tmp_path], tmp_path, png=False).rows
-    assert row.ages == Ages(((2, 5),))
+    assert row.staleness == Staleness(((2, 5),))

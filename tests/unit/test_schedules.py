@@ -178,7 +178,7 @@ def test_what_cannot_be_made_meets_one_sentence(arguments: tuple[Any, ...], sent
 
 
 def test_other_mistakes_meet_one_sentence() -> None:
-    with pytest.raises(HocketError, match="waits for itself at 0B0, 1F1"):
+    with pytest.raises(HocketError, match="has a deadlock at 0B0, 1F1"):
         simulate(((Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1)), (Action("F", 1, 1), Action("B", 1, 0))))
     with pytest.raises(HocketError, match="The cost of backward is a number of units of time above 0; got 0"):
         Costs(1, 0)

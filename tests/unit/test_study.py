@@ -603,7 +603,7 @@ def test_a_training_holds_the_lock_of_its_study(tmp_path: Path) -> None:
     with place.taken() as lock:
         training = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
     try:
-        with pytest.raises(HocketError, match="Another process is at work"), place.taken():
+        with pytest.raises(HocketError, match="Another process runs"), place.taken():
             pass
     finally:
         training.communicate(b"\n", timeout=60)
@@ -796,7 +796,7 @@ def test_where_every_rate_diverges_the_run_has_failed(tmp_path: Path) -> None:
     folder, study = begun(tmp_path, small(["bulk"], lr="auto"))
     (outcome,) = carry_out(folder, study, Data(), fragile, refused)
     assert outcome.failure is not None
-    assert "No rate" in outcome.failure
+    assert "No learning rate" in outcome.failure
 
 
 # --- the command line ------------------------------------------------------------------------------------------------------

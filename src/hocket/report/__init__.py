@@ -1,6 +1,6 @@
-"""Finished runs as tables, charts and one self-contained HTML page that answers first.
+"""Finished runs as tables, charts and one self-contained HTML page that begins with answers.
 
-``read`` finds what runs left behind, ``rows`` makes one row per configuration, ``answers`` says which strategy to take, ``table``,
+``read`` reads the files of runs, ``rows`` makes one row per configuration, ``answers`` says which strategy to choose, ``table``,
 ``charts`` and ``page`` show it, and :func:`build` writes it all.
 """
 

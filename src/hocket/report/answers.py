@@ -1,7 +1,7 @@
-"""What the runs of one facet say, in plain sentences: fastest, least traffic, most accurate, or none of it.
+"""The conclusions from the runs of one facet, in sentences: fastest, fewest bytes, most accurate, or none of these.
 
-"None of it" is an answer: where no strategy is faster, leaner or more accurate than ``bulk + allreduce`` (what DDP does) by more
-than the margins below, the report says so first.
+Where no strategy is faster, sends fewer bytes or is more accurate than ``bulk + allreduce`` (what DDP does) by more than the
+margins below, the report says that first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hocket.report.figures import percent, points, seconds, times
 from hocket.report.rows import BASELINE, Facet, Row, baseline_of
 
 WITHIN = 1.0
-"""Points of accuracy that may be given up for traffic, unless the study says otherwise."""
+"""Points of accuracy that may be given up for fewer bytes, unless the study names another number."""
 _POINT = 0.01
 _MORE_ACCURATE = 0.005
 _FASTER = 1.05
@@ -47,7 +47,7 @@ def basis(rows: Sequence[Row], facet: Facet) -> str:
 
 
 def answers_of(facet: Facet, rows: Sequence[Row], within: float = WITHIN) -> list[Answer]:
-    """The answers for one facet; ``within`` points of accuracy may be given up for traffic."""
+    """The answers for one facet; ``within`` points of accuracy may be given up for fewer bytes."""
     ranked = [r for r in rows if r.facet == facet and r.ranked]
     if not ranked:
         finished = any(r.facet == facet and r.state == "finished" for r in rows)
@@ -75,7 +75,7 @@ def time_to(row: Row, threshold: float) -> float | None:
 
 
 def round_below(accuracy: float) -> float:
-    """The largest round accuracy below: a multiple of five points where one is near, otherwise a full point.
+    """The largest round accuracy below it: a multiple of five points where one is near, otherwise a full point.
 
     >>> round_below(0.713), round_below(0.69), round_below(0.9787), round_below(0.003)
     (0.7, 0.69, 0.97, 0.003)
@@ -87,7 +87,7 @@ def round_below(accuracy: float) -> float:
 
 
 def _threshold(ranked: list[Row], base: Row | None) -> float:
-    """A round accuracy that the baseline reaches with a point to spare, so that chance in its last epochs does not decide."""
+    """A round accuracy at least one point below the baseline's, so that noise in its last epochs does not decide."""
     if base is not None:
         best = max(p.accuracy.mean for p in base.curve if p.accuracy)
         return round_below(best - _POINT if best > 2 * _POINT else best)
@@ -108,7 +108,7 @@ def _fastest(ranked: list[Row], base: Row | None, threshold: float) -> Answer:
         ((t, r is not base, r.label, r) for r in ranked if (t := time_to(r, threshold)) is not None), key=lambda x: x[:3]
     )
     if not timed:
-        return Answer(question, detail="nothing that has a clock got there.")
+        return Answer(question, detail="no run with a clock reached it.")
     first, _, _, row = timed[0]
     detail = ""
     if row is base:
@@ -122,7 +122,7 @@ def _least_traffic(ranked: list[Row], base: Row, within: float) -> Answer:
     question = f"Least traffic within {_points(within)} of {_called(base)}"
     if not base.bytes_sent or base.bytes_sent.mean == 0:
         return Answer(question, detail="one worker sends nothing.")
-    ranked = [r for r in ranked if baseline_of(r, ranked) is base]  # others are compared with a baseline of their own length
+    ranked = [r for r in ranked if baseline_of(r, ranked) is base]  # runs of another length have a baseline of their own
     near = [r for r in ranked if r.bytes_sent and _gain(r, base) >= -within / 100 - 1e-9]
     row = min(near, key=lambda r: (r.bytes_sent.mean if r.bytes_sent else math.inf, r is not base), default=base)
     if row is base:
@@ -175,7 +175,7 @@ def _called(base: Row) -> str:
 
 
 def _predicted(facet: Facet) -> str:
-    """What a statement about seconds is labelled with where they were not measured."""
+    """The label of a statement about seconds that were not measured."""
     return f" ({facet.predicted})" if facet.cluster else ""
 
 
@@ -199,7 +199,7 @@ def _gain(row: Row, base: Row) -> float:
 
 
 def _noise(row: Row, base: Row) -> float:
-    """A gain below this is chance: half a point, or the seeds' own spread."""
+    """A gain below this is noise: half a point, or the spread over seeds."""
     spreads = [r.accuracy.spread for r in (row, base) if r.accuracy and r.accuracy.spread is not None]
     return max(_MORE_ACCURATE, *spreads) if spreads else _MORE_ACCURATE
 

@@ -1,4 +1,4 @@
-"""From folders to files: reads the runs, compares them and writes page, tables and charts."""
+"""Build a report: read the runs, compare them, and write page, tables and charts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build(folders: Sequence[Path], out: Path, title: str | None = None, png: boo
     if png and charts.available():
         pictures = charts.draw(rows)
     elif png:
-        reading.notes.append("The charts are not there as PNG files: matplotlib is missing (pip install 'hocket[plot]').")
+        reading.notes.append("There are no PNG charts, because matplotlib is not installed (pip install 'hocket[plot]').")
     titles = [s.title for s in reading.studies]
     title = title or (" and ".join(titles) if len(titles) <= 2 else f"{len(titles)} studies") or "Hocket report"
     files = {
@@ -63,6 +63,6 @@ def build(folders: Sequence[Path], out: Path, title: str | None = None, png: boo
     }
     write_files(Path(out), files)
     for chart in (Path(out) / "charts").glob("*.png") if pictures else ():
-        if charts.ours(chart.name) and chart.name not in pictures:  # of runs that are there no longer
+        if charts.ours(chart.name) and chart.name not in pictures:  # charts of runs that no longer exist
             chart.unlink(missing_ok=True)
     return Report(Path(out) / "report.html", rows, reading.notes, answers)

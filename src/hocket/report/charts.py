@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from hocket.report.ages import column_edges, column_of, place_of
 from hocket.report.answers import basis
 from hocket.report.figures import percent, seconds
 from hocket.report.rows import Facet, Row, frontier
 from hocket.report.series import Style, styles
+from hocket.report.staleness import column_edges, column_of, place_of
 from hocket.report.timelines import LOOKS, MOST_TIMELINES
 from hocket.split.pipeline.timeline import KINDS
 
@@ -23,7 +23,7 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _MOST_BARS = 24
 _LONG = 62
-"""Characters of a name beside which there is no room for another in the legend."""
+"""Names longer than this take a whole row of the legend."""
 _MOST_NAMED = 16
 """Series with a colour and a place in the legend; the others are drawn grey behind them."""
 
@@ -43,7 +43,7 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
             ("accuracy", _accuracy(inside, looks)),
             ("frontier", _frontier(inside, looks)),
             ("bars", _bars(inside, looks)),
-            ("ages", _ages(inside, looks)),
+            ("staleness", _staleness(inside, looks)),
         ):
             if picture is not None:
                 files[_unused(f"{_stem(facet)}-{chart}", files)] = picture
@@ -72,7 +72,7 @@ def ours(name: str) -> bool:
     >>> [ours(n) for n in ("digits-cnn-4-virtual-frontier.png", "mlp-workers-2.png", "x-timeline.png", "holiday.png")]
     [True, True, True, False]
     """
-    return re.search(r"-(accuracy|frontier|bars|ages|workers|timeline)(-\d+)?\.png$", name) is not None
+    return re.search(r"-(accuracy|frontier|bars|staleness|workers|timeline)(-\d+)?\.png$", name) is not None
 
 
 def safe(name: str) -> str:
@@ -147,13 +147,13 @@ def _frontier(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
 
 
 def _floor(drawn: list[Row], line: list[Row]) -> float:
-    """Where the chart ends below: a little under the frontier. A few failures far down would leave the rest a thin stripe."""
+    """The lower limit of the chart, a little below the frontier: a few failed runs far below would compress all others."""
     low, high = min(map(_percent, line)), max(map(_percent, line))
     return max(min(map(_percent, drawn)), low - max(3.0, (high - low) / 4))
 
 
 def _number(axes: Any, names: dict[str, tuple[float, float]], points: list[tuple[float, float]]) -> None:
-    """Numbers beside their points, the first ones first, where neither another point nor another number is in the way."""
+    """Numbers beside their points, in order, where they overlap neither a point nor another number."""
     axes.autoscale_view()
     taken = [tuple(axes.transData.transform(point)) for point in points]
     for name, point in names.items():
@@ -194,45 +194,45 @@ def _bars(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     return _finish(figure, axes, len(timed) - len(drawn), columns=3)
 
 
-def _ages(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
-    aged = sorted(((r.ages.median, r.ages.mean, i) for i, r in enumerate(rows) if r.ages))
+def _staleness(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
+    aged = sorted(((r.staleness.median, r.staleness.mean, i) for i, r in enumerate(rows) if r.staleness))
     if not aged:
         return None
     drawn = [rows[i] for *_, i in aged[:_MOST_BARS]]
-    edges = column_edges(r.ages for r in drawn)
-    wider = "" if len(edges) == edges[-1] + 1 else "; towards the right a column holds several ages"
-    figure, axes = _canvas("How old gradients were", rows, "", f"age in updates, solid: the median{wider}", 0.52 * len(drawn))
+    edges = column_edges(r.staleness for r in drawn)
+    wider = "" if len(edges) == edges[-1] + 1 else "; towards the right a column holds several values"
+    figure, axes = _canvas("Staleness of gradients", rows, "", f"staleness in updates, solid: the median{wider}", 0.52 * len(drawn))
     for place, row in enumerate(drawn):
-        assert row.ages is not None
-        counts, middle = row.ages.columns(edges), column_of(row.ages.middle, edges)
+        assert row.staleness is not None
+        counts, middle = row.staleness.columns(edges), column_of(row.staleness.middle, edges)
         filled = {column: max(0.04, 0.75 * count / max(counts)) for column, count in enumerate(counts) if count}
         colours = [(_look(looks[row.label], True)["color"], 1 if column == middle else 0.5) for column in filled]
         axes.bar(filled.keys(), [-size for size in filled.values()], min(0.85, len(edges) / 30), bottom=place + 0.4, color=colours)
-        axes.annotate(str(row.ages), (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize=8, color=_QUIET)
+        axes.annotate(str(row.staleness), (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize=8, color=_QUIET)
         axes.axhline(place + 0.4, color="#e6e8ec", linewidth=0.8, zorder=1)
     axes.set_yticks(range(len(drawn)), [_plain(f"{looks[r.label].number}  {r.label}") for r in drawn])
     axes.set_ylim(len(drawn) - 0.6, -0.6)
     axes.set_xlim(-0.7, len(edges) - 1.3)
-    ticks = _age_ticks(edges)
-    axes.set_xticks([place_of(age, edges) for age in ticks], [f"{age:,}" for age in ticks])
+    ticks = _staleness_ticks(edges)
+    axes.set_xticks([place_of(value, edges) for value in ticks], [f"{value:,}" for value in ticks])
     axes.grid(visible=False)
     return _finish(figure, axes, len(aged) - len(drawn))
 
 
-def _age_ticks(edges: list[int]) -> list[int]:
-    """Round ages that stand far enough from each other.
+def _staleness_ticks(edges: list[int]) -> list[int]:
+    """Round values far enough apart for their labels.
 
-    >>> _age_ticks(list(range(41))), _age_ticks([0, 1, 2, 4, 8, 16])
+    >>> _staleness_ticks(list(range(41))), _staleness_ticks([0, 1, 2, 4, 8, 16])
     ([0, 5, 10, 15, 20, 25, 30, 35], [0, 1, 2, 5, 10])
     """
-    round_ages = [m * 10**e for e in range(len(str(edges[-1]))) for m in (1, 2, 5)]
+    round_values = [m * 10**e for e in range(len(str(edges[-1]))) for m in (1, 2, 5)]
     if len(edges) == edges[-1] + 1:
-        step = next(s for s in round_ages if s * 12 >= edges[-1])
+        step = next(s for s in round_values if s * 12 >= edges[-1])
         return list(range(0, edges[-1], step))
     found = [0]
-    for age in round_ages:
-        if age < edges[-1] and place_of(age, edges) - place_of(found[-1], edges) >= len(edges) / 16:
-            found.append(age)
+    for value in round_values:
+        if value < edges[-1] and place_of(value, edges) - place_of(found[-1], edges) >= len(edges) / 16:
+            found.append(value)
     return found
 
 
@@ -264,7 +264,7 @@ def _workers(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
 
 
 def _timeline(row: Row) -> bytes:
-    """When the processes of a pipeline did what; later stages of one process are paler, what is not covered is idle."""
+    """The timeline of a pipeline's processes; later stages of one process are paler, and uncovered time is idle."""
     assert row.measured is not None
     timeline, processes = row.measured.beginning(), len(row.measured.timeline.rows)
     scale, unit = (1000, "ms") if timeline.length < 1 else (1, "seconds")
@@ -318,7 +318,7 @@ def _canvas(title: str, rows: list[Row], ylabel: str, xlabel: str, height: float
 
 
 def _named(rows: list[Row], first: list[Row]) -> list[Row]:
-    """The rows that get a colour: the baseline, and ``first`` as far as there is room."""
+    """The rows that get a colour: the baseline, and as many of ``first`` as the legend has room for."""
     order = dict.fromkeys(r.label for r in [r for r in rows if r.plain] + first)
     chosen = list(order)[:_MOST_NAMED]
     return [r for r in rows if r.label in chosen]
@@ -366,7 +366,7 @@ def _look(style: Style, named: bool) -> dict[str, Any]:
 
 def _plain(text: str) -> str:
     """Text without matplotlib's mathematics; a leading underscore would hide it from the legend."""
-    short = text if len(text) <= 120 else f"{text[:119]}…"  # a picture has no room for more, and drawing it would take for ever
+    short = text if len(text) <= 120 else f"{text[:119]}…"  # the picture has no room for more
     return " " + short.replace("$", r"\$")
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them: sensible digits, a unit on each."""
+"""Numbers as text, with a few significant digits and a unit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def whole(value: float) -> str:
 
 
 def around(mean: float, spread: float | None, digits: int | None = None) -> str:
-    """A mean with its spread, both to the same place.
+    """A mean with its spread, both to the same number of decimals.
 
     >>> around(32.04, 0.5741), around(0.5871, 0.00688), around(90.123, 2.618, 1), around(119, 0.036), around(5.7, None)
     ('32.0 ± 0.6', '0.587 ± 0.007', '90.1 ± 2.6', '119.00 ± 0.04', '5.70')
@@ -63,7 +63,7 @@ def around(mean: float, spread: float | None, digits: int | None = None) -> str:
     size = abs(mean)
     places = digits if digits is not None else 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
     if digits is None and 0 < spread < 0.5 * 10**-places:
-        places += 2  # a spread that is there does not become ± 0
+        places += 2  # a nonzero spread is not rounded to ± 0
     return f"{mean:,.{places}f} ± {spread:,.{places}f}"
 
 

@@ -1,4 +1,4 @@
-"""Writes the report's files, each whole or not at all."""
+"""Write the report's files, each completely or not at all."""
 
 from __future__ import annotations
 

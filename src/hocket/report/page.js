@@ -438,46 +438,46 @@
     foldButton("bars", timed.length, "Show the fastest only");
   }
 
-  // How old gradients were: a small histogram per strategy, all on one axis -----------------------------------------------------
-  function ages(chosen) {
-    const edges = facets[state.facet].ages; // the age that each column begins with, and the one after all
-    const found = chosen.filter((row) => row.ages).sort((a, b) => a.ages.middle - b.ages.middle || a.ages.mean - b.ages.mean);
-    byId("ages").hidden = !found.length;
+  // Staleness of gradients: a small histogram per strategy, all on one axis -----------------------------------------------------
+  function staleness(chosen) {
+    const edges = facets[state.facet].staleness; // the first value of each column, and the one after the last
+    const found = chosen.filter((row) => row.staleness).sort((a, b) => a.staleness.middle - b.staleness.middle || a.staleness.mean - b.staleness.mean);
+    byId("staleness").hidden = !found.length;
     if (!found.length) return;
     const largest = edges.at(-1) - 1, single = edges.length === edges.at(-1) + 1;
-    const wider = single ? "" : " Towards the right a column holds several ages.";
-    caption("ages", "How old gradients were", `How many updates came between the weights that a gradient was computed at and its own. Height is the share of a strategy's gradients, its highest column being full; the solid one holds the median.${wider}`);
-    const shown = folded("ages", found);
-    const aside = Math.max(...shown.map((row) => width(row.ages.text))) + 14;
+    const wider = single ? "" : " Towards the right a column holds several values.";
+    caption("staleness", "Staleness of gradients", `How many updates came between the weights that a gradient was computed at and its own. Height is the share of a strategy's gradients, its highest column being full; the solid one holds the median.${wider}`);
+    const shown = folded("staleness", found);
+    const aside = Math.max(...shown.map((row) => width(row.staleness.text))) + 14;
     const thick = 24;
-    const { plot, narrow, line } = roster("ages", shown, { thick, right: aside, aside });
+    const { plot, narrow, line } = roster("staleness", shown, { thick, right: aside, aside });
     const step = (plot.area.right - plot.area.left) / (edges.length - 1);
     const x = (column) => plot.area.left + step * (column + 0.5);
     const wide = Math.min(26, Math.max(step * 0.5, step - 2));
     const name = (column) => (edges[column + 1] - edges[column] > 1 ? `${short(edges[column])}–${short(edges[column + 1] - 1)}` : short(edges[column]));
-    const at = (age) => { // where in its column an age lies
-      const column = edges.findIndex((edge) => edge > age) - 1;
-      return x(column - 0.5 + (age + 0.5 - edges[column]) / (edges[column + 1] - edges[column]));
+    const at = (value) => { // the position of a value in its column
+      const column = edges.findIndex((edge) => edge > value) - 1;
+      return x(column - 0.5 + (value + 0.5 - edges[column]) / (edges[column + 1] - edges[column]));
     };
     const values = single ? ticks(0, largest || 1, Math.max(3, Math.floor((plot.area.right - plot.area.left) / 45))).filter((v) => Number.isInteger(v) && v <= largest) : [0, ...logTicks(1, largest, Infinity)];
-    axisX(plot, at, values, short, "age in updates");
+    axisX(plot, at, values, short, "staleness in updates");
     shown.forEach((row, i) => {
       const { element, top, middle, band } = line(row, i);
-      const { counts } = row.ages, most = Math.max(...counts), total = counts.reduce((a, b) => a + b);
+      const { counts } = row.staleness, most = Math.max(...counts), total = counts.reduce((a, b) => a + b);
       element.append(svg("line", { class: "grid", x1: plot.area.left, x2: plot.area.right, y1: top + thick, y2: top + thick }));
       const ring = svg("rect", { class: "halo", y: top - 1.5, height: thick + 3, width: wide + 3 });
       counts.forEach((count, column) => {
         if (!count) return;
         const high = Math.max(1.5, (thick * count) / most);
-        element.append(svg("rect", { class: column === row.ages.middle ? "column solid" : "column", x: (x(column) - wide / 2).toFixed(2), y: (top + thick - high).toFixed(2), width: wide.toFixed(2), height: high.toFixed(2) }));
-        const told = `age ${name(column)}: ${count.toLocaleString("en")} of ${total.toLocaleString("en")} gradients, ${percent(count / total)}`;
-        plot.targets.push({ x: x(column), y: middle, band, row, group: element, at: told, halo: (target) => ring.setAttribute("x", target.x - wide / 2 - 1.5), last: column === row.ages.middle });
+        element.append(svg("rect", { class: column === row.staleness.middle ? "column solid" : "column", x: (x(column) - wide / 2).toFixed(2), y: (top + thick - high).toFixed(2), width: wide.toFixed(2), height: high.toFixed(2) }));
+        const told = `staleness ${name(column)}: ${count.toLocaleString("en")} of ${total.toLocaleString("en")} gradients, ${percent(count / total)}`;
+        plot.targets.push({ x: x(column), y: middle, band, row, group: element, at: told, halo: (target) => ring.setAttribute("x", target.x - wide / 2 - 1.5), last: column === row.staleness.middle });
       });
-      element.append(ring, svg("text", { x: plot.w - 2, y: narrow ? top - 5 : middle + 4, "text-anchor": "end" }, row.ages.text));
+      element.append(ring, svg("text", { x: plot.w - 2, y: narrow ? top - 5 : middle + 4, "text-anchor": "end" }, row.staleness.text));
     });
     plot.targets.sort((a, b) => a.last - b.last); // the keyboard shows a group's last target
     finish(plot);
-    foldButton("ages", found.length, "Show the youngest only");
+    foldButton("staleness", found.length, "Show the least stale only");
   }
 
   // Strategies one below the other: names beside their rows, above them where it is narrow. `aside` is room at the right end. ---
@@ -673,7 +673,7 @@
     }
     frontier(chosen);
     bars(chosen);
-    ages(chosen);
+    staleness(chosen);
     workers();
     for (const line of body.rows) line.dataset.series = rows[line.dataset.row].series;
     filter();

@@ -1,7 +1,7 @@
-"""The page: page.html with page.css, page.js and the data put in, so that one file holds everything.
+"""The page: page.html with page.css, page.js and the data inserted, as one self-contained file.
 
 Answers and tables are static HTML and need no script. Text reaches the page escaped, data as JSON that cannot end its own script
-element, and the script writes text only as text.
+element, and the script inserts text only as text nodes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from hocket.report.ages import column_edges, column_of
 from hocket.report.answers import Answer, basis
 from hocket.report.figures import around, lr_text, megabytes, plain, times, whole
 from hocket.report.provenance import provenance
@@ -21,6 +20,7 @@ from hocket.report.read import Reading
 from hocket.report.rows import Facet, Figure, Point, Row
 from hocket.report.series import styles
 from hocket.report.split import split_section
+from hocket.report.staleness import column_edges, column_of
 from hocket.report.table import as_html, columns
 from hocket.version import __version__
 
@@ -40,7 +40,7 @@ def make_page(title: str, rows: Sequence[Row], answers: Mapping[Facet, list[Answ
         "data": _safe_json(_data(rows, facets)),
         "answers": "\n".join(_facet_answers(i, f, answers[f], rows) for i, f in enumerate(facets)),
         "noscript": "The charts need scripts; answers and tables do not."
-        + (" The same charts lie beside this page as PNG files, in charts/." if pictures else ""),
+        + (" The same charts are PNG files in charts/, beside this page." if pictures else ""),
         "split": split_section(rows),
         "table_head": head,
         "table_body": body,
@@ -82,22 +82,22 @@ def _facet_answers(index: int, facet: Facet, answers: list[Answer], rows: Sequen
 
 
 def _table_note(rows: Sequence[Row]) -> str:
-    """What columns say that are not always there."""
+    """Notes on the columns that only some reports have."""
     note = ""
-    if any(r.ages for r in rows):
+    if any(r.staleness for r in rows):
         note += (
-            " Gradient age: how many updates (without servers: contributions of others) came between the weights that a gradient"
+            " Staleness: how many updates (without servers: contributions of others) lie between the weights that a gradient"
             " was computed at and its own."
         )
     if any(r.lost and r.lost.mean > 0 for r in rows):
         note += " “Lost batches” are mini-batches whose gradients were lost through faults; they count as done."
     if any(r.comm_stats for r in rows):
         note += (
-            " Where models are split, a worker is a replica, which several processes hold: its bytes are those of all of them along"
+            " Where models are split, a worker is a replica, on several processes: its bytes are those of all of them along"
             " all axes, and what they wait for along pipeline and tensor is part of the seconds but not of “wait”."
         )
     if any(r.bubble for r in rows):
-        note += " “Bubble” is the share of time, but for communication, in which the processes of a pipeline had nothing to do."
+        note += " “Bubble” is the share of time, but for communication, in which the processes of a pipeline were idle."
     return note
 
 
@@ -122,7 +122,7 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
     labels = sorted(looks, key=lambda label: looks[label].number)
     place = {label: i for i, label in enumerate(labels)}
     shown = columns(rows)
-    edges = [column_edges(row.ages for row in rows if row.facet == f) for f in facets]
+    edges = [column_edges(row.staleness for row in rows if row.facet == f) for f in facets]
     return {
         "facets": [
             {
@@ -132,9 +132,9 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
                 "kind": f.kind,
                 "study": f.study,
                 "cluster": f.cluster,
-                "ages": ages,
+                "staleness": columns,
             }
-            for f, ages in zip(facets, edges, strict=True)
+            for f, columns in zip(facets, edges, strict=True)
         ],
         "series": [{"label": label, **vars(looks[label])} for label in labels],
         "rows": [
@@ -151,7 +151,7 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
                 "wait": _mean(row.wait),
                 "transfer": _mean(row.transfer),
                 "curve": [_point(p, row.facet.workers) for p in _thinned(row.curve)],
-                "ages": _ages(row, edges[facets.index(row.facet)]),
+                "staleness": _staleness(row, edges[facets.index(row.facet)]),
                 "tip": _tip(row),
                 "text": " ".join(c.text(row) for c in shown if not c.numeric).lower(),
             }
@@ -161,7 +161,7 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
 
 
 def _thinned(curve: Sequence[Point]) -> list[Point]:
-    """As many epochs as a plot has room for, the first and the last among them."""
+    """At most as many epochs as a plot can show, with the first and the last."""
     count = len(curve)
     places = range(count) if count <= _MOST_POINTS else {round(i * (count - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)}
     return [curve[i] for i in sorted(places)]
@@ -175,12 +175,12 @@ def _point(point: Point, workers: int) -> list[float | None]:
     return [None if f is None else float(f"{f:.7g}") for f in figures]
 
 
-def _ages(row: Row, edges: list[int]) -> dict[str, Any] | None:
-    """The histogram of how old gradients were."""
-    if row.ages is None:
+def _staleness(row: Row, edges: list[int]) -> dict[str, Any] | None:
+    """The histogram of staleness."""
+    if row.staleness is None:
         return None
-    middle = column_of(row.ages.middle, edges)
-    return {"counts": row.ages.columns(edges), "middle": middle, "mean": row.ages.mean, "text": str(row.ages)}
+    middle = column_of(row.staleness.middle, edges)
+    return {"counts": row.staleness.columns(edges), "middle": middle, "mean": row.staleness.mean, "text": str(row.staleness)}
 
 
 def _tip(row: Row) -> list[list[str]]:
@@ -198,9 +198,9 @@ def _tip(row: Row) -> list[list[str]]:
     pairs.append(["sent per worker", megabytes(row.per_worker)])
     if row.times_fewer is not None:
         pairs.append(["fewer bytes", times(row.times_fewer)])
-    if row.ages is not None:
-        pairs += [["median age", whole(row.ages.median)], ["mean age", plain(row.ages.mean)]]
-        pairs.append(["largest age", whole(row.ages.largest)])
+    if row.staleness is not None:
+        pairs += [["median staleness", whole(row.staleness.median)], ["mean staleness", plain(row.staleness.mean)]]
+        pairs.append(["largest staleness", whole(row.staleness.largest)])
     if row.bubble is not None:
         pairs.append(["bubble", percent(row.bubble)])
     if row.lost and row.lost.mean > 0:

@@ -11,7 +11,7 @@ from hocket.report.figures import lr_text, percent, plain
 from hocket.report.read import FAILED, FINISHED, Reading, number
 from hocket.report.rows import Row
 
-# Settings that the table shows, or that say nothing to a reader.
+# Settings that the table shows, or that mean nothing to a reader.
 _SHOWN = {"strategy", "workers", "virtual", "data", "model", "seed", "lr", "rate", "failure", "finished"}
 _INNER = {"versions", "citations", "buckets", "cluster", "spec", "exchange", "steps", "parameters"}
 
@@ -43,7 +43,7 @@ def _common(reading: Reading) -> list[tuple[str, str]]:
 
 
 def _clusters(rows: Sequence[Row]) -> list[str]:
-    """Each described cluster with what it says, but for what it leaves out."""
+    """Each described cluster with the values it sets."""
     found: dict[str, None] = {}
     for row in rows:
         spec = row.settings.get("spec")
@@ -54,7 +54,7 @@ def _clusters(rows: Sequence[Row]) -> list[str]:
 
 
 def _rates(rows: Sequence[Row]) -> str:
-    """Swept rates one by one, given ones in a sentence."""
+    """Searched rates one by one, given rates in one sentence."""
     swept = [(row, row.settings["rate"]) for row in rows if isinstance(row.settings.get("rate"), dict)]
     given = sorted({row.lr for row in rows if not isinstance(row.settings.get("rate"), dict) and row.lr is not None})
     text = ""
@@ -70,7 +70,7 @@ def _rates(rows: Sequence[Row]) -> str:
 
 
 def _sweep(found: dict[str, Any]) -> str:
-    """The rate chosen, and what each rate tried led to."""
+    """The rate chosen, and the result of each rate tried."""
     tried, losses = (part if isinstance(part := found.get(name), dict) else {} for name in ("tried", "losses"))
     shown = []
     for name in dict.fromkeys((*losses, *tried)):

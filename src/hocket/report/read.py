@@ -1,6 +1,6 @@
-"""Finds runs and studies under folders and reads what they left: run.json, metrics.jsonl, timeline.json, study.json.
+"""Find runs and studies under folders and read their files: run.json, metrics.jsonl, timeline.json, study.json.
 
-Nothing here trusts a file: damaged ones become a note in the report, never an error, as long as one run can be read.
+No file is trusted: a damaged one becomes a note in the report, not an error, if at least one run can be read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FINISHED, UNFINISHED, FAILED, PLANNED = "finished", "unfinished", "failed", "not
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run as it lies on disk; ``lines`` are its epochs."""
+    """One run as stored on disk; ``lines`` are its epochs."""
 
     folder: str
     settings: dict[str, Any]
@@ -34,7 +34,7 @@ class RunRecord:
     reason: str = ""
     """Why it failed or is unfinished."""
     measured: Measured | None = None
-    """When the processes of a pipeline did what."""
+    """The timeline of the processes of a pipeline."""
 
     def total(self, name: str) -> float | None:
         """The sum of a field over all epochs; None where any epoch lacks it."""
@@ -49,7 +49,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Study:
-    """What study.json says besides its runs."""
+    """The content of study.json besides its runs."""
 
     title: str
     folder: str
@@ -57,7 +57,7 @@ class Study:
     preset: str | None = None
     notes: tuple[str, ...] = ()
     within: float | None = None
-    """Points of accuracy that may be lost for sending less, where the study asks."""
+    """Points of accuracy that may be given up for fewer bytes, if the study names any."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ def read(folders: Sequence[Path]) -> Reading:
 
 
 def number(value: Any) -> float | None:
-    """A finite number of sane size, or None for anything else.
+    """A finite number of plausible size, or None for anything else.
 
     >>> number(3), number(10**400), number("3"), number(True), number(float("nan"))
     (3.0, None, None, None, None)
@@ -104,7 +104,7 @@ def _sum(values: list[Any]) -> float | None:
 
 
 def _walk(top: Path, reading: Reading, seen: dict[Path, Study | None]) -> None:
-    """Read what lies under ``top``, but for the folders of runs and studies seen before."""
+    """Read the runs and studies under ``top``, except for folders read before."""
     studies: dict[Path, Study] = {}
     planned: list[tuple[Path, Study, dict[str, Any]]] = []
     found: dict[Path, str] = {}
@@ -232,7 +232,7 @@ def _settle(runs: list[RunRecord]) -> list[RunRecord]:
     """Say which runs are finished.
 
     A run ends at its last epoch or at ``max_steps``; a study marks it ``finished``. Lines have no step, so a run without that mark
-    that ``max_steps`` ends counts as finished when it got as far as the furthest run of the same length.
+    that ``max_steps`` ends counts as finished when it has as many epochs as the longest run with the same settings.
     """
     furthest: dict[tuple[Any, ...], int] = {}
     for run in runs:
@@ -279,7 +279,7 @@ def _load(path: Path, name: str, reading: Reading) -> dict[str, Any] | None:
 
 
 def _clean(value: Any) -> Any:
-    """The same with whatever is no text for people (control characters, half characters) marked as such."""
+    """The same with control characters and lone surrogates replaced."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in value)
     if isinstance(value, dict):
@@ -288,7 +288,7 @@ def _clean(value: Any) -> Any:
 
 
 def _name(place: Path, top: Path) -> str:
-    """A folder's name for people: from the folder they gave onwards, never the whole path."""
+    """A folder's name for display: relative to the folder that the user named."""
     root = top.resolve().name or str(top)
     inner = os.path.relpath(place, top)
     return root if inner == "." else f"{root}/{inner}"

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from hocket.report.ages import Ages
 from hocket.report.figures import lr_text
 from hocket.report.read import FINISHED, RunRecord, number
+from hocket.report.staleness import Staleness
 from hocket.report.timelines import Measured
 from hocket.split.mesh import AXES
 
 BASELINE = "bulk + allreduce"
-# What two seeds of one configuration may differ in.
+# Settings in which two seeds of one configuration may differ.
 _NOT_CONFIGURATION = {"seed", "versions", "citations", "failure", "finished", "rate", "buckets", "steps", "exchange", "parameters"}
 
 
@@ -87,7 +87,7 @@ class Point:
 
 @dataclass(frozen=True)
 class CommFigures:
-    """What went along one axis of a mesh: bytes of all processes, and the seconds that a process waited, on average."""
+    """The exchanges along one axis of a mesh: bytes of all processes, and the mean seconds that a process waited."""
 
     bytes_sent: Figure | None
     seconds: Figure | None
@@ -100,7 +100,7 @@ class Row:
     facet: Facet
     strategy: str
     label: str
-    """The strategy and the mesh it ran on, with what else tells it apart where a facet holds it more than once."""
+    """The strategy and the mesh it ran on, and, where a facet has it more than once, the settings that differ."""
     study: str
     state: str
     reason: str
@@ -116,14 +116,14 @@ class Row:
     transfer: Figure | None
     bytes_sent: Figure | None
     curve: tuple[Point, ...]
-    ages: Ages | None = None
-    """How old gradients were, where workers do not go in step."""
+    staleness: Staleness | None = None
+    """The staleness of gradients of asynchronous workers."""
     lost: Figure | None = None
     """Mini-batches whose gradients were lost through faults."""
     comm_stats: dict[str, CommFigures] = field(default_factory=dict)
     """By axis, where models are split."""
     bubble: Figure | None = None
-    """The share of time in which the processes of a pipeline had nothing to do."""
+    """The share of time in which the processes of a pipeline were idle."""
     measured: Measured | None = None
     """The timeline of one of its runs."""
     times_fewer: float | None = None
@@ -152,12 +152,12 @@ class Row:
 
     @property
     def plain(self) -> bool:
-        """Whether it is ``bulk + allreduce`` of models that are not split, whole in every worker."""
+        """Whether it is ``bulk + allreduce`` with a whole model in every worker."""
         return self.strategy == BASELINE and not any(self.parts)
 
     @property
     def parts(self) -> tuple[str, str]:
-        """How the model is split, and what workers keep only a part of (``--zero``, ``--fsdp``)."""
+        """How the model is split, and what is sharded (``--zero``, ``--fsdp``)."""
         return self.mesh, str(self.settings.get("shard") or "")
 
     @property
@@ -197,7 +197,7 @@ def cluster_name(settings: Mapping[str, Any]) -> str:
 def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
     """The ``bulk + allreduce`` that a row is compared with: of its facet, if possible of its study, length and batch.
 
-    Models that are split or sharded are compared with those that are not; where there are none, with those that are so alike.
+    Split or sharded models are compared with whole ones; where there are none, with models split in the same way.
     """
     candidates = [r for r in rows if r.facet == row.facet and r.ranked and r.strategy == BASELINE]
     candidates = [r for r in candidates if r.plain] or [r for r in candidates if r.parts == row.parts]
@@ -221,7 +221,7 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _compared(rows: list[Row]) -> list[Row]:
-    """Rows of one facet with what only comparison tells."""
+    """Rows of one facet with the figures that need a comparison."""
     best = {id(row) for row in frontier(rows)}
     compared = []
     for row in rows:
@@ -234,7 +234,7 @@ def _compared(rows: list[Row]) -> list[Row]:
 
 
 def _configuration(run: RunRecord) -> str:
-    # A setting that is None is as good as one that there was not yet.
+    # A setting that is None counts as one that an older version did not have.
     settings = {k: v for k, v in run.settings.items() if k not in _NOT_CONFIGURATION and v is not None}
     return json.dumps([run.study, run.state, settings], sort_keys=True, default=str)
 
@@ -274,7 +274,7 @@ def _row(runs: list[RunRecord]) -> Row:
         folders=tuple(run.folder for run in runs),
         epochs=min(int(run.lines[-1]["epoch"]) if run.lines else 0 for run in runs),
         accuracy=last(lambda line: line.get("accuracy")),
-        # Where replicas do not differ there is no worst one: it is as good as the mean.
+        # Where replicas are equal, the worst one is the mean.
         worst=last(lambda line: line.get("accuracy_worst", line.get("accuracy"))) if done else None,
         seconds=total("seconds"),
         compute=total("compute_s"),
@@ -282,7 +282,7 @@ def _row(runs: list[RunRecord]) -> Row:
         transfer=total("transfer_s"),
         bytes_sent=total("bytes_sent"),
         curve=_curve(runs),
-        ages=Ages.of(line for run in runs for line in run.lines),
+        staleness=Staleness.of(line for run in runs for line in run.lines),
         lost=total("lost"),
         comm_stats=_comm_stats(runs) if mesh else {},
         bubble=Figure.of([run.measured.bubble_share if run.measured else None for run in runs]),
@@ -291,7 +291,7 @@ def _row(runs: list[RunRecord]) -> Row:
 
 
 def _comm_stats(runs: list[RunRecord]) -> dict[str, CommFigures]:
-    """The axes that something is known of."""
+    """The axes with recorded figures."""
     found = {}
     for axis in AXES:
         figures = CommFigures(*(Figure.of([run.along(axis, name) for run in runs]) for name in ("bytes_sent", "seconds")))
@@ -323,7 +323,7 @@ def _by_facet(rows: Iterable[Row]) -> dict[Facet, list[Row]]:
 
 
 def _apart(rows: list[Row]) -> list[Row]:
-    """Real workers of several studies in facets of their own; so are clusters of one name that are not the same."""
+    """Separate facets for real workers of different studies, and for different clusters with the same name."""
     studies: dict[Facet, set[str]] = defaultdict(set)
     specs: dict[str, list[Any]] = defaultdict(list)
     for row in rows:
@@ -364,7 +364,7 @@ def _labelled(rows: list[Row]) -> list[Row]:
 
 
 def _differences(row: Row, group: list[Row]) -> str:
-    """In what a row differs from the others of its strategy and state, in a few words."""
+    """How a row differs from the others of its strategy and state, in a few words."""
     parts = [row.state] if row.state != FINISHED else []
     if len({r.lr for r in group}) > 1:
         parts.append(f"rate {lr_text(row.lr)}")

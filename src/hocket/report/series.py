@@ -1,6 +1,6 @@
-"""How a strategy looks, the same in every chart: a number, a colour, and a mark (dash and marker) for its sync axis.
+"""The style of a strategy, the same in every chart: a number, a colour, and a mark (dash and marker) for its sync axis.
 
-Colour alone never carries the meaning: the mark says when workers talk, the number is in the legend. The baseline has the
+Colour is never the only difference: the mark shows the sync axis, and the number is in the legend. The baseline has the
 colour of the text.
 """
 
@@ -27,7 +27,7 @@ class Style:
 
 
 def styles(rows: Sequence[Row]) -> dict[str, Style]:
-    """A style per label. Labels are ordered by sync axis and colours go round, so neighbours of one axis differ."""
+    """A style per label. Labels are ordered by sync axis and colours repeat in order, so neighbours of one axis differ."""
     kinds = {row.label: (not row.plain, row.sync != "bulk", row.sync) for row in rows}
     labels = sorted(kinds, key=lambda label: (kinds[label], _natural(label)))
     syncs = list(dict.fromkeys(kinds[label][2] for label in labels))
@@ -41,5 +41,5 @@ def styles(rows: Sequence[Row]) -> dict[str, Style]:
 
 
 def _natural(text: str) -> list[str | int]:
-    """Sorts local(4) before local(16): text and numbers take turns, so like meets like."""
+    """Sorts local(4) before local(16): text and numbers alternate, so that equal kinds are compared."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d{1,18})", text))]

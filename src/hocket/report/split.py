@@ -1,6 +1,6 @@
-"""The section on split models, as HTML that needs no script: what went along each axis of the mesh, and the measured timeline.
+"""The section on split models, as HTML that needs no script: the exchanges along each axis of the mesh, and the measured timeline.
 
-Places along the time are shares of the width, so that a timeline is as wide as the screen and its letters stay as they are.
+Positions in time are percentages of the width, so that a timeline fits the screen and its text keeps its size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hocket.split.pipeline.timeline import KINDS, Span, Timeline
 _LANE, _BAR, _FOOT = 26, 20, 20
 """Heights in pixels: of a process, of its bars, and of the axis below."""
 _WIDE, _NARROW = 480, 280
-"""Pixels that a timeline has at least, on a desk and on a phone."""
+"""The least width of a timeline in pixels, on a desktop and on a phone."""
 _DIGIT, _AROUND = 6.5, 4
 _MANY = 300
-"""Actions between which there is no room for gaps."""
+"""With more actions than this, no gaps are drawn between them."""
 
 
 def split_section(rows: Sequence[Row]) -> str:
@@ -35,7 +35,7 @@ def split_section(rows: Sequence[Row]) -> str:
     blocks = "\n".join(_block(row, several, any(row is d for d in drawn)) for row in split)
     return (
         '\n<section id="split" aria-labelledby="split-title">\n<h2 id="split-title">Split models</h2>\n'
-        '<p class="note">What the processes that share a model sent along each axis of their mesh, all together, and how long a'
+        '<p class="note">What the processes that share a model sent along each axis of their mesh, in total, and how long a'
         f" process waited for it, on average.{more}</p>\n{blocks}\n</section>\n"
     )
 
@@ -97,7 +97,7 @@ def _words(row: Row, measured: Measured) -> list[str]:
     bubble, communication = (percent(s).replace(" ", "\u00a0") for s in (measured.bubble_share, measured.communication_share))
     return [
         f"Measured: {plain(measured.timeline.length * scale)} {unit} of {count} process{'es' * (count != 1)}{how}.",
-        f"The bubble is {bubble}: the share of time, but for communication, without anything to do.",
+        f"The bubble is {bubble}: the share of time, communication excluded, in which processes were idle.",
         f"Communication is {communication} of all the time.",
     ]
 
@@ -154,7 +154,7 @@ def _axis(timeline: Timeline, height: int) -> str:
 
 
 def _ticks(length: float) -> list[float]:
-    """Some round places from 0 to ``length``.
+    """A few round values from 0 to ``length``.
 
     >>> _ticks(23.4), _ticks(1.0), _ticks(0.003)
     ([0.0, 5.0, 10.0, 15.0, 20.0], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.0, 0.001, 0.002, 0.003])

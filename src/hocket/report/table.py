@@ -1,4 +1,4 @@
-"""The table of rows, once: its columns serve the page, Markdown and CSV, so that all three hold the same."""
+"""The table of rows; the page, Markdown and CSV have the same columns."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hocket.report.ages import Ages
 from hocket.report.figures import NONE, around, lr_text, plain, times, whole
 from hocket.report.read import FINISHED
 from hocket.report.rows import Figure, Row
+from hocket.report.staleness import Staleness
 
 Value = float | str | None
 _FACET = ("data", "model", "workers", "kind", "clock")
@@ -37,8 +37,8 @@ class Column:
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns for these rows; ``study`` only where there are several, the facet's own ones first where there are several.
 
-    ``clock`` says where seconds come from, and is there where some are predicted. How old gradients were stands where it was
-    recorded, ``lost`` where something was; so do bytes along the axes of split models, and the bubble of pipelines.
+    ``clock`` says where seconds come from; the column exists if some are predicted. Staleness, lost batches, bytes along the axes
+    of split models and the bubble of pipelines have columns if some run recorded them.
     """
     found = [
         Column("strategy", "strategy", lambda r: r.label, lambda r: r.label),
@@ -51,9 +51,9 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         _figure("transfer_s", "transfer", "s", lambda r: r.transfer),
         Column("sent_mb_per_worker", "sent per worker", _mb, lambda r: plain(_mb(r)), "MB"),
         Column("times_fewer_bytes", "fewer bytes", lambda r: r.times_fewer, lambda r: times(r.times_fewer), "× vs bulk"),
-        _age("median", lambda a: a.median),
-        _age("mean", lambda a: a.mean, plain),
-        _age("largest", lambda a: a.largest),
+        _staleness("median", lambda a: a.median),
+        _staleness("mean", lambda a: a.mean, plain),
+        _staleness("largest", lambda a: a.largest),
         _figure("lost", "lost batches", "", lambda r: r.lost),
         _figure("pipeline_mb", "pipeline", "MB", lambda r: _sent_along(r, "pipeline"), 1e-6),
         _figure("tensor_mb", "tensor", "MB", lambda r: _sent_along(r, "tensor"), 1e-6),
@@ -72,7 +72,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
         found = [c for c in found if c.name != "study"]
     if not any(r.facet.cluster for r in rows):
         found = [c for c in found if c.name != "clock"]
-    if not any(r.ages for r in rows):
+    if not any(r.staleness for r in rows):
         found = [c for c in found if not c.name.startswith("staleness")]
     if not any(r.lost and r.lost.mean > 0 for r in rows):
         found = [c for c in found if c.name != "lost"]
@@ -105,7 +105,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def _inert(text: str) -> str:
-    """Text that no spreadsheet takes for a formula."""
+    """Text that no spreadsheet reads as a formula."""
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
 
 
@@ -167,14 +167,14 @@ def _figure(
     return Column(name, title, value, text, unit, spread)
 
 
-def _age(name: str, get: Callable[[Ages], float], form: Callable[[float], str] = whole) -> Column:
+def _staleness(name: str, get: Callable[[Staleness], float], form: Callable[[float], str] = whole) -> Column:
     def value(row: Row) -> Value:
-        return None if row.ages is None else float(get(row.ages))
+        return None if row.staleness is None else float(get(row.staleness))
 
     def text(row: Row) -> str:
-        return NONE if row.ages is None else form(get(row.ages))
+        return NONE if row.staleness is None else form(get(row.staleness))
 
-    return Column(f"staleness_{name}", "gradient age", value, text, name)
+    return Column(f"staleness_{name}", "staleness", value, text, name)
 
 
 def _clock(row: Row) -> str:

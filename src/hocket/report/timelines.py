@@ -1,4 +1,4 @@
-"""When the processes of a pipeline did what: ``timeline.json`` of a run, checked before anything is drawn of it."""
+"""The timeline of a pipeline's processes: ``timeline.json`` of a run, checked before it is drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOKS = {"F": ("forward", 0), "B": ("backward", 2), "I": ("backward, inputs", 5)
 """What each kind of action is called, and which of the charts' colours it has (page.css says the same)."""
 LARGEST_FILE = 16 * 2**20
 MOST_TIMELINES = 12
-"""Those that are drawn; of others the figures are told."""
+"""How many timelines are drawn; the others are reported in figures only."""
 _MOST_PROCESSES = 64
 _MOST_DRAWN = 2000
 _LARGEST_NUMBER = 10**6
@@ -57,7 +57,7 @@ class Measured:
         return sum(map(len, self.timeline.rows))
 
     def beginning(self, most: int = _MOST_DRAWN) -> Timeline:
-        """As much of it as can be drawn: all, or what had begun before so many others had."""
+        """The actions that can be drawn: all, or the first so many."""
         if self.actions <= most:
             return self.timeline
         end = sorted(span.start for row in self.timeline.rows for span in row)[most]

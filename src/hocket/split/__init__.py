@@ -1,4 +1,4 @@
-"""How one model is split over processes: by its operations (tensor), by its layers (pipeline), and both beside replicas (data)."""
+"""Split one model over processes: its operations (tensor), its layers (pipeline), both combined with replicas (data)."""
 
 from hocket.split.axis import Axis, CommStats
 from hocket.split.mesh import Mesh, MeshCoordinate, init_mesh

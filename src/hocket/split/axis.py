@@ -1,6 +1,6 @@
-"""One axis of a mesh: the processes along it, their exchanges, and what these cost.
+"""One axis of a mesh: the processes along it, their exchanges, and the bytes and seconds of these.
 
-Everything that tensor or pipeline parallelism sends goes through an axis, so nothing is sent that is not counted. Bytes are those
+Everything that tensor or pipeline parallelism sends goes through an axis, so all bytes are counted. Bytes are those
 of the wire, as in the ledger of the data axis: payload, packet headers and frames. Seconds are those in which this process waited.
 """
 
@@ -21,14 +21,14 @@ from hocket.cluster.message import framed, ring_bytes
 
 @dataclass
 class CommStats:
-    """What an axis has cost this process since it was last asked."""
+    """The bytes and seconds of this process's exchanges along an axis since the last :meth:`take`."""
 
     bytes_sent: int = 0
     exchanges: int = 0
     seconds: float = 0.0
 
     def take(self) -> CommStats:
-        """The figures so far; counting starts anew."""
+        """The figures so far; counting restarts from zero."""
         taken = CommStats(self.bytes_sent, self.exchanges, self.seconds)
         self.bytes_sent, self.exchanges, self.seconds = 0, 0, 0.0
         return taken
@@ -55,7 +55,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """How many processes lie along it."""
+        """The number of processes along the axis."""
         return len(self.ranks)
 
     def __repr__(self) -> str:
@@ -68,14 +68,14 @@ class Axis:
     # --- all together ------------------------------------------------------------------------------------------------------
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum over the axis, in place; equal bits on all."""
+        """The sum over the axis, in place; the same bits on all processes."""
         if self.size == 1 or values.is_meta:
             return values
         self._count(ring_bytes(values.numel() * values.element_size(), self.size))
         return self._blocked(lambda: _reduced(values, self.group))
 
     def all_gather(self, values: Tensor, dim: int = -1) -> Tensor:
-        """Everybody's ``values``, joined along ``dim`` in the order of the axis."""
+        """The ``values`` of all processes, concatenated along ``dim`` in the order of the axis."""
         if self.size == 1 or values.is_meta:
             return torch.cat([values] * self.size, dim) if self.size > 1 else values
         values = values.contiguous()
@@ -85,7 +85,7 @@ class Axis:
         return torch.cat(everyone, dim)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """The first process's values, on all."""
+        """Every process's tensors become the first process's."""
         if self.size == 1 or not tensors:
             return
         for kind in dict.fromkeys(t.dtype for t in tensors):
@@ -98,19 +98,19 @@ class Axis:
     # --- one to one --------------------------------------------------------------------------------------------------------
 
     def send(self, values: Tensor, to: int, tag: int = 0) -> Any:
-        """Start sending to the process at coordinate ``to``; keep ``values`` as they are until ``wait()`` of what is returned."""
+        """Start sending to the process at coordinate ``to``; ``values`` must not change until ``wait()`` of the result."""
         self._count(framed(values.numel() * values.element_size()))
         return dist.isend(values.to(wire()), self.ranks[to], group=self.group, tag=tag)
 
     def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
-        """Start receiving from the process at coordinate ``source``; the work to wait for."""
+        """Start receiving from the process at coordinate ``source``; returns the work to wait for."""
         there = wire()
         buffer = into if there == into.device else torch.empty_like(into, device=there)
         work = dist.irecv(buffer, self.ranks[source], group=self.group, tag=tag)
-        return work if buffer is into else _Landing(work, buffer, into)
+        return work if buffer is into else _Received(work, buffer, into)
 
     def wait(self, work: Any) -> None:
-        """Wait for something that was started; the time counts."""
+        """Wait for a send or receive; the time counts."""
         self._blocked(work.wait)
 
     # --- accounts ----------------------------------------------------------------------------------------------------------
@@ -130,8 +130,8 @@ class Axis:
 
 
 @dataclass
-class _Landing:
-    """A message that arrives beside where it is wanted."""
+class _Received:
+    """A message received into a buffer and copied to its destination."""
 
     work: Any
     buffer: Tensor
@@ -143,7 +143,7 @@ class _Landing:
 
 
 def wire() -> torch.device:
-    """Where a tensor must lie to be sent to one process: Gloo sends what is in the CPU's memory, NCCL what is in the GPU's."""
+    """The device from which a tensor can be sent to one process: the CPU for Gloo, the GPU for NCCL."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
 
 

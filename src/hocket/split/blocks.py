@@ -2,7 +2,7 @@
 
 Blocks are the children of the outermost ``nn.Sequential`` and ``nn.ModuleList`` modules, such as the layers of a perceptron or the
 blocks of a transformer. Their weights are used in their own forward pass alone; everything else (embeddings, a last norm, weights
-that several modules share) is the *rest*, which stays.
+that several modules share) stays in memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parallel branches: several modules on one input, joined; under a tensor axis each process computes only its own.
 
-It pays where a network is wide by design (Inception, ensembles, mixtures of towers) and branches are long: there is no exchange
+It is faster where a network is wide by design (Inception, ensembles) and branches are long: there is no exchange
 inside a branch, one of the joined output on the way forward, and one of the input's gradient on the way back.
 """
 
@@ -18,7 +18,7 @@ _JOINS = ("sum", "mean", "cat")
 
 
 class Branches(nn.Module):
-    """The sum, the mean or the concatenation (along ``dim``) of what all branches make of one input.
+    """The sum, the mean or the concatenation (along ``dim``) of the outputs of all branches for one input.
 
     >>> Branches(nn.Linear(4, 2), nn.Linear(4, 3), join="cat")(torch.zeros(1, 4)).shape
     torch.Size([1, 5])
@@ -50,7 +50,7 @@ class Branches(nn.Module):
     def split(self, axis: Axis, name: str = "branches") -> dict[int, Part]:
         """Keep only the branches of this process: branch ``i`` of ``n`` stays on process ``⌊i·P/n⌋``.
 
-        Returns the parts of the parameters kept, by their ``id``: all of the parameter, and nothing of it elsewhere.
+        Returns the parts of the parameters kept, by their ``id``: each is the whole parameter, which no other process has.
         """
         if self.count < axis.size:
             raise HocketError(

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a hash of where a value lies, and not of who computes it.
+"""Dropout whose mask is a hash of a value's position, independent of the process that computes it.
 
 ``keep = hash(seed, step, replica, layer, call, sample, place in the sample's whole activation) ≥ p``. A micro-batch, a slice of
 columns or of heads draws what the whole model on one process would draw there, on any device.
@@ -18,21 +18,21 @@ from hocket.noise import bits_at, fold
 
 @dataclass
 class Draws:
-    """Which draws are next: set ``step`` and ``first_sample`` before each forward pass of a mini-batch or micro-batch.
+    """The position of the next draws: set ``step`` and ``first_sample`` before each forward pass of a mini-batch or micro-batch.
 
-    A layer that is called twice draws anew the second time; ``begin`` says that a pass is repeated from its beginning.
+    A layer that is called twice draws other values the second time; ``begin`` repeats a pass from its beginning.
     """
 
     seed: int = 0
     step: int = 0
     replica: int = 0
     first_sample: int = 0
-    """Where this micro-batch begins in the replica's mini-batch."""
+    """The first sample of this micro-batch in the replica's mini-batch."""
     _calls: dict[str, int] = field(default_factory=dict, repr=False)
     _now: tuple[int, ...] = ()
 
     def begin(self, step: int, first_sample: int = 0, replica: int | None = None) -> None:
-        """Draw for these samples of this step from now on, also if it was done before."""
+        """Draw for these samples of this step from now on, from the first call of each layer."""
         self.step, self.first_sample = step, first_sample
         self.replica = self.replica if replica is None else replica
         self._now = ()
@@ -54,7 +54,7 @@ class Dropout(nn.Module):
 
     whole = True
     lies = (0, 1)
-    """Which slice of how many along ``dim`` this process has of the activation."""
+    """This process's slice of the activation along ``dim``: its number, and how many there are."""
 
     def __init__(self, p: float, layer: str, draws: Draws, dim: int = -1, samples: int = 0, channels: bool = False) -> None:
         """``samples`` is the dimension that counts samples, ``dim`` the one along which an activation may be split."""
@@ -75,7 +75,7 @@ class Dropout(nn.Module):
         return kept.view(shape[self.samples], *rest).movedim(0, self.samples)
 
     def _places(self, shape: list[int], device: torch.device) -> Tensor:
-        """Where this process's values lie in one sample's whole activation."""
+        """The positions of this process's values in one sample's whole activation."""
         place, size = self.lies
         dim, own = self.dim % len(shape), shape[self.dim]
         whole = [n * size if k == dim else n for k, n in enumerate(shape)]
@@ -88,5 +88,5 @@ class Dropout(nn.Module):
 
 
 def lay(module: nn.Module, place: int, size: int) -> None:
-    """Say that a dropout, prepared or not, will see one slice of several."""
+    """Tell a dropout, prepared or not, that its input is one slice of several."""
     module.lies = (place, size)  # type: ignore[assignment]

@@ -21,7 +21,7 @@ def prepare_dropout(model: nn.Module, draws: Draws) -> None:
 
     Call it for every mesh, also of one process, before a pipeline cuts the model; before or after ``split_tensor``. Samples are
     counted along the first dimension, in transformer layers with ``batch_first=False`` along the second. Functional
-    dropout (``F.dropout``) cannot be seen and stays torch's.
+    dropout (``F.dropout``) cannot be found and draws from torch's generator.
     """
     second = _sequence_first(model)
     for name, module in list(model.named_modules()):
@@ -34,11 +34,11 @@ def prepare_dropout(model: nn.Module, draws: Draws) -> None:
         elif isinstance(module, nn.MultiheadAttention) and module.dropout:
             if not isinstance(module, SplitMultihead) and not common(module):
                 raise HocketError(
-                    f"'{name}' has dropout inside attention of an unusual form, whose draws would depend on the split: set it to 0."
+                    f"'{name}' has dropout inside attention of an unusual form, whose mask would depend on the split: set it to 0."
                 )
             swap(model, module, drawn_multihead(module, name, draws))
         elif isinstance(module, _OTHER) and module.training and getattr(module, "p", True):
-            raise HocketError(f"'{name}' is {type(module).__name__}, whose draws would depend on the split: use nn.Dropout.")
+            raise HocketError(f"'{name}' is {type(module).__name__}, whose random mask would depend on the split: use nn.Dropout.")
     without_fast_path(model)
 
 

@@ -1,7 +1,7 @@
-"""The full state of split models: put together for checkpoints, taken apart again when one is loaded.
+"""The full state of split models: gathered for checkpoints, and cut into parts when one is loaded.
 
-Names are those of the whole model, so what is gathered here loads into a model that was never split, and what such a model saved
-can be loaded by a split one: every process takes its part.
+Names are those of the whole model, so a gathered state loads into a model that was never split, and a split model loads the state
+of such a model: every process takes its part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hocket.split.parts import Part, Parts
 def gather_full_state(held: Mapping[str, Tensor], parts: Parts, place: MeshCoordinate) -> dict[str, Tensor] | None:
     """All whole tensors of a replica, on its first process; ``None`` on its others. All processes of the job must call it.
 
-    A tensor without a part is whole wherever it is; the first process that holds it sends it.
+    A tensor without a part is whole on every process that has it; the first process that holds it sends it.
     """
     own = {name: (tuple(t.shape), t.dtype, parts.get(name, Part(tuple(t.shape)))) for name, t in held.items()}
     if not place.mesh.splits:
@@ -53,7 +53,7 @@ def take_parts(full_state: Mapping[str, Tensor], held: Mapping[str, Tensor], par
     """Fill ``held`` with its parts of ``full_state``."""
     for name, tensor in held.items():
         if name not in full_state:
-            raise HocketError(f"The checkpoint lacks '{name}': it is of another model.")
+            raise HocketError(f"The checkpoint lacks '{name}': the checkpoint is of another model.")
         part = parts.get(name, Part(tuple(tensor.shape)))
         if tuple(full_state[name].shape) != part.shape:
             there, here = tuple(full_state[name].shape), part.shape
@@ -64,11 +64,11 @@ def take_parts(full_state: Mapping[str, Tensor], held: Mapping[str, Tensor], par
 class WholeOptimizer:
     """An optimiser whose parameters were split, by the names and groups that it had before.
 
-    Each process's optimiser keeps what it is given here of every group; the groups' own settings stay, so schedulers go on working.
+    Each process's optimiser keeps its parameters of every group; the groups' settings stay, so schedulers keep working.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Before the model is split."""
+        """Call it before the model is split."""
         names = {id(p): name for name, p in model.named_parameters()}
         if any(optimizer.state.values()):
             raise HocketError("The optimiser has taken steps already; call hocket.parallelize(…, mesh=…) before the first one.")
@@ -79,7 +79,7 @@ class WholeOptimizer:
         self.held: dict[str, nn.Parameter] = {}
 
     def point_at(self, held: Mapping[str, nn.Parameter]) -> None:
-        """Let it step the parameters that this process holds."""
+        """Let the optimiser step the parameters that this process holds."""
         self.held = dict(held)
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"] = [held[name] for name in names if name in held]
@@ -111,7 +111,7 @@ class WholeOptimizer:
         return {"state": dict(sorted(state.items())), "param_groups": described}
 
     def load(self, state: Mapping[str, Any], parts: Parts) -> None:
-        """Go on from the whole's ``state_dict()``."""
+        """Load the ``state_dict()`` of the whole model's optimiser."""
         order = [name for group in self.groups for name in group]
         names = [name for group in self.groups for name in group if name in self.held]
         filled: dict[int, dict[str, Any]] = {}
@@ -130,7 +130,7 @@ class WholeOptimizer:
         self.optimizer.load_state_dict({"state": filled, "param_groups": groups})
 
     def _split_state(self, known: Mapping[int, Mapping[str, Any]] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """State by ``name/field``: tensors that lie like their parameters, and everything else."""
+        """State by ``name/field``: tensors of their parameters' shapes, and everything else."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
         numbers = {id(p): k for k, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}

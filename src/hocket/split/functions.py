@@ -1,11 +1,11 @@
-"""Exchanges along an axis that autograd knows: what each does on the way forward, and on the way back.
+"""Exchanges along an axis as autograd functions.
 
 ========== ==================== =======================
 function   forward              backward
 ========== ==================== =======================
 copied     the same tensor      the sum over the axis
 summed     the sum over it      the same gradient
-gathered   everybody's, joined  this process's own slice
+gathered   all slices, joined   this process's own slice
 ========== ==================== =======================
 
 Every process computes the same loss from what was summed or gathered, so these gradients are already whole and need no sum. Where
@@ -25,17 +25,17 @@ from hocket.split.axis import Axis
 
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
-    """A whole tensor on its way into split layers."""
+    """A whole tensor that enters split layers."""
     return x if axis.size == 1 else _Copied.apply(x, axis)
 
 
 def summed(x: Tensor, axis: Axis) -> Tensor:
-    """The whole, out of every process's addend."""
+    """The sum over all processes."""
     return x if axis.size == 1 else _Summed.apply(x, axis)
 
 
 def gathered(x: Tensor, axis: Axis, dim: int = -1, widths: Sequence[int] | None = None) -> Tensor:
-    """The whole, out of every process's slice along ``dim``; ``widths`` says how wide each is where they differ."""
+    """The concatenation of all processes' slices along ``dim``; ``widths`` says how wide each is where they differ."""
     return x if axis.size == 1 else _Gathered.apply(x, axis, dim % x.dim(), widths)
 
 
@@ -78,5 +78,5 @@ class _Gathered(torch.autograd.Function):
 
 
 def _own(values: Tensor) -> Tensor:
-    """A copy that may be overwritten: sums are made in place, and somebody may still need what was given."""
+    """A copy that may be overwritten: sums are computed in place, and the caller may still use the input."""
     return values.clone(memory_format=torch.contiguous_format)

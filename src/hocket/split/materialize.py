@@ -1,12 +1,12 @@
-"""Models that are born in parts: built without memory, then given weights module by module, whatever part of them is held here.
+"""Models built without memory, whose weights are then initialised module by module, for the part that this process holds.
 
 Under :func:`deferred` a model has shapes and no values (PyTorch's ``meta`` device). :func:`materialize` makes the weights of one
 module at a time, whole and on the CPU, by the module's own ``reset_parameters``; takes the part that this process holds; and drops
-the rest. The random numbers are a hash of the seed and the module's name, so the weights are the same for every split, and memory
-peaks at what is held and one module.
+the rest. The random numbers are a hash of the seed and the module's name, so the weights are the same for every split, and peak
+memory is the held part plus one module.
 
-What a constructor does to weights after its modules are made goes unseen. A model that has a start of its own says so in a method
-``init_parameter(name, weight) -> bool``, which fills a weight in place and tells whether it did.
+Changes that a constructor makes to weights after it has made its modules are lost. A model with its own initialisation has a method
+``init_parameter(name, weight) -> bool``, which fills a weight in place and returns whether it did.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def deferred() -> Iterator[None]:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Nothing is drawn for tensors without values: there torch's ``normal_`` would first load its compiler, for seconds."""
+    """Skip random draws for tensors without values: for these, torch's ``normal_`` would first load its compiler, for seconds."""
 
     draws = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_})
 
@@ -62,7 +62,7 @@ def materialize(
     device: torch.device | str = "cpu",
     prefix: str = "",
 ) -> None:
-    """Give every parameter and buffer of ``module`` that has no value yet its own, in place; parameters stay the same objects.
+    """Give every parameter and buffer of ``module`` without values its initial value, in place; parameters stay the same objects.
 
     Names in ``module``, after its own, ``prefix``, and in ``parts`` are those of the whole ``model`` (unless given: ``module``),
     which is asked for ``init_parameter``. A name without a part is held whole.
@@ -74,7 +74,7 @@ def materialize(
     (torch.Size([2, 4]), True)
     """
     model = module if model is None else model
-    # Children first: a module may have something to say on theirs (nn.MultiheadAttention zeroes a bias).
+    # Children first: a module may change their values (nn.MultiheadAttention zeroes a bias).
     for name, child in reversed(list(module.named_modules(prefix=prefix))):
         own = {**child._parameters, **child._buffers}
         unborn = {key: tensor for key, tensor in own.items() if tensor is not None and tensor.is_meta}
@@ -86,7 +86,7 @@ def materialize(
             if isinstance(tensor, nn.Parameter):
                 if weakref.getweakrefs(tensor):
                     raise HocketError(f"{type(child).__name__} '{name}' watches its weights; build it without hocket.deferred().")
-                # The same object: optimisers and other modules that share it go on knowing it.
+                # The same object: optimisers and other modules that share it keep their reference.
                 torch.utils.swap_tensors(tensor, nn.Parameter(value, requires_grad=tensor.requires_grad))
             else:
                 child._buffers[key] = value
@@ -119,7 +119,7 @@ def _made(
 
 
 def _able(child: nn.Module, name: str, model: nn.Module) -> nn.Module:
-    """A module that can start anew: ``child``, or what stands in its place in ``model`` (a stage may hold a bare weight of it)."""
+    """A module that can initialise itself: ``child``, or the one of its name in ``model`` (a stage may hold only its weight)."""
     for _, module in (("", child), *((n, m) for n, m in model.named_modules() if n == name)):
         if hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters"):
             return module
@@ -137,11 +137,13 @@ def _whole(tensor: Tensor, name: str, parts: Parts) -> Tensor:
         return torch.full(shape, float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device="cpu")
     except RuntimeError as error:
         size = torch.empty(shape, dtype=dtype, device="meta").nbytes / 1e9
-        raise HocketError(f"'{name}' alone takes {size:,.1f} GB, which there is no room for; make that layer narrower.") from error
+        raise HocketError(
+            f"'{name}' alone takes {size:,.1f} GB, more than there is memory for; make that layer narrower."
+        ) from error
 
 
 def _by_model(model: nn.Module, name: str, whole: Tensor) -> None:
-    """Let the innermost module around ``name`` that has a start of its own for it fill ``whole``."""
+    """Let the innermost module around ``name`` that has an ``init_parameter`` for it fill ``whole``."""
     words = name.split(".")
     for depth in range(len(words) - 1, -1, -1):
         holder: Any = model
@@ -154,7 +156,7 @@ def _by_model(model: nn.Module, name: str, whole: Tensor) -> None:
 
 @contextmanager
 def _drawing(seed: int, name: str) -> Iterator[None]:
-    """Torch's random numbers on the CPU are those of ``seed`` and ``name`` inside, and go on as before outside."""
+    """Inside, torch's random numbers on the CPU depend on ``seed`` and ``name``; outside, its generator is unchanged."""
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(noise.fold(seed, key))

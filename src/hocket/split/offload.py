@@ -1,12 +1,13 @@
-"""Offload: layers whose weights live in slow memory and come in turn, for a model that fits nowhere.
+"""Offload: weights are kept in slow memory and loaded block by block, for a model larger than fast memory.
 
-The weights and the optimiser state of each block (:mod:`hocket.split.blocks`) lie in a file, or in the CPU's memory if the model is
-on a GPU. A block's weights come in before its forward and its backward pass, while the block before it computes, and go after it.
-As soon as all gradients of a block are there, it is stepped, written back and dropped: gradients of different blocks are never
-there together. So at most ``keep + 1`` blocks are in fast memory; what no block holds, and what is frozen, stays there.
+The weights and the optimiser state of each block (:mod:`hocket.split.blocks`) are in a file, or in the CPU's memory if the model is
+on a GPU. A block's weights are loaded before its forward and its backward pass, while the block before it computes, and dropped
+afterwards. As soon as all gradients of a block are computed, the block is updated, written back and dropped: gradients of different
+blocks are never in memory together. So at most ``keep + 1`` blocks are in fast memory; parameters of no block, and frozen ones,
+stay there.
 
 Every backward pass is a step. Nothing that looks at all gradients at once (clipping by the global norm, accumulation, a GradScaler)
-is possible. It is slower than memory, always: each step reads every weight twice and writes it once.
+is possible. It is always slower than training in memory: each step reads every weight twice and writes it once.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def offload(
     keep: int = 1,
     seed: int = 0,
 ) -> Offload:
-    """Let the weights and the optimiser state of ``model``'s blocks live in slow memory, ``"disk"`` or ``"cpu"``.
+    """Keep the weights and the optimiser state of ``model``'s blocks in slow memory, ``"disk"`` or ``"cpu"``.
 
-    The loop stays as it is; ``optimizer.step()`` finds nothing left to do, since every ``backward()`` has made the step. ``keep``
+    The loop stays as it is; ``optimizer.step()`` does nothing, since every ``backward()`` has made the step. ``keep``
     blocks are in memory beside the one that computes. A model built under ``hocket.deferred()`` gets its weights block by block,
     from ``seed``.
 
@@ -56,9 +57,11 @@ def offload(
 
 
 def refuse_offloaded(model: nn.Module) -> None:
-    """Refuse a model whose weights are elsewhere."""
+    """Refuse a model whose weights are offloaded."""
     if model in _OFFLOADED:
-        raise HocketError("The model is offloaded, so its weights are not here; call close() of what hocket.offload(…) returned.")
+        raise HocketError(
+            "The model is offloaded, so its weights are not in memory; call close() of the object that hocket.offload(…) returned."
+        )
 
 
 class Offload:
@@ -131,7 +134,7 @@ class Offload:
                 named[name].data.copy_(value)
 
     def close(self, bring_back: bool = True) -> None:
-        """Remove hooks and files; unless told otherwise, all weights and states come back into memory."""
+        """Remove hooks and files; by default, all weights and states are loaded back into memory."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -156,7 +159,7 @@ class Offload:
     # --- hooks ---------------------------------------------------------------------------------------------------------------
 
     def _hook(self, block: Block) -> None:
-        # Weakly: what a parameter's own hook holds, the collector of cycles does not see.
+        # A weak reference: the garbage collector does not see cycles through a parameter's hooks.
         own, index = weakref.ref(self), block.index
 
         def on_gradient(p: Tensor) -> None:
@@ -203,7 +206,7 @@ class Offload:
             self._finish(block)
 
     def _finish(self, block: Block) -> None:
-        """Step a block whose gradients are complete, and let it go."""
+        """Update a block whose gradients are complete, and drop it."""
         self._step(block.params)
         block.busy = False
         self._store(block)
@@ -229,7 +232,7 @@ class Offload:
         for p in params:
             p.grad = None
 
-    # --- who is here ---------------------------------------------------------------------------------------------------------
+    # --- loading and dropping ------------------------------------------------------------------------------------------------
 
     def _need(self, block: Block, state: bool) -> None:
         """Wait until ``block`` is in fast memory."""
@@ -241,7 +244,7 @@ class Offload:
         block.show()
 
     def _ahead(self, blocks: list[Block], state: bool) -> None:
-        """Let the next ``keep`` blocks come while this one computes, as far as there is room."""
+        """Load the next ``keep`` blocks while this one computes, if there is room."""
         for block in blocks[: self.keep]:
             if block in self._here or len(self._here) <= self.keep:
                 self._fetch(block, state)
@@ -256,7 +259,7 @@ class Offload:
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
     def _store(self, block: Block) -> None:
-        """Write a block back and drop it. One thread does all, in order, so whoever comes next finds room."""
+        """Write a block back and drop it. One thread does all of this in order, so the next block finds room."""
         block.hide()
         self._here.remove(block)
         block.coming.append(self._thread.submit(block.store, self._slow))
@@ -275,7 +278,7 @@ class Offload:
 class Block:
     """The tensors of one block. Each keeps its storage, empty or filled, so that what autograd has saved of it stays right.
 
-    While a tensor is away its place is held by a single NaN in its shape: who reads it sees that it is not there.
+    While a tensor is in slow memory, its place holds a single NaN expanded to its shape, so that a premature read gives NaN.
     """
 
     def __init__(self, index: int, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -287,7 +290,7 @@ class Block:
         """Of its weights."""
         self.states: list[tuple[dict[str, Any], str, Tensor]] = []
         self.busy = False
-        """Whether its backward pass is under way."""
+        """Whether its backward pass is running."""
         self.waiting: set[int] = set()
         self.coming: list[Future[None]] = []
 
@@ -311,7 +314,7 @@ class Block:
             tensor.untyped_storage().resize_(0)
 
     def settle(self) -> None:
-        """Wait for what the thread has to do with it."""
+        """Wait until the thread has finished with this block."""
         for future in self.coming:
             future.result()
         self.coming.clear()
@@ -325,7 +328,7 @@ class Block:
                 state[key] = tensor
 
     def hide(self) -> None:
-        """Parameters and state hold places; what the optimiser has newly made is taken over."""
+        """Parameters and state become placeholders; state that the optimiser has just made is included."""
         known = {(id(state), key) for state, key, _ in self.states}
         for p, weight in zip(self.params, self.weights, strict=True):
             p.data = _absent(weight)
@@ -338,7 +341,7 @@ class Block:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """A tensor that has its storage for itself."""
+    """A tensor that shares its storage with no other."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
@@ -352,20 +355,20 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, to: str, folder: 
         raise HocketError(f"offload(to={to!r}): slow memory is 'disk' or, for a model on a GPU, 'cpu'.")
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 0:
         raise HocketError(
-            f"offload(keep={keep!r}): how many blocks stay beside the one that computes is a whole number, at least 0."
+            f"offload(keep={keep!r}): the number of blocks kept beside the one that computes must be a whole number, at least 0."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise HocketError("LBFGS looks at all gradients at once, which offload never has; use a first-order optimiser.")
+        raise HocketError("LBFGS needs all gradients at once, which offload never has; use a first-order optimiser.")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise HocketError(
-            "The optimiser has hooks of hocket.parallelize(…) or others, which want all gradients; offload trains alone."
+            "The optimiser has hooks of hocket.parallelize(…) or others, which need all gradients; use offload without them."
         )
     devices = {p.device for p in model.parameters() if not p.is_meta} or {torch.device("cpu")}
     if len(devices) > 1:
-        raise HocketError("The model lies on several devices; offload moves blocks to and from one, so put it on one.")
+        raise HocketError("The model is on several devices; offload supports one device, so move the model to one.")
     device = devices.pop()
     if to == "cpu" and device.type == "cpu":
         raise HocketError("offload(to='cpu'): the model is in the CPU's memory already; use to='disk', or put the model on a GPU.")
     if to == "cpu" and folder is not None:
-        raise HocketError("offload(to='cpu', folder=…): only a disk has folders; leave folder= out.")
+        raise HocketError("offload(to='cpu', folder=…): folder= is for to='disk'; leave it out.")
     return device

@@ -1,4 +1,4 @@
-"""How the part of a parameter that a process holds lies in the whole one; wholes are taken apart and put together again by it."""
+"""The part of a parameter that a process holds: its position in the whole parameter, for cutting and gathering."""
 
 from __future__ import annotations
 

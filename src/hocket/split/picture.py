@@ -1,4 +1,4 @@
-"""The mesh as a picture for the terminal: who holds what, and how many bytes of it."""
+"""The mesh as a picture for the terminal: what each process holds, in bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def held_bytes(module: nn.Module, optimizer: torch.optim.Optimizer, activations:
 
 
 def state_copies(optimizer: torch.optim.Optimizer) -> int:
-    """How many values an optimiser keeps for each parameter: one step on a small one tells.
+    """How many values an optimiser keeps for each parameter: found by one step on a small one.
 
     >>> one = [nn.Parameter(torch.zeros(2))]
     >>> state_copies(torch.optim.AdamW(one)), state_copies(torch.optim.SGD(one)), state_copies(torch.optim.SGD(one, momentum=0.9))
@@ -81,7 +81,7 @@ def saved_bytes(module: nn.Module, sample: Tensor) -> int:
         return tensor
 
     training = {name: part.training for name, part in module.named_modules()}
-    module.eval()  # statistics and draws stay as they are
+    module.eval()  # running statistics and random draws must not change
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             module(sample)

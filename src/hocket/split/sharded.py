@@ -1,12 +1,12 @@
-"""Sharded state: replicas that train alike need not all keep the same thing.
+"""Sharded state: equal replicas each keep a part of the state instead of all of it.
 
 **Optimiser state** (ZeRO-1: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020):
-every worker holds all weights and all mixed gradients, but steps only the parameters that it owns, so it keeps their momenta alone;
-then it sends the new weights to everybody. ``N`` workers keep ``1/N`` of the state each and at most one parameter more. The result
-is that of unsharded training bit for bit, since an update of one parameter does not look at another.
+every worker holds all weights and all mixed gradients, but steps only the parameters that it owns, so it keeps their state alone;
+then it sends the new weights to all workers. ``N`` workers keep ``1/N`` of the state each and at most one parameter more. The
+result is that of unsharded training bit for bit, since the update of one parameter does not depend on another.
 
 **Everything** (FSDP2: Zhao et al., "PyTorch FSDP", VLDB 2023): weights, gradients and state lie in ``N`` parts; a block's
-weights are gathered when it is its turn.
+weights are gathered when it computes.
 
 Both need replicas that are equal after every step.
 """
@@ -30,11 +30,11 @@ from hocket.split.blocks import blocks_of
 from hocket.strategy import Strategy
 
 SEES_WHOLE = ("Adafactor", "Muon")
-"""Optimisers that look at a whole matrix to update a part of it."""
+"""Optimisers that need a whole matrix to update a part of it."""
 _NOT_IN_PARTS = {
-    **dict.fromkeys(SEES_WHOLE, "looks at whole matrices, of which fsdp=True leaves each worker a part"),
-    "Adagrad": "has state before its first step, which fsdp=True does not cut",
-    "Rprop": "writes into places of a gradient, which PyTorch does not do in parts",
+    **dict.fromkeys(SEES_WHOLE, "needs whole matrices, but under fsdp=True each worker has a part of each"),
+    "Adagrad": "has state before its first step, which fsdp=True does not shard",
+    "Rprop": "writes to indices of a gradient, which PyTorch does not support for sharded tensors",
 }
 
 
@@ -62,18 +62,18 @@ def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = Non
         return
     if strategy.compression.compresses or not strategy.topology.one_mean:
         raise HocketError(
-            f"fsdp=True leaves the mean of gradients to PyTorch's FSDP2, which knows no {strategy}; use bulk + allreduce, "
+            f"PyTorch's FSDP2 averages the gradients under fsdp=True and does not support {strategy}; use bulk + allreduce, "
             "or zero=1."
         )
     if scaler is not None:
-        raise HocketError("fsdp=True shards gradients, which a GradScaler judges one by one; use bfloat16, or zero=1.")
+        raise HocketError("fsdp=True shards gradients, but a GradScaler checks whole ones; use bfloat16, or zero=1.")
 
 
 def refuse_fsdp_on(cluster: Cluster) -> None:
     """Refuse FSDP2 on CUDA over Gloo: its exchanges of CUDA tensors end the process without an error."""
     if cluster.device.type == "cuda" and "nccl" not in (cluster.backend or ""):
         raise HocketError(
-            f"fsdp=True on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
+            f"fsdp=True on CUDA needs NCCL, which needs a GPU for every process, but the job uses {cluster.backend}; use "
             "zero=1, or hocket.init(backend='nccl')."
         )
 
@@ -81,16 +81,16 @@ def refuse_fsdp_on(cluster: Cluster) -> None:
 def _differs(strategy: Strategy) -> str | None:
     """Why replicas are not equal after every step, or None."""
     if strategy.runtime != "collective":
-        return "workers do not go in step"
+        return "workers are asynchronous"
     if not strategy.sync.keeps_replicas_equal:
         return "each worker's optimiser state is its own"
     if not strategy.topology.uniform:
-        return "each worker hears others"
+        return "each worker averages with other partners"
     return "weights are exchanged, not gradients" if strategy.weights else None
 
 
 def owners_of(sizes: Sequence[int], workers: int) -> list[int]:
-    """Who owns each of a sequence of parameters: consecutive runs, the largest of which is as small as can be.
+    """The owner of each of a sequence of parameters: consecutive runs, the largest of which is as small as possible.
 
     >>> owners_of([1, 4, 12, 3], 2), owners_of([5], 3)
     ([0, 0, 1, 1], [0])
@@ -115,8 +115,8 @@ def _runs(sizes: Sequence[int], cap: int) -> list[int]:
 class ShardedState:
     """The state of ``optimizer`` in as many parts as there are workers; ``weights`` are the rows in which the parameters lie.
 
-    Groups of the optimiser stay whole, with their hyperparameters: only while it steps do they hold the owned parameters alone. So
-    schedulers, ``zero_grad``, ``unscale_`` and clipping see what they always see.
+    Groups of the optimiser stay whole, with their hyperparameters: only during a step do they hold the owned parameters alone. So
+    schedulers, ``zero_grad``, ``unscale_`` and clipping see all parameters.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class ShardedState:
     def consolidate(self) -> dict[str, Any] | None:
         """All state on worker 0, in the form of the unsharded optimiser's ``state_dict``; None elsewhere. All must call it.
 
-        To go on from it, sharded or not, every worker gives it to ``optimizer.load_state_dict``.
+        To resume from it, sharded or not, every worker passes it to ``optimizer.load_state_dict``.
         """
         packed = self._packed()
         with self.cluster.uncounted():
@@ -172,14 +172,14 @@ class ShardedState:
         return packed
 
     def saved(self) -> dict[str, Any]:
-        """What this worker's checkpoint holds: worker 0's all state, the others' their part. All must call it.
+        """The state for this worker's checkpoint: all of it on worker 0, its part on others. All workers must call it.
 
-        ``optimizer.load_state_dict`` of the own one goes on among as many workers; that of worker 0's anywhere.
+        A worker's own part resumes with the same number of workers; worker 0's state resumes with any number.
         """
         return self.consolidate() or self._packed()
 
     def detach(self) -> None:
-        """Remove all hooks. The optimiser keeps the state of its own part alone: consolidate first to go on with all of it."""
+        """Remove all hooks. The optimiser keeps the state of its own part alone: call consolidate() first to keep all of it."""
         self._restore()
         for handle in self._handles:
             handle.remove()
@@ -189,9 +189,7 @@ class ShardedState:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
-            raise HocketError(
-                "zero=1 steps a part of the parameters, which a closure would not know; call optimizer.step() without one."
-            )
+            raise HocketError("zero=1 does not support closures; call optimizer.step() without one.")
         self._restore()
         self._whole = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -225,7 +223,7 @@ class ShardedState:
     def _refuse_part(self) -> None:
         if not self._gathering and self.cluster.size > 1:
             raise HocketError(
-                "The optimiser's state is sharded, and this worker has a part of it; save what consolidate() returns."
+                "The optimiser's state is sharded, and this worker has only a part; save the result of consolidate()."
             )
 
     def _own_part(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +261,9 @@ def _blob(state: dict[int, dict[str, Any]]) -> Tensor:
             elif value is None or isinstance(value, (bool, int, float, str)):
                 table.append([index, key, value])
             else:
-                raise HocketError(f"The optimiser keeps a {type(value).__name__} as '{key}', which cannot be sent; shard nothing.")
+                raise HocketError(
+                    f"The optimiser keeps a {type(value).__name__} as '{key}', which cannot be sent; leave zero=1 out."
+                )
     text = torch.tensor(list(json.dumps(table).encode()), dtype=torch.uint8)
     return torch.cat([torch.tensor([text.numel()]).view(torch.uint8), text, *tensors])
 
@@ -297,7 +297,7 @@ class FullShards:
             raise HocketError(f"{type(optimizer).__name__} {reason}; use AdamW or SGD, or zero=1.")
         if any(optimizer.state.values()):
             raise HocketError(
-                "fsdp=True cuts the optimiser's state, too, and this one has some; call hocket.parallelize before the first step."
+                "fsdp=True shards the optimiser's state, but this one has some; call hocket.parallelize before its first step."
             )
         self.model, self.optimizer, self.cluster = model, optimizer, cluster
         for tensor in (*model.parameters(), *model.buffers()):
@@ -321,16 +321,16 @@ class FullShards:
 
     @property
     def gather_bytes(self) -> tuple[int, int]:
-        """What this worker sends so that everybody has all weights, in a forward and in a backward pass; by formula.
+        """What this worker sends so that all workers have all weights, in a forward and in a backward pass; by formula.
 
-        In a ring each passes on ``N−1`` parts. What no block holds is kept from the forward to the backward pass.
+        In a ring each worker forwards ``N−1`` parts. Weights of no block are kept from the forward to the backward pass.
         """
         blocks, rest = sum(self._ring(unit) for unit in self._units), self._ring(self._rest)
         return blocks + rest, blocks
 
     @property
     def scatter_bytes(self) -> int:
-        """What this worker sends so that everybody has its part of the mean gradient; by formula."""
+        """What this worker sends so that all workers have their part of the mean gradient; by formula."""
         return sum(self._ring(unit, trained=True) for unit in (*self._units, self._rest))
 
     def _ring(self, params: Sequence[nn.Parameter], trained: bool = False) -> int:
@@ -341,7 +341,7 @@ class FullShards:
 
 
 def gathered(value: Any) -> Any:
-    """All of what may lie in parts: a tensor of its own on every worker (a collective)."""
+    """A tensor that may be distributed, gathered whole on every worker (a collective)."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 

@@ -1,4 +1,4 @@
-"""Slow memory for offload: where the bytes of a block lie while it is not its turn."""
+"""Slow memory for offload: it keeps the bytes of a block while the block does not compute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Slow(Protocol):
     """Keeps the bytes of tensors, one after another, under a key."""
 
     def write(self, key: str, tensors: Sequence[Tensor]) -> None:
-        """Keep all of ``tensors``; what was kept under ``key`` before goes only when this is complete."""
+        """Keep all of ``tensors``; the previous content of ``key`` is removed only when this is complete."""
 
     def read(self, key: str, tensors: Sequence[Tensor], start: int) -> None:
         """Fill ``tensors`` with what was kept from byte ``start`` on."""
@@ -33,18 +33,18 @@ class Slow(Protocol):
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor that has its storage for itself, in whatever order they lie."""
+    """The bytes of a tensor that shares its storage with no other, in storage order."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _window(tensor: Tensor) -> memoryview:
-    """The same of a tensor on the CPU, as what files read into. (NumPy would do, but a storage that it has seen keeps its size.)"""
+    """The same of a tensor on the CPU, as what files read into. (NumPy would fix the size of the storage.)"""
     storage = tensor.untyped_storage()
     return memoryview((ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def return_memory_at_once() -> None:
-    """Let glibc give memory back to the system as soon as it is free, for the rest of this process.
+    """Make glibc return freed memory to the system at once, for the rest of this process.
 
     Otherwise it keeps blocks of up to 32 MiB, in one arena per thread, and a process that empties and fills storages all the time
     ends up with more memory than if it had kept them all.
@@ -57,7 +57,7 @@ _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h: larger blocks are mapped o
 
 
 class Disk:
-    """A file per key in a folder of its own, which goes with the process."""
+    """A file per key in a temporary folder, which is removed with the process."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         if folder is not None and not Path(folder).is_dir():
@@ -79,7 +79,7 @@ class Disk:
             if error.errno != errno.ENOSPC:
                 raise
             raise HocketError(
-                f"There is no room for offloaded weights in {self.folder}; give offload(folder=…) with room."
+                f"No space is left for offloaded weights in {self.folder}; give offload(folder=…) with room."
             ) from error
 
     def read(self, key: str, tensors: Sequence[Tensor], start: int) -> None:
@@ -91,7 +91,9 @@ class Disk:
                 while view:
                     got = file.readinto(view)
                     if not got:
-                        raise HocketError(f"The file {file.name} of offloaded weights was cut short by somebody else; start anew.")
+                        raise HocketError(
+                            f"The file {file.name} of offloaded weights was truncated by another program; start again."
+                        )
                     view = view[got:]
                 if there is not tensor:
                     raw(tensor).copy_(there)

@@ -1,7 +1,7 @@
 """Parameters that several stages of a pipeline hold, such as an embedding that is also the head.
 
-Each such stage computes a part of the gradient. The first one sums them in the order of the stages and hands the sum to the others,
-so that all take the same step. (Asynchronous PipeDream does the same inside the pipe.)
+Each such stage computes a part of the gradient. The first stage sums these in the order of the stages and sends the sum to the
+others, so that all take the same step. (Asynchronous PipeDream does the same inside the pipe.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tied:
         return name in self._held
 
     def first(self, name: str) -> bool:
-        """Whether this process is the first that holds ``name`` (or nobody else does)."""
+        """Whether this process is the first that holds ``name`` (or the only one)."""
         return name not in self._held or self._held[name][1][0] == self.axis.place
 
     def sum_gradients(self) -> None:

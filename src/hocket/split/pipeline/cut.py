@@ -1,8 +1,8 @@
-"""Cuts a model into stages, so that the slowest stage is as fast as can be.
+"""Cut a model into stages, so that the slowest stage is as fast as possible.
 
 A stage computes, forward and backward, and sends: activations over its end, gradients over its beginning. In a filled pipe the
-shorter of the two mostly hides behind the longer, so its time is taken as ``max + EXPOSED · min``. The best cuts are found by
-dynamic programming over all places where only tensors cross. Parameters keep their names. One that is used in several stages is
+shorter of the two mostly overlaps with the longer, so a stage's time is taken as ``max + EXPOSED · min``. The best cuts are found
+by dynamic programming over all places where only tensors cross. Parameters keep their names. One that is used in several stages is
 *tied*: each of these stages holds a copy, and the copies' gradients are to be summed before a step.
 """
 
@@ -24,9 +24,9 @@ from hocket.split.pipeline import probe
 from hocket.split.pipeline.trace import Wire, in_place, scopes, title, trace, units
 
 BANDWIDTH = 1.25e9
-"""Bytes per second between two stages unless told otherwise: 10 Gbit/s."""
+"""The default bytes per second between two stages: 10 Gbit/s."""
 EXPOSED = 0.25
-"""The share of the shorter one, computing or sending, that does not hide: pipes also fill and drain."""
+"""The share of the shorter one, computing or sending, that does not overlap: pipes also fill and drain."""
 BATCH_STATISTICS = (
     "Batch statistics (BatchNorm) are those of each micro-batch, not of the whole batch, and running statistics follow the "
     "micro-batches in order: one micro-batch gives exactly what one process computes."
@@ -42,7 +42,7 @@ class Row:
     forward_s: float
     backward_s: float
     crossing_bytes: int
-    """What would cross a cut after it, one way, for the sample."""
+    """The bytes that would cross a cut after it, in one direction, for the sample."""
     can_cut: bool
     stage: int
 
@@ -151,7 +151,7 @@ def cut_model(
 
 
 def _crossing(work: list[fx.Node], border: int) -> list[fx.Node]:
-    """The nodes before a border whose values are used behind it, in order. Attributes of the model are there on both sides."""
+    """The nodes before a border whose values are used behind it, in order. Attributes of the model are available on both sides."""
     before = set(work[:border])
     behind = set(work[border:])
     graph = work[0].graph
@@ -160,7 +160,7 @@ def _crossing(work: list[fx.Node], border: int) -> list[fx.Node]:
 
 
 def _can_cut(model: nn.Module, work: list[fx.Node], border: int, crossing: list[fx.Node], values: probe.Values) -> bool:
-    """Only tensors may cross, and none that a unit behind the border overwrites. Sizes need not cross: they follow from tensors."""
+    """Only tensors may cross, and none that a unit behind the border overwrites. Sizes need not cross: tensors determine them."""
     if not 0 < border < len(work):
         return False
     written = {n for node in work[border:] if in_place(node, model) for n in node.all_input_nodes}
@@ -210,7 +210,7 @@ def _output(graph: fx.Graph, values: probe.Values, more: probe.Values, batch: in
 
 
 def _best(model: nn.Module, costs: list[float], ahead: list[float], back: list[float], able: list[bool], stages: int) -> list[int]:
-    """The borders with the fastest slowest stage; among equals those that send least.
+    """The borders whose slowest stage is fastest; among equal ones those that send the fewest bytes.
 
     ``ahead[i]`` and ``back[i]`` are the seconds in which what crosses border ``i`` is sent, activations and gradients.
     ``best[i]`` is, for the stages so far, the slowest one's time and all that is sent when they end before unit ``i``.
@@ -267,10 +267,10 @@ def _given(model: nn.Module, work: list[fx.Node], points: Sequence[str], stages:
         bounds.append(last[name] + 1)
         if not able[bounds[-1]]:
             raise HocketError(
-                f"{type(model).__name__} cannot be cut after '{name}', where more than unchanged tensors would cross."
+                f"{type(model).__name__} cannot be cut after '{name}': values other than unchanged tensors would cross there."
             )
     if sorted(set(bounds)) != bounds:
-        raise HocketError(f"Points to cut at come in the order of the model, each once; got {', '.join(points)}.")
+        raise HocketError(f"Points to cut at must be in the order of the model, each once; got {', '.join(points)}.")
     return bounds
 
 

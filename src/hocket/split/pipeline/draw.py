@@ -15,7 +15,7 @@ _COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#3A9AD9", "W": "#B07A00"}
 _WORDS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _INK, _QUIET = "#1b1e24", "#5b6270"
 _WIDEST = 400
-"""Columns of a text: beyond them a grid tells nothing."""
+"""The most columns of a text: a wider grid cannot be read."""
 
 
 def text(timeline: Timeline) -> str:
@@ -75,7 +75,7 @@ def picture(timeline: Timeline, title: str, unit: str = "units of time", form: s
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color("#c3c8d0")
-    axes.set_facecolor("#f2f3f5")  # what is not covered is idle
+    axes.set_facecolor("#f2f3f5")  # uncovered time is idle
     below = (0, -0.9 / figure.get_figheight())
     axes.legend(loc="upper left", bbox_to_anchor=below, ncols=4, frameon=False, fontsize=8, labelcolor=_INK, borderaxespad=0)
     out = io.BytesIO()

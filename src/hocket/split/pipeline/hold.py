@@ -1,4 +1,4 @@
-"""What a process holds of a model: the modules and parameters of its stages, under the names that they have in the whole model."""
+"""The part of a model that a process holds: the modules and parameters of its stages, under their names in the whole model."""
 
 from __future__ import annotations
 

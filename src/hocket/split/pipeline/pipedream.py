@@ -1,14 +1,14 @@
-"""Asynchronous PipeDream: the pipe is never emptied, and every mini-batch updates each stage as it passes back through it.
+"""Asynchronous PipeDream: the pipe is never drained between mini-batches, and the backward of every mini-batch updates each stage.
 
 Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019. Stage ``s`` of ``S`` has up to ``S − s``
-mini-batches in hand. *Weight stashing*: the backward of a mini-batch uses the weights that its forward used, although the stage has
-been updated since. So the gradient that stage ``s`` applies is ``S − 1 − s`` updates old:
+mini-batches in flight. *Weight stashing*: the backward of a mini-batch uses the weights that its forward used, although the stage
+has been updated since. So the gradient that stage ``s`` applies is ``S − 1 − s`` updates old:
 
-    w_s ← update(w_s, g_s(j)),   g_s(j) at the weights that stage s had when mini-batch j came by
+    w_s ← update(w_s, g_s(j)),   g_s(j) at the weights that stage s had at the forward of mini-batch j
 
 A tied parameter has a copy on several stages. The lowest of them, ``a``, adds up the copies' gradients of a mini-batch, updates its
-own and hands the new value on; a copy on stage ``s`` takes it ``s − a + 1`` of its own updates later. So all copies go through the
-same values, whatever the rate does meanwhile, and nobody waits.
+own and sends the new value to the others; a copy on stage ``s`` takes it ``s − a + 1`` of its own updates later. So all copies have
+the same sequence of values, also when the learning rate changes, and no stage waits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Flight:
 
 
 class PipeDream:
-    """One stage of a pipe that is never emptied.
+    """One stage of a pipe that is never drained between mini-batches.
 
     Feed it one mini-batch after another, and drain it at the end. ``update`` is called after each backward, with the gradients in
     ``p.grad``: it takes the optimiser's step (and that of a schedule of rates).
@@ -85,7 +85,7 @@ class PipeDream:
         self._losses: deque[Tensor] = deque()
         self._tied_works: deque[list[tuple[Tensor, Any]]] = deque()
 
-    # --- what is asked of it -----------------------------------------------------------------------------------------------
+    # --- calls of the training ---------------------------------------------------------------------------------------------
 
     @property
     def versions(self) -> int:
@@ -93,9 +93,9 @@ class PipeDream:
         return len({id(flight.weights) for flight in self._flights.values()} | ({id(self._weights)} if self._weights else set()))
 
     def feed(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """Take in a mini-batch; the loss of the one that has left the pipe, the same on all, or None while it fills.
+        """Accept a mini-batch; the loss of the one that has left the pipe, the same on all processes, or None while it fills.
 
-        A mini-batch is worked on when the next one is known: its inputs are then already under way.
+        A mini-batch is processed when the next one is known, so that its inputs are already being received.
         """
         if self._stage_comm is None:
             self._stage_comm = StageComm(self.axis, x.device)
@@ -108,7 +108,7 @@ class PipeDream:
         return self._left()
 
     def drain(self) -> list[Tensor]:
-        """Work on what is left in the pipe; the losses not yet returned, in order. The pipe can then be fed anew."""
+        """Process the mini-batches left in the pipe; the losses not yet returned, in order. The pipe can then be fed again."""
         if self._stage_comm is None:
             return []
         if self._waiting is not None:
@@ -122,7 +122,7 @@ class PipeDream:
         return losses
 
     def timeline(self) -> Timeline:
-        """When everybody did what since the pipe was first fed; all processes must call it."""
+        """The timeline of all processes since the pipe was first fed; all processes must call it."""
         return gather(self.axis, self.spans)
 
     # --- forward and backward ----------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class PipeDream:
     # --- weights -----------------------------------------------------------------------------------------------------------
 
     def _newest(self) -> dict[str, Tensor]:
-        """The newest weights, in a copy that later updates do not touch; the last stage, which is never late, needs none."""
+        """The newest weights, in a copy that later updates do not change; the last stage needs none."""
         if self._weights is None:
             own = dict(self._stage.named_parameters())
             copies = {name: p.detach() if self.delay == 0 else p.detach().clone() for name, p in own.items()}
@@ -222,12 +222,12 @@ class PipeDream:
     def _step(self) -> None:
         if self.update is not None:
             self.update()
-        self._weights = None  # those who still use it keep it
+        self._weights = None  # mini-batches in flight keep their reference
 
     # --- tied parameters ---------------------------------------------------------------------------------------------------
 
     def _set_tied(self, j: int, grads: dict[str, Tensor | None]) -> None:
-        """The lowest stage puts the sum over all copies in place, which the others send it; only its own is updated."""
+        """The lowest stage receives the others' gradients and sums them; only its own copy is updated."""
         first = {self._names[name]: grad for name, grad in grads.items()}
         for i, (name, (parameter, places)) in enumerate(self._tied.items()):
             own = first.get(name)
@@ -247,7 +247,7 @@ class PipeDream:
         return total
 
     def _hand_tied(self, j: int) -> None:
-        """After the update of mini-batch ``j``: the lowest stage tells its new value; the others take the one that is due."""
+        """After the update of mini-batch ``j``: the lowest stage sends its new value; the others take the one that is due."""
         for i, (parameter, places) in enumerate(self._tied.values()):
             if self._place == places[0]:
                 self._send_tied(parameter.detach().clone(), places[1:], i)
@@ -255,7 +255,7 @@ class PipeDream:
                 self._take_tied(parameter, places[0], i)
 
     def _send_tied(self, values: Tensor, to: list[int], i: int) -> None:
-        """Start sending, and let go of what has surely arrived."""
+        """Start sending, and release tensors that have arrived."""
         self._tied_works.append([(values, self.axis.send(values, p, _TIED_TAG + i)) for p in to])
         while len(self._tied_works) > 2 * self.axis.size * len(self._tied):
             for _, work in self._tied_works.popleft():

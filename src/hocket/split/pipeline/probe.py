@@ -1,7 +1,7 @@
-"""What each unit of a model costs: seconds measured on a sample, or estimated from its floating-point operations.
+"""The cost of each unit of a model: seconds measured on a sample, or estimated from its floating-point operations.
 
 The estimate runs the units on the meta device, where tensors have shapes and no values: it is the same on all processes and takes
-no time worth mentioning. It is ``operations / FLOPS + bytes touched / MEMORY``.
+almost no time. It is ``operations / FLOPS + bytes touched / MEMORY``.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class Cost:
 
 
 Values = dict[fx.Node, Any]
-"""What each node gives out."""
+"""The output of each node."""
 _Work = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of a model's units."""
+    """The outputs and costs of a model's units."""
 
     values: Values
-    """What each node gives out for the sample: shapes are meant, mostly there are no values."""
+    """The output of each node for the sample; mostly only shapes, without values."""
     more: Values
-    """The same for one sample more."""
+    """The same with one more sample."""
     costs: dict[fx.Node, Cost]
 
 
 def study(model: nn.Module, graph: fx.Graph, sample: Tensor, measure: str) -> Found:
-    """What each unit gives out, and what it costs."""
+    """The output and the cost of each unit."""
     if measure not in MEASURES:
         raise HocketError(f"Units are measured by {' or '.join(MEASURES)}; got '{measure}': use flops.")
     tensors = [sample, *model.parameters(), *model.buffers()]
@@ -74,7 +74,7 @@ def study(model: nn.Module, graph: fx.Graph, sample: Tensor, measure: str) -> Fo
             raise HocketError(
                 f"{type(model).__name__} cannot be cut without values, on which its forward depends: build it with its weights."
             ) from error
-        found = _walked(_Probe(model, graph, fake=False), sample, more, measure)  # a unit looks at values
+        found = _walked(_Probe(model, graph, fake=False), sample, more, measure)  # a unit depends on values
     if measure == "flops":
         return found
     return Found(found.values, found.more, _Probe(model, graph, fake=False).walk(sample, measure)[1])
@@ -185,7 +185,7 @@ def _seconds(work: _Work) -> float:
 
 
 def _apart(value: Any) -> Any:
-    """The same values without their history; whether they want a gradient is kept."""
+    """The same values without their history; whether they require a gradient is kept."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
     if isinstance(value, tuple | list):

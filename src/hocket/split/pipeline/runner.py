@@ -1,8 +1,8 @@
-"""Carries a schedule out on one process of a pipeline.
+"""Run a schedule on one process of a pipeline.
 
-Each action receives what it needs from the stage beside it, computes, and sends on. Receives are started two actions ahead, so that
-messages travel while something is computed. All processes of a replica are given the same batch: the first stage reads its inputs,
-the last one its targets, and all know from its length how large each micro-batch is.
+Each action receives its inputs from the neighbouring stage, computes, and sends its outputs. Receives are started two actions
+ahead, so that messages travel while something is computed. All processes of a replica are given the same batch: the first stage
+reads its inputs, the last one its targets, and all know from its length how large each micro-batch is.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hocket.split.pipeline.stage_comm import StageComm
 from hocket.split.pipeline.timeline import Span, Timeline, gather
 
 _AHEAD = 2
-"""Actions whose messages are already awaited while one is performed."""
+"""How many actions ahead receives are started."""
 
 
 @dataclass
 class _Batch:
-    """One mini-batch on its way."""
+    """The state of one mini-batch in the pipe."""
 
     x: tuple[Tensor, ...]
     y: tuple[Tensor, ...]
@@ -66,7 +66,7 @@ class Pipeline:
         """
         if len(cut.stages) % axis.size:
             raise HocketError(
-                f"{len(cut.stages)} stages cannot lie evenly on {axis.size} processes: cut the model into a multiple."
+                f"{len(cut.stages)} stages cannot be divided evenly over {axis.size} processes: cut the model into a multiple."
             )
         self.axis, self.loss_fn, self.num_microbatches, self.draws = axis, loss_fn, num_microbatches, draws
         self._output, self._last = cut.output, len(cut.stages) - 1  # not the cut itself, which holds all stages
@@ -86,27 +86,27 @@ class Pipeline:
         self.module: nn.Module = held([cut.stages[k] for k in own])
         self.spans: list[Span] = []
 
-    # --- what is asked of it -----------------------------------------------------------------------------------------------
+    # --- calls of the training ---------------------------------------------------------------------------------------------
 
     def run(self, x: Tensor, y: Tensor) -> Tensor:
         """Forward and backward of a batch: gradients of its mean loss are added to ``p.grad``; the loss, the same on all."""
         if self._pipedream is not None:
-            raise HocketError("pipedream never empties the pipe, so a batch has no end to run to: feed it and drain it.")
+            raise HocketError("pipedream does not drain the pipe after a batch: call feed and drain instead of run.")
         batch = self._split(x, y)
         self._perform([a for a in self._actions if batch.sizes[a.microbatch]], batch)
         return self.axis.all_reduce(batch.loss)
 
     def feed(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """Under pipedream: take in a mini-batch; the loss of the one that has left the pipe, if one has."""
+        """Under pipedream: accept a mini-batch; the loss of the one that has left the pipe, if one has."""
         return self._asynchronous.feed(x, y)
 
     def drain(self) -> list[Tensor]:
-        """Under pipedream: work on what is left in the pipe; the losses not yet returned."""
+        """Under pipedream: process the mini-batches left in the pipe; the losses not yet returned."""
         return self._asynchronous.drain()
 
     @property
     def update(self) -> Callable[[], Any] | None:
-        """Under pipedream: what is called after each backward, with the gradients in place; it takes the optimiser's step."""
+        """Under pipedream: called after each backward, with the gradients in ``p.grad``; it takes the optimiser's step."""
         return None if self._pipedream is None else self._pipedream.update
 
     @update.setter
@@ -132,7 +132,7 @@ class Pipeline:
         return torch.cat(batch.outputs) if batch.outputs else None
 
     def timeline(self) -> Timeline:
-        """When everybody did what in the latest ``run``; all processes must call it."""
+        """The timeline of all processes in the latest ``run``; all processes must call it."""
         return gather(self.axis, self.spans if self._pipedream is None else self._pipedream.spans)
 
     # --- actions -----------------------------------------------------------------------------------------------------------
@@ -208,10 +208,12 @@ class Pipeline:
         return _Batch(parts, targets, [len(part) for part in parts], torch.zeros((), device=x.device))
 
     def _shown(self, output: Tensor | None, x: Tensor) -> Tensor:
-        """The output on all processes: the last stage's process sends it to everybody else."""
+        """The output on all processes: the last stage's process sends it to all others."""
         wire, source = self._output, self._last % self.axis.size
         if wire is None:
-            raise HocketError("The model's output is not one tensor, so it is not shown everywhere: read it on the last stage.")
+            raise HocketError(
+                "The model's output is not one tensor, so it is not sent to all processes: read it on the last stage."
+            )
         if output is not None:
             common = output.to("cpu", wire.dtype).contiguous()
             works = [self.axis.send(common, p) for p in range(self.axis.size) if p != source]

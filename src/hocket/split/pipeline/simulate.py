@@ -1,4 +1,4 @@
-"""A schedule's times when every action has a known cost: what it would look like on processes that are perfectly even."""
+"""The times of a schedule when every action has a known cost, the same on all processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                 moved = True
         if not moved:
             stuck = ", ".join(str(row[len(done)]) for done, row in zip(rows, schedule, strict=True) if len(done) < len(row))
-            raise HocketError(f"This schedule waits for itself at {stuck}: put each action after those it needs.")
+            raise HocketError(f"This schedule has a deadlock at {stuck}: put each action after those it needs.")
     return Timeline(tuple(tuple(row) for row in rows))
 
 

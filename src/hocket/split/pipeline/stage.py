@@ -1,9 +1,9 @@
-"""One stage at work: forward of a micro-batch, and its backward, whole or in halves.
+"""The computation of one stage: the forward of a micro-batch, and its backward, whole or in halves.
 
-A whole backward adds to the parameters' gradients. In halves, the first makes the gradients of the stage's inputs and, on the way,
-of what each unit with parameters gave out; the second makes the parameters' gradients from these, unit by unit. Nothing is
-computed twice, except inside a unit that hides several layers: its inner path is walked by both halves. Parameters that several
-units of a stage use are served by the first half.
+A whole backward adds to the parameters' gradients. In halves, the first computes the gradients of the stage's inputs and
+of the output of each unit with parameters; the second computes the parameters' gradients from these, unit by unit. Nothing is
+computed twice, except inside a unit that contains several layers: both halves compute its inner gradients. The first half computes
+the gradients of parameters that several units of a stage use.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class _Kept:
 
 
 class Stage:
-    """A part of a model, and the micro-batches that it has in hand."""
+    """A part of a model, and the micro-batches between their forward and backward."""
 
     def __init__(self, module: fx.GraphModule, enter: Sequence[Wire], leave: Sequence[Wire], halves: bool = False) -> None:
-        """``enter`` and ``leave`` are what crosses its borders; ``halves``: whether backwards will come in halves."""
+        """``enter`` and ``leave`` are the tensors that cross its borders; ``halves``: whether backwards are computed in halves."""
         self.enter, self.leave, self.halves = tuple(enter), tuple(leave), halves
         self.module, self._owned, self._shared = _marked(module) if halves else (module, [], [])
         self._kept: dict[int, _Kept] = {}
         self._halved: dict[int, list[tuple[Tensor, list[nn.Parameter], Tensor]]] = {}
 
     def forward(self, microbatch: int, values: Sequence[Tensor], finish: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-        """Outputs for the next stage; with ``finish`` (the last stage) the loss that it makes of the output."""
+        """Outputs for the next stage; with ``finish`` (the last stage) the loss that it computes from the output."""
         inputs = (
             [v.detach().requires_grad_(w.grad) for v, w in zip(values, self.enter, strict=True)] if self.enter else list(values)
         )
         given = self.module(*inputs)
         given, marks = given if self.halves else (given, [])
-        # Under autocast a value may come in another type than the one that was agreed on.
+        # Under autocast a value may have another dtype than the agreed one.
         outputs = [t.to(w.dtype) for t, w in zip(given, self.leave, strict=True)] if finish is None else [finish(given)]
         self._kept[microbatch] = _Kept(inputs, outputs, list(marks))
         return [out.detach() for out in outputs]
@@ -58,7 +58,7 @@ class Stage:
         return [given] if last else [t.to(w.dtype) for t, w in zip(given, self.leave, strict=True)]
 
     def backward(self, microbatch: int, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the inputs that want one; the parameters' are added to theirs."""
+        """Gradients of the inputs that require one; the parameters' gradients are added to ``p.grad``."""
         kept = self._kept.pop(microbatch)
         outputs, grads_ = self._wanted(kept, grads)
         if outputs:
@@ -66,7 +66,7 @@ class Stage:
         return [_or_zeros(v.grad, v) for v, w in zip(kept.inputs, self.enter, strict=False) if w.grad]
 
     def backward_input(self, microbatch: int, grads: Sequence[Tensor]) -> list[Tensor]:
-        """The first half: gradients of the inputs. Where no input wants one, all is left to the second half."""
+        """The first half: gradients of the inputs. Where no input requires one, the second half computes everything."""
         kept = self._kept[microbatch]
         wanted = [v for v, w in zip(kept.inputs, self.enter, strict=False) if w.grad]
         if not wanted:
@@ -95,7 +95,7 @@ class Stage:
                 _add(parameter, own)
 
     def _wanted(self, kept: _Kept, grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | None]:
-        """The outputs that have a gradient, and these; a loss has none to be given."""
+        """The outputs that have a gradient, and these gradients; a loss needs none."""
         if not self.leave:
             return [out for out in kept.outputs if out.requires_grad], None
         return [out for out, wire in zip(kept.outputs, self.leave, strict=True) if wire.grad], list(grads)
@@ -119,7 +119,7 @@ def _marked(module: fx.GraphModule) -> tuple[fx.GraphModule, list[list[nn.Parame
 
 
 def _parameters(module: fx.GraphModule, node: fx.Node) -> list[nn.Parameter]:
-    """The parameters that a unit uses and that want gradients."""
+    """The trainable parameters of a unit."""
     own = list(module.get_submodule(str(node.target)).parameters()) if node.op == "call_module" else []
     named = [module.get_parameter(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr" and _is_parameter(module, n)]
     return [p for p in dict.fromkeys(own + named) if p.requires_grad]

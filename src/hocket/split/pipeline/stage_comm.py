@@ -1,5 +1,7 @@
-"""What crosses cuts: activations ahead, gradients back. Everything is sent and received in the background, from and to host memory
-(Gloo sends nothing else)."""
+"""Messages between stages: activations forward, gradients backward.
+
+All messages are sent and received in the background, from and to host memory (Gloo supports nothing else).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _MICROBATCHES, _WIRES = 1 << 10, 1 << 5
 
 @dataclass
 class StageComm:
-    """A process's messages to and from the stages beside its own."""
+    """A process's messages to and from neighbouring stages."""
 
     axis: Axis
     device: torch.device
@@ -48,7 +50,7 @@ class StageComm:
         self._coming[key] = [(t, self.axis.receive(t, source, _tag(key, i))) for i, t in enumerate(into)]
 
     def take(self, border: int, way: Way, microbatch: int) -> list[Tensor]:
-        """What was expected; waits for it."""
+        """Wait for an expected message; its tensors."""
         key = (border, way, microbatch)
         if key in self._here:
             return self._here.pop(key)
@@ -58,12 +60,12 @@ class StageComm:
         return [value.to(self.device) for value, _ in coming]
 
     def sent(self, border: int, way: Way, microbatch: int) -> None:
-        """Let go of a message that has surely arrived."""
+        """Release a message that has arrived."""
         for _, work in self._leaving.pop((border, way, microbatch), []):
             self.axis.wait(work)
 
     def settle(self) -> None:
-        """Wait until all has been sent."""
+        """Wait until all messages have been sent."""
         for key in list(self._leaving):
             self.sent(*key)
 

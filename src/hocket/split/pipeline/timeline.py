@@ -1,8 +1,8 @@
-"""When each process did what: of a schedule as simulated, or of a run as measured.
+"""The timeline of all processes: simulated from a schedule, or measured in a run.
 
-Idle time before an action is of two kinds. Until the action it waits for has *ended* on the other process there is nothing to do:
-that is the bubble. From then on the result is under way: that is communication. The *bubble share* is bubble / (bubble + computing)
-over all processes, from the first start to the last end; communication is stated apart and belongs to neither.
+Idle time before an action is of two kinds. Until the action it waits for has *ended* on the other process, the process is idle:
+that is the bubble. From then on the result is being sent: that is communication. The *bubble share* is bubble / (bubble +
+computing) over all processes, from the first start to the last end; communication is stated separately and is part of neither.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hocket.split.pipeline.schedules import Action, Kind, before
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _ANOTHER_CLOCK_S = 1.0
-"""Clocks of one machine agree; those of two count from when each was started."""
+"""Clocks of one machine agree; those of two machines start at different times."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Shares:
 
     @property
     def bubble_share(self) -> float:
-        """Of the time that communication does not take."""
+        """The share of the time without communication."""
         total = self.computing + self.bubble
         return self.bubble / total if total else 0.0
 
@@ -108,10 +108,10 @@ class Timeline:
 
 
 def gather(axis: Axis, spans: Collection[Span]) -> Timeline:
-    """Everybody's spans; all processes of the axis must call it.
+    """The spans of all processes; all processes of the axis must call it.
 
-    Processes of one machine share a clock. Others set theirs by the moment at which all meet here, which is as exact as a message
-    is fast.
+    Processes of one machine share a clock. Others align theirs at a common barrier here, whose precision is the latency of a
+    message.
     """
     axis.all_reduce(torch.zeros(1))
     meeting = axis.all_gather(torch.tensor([time.perf_counter()], dtype=torch.float64)).tolist()

@@ -1,7 +1,7 @@
-"""A model as a list of units in the order in which they run, and what each takes in and gives out.
+"""A model as a list of units in the order in which they run, with their inputs and outputs.
 
-The list is that of ``torch.fx``. Not looked into are the modules of ``torch.nn``, modules with the class attribute ``whole = True``
-and modules that cannot be traced, because what they do depends on values. Nothing here reads a value of the model.
+The list is that of ``torch.fx``. Modules of ``torch.nn``, modules with the class attribute ``whole = True`` and
+modules that cannot be traced, because their control flow depends on values, are single units. No value of the model is read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def trace(model: nn.Module) -> fx.Graph:
             graph = _Tracer(opaque).trace(model)
             break
         except _Opaque as found:
-            opaque.add(found.name)  # the next attempt does not look into it
+            opaque.add(found.name)  # the next attempt treats it as a unit
         except Exception as error:
             raise HocketError(
                 f"{type(model).__name__} cannot be cut because its own forward cannot be traced ({_first_line(error)}): move what "
@@ -84,7 +84,7 @@ def scopes(node: fx.Node) -> Iterator[str]:
 
 
 def title(node: fx.Node) -> str:
-    """A unit's name for people."""
+    """A unit's name for display."""
     if node.op == "call_module":
         return str(node.target)
     inside = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path]
@@ -93,7 +93,7 @@ def title(node: fx.Node) -> str:
 
 
 def in_place(node: fx.Node, model: nn.Module) -> bool:
-    """Whether a unit overwrites what it is given."""
+    """Whether a unit overwrites its inputs."""
     if node.op == "call_module":
         return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

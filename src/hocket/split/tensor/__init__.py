@@ -2,8 +2,8 @@
 
 Linear–activation–Linear by columns then rows, attention by heads, embeddings and their projection by the vocabulary (Megatron-LM,
 Shoeybi et al. 2019); other Linear and Conv2d layers by neurons or channels, gathered (the classical intra-layer scheme); as an
-alternative a block-rotating matrix product; branches. Parts are plain parameters, so that whatever works on the parameters of a
-model works on them, and every byte goes through an ``Axis``.
+alternative a block-rotating matrix product; branches. Parts are plain parameters, so that optimisers, hooks and checkpoints
+work on them, and every byte goes through an ``Axis``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["KINDS", "explain_plan", "find_plan", "split_tensor"]
 
 
 def find_plan(model: nn.Module, size: int) -> dict[str, str]:
-    """How ``model`` would be split over ``size`` processes: kinds by module name; what is not named stays whole.
+    """How ``model`` would be split over ``size`` processes: kinds by module name; other modules stay whole.
 
     >>> from hocket.models import mlp
     >>> find_plan(mlp(12, 10, (8, 8)), 2)
@@ -59,9 +59,9 @@ def explain_plan(model: nn.Module, size: int, plan: Mapping[str, str] | None = N
 def split_tensor(model: nn.Module, axis: Axis, plan: Mapping[str, str] | None = None) -> dict[str, Part]:
     """Split ``model`` in place over ``axis``: planned modules are replaced by forms that hold only this process's part.
 
-    All processes come with the same weights (or with parameters on the meta device, which give meta parts). Parameters keep their
-    names. Returns each one's part; parameters of ``Branches`` that live on other processes have none, and are not in the model any
-    more. Dropout is independent of the split only after ``prepare_dropout``, which may come before or after.
+    All processes start with the same weights (or with parameters on the meta device, which give meta parts). Parameters keep their
+    names. Returns each one's part; parameters of ``Branches`` on other processes have none, and are removed from the
+    model. Dropout is independent of the split only after ``prepare_dropout``, which may come before or after.
     """
     if axis.size == 1:
         return {name: Part(tuple(p.shape)) for name, p in model.named_parameters()}

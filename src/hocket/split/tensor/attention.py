@@ -1,5 +1,5 @@
 """Attention by heads: each process has ``heads / P`` of them, whole from query to value, and the rows of the last matrix that read
-them. One sum forward, one backward. With ``Draws`` also the dropout of its probabilities does not depend on the split."""
+them. One sum forward, one backward. With ``Draws`` the dropout of its probabilities is independent of the split, too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hocket.split.tensor.layers import ColumnLinear, ParameterSlicer, RowLinear
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, drop: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of ``[N, heads, L, d]`` with its probabilities written out, which ``drop`` then thins."""
+    """Softmax attention of ``[N, heads, L, d]`` with explicit probabilities, to which ``drop`` is applied."""
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
     if causal:
         later = scores.new_ones(scores.shape[-2:]).triu(1).bool()
@@ -46,7 +46,7 @@ class DrawnAttention(Attention):
 
 
 def split_heads(attention: Attention, cut: ParameterSlicer) -> None:
-    """Leave gpt's attention, in place, with this process's heads."""
+    """Reduce gpt's attention, in place, to this process's heads."""
     axis = cut.axis
     attention.into, attention.out = ColumnLinear(attention.into, cut, blocks=3), RowLinear(attention.out, cut)
     attention.heads //= axis.size
@@ -75,7 +75,7 @@ class SplitMultihead(nn.MultiheadAttention):
         self.train(attention.training)
 
     def draw(self, layer: str, draws: Draws) -> None:
-        """Let its dropout draw from ``draws`` from now on."""
+        """Make its dropout draw from ``draws``."""
         self.drop = Dropout(self.dropout, layer, draws, dim=1)
         self.drop.lies = self.lies
         self.drop.train(self.training)
@@ -147,7 +147,7 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def common(attention: nn.MultiheadAttention) -> bool:
-    """Whether it is of the usual kind: one matrix for query, key and value, nothing added to the sequence."""
+    """Whether it has the usual form: one matrix for query, key and value, nothing added to the sequence."""
     return attention._qkv_same_embed_dim and attention.bias_k is None and attention.bias_v is None and not attention.add_zero_attn
 
 

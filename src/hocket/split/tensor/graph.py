@@ -1,7 +1,7 @@
-"""What reads what in a model: enough of its data flow to prove that two Linear layers may be split by columns and by rows.
+"""The data flow of a model, as far as needed to prove that two Linear layers may be split by columns and by rows.
 
 Flows are ``torch.fx`` traces. A model that cannot be traced as a whole (its control flow depends on values) is traced child by
-child; what then cannot be proven is not assumed.
+child; nothing is assumed that this does not prove.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LogSigmoid),
     *(nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus, nn.Softsign, nn.Tanhshrink, nn.Identity, nn.Dropout, draws.Dropout),
 )
-"""Modules without parameters that treat each value alone."""
+"""Elementwise modules without parameters."""
 _FUNCTIONS = {
     *(F.relu, F.relu6, F.leaky_relu, F.elu, F.celu, F.selu, F.gelu, F.silu, F.mish, F.tanh, F.sigmoid, F.logsigmoid, F.hardtanh),
     *(F.hardswish, F.hardsigmoid, F.softplus, F.softsign, F.tanhshrink, torch.relu, torch.tanh, torch.sigmoid, torch.square),
@@ -40,7 +40,7 @@ class Flow:
         self.names: dict[fx.Node, str] = {}
         """Of every call of a module: its name."""
         self.read: dict[str, list[fx.Node]] = {}
-        """Of every parameter that is read directly: who reads it."""
+        """The readers of every parameter that is read directly."""
         self.complete = False
         """Whether all of the model was traced."""
         for prefix, graph in _graphs(model, ""):
@@ -69,7 +69,7 @@ class Flow:
     def sources(self, node: fx.Node) -> tuple[list[str], list[str]] | None:
         """The Linear layers whose outputs the input of ``node`` is made of, value by value, and the dropouts between.
 
-        None where something else, or somebody else, has a part in it.
+        None where another value contributes to it, or another module reads it.
         """
         sources: list[str] = []
         dropouts: list[str] = []
@@ -88,7 +88,7 @@ class Flow:
                 return False
             if isinstance(module, _DROPOUTS):
                 dropouts.append(name)
-                if self.calls[name] != 1:  # elsewhere it may see a whole activation
+                if self.calls[name] != 1:  # in another place its input may be a whole activation
                     return False
         elif not (
             (node.op == "call_function" and node.target in _FUNCTIONS) or (node.op == "call_method" and node.target in _METHODS)
@@ -128,5 +128,5 @@ def _trace(module: nn.Module, root: bool) -> fx.Graph | None:
         return None
     try:
         return _Tracer().trace(module, optional or None)
-    except Exception:  # whatever a user's code does when it meets a proxy
+    except Exception:  # user code may raise anything on a proxy
         return None

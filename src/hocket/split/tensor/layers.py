@@ -13,7 +13,7 @@ from hocket.split.parts import Part
 
 
 class ParameterSlicer:
-    """Cuts parameters for one process and remembers how each part lies; values are copied, never read, so meta tensors will do."""
+    """Cuts parameters for one process and records each part's position; values are copied, never read, so meta tensors work."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -25,17 +25,17 @@ class ParameterSlicer:
         part = Part.even(whole, dim, self.axis.place, self.axis.size, blocks)
         if (id(whole), part) not in self._made:
             own = nn.Parameter(part.take(whole.detach()).contiguous(), whole.requires_grad)
-            self._made[id(whole), part] = whole, own  # the whole too: its id must not be given to another
+            self._made[id(whole), part] = whole, own  # keeps the whole alive: its id must not be reused
             self.lies[id(own)] = part
         return self._made[id(whole), part][1]
 
     def forget_wholes(self) -> None:
-        """Let go of the whole parameters."""
+        """Release the whole parameters."""
         self._made.clear()
 
 
 class Entry:
-    """Where a whole tensor enters one or several split layers: it is copied once, so that its gradient is summed once."""
+    """The entry of a whole tensor into one or several split layers: it is copied once, so that its gradient is summed once."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis, self.layers, self._left = axis, 1, 0
@@ -57,7 +57,7 @@ class ColumnLinear(nn.Linear):
     whole = True
 
     def __init__(self, linear: nn.Linear, cut: ParameterSlicer, blocks: int = 1) -> None:
-        """``blocks`` of the outputs lie one after another in the whole, as query, key and value do; each is split."""
+        """The outputs consist of ``blocks`` consecutive blocks, such as query, key and value; each is split."""
         super().__init__(linear.in_features, linear.out_features // cut.axis.size, linear.bias is not None, device="meta")
         self.axis, self.enter = cut.axis, Entry(cut.axis)
         self.weight = cut(linear.weight, 0, blocks)
@@ -70,14 +70,14 @@ class ColumnLinear(nn.Linear):
 
 
 class GatheredLinear(ColumnLinear):
-    """The classical intra-layer scheme: ``K/P`` neurons each, all outputs gathered by all."""
+    """The classical intra-layer scheme: ``K/P`` neurons each, and all processes gather all outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return gathered(super().forward(x), self.axis)
 
 
 class RowLinear(nn.Linear):
-    """``Y = Σ_p X_p A_p + b``: the input lies split, as ``ColumnLinear`` leaves it; the bias is added once, to the sum."""
+    """``Y = Σ_p X_p A_p + b``: the input is split, as ``ColumnLinear`` returns it; the bias is added once, to the sum."""
 
     whole = True
 
@@ -96,7 +96,7 @@ class RowLinear(nn.Linear):
 
 
 class GatheredConv2d(nn.Conv2d):
-    """The classical intra-layer scheme: ``K/P`` channels each, all channels gathered by all."""
+    """The classical intra-layer scheme: ``K/P`` channels each, and all processes gather all channels."""
 
     whole = True
 
@@ -123,7 +123,7 @@ class GatheredConv2d(nn.Conv2d):
 
 
 class SplitEmbedding(nn.Embedding):
-    """``V/P`` rows of the vocabulary each: a process looks up the tokens it has, and the sum over all is the whole embedding."""
+    """``V/P`` rows of the vocabulary each: a process looks up its own tokens, and the sum over processes is the whole embedding."""
 
     whole = True
 
@@ -144,7 +144,7 @@ class SplitEmbedding(nn.Embedding):
 
 
 class SplitLogits(nn.Module):
-    """The vocabulary projection: logits of this process's part of the vocabulary, gathered by all."""
+    """The vocabulary projection: logits of this process's part of the vocabulary, gathered on all processes."""
 
     whole = True
 
@@ -157,7 +157,7 @@ class SplitLogits(nn.Module):
 
 
 def check_split_input(x: Tensor, width: int, axis: Axis) -> None:
-    """Refuse an input that does not lie split as a plan promised."""
+    """Refuse an input that is not split as the plan states."""
     if x.shape[-1] != width:
         raise HocketError(
             f"A layer split by 'rows' or 'rotate' reads {width} of {width * axis.size} inputs on each process, but got "
@@ -166,7 +166,7 @@ def check_split_input(x: Tensor, width: int, axis: Axis) -> None:
 
 
 def spared(module: nn.Module) -> bool:
-    """Whether a layer is used in ways that a split one would not honour: hooks that change it, rows that are renormed."""
+    """Whether a layer has hooks or options that a split layer would ignore, such as max_norm."""
     hooked = bool(module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
     if isinstance(module, nn.Embedding):
         return hooked or module.max_norm is not None or module.scale_grad_by_freq or module.sparse

@@ -18,9 +18,9 @@ from hocket.split.tensor.layers import spared
 
 KINDS = {
     "columns": "a Linear by its outputs, which stay split",
-    "rows": "a Linear by its inputs, which lie split; the outputs are summed",
+    "rows": "a Linear by its inputs, which are split; the outputs are summed",
     "gather": "a Linear or Conv2d by its outputs, which are gathered",
-    "rotate": "a Linear between split activations, whose blocks go around a ring",
+    "rotate": "a Linear between split activations, whose blocks are sent around a ring",
     "heads": "attention by its heads",
     "vocabulary": "an Embedding by its tokens",
     "logits": "the projection on a split vocabulary",
@@ -43,7 +43,7 @@ _Shared = dict[int, list[str]]
 
 @dataclass
 class TensorPlan:
-    """Kinds by module name, and what else the split must know."""
+    """Kinds by module name, and further information for the split."""
 
     kinds: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class TensorPlan:
 
 
 def automatic(model: nn.Module, size: int) -> TensorPlan:
-    """What can be split over ``size`` processes without being told."""
+    """The plan for ``size`` processes, found in the model."""
     plan, flow, shared = TensorPlan(), Flow(model), _shared(model)
     for name, module in flow.modules.items():
         if _inside(name, plan.kinds):
@@ -91,7 +91,7 @@ def automatic(model: nn.Module, size: int) -> TensorPlan:
 
 
 def explicit(model: nn.Module, size: int, given: Mapping[str, str]) -> TensorPlan:
-    """What was asked for, checked; modules that are not named stay whole. Names may be patterns: ``blocks.*.perceptron.into``."""
+    """A given plan, checked; modules that are not named stay whole. Names may be patterns: ``blocks.*.perceptron.into``."""
     flow = Flow(model)
     kinds: dict[str, str] = {}
     for pattern, kind in given.items():
@@ -137,7 +137,7 @@ def _pair(first: list[str], second: str, dropouts: list[str], flow: Flow, size: 
 
 
 def _elementwise(layer: nn.Module) -> bool:
-    """Whether a transformer layer's own activation treats each value alone; its forward pass is known."""
+    """Whether a transformer layer's activation is elementwise; its forward pass is known."""
     activation = getattr(layer, "activation", None)
     return activation in (F.relu, F.gelu) or type(activation) in ELEMENTWISE
 
@@ -145,7 +145,7 @@ def _elementwise(layer: nn.Module) -> bool:
 def _find_tied(users: list[str], flow: Flow, size: int, plan: TensorPlan) -> None:
     """An embedding that is also the head, as one parameter of two modules: by the vocabulary in both. Anything else stays whole."""
     if any(_inside(name, plan.kinds) or name in plan.kinds for name in users):
-        return  # checked in the end
+        return  # checked at the end
     modules = [flow.modules[name] for name in users]
     alike = flow.complete and all(type(m) in (nn.Embedding, nn.Linear) and not spared(m) for m in modules)
     unread = not any(f"{name}.weight" in flow.read for name in users)
@@ -166,9 +166,9 @@ def _find_left_over(name: str, module: nn.Module, flow: Flow, size: int, plan: T
     readers = [flow.names.get(node, "") for key in ("weight", "bias") for node in flow.read.get(f"{name}.{key}", [])]
     reason = None
     if spared(module):
-        reason = "it has hooks or options that a split one would not honour"
+        reason = "it has hooks or options that a split layer would ignore"
     elif kind == "vocabulary" and not flow.complete:
-        reason = "the model cannot be traced, so who else reads its weight is unknown; a plan may name it"
+        reason = "the model cannot be traced, so other readers of its weight are unknown; a plan may name it"
     elif readers and not (kind == "vocabulary" and all(type(flow.modules.get(reader)) is Logits for reader in readers)):
         reason = "its weight is also read directly"
     elif width % size:
@@ -247,7 +247,7 @@ def _check_shared(model: nn.Module, kinds: Mapping[str, str]) -> None:
 
 
 def _check_readers(flow: Flow, kinds: Mapping[str, str]) -> None:
-    """A split weight that is read directly is read by split logits, and these read nothing else."""
+    """Check that split weights that are read directly are read by split logits, and that these read nothing else."""
     for parameter, readers in flow.read.items():
         name = parameter.rpartition(".")[0]
         for node in readers:
@@ -260,7 +260,7 @@ def _check_readers(flow: Flow, kinds: Mapping[str, str]) -> None:
 
 
 def _check_flow(flow: Flow, plan: TensorPlan) -> None:
-    """Where the flow is known: what reads split activations gets them, and what leaves them is read so."""
+    """Where the data flow is known: layers that read split activations get them, and layers that return them have such readers."""
     kinds, known, read = plan.kinds, set(flow.names.values()), set()
     for node, name in flow.linears():
         if kinds.get(name) not in ("rows", "rotate"):
@@ -268,7 +268,7 @@ def _check_flow(flow: Flow, plan: TensorPlan) -> None:
         sources, dropouts = flow.sources(node) or ([], [])
         if not sources or any(kinds.get(source) not in ("columns", "rotate") for source in sources):
             raise HocketError(
-                f"'{name}' is to be split by '{kinds[name]}', but what it reads does not lie split: "
+                f"'{name}' is to be split by '{kinds[name]}', but its input is not split: "
                 f"plan 'columns' for the Linear before it, or 'gather' for this one."
             )
         read |= set(sources)
@@ -280,7 +280,7 @@ def _check_flow(flow: Flow, plan: TensorPlan) -> None:
             plan.closing.add(name)
         elif kind == "columns":
             raise HocketError(
-                f"'{name}' is to be split by 'columns', but nothing that is planned reads its part: "
+                f"'{name}' is to be split by 'columns', but no planned layer reads its part: "
                 f"plan 'rows' or 'rotate' for the Linear after it, or 'gather' for this one."
             )
     for name, module in flow.modules.items():

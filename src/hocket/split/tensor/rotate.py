@@ -1,13 +1,13 @@
-"""The block-rotating matrix product: activations go around a ring while they are multiplied.
+"""The block-rotating matrix product: activations are sent around a ring while they are multiplied.
 
-Both sides of a layer lie split by columns. Process ``p`` holds the block ``X_p`` of the input and the columns ``A_p`` of the
+Input and output of a layer are split by columns. Process ``p`` holds the block ``X_p`` of the input and the columns ``A_p`` of the
 weight, cut into row blocks ``A_qp`` that fit ``X_q``:
 
-    ``Y_p = Σ_q X_q A_qp``            ``P − 1`` times: send the block on, multiply it meanwhile, take the next
-    ``∂X_q = Σ_p ∂Y_p A_qpᵀ``         partial sums go around, each ends with its owner
-    ``∂A_qp = X_qᵀ ∂Y_p``             from the blocks that came by on the way forward, which are kept
+    ``Y_p = Σ_q X_q A_qp``            ``P − 1`` times: send the block, multiply it meanwhile, receive the next
+    ``∂X_q = Σ_p ∂Y_p A_qpᵀ``         partial sums are sent around; each ends at its owner
+    ``∂A_qp = X_qᵀ ∂Y_p``             from the blocks received in the forward pass, which are kept
 
-After the systolic products of Cannon (1969) and Fox, Otto and Hey (1987), with the weights at rest.
+After the systolic products of Cannon (1969) and Fox, Otto and Hey (1987), with stationary weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Rotating(torch.autograd.Function):
         weight_grad = torch.empty_like(weight)
         passing = None
         for turn in range(size):
-            # The sum for block q starts at process q + 1 and comes home last.
+            # The sum for block q starts at process q + 1 and ends at process q.
             q = axis.place - 1 - turn
             partial = flat @ _columns(weight, q, size)
             _columns(weight_grad, q, size).addmm_(flat.T, blocks[(turn + 1) % size], beta=0)

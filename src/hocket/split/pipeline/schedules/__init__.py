@@ -1,4 +1,4 @@
-"""Schedules by name: who works on what, in which order. A method is a file with its ``METHOD``; the table is below."""
+"""Schedules by name: the actions of each process, in order. A method is a file with its ``METHOD``; the table is below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a schedule is: for each process the actions it performs, in order. Plain data that can be printed, compared and drawn."""
+"""A schedule: the actions of each process, in order. Plain data that can be printed, compared and drawn."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ Order = Callable[[int, int, int, int], Iterator[Action]]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to order the work, with its name and what it is good for."""
+    """A method to order the actions, with its name and its purpose."""
 
     name: str
     order: Order
     about: str
     paper: str
     stages_per_rank: int = 1
-    """Stages on each process unless told otherwise."""
+    """The default number of stages on each process."""
     several: bool = False
     """Whether a process may hold several stages."""
     fills: bool = False
-    """Whether it takes at least as many micro-batches as there are processes."""
+    """Whether it needs at least as many micro-batches as processes."""
     rounds: bool = False
     """Whether micro-batches go in rounds of equal length, about one per process."""
 
 
 def per_round(num_microbatches: int, processes: int) -> int:
-    """How many micro-batches a process takes through one of its stages before it turns to the next."""
+    """How many micro-batches a process computes on one of its stages before it continues with the next stage."""
     return num_microbatches // max(1, num_microbatches // processes)
 
 
@@ -68,9 +68,9 @@ def before(action: Action, known: frozenset[Action] | set[Action]) -> list[Actio
 def alternating(
     process: int, processes: int, num_microbatches: int, stages_per_rank: int, warm: int, split: bool = False
 ) -> Iterator[Action]:
-    """``warm`` forwards, then one forward and one backward in turn, then the backwards that are left.
+    """``warm`` forwards, then one forward and one backward in turn, then the remaining backwards.
 
-    With ``split`` backwards are halved: the halves for the weights wait until ``process`` others are behind, and fill the end.
+    With ``split`` backwards are halved: the halves for the weights come ``process`` halves later, and fill the end.
     """
     size, total = per_round(num_microbatches, processes), num_microbatches * stages_per_rank
     warm = min(warm, total)

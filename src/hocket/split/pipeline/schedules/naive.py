@@ -1,6 +1,6 @@
-"""One works, the others wait: a micro-batch goes forward and back through all stages before the next one starts.
+"""One process computes, the others wait: a micro-batch goes forward and back through all stages before the next one starts.
 
-The picture that pipelines improve on: with ``S`` stages each is idle for ``(S−1)/S`` of the time, however many micro-batches.
+The baseline of pipelines: with ``S`` stages each is idle for ``(S−1)/S`` of the time, however many micro-batches.
 """
 
 from __future__ import annotations
@@ -17,4 +17,4 @@ def order(process: int, processes: int, num_microbatches: int, stages_per_rank: 
         yield Action("B", process, j)
 
 
-METHOD = Method("naive", order, "one works, the others wait", "")
+METHOD = Method("naive", order, "one process computes, the others wait", "")

@@ -1,8 +1,8 @@
-"""Asynchronous PipeDream: 1F1B that never empties the pipe (Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN
+"""Asynchronous PipeDream: 1F1B that never drains the pipe (Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN
 Training", 2019).
 
-What is numbered here are whole mini-batches: every backward is followed by an update of its stage at once. The order is that of
-1F1B, without an end: idle time occurs only while the pipe fills and drains. ``hocket.split.pipeline.pipedream`` carries it out.
+The numbers here are whole mini-batches: an update of the stage follows every backward at once. The order is that of
+1F1B, without an end: idle time occurs only while the pipe fills and drains. ``hocket.split.pipeline.pipedream`` runs it.
 """
 
 from __future__ import annotations

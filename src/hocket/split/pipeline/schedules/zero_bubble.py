@@ -1,5 +1,5 @@
-"""Zero bubble (ZB-H1): backwards in two halves. Only the gradient of a stage's *inputs* is waited for; that of its *weights* fills
-the bubble (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+"""Zero bubble (ZB-H1): backwards in two halves. Only the gradient of a stage's *inputs* delays other stages; that of its *weights*
+fills the bubble (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
 With equal costs of F, I and W the idle time is a third of 1F1B's, at the same number of micro-batches in flight. The order is that
 of PyTorch's ``ScheduleInterleavedZeroBubble``, for one or several stages on each process.
