@@ -20,11 +20,11 @@ from hocket.data.partition import Last, Partition, Round
 from hocket.errors import HocketError
 from hocket.noise import step_keys
 from hocket.train.balance import by_speed, check_balance, check_speeds
-from hocket.train.checks import check_count, check_last, check_max_steps, check_warmup
 from hocket.train.flops import step_flops
 from hocket.train.ledger_view import LedgerView
 from hocket.train.lr_schedule import factor, scheduler
 from hocket.train.replicas import Loss, Replicas
+from hocket.train.setting_checks import check_count, check_last, check_max_steps, check_warmup
 
 _EVALUATION_BATCH = 1000
 _MOST_ON_CUDA, _ROOM = 10_000, 2**34

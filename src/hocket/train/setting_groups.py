@@ -13,8 +13,8 @@ from torch import nn
 from hocket.cluster.spec import ClusterSpec
 from hocket.errors import SettingError, nearest
 from hocket.train.balance import check_balance
-from hocket.train.checks import check_count, check_last, check_warmup
 from hocket.train.lr_schedule import factor
+from hocket.train.setting_checks import check_count, check_last, check_warmup
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): getattr(torch.optim, name)

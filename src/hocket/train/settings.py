@@ -22,9 +22,9 @@ from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.balance import check_balance
-from hocket.train.checks import check_count, check_max_steps
 from hocket.train.free_job import serves_itself
 from hocket.train.loop import TrainingPlan
+from hocket.train.setting_checks import check_count, check_max_steps
 from hocket.train.setting_groups import (
     BATCH_OPTIMIZER,
     BucketSettings,
