@@ -222,6 +222,9 @@ class ServerWorker(ShardRequests):
         self._pushed = max(self._pushed, reached)
         if reached > self.step:  # this worker was away, and the others went on
             self.step, self._sums = reached, []
+            for link in asked:  # all shards must count its steps from there
+                if link.reply is not None and link.reply.step < reached:
+                    yield from self._greet(link, False)
         return first
 
     # --- messages ------------------------------------------------------------------------------------------------------------
