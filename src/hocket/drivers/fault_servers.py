@@ -59,8 +59,10 @@ class ServerRun:
         self.servers: dict[int, ShardServer] = {}
         self.snapshots: dict[int, dict[str, Any]] = {}
         self.workers: dict[int, _Worker] = {}
+        self.computed: set[tuple[int, int]] = set()
+        """Gradients (worker, step); a worker that was away skips steps."""
         self.acknowledged: set[tuple[int, int]] = set()
-        """Pushes (worker, step) that all shards have answered."""
+        """Those of them that all shards have answered."""
         self.outcome = Outcome(schedule.seed, faults=len(schedule.faults) + len(schedule.partitions))
         self._rng = random.Random(schedule.seed ^ 0xC10C)
         self._finished: set[int] = set()
@@ -174,6 +176,7 @@ class ServerRun:
 
     def _gradient(self, worker: int, own: _Worker) -> list[Tensor]:
         gradient = torch.zeros(self.layout.parameters)
+        self.computed.add((worker, own.program.step + 1))
         column = worker * self.columns + own.program.step % self.columns
         for part in own.program.slices.cut(0, gradient):
             part[column] = -1.0
@@ -221,8 +224,7 @@ class ServerRun:
         self.simulation.put(self.simulation.now + seconds, Call(f"computed {own.incarnation}", ("worker", worker)))
 
     def _acknowledge(self, worker: int, program: ServerWorker) -> None:
-        for step in range(1, program.pushed + 1):
-            self.acknowledged.add((worker, step))
+        self.acknowledged |= {(worker, step) for step in range(1, program.pushed + 1)} & self.computed
 
     def _do(self, worker: int, effects: Effects) -> None:
         self.simulation.carry_out(("worker", worker), effects)
@@ -293,6 +295,9 @@ class ServerRun:
         total, version = float(counts.sum()), server.shard.version
         if together and (abs(total - version) > 1e-3 or float(counts.max()) > 1 + 1e-6):
             self.violate(f"shard {place} made {version} updates, but the weights of all pushes add up to {total:g}")
-        missing, lost = [(w, t) for w, t in sorted(self.acknowledged) if counts[w, t - 1] == 0], server.all_lost
+        missing, lost = (
+            [(w, t) for w, t in sorted(self.acknowledged) if counts[w, t - 1] == 0],
+            max(s.all_lost for s in self.servers.values()),
+        )
         if len(missing) > lost:
             self.violate(f"shard {place} lacks {len(missing)} acknowledged pushes, {missing[:3]} …, and counts {lost} as lost")

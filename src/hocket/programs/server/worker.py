@@ -224,6 +224,12 @@ class ServerWorker(ShardRequests):
         self._pushed = max(self._pushed, reached)
         if reached > self.step:  # this worker was away, and the others went on
             self.step, self._sums = reached, []
+            behind = [link for link in asked if link.reply is not None and link.reply.step < reached]
+            for link in behind:  # all shards must count its steps from there
+                yield from self._greet(link, False)
+            if behind and then != "final":  # and it must wait there for workers that are too far behind that step
+                self._fetch(0)
+                yield from self._apply(then)
         return first
 
     # --- messages ------------------------------------------------------------------------------------------------------------
