@@ -1,6 +1,6 @@
 """The program of a collective strategy: its state, and what it does to rows of gradients and weights at each moment of a step.
 
-Real processes and virtual workers run the same text. The owner of the rows (a job on hooks, or the stacked replicas) calls, per step:
+Real processes and virtual workers run the same text. The owner of the rows (a job with hooks, or stacked replicas) calls, per step:
 
 1. ``gradient_ready(bucket, rows)`` for every bucket in order, then ``gradients_done()``: bulk exchanges end here;
 2. ``before_update(weights)``: the mix of the weights from before this step's gradient is written into them;
@@ -197,7 +197,7 @@ class CollectiveProgram:
         for name, value in own.items():
             if state.get(name) != value:
                 raise HocketError(
-                    f"The checkpoint's {name} is {state.get(name)}, this job's is {value}; resume with the {name} it was saved with."
+                    f"The checkpoint's {name} is {state.get(name)}, this job's is {value}; resume with the saved {name}."
                 )
         self.drain()
         state = copy.deepcopy(state)
