@@ -188,7 +188,8 @@ def run_schedule(seed: int, trace: Callable[[str], None] | None = None) -> Outco
     exact = bool(seed % 2)
     run, outcome = SandblasterRun(seed, exact), Outcome(seed)
     if trace is not None:
-        trace(f"exact={exact} {vars(run.network)}")
+        plain = {name: value for name, value in vars(run.network).items() if name != "dice"}
+        trace(f"exact={exact} {plain}")
         trace_messages(run.simulation, trace)
     expected, weights = _calm(exact)
     try:
