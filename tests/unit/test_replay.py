@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from hocket.cluster.layout import layout_of
 from hocket.drivers.record import Recorder, read_record
+from hocket.drivers.replay import ReplayNode, call_by_name, replay
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.shard_process import start_serving
-from hocket.messages import Envelope, Kind, Listener
-from hocket.programs.base import Effects, Program, Send
+from hocket.messages import Listener
+from hocket.programs.base import Effects
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.shard_server import ShardServer
@@ -84,86 +85,49 @@ class Real:
 
 
 class Replay:
-    """The same programs anew; each goes on with its recording as far as the messages that it needs have been sent."""
+    """The same programs anew, on recordings in ``folder``."""
 
     def __init__(self, configs: Sequence[WorkerConfig], shards: int, folder: Path) -> None:
         self.servers = [ShardServer(place) for place in range(shards)]
         self.workers = [ServerWorker(config) for config in configs]
         self.rows = [[torch.full((1, 50), 0.1)] for _ in configs]
-        self.sent: dict[tuple[Any, Any], list[Envelope]] = {}
-        self.identities: dict[str, int] = {}
-        records = {("worker", w): read_record(folder / f"worker-{w}") for w in range(len(configs))}
-        records |= {("shard", s): read_record(folder / f"shard-{s}") for s in range(shards)}
-        for (_, number), events in records.items():
-            if "identity" in events[0]:
-                self.identities[events[0]["identity"]] = number
-        going = {node: self._run(node, iter(events)) for node, events in records.items()}
-        while going:
-            progress = {node: next(run, None) for node, run in going.items()}
-            going = {node: run for node, run in going.items() if progress[node] is not None}
-            assert not going or any(progress[node] for node in going), "all wait for messages that nobody has sent"
+        routes = {place: ("shard", place) for place in range(shards)}
+        nodes: dict[Any, ReplayNode] = {
+            ("shard", s): ReplayNode(server, read_record(folder / f"shard-{s}"), call=start_shard)
+            for s, server in enumerate(self.servers)
+        }
+        for w, worker in enumerate(self.workers):
+            nodes["worker", w] = ReplayNode(worker, read_record(folder / f"worker-{w}"), routes, Steps(self.rows[w]))
+        replay(nodes)
 
-    def _run(self, node: tuple[str, int], events: Iterator[dict[str, Any]]) -> Iterator[int]:
-        """Gives how many events were handled, whenever a message is missing."""
-        handled = 0
-        kind, number = node
-        program: Program = self.workers[number] if kind == "worker" else self.servers[number]
-        batch = 0
-        for event in events:
-            what, now = event["event"], event.get("now", 0.0)
-            if what == "message":
-                while (message := self._find(node, event)) is None:
-                    yield handled
-                    handled = 0
-                sender = bytes.fromhex(event["sender"]) if isinstance(event["sender"], str) else event["sender"]
-                self._send(node, program.message(sender, message, now))
-            elif what == "timer":
-                self._send(node, program.timer(event["name"], now))
-            elif what == "start" and isinstance(program, ShardServer):
-                self._send(node, program.start(now))
-            elif what == "batch":
-                assert isinstance(program, ServerWorker)
-                batch = event["id"]
-                assert program.sync.static_partition or program.next_batch() == batch
-            elif what == "call":
-                assert isinstance(program, ServerWorker)
-                self._send(node, self._call(program, event, batch, self.rows[number]))
-            handled += 1
 
-    def _call(self, worker: ServerWorker, event: dict[str, Any], batch: int, rows: list[Tensor]) -> Effects:
+def start_shard(server: Any, event: dict[str, Any]) -> Effects:
+    assert event["event"] == "start"
+    return server.start(event["now"])
+
+
+class Steps:
+    """What a worker computed, again."""
+
+    def __init__(self, rows: list[Tensor]) -> None:
+        self.rows, self.batch = rows, 0
+
+    def __call__(self, worker: ServerWorker, event: dict[str, Any]) -> Effects:
+        if event["event"] == "batch":
+            self.batch = event["id"]
+            assert worker.sync.static_partition or worker.next_batch() == self.batch
+        if event["event"] != "call":
+            return []
         name, now = event["name"], event["now"]
         if name == "join":
-            return worker.join(rows, SGD, now)
+            return worker.join(self.rows, SGD, now)
         if name == "before_update":
-            return worker.before_update(gradient(rows, batch), now)
+            return worker.before_update(gradient(self.rows, self.batch), now)
         if name == "after_update":
             if worker.steps_locally:
-                rows[0] -= 0.1 * gradient(rows, batch)[0]
+                self.rows[0] -= 0.1 * gradient(self.rows, self.batch)[0]
             return worker.after_update(event["arguments"][0], None, now)
-        if name.startswith("account."):
-            getattr(worker.account, name.removeprefix("account."))(now)
-            return []
-        return getattr(worker, name)(now)
-
-    def _send(self, node: tuple[str, int], effects: Effects) -> None:
-        for effect in effects:
-            if isinstance(effect, Send):
-                to = ("shard", effect.to) if isinstance(effect.to, int) else ("worker", self.identities.get(effect.to.hex(), -1))
-                self.sent.setdefault((node, to), []).append(effect.message)
-
-    def _find(self, node: tuple[str, int], event: dict[str, Any]) -> Envelope | None:
-        if "note" in event:
-            return Envelope(Kind[event["kind"]], event["worker"], 0, event["step"], event["number"], event["note"])
-        sender = event["sender"]
-        source = ("shard", sender) if isinstance(sender, int) else ("worker", self.identities[sender])
-        waiting = self.sent.get((source, node), [])
-        for place, message in enumerate(waiting):
-            if (message.kind.name, message.step, message.number, message.tensor_bytes) == tuple(
-                event[name] for name in ("kind", "step", "number", "bytes")
-            ):
-                del waiting[: place + 1]  # those before it were lost
-                return message
-        return None
+        return call_by_name(worker, event)
 
 
 @pytest.mark.parametrize(

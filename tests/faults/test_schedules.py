@@ -1,0 +1,93 @@
+"""Faults by the thousand: every schedule of a seed keeps the invariants, and the checks would notice a bug.
+
+``benchmarks/fault_schedules.py`` runs many more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from hocket.drivers.fault_runs import run_schedule
+from hocket.drivers.faults import Outcome
+from hocket.programs.gossip.server import Decision, PeerServer
+from hocket.programs.server.shard import ParameterShard
+from hocket.programs.server.shard_server import ShardServer
+from hocket.sandblaster import fault_run as sandblaster
+
+SCHEDULES = 120
+STRATEGIES = (
+    "async + server(2)",
+    "ssp(2) + server(2)",
+    "bulk + server(2)",
+    "downpour(2, 3) + server(2)",
+    "stale(2) + server(2)",
+    "async + server + topk(0.2)",
+    "async + gossip",
+    "async + gossip(pushsum)",
+)
+
+
+def _first_violation(run: Callable[[int], Outcome], seeds: range) -> Outcome | None:
+    return next((outcome for seed in seeds if (outcome := run(seed)).violations), None)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_schedule_keeps_the_invariants(strategy: str) -> None:
+    outcome = _first_violation(partial(run_schedule, strategy), range(SCHEDULES))
+    assert outcome is None, f"python benchmarks/fault_schedules.py --strategy '{strategy}' --seed {outcome.seed} --trace: {outcome}"
+
+
+def test_every_schedule_of_sandblaster_keeps_the_invariants() -> None:
+    outcome = _first_violation(sandblaster.run_schedule, range(SCHEDULES))
+    assert outcome is None, f"python benchmarks/fault_schedules.py --strategy sandblaster --seed {outcome.seed} --trace: {outcome}"
+
+
+@pytest.mark.parametrize("strategy", ["async + server(2)", "async + gossip(pushsum)", "sandblaster"])
+def test_a_seed_replays_exactly(strategy: str) -> None:
+    run = sandblaster.run_schedule if strategy == "sandblaster" else partial(run_schedule, strategy)
+    lines: list[list[str]] = [[], []]
+    first, second = (run(6, trace=own.append) for own in lines)  # type: ignore[operator]
+    assert vars(first) == vars(second)
+    assert lines[0] == lines[1]
+    assert len(lines[0]) > 100
+
+
+# --- it bites ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_takes_pushes_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the two checks of a push's step a push that is sent again is applied again."""
+    known = ShardServer._known
+
+    def forgetful(self: ShardServer, peer: bytes, message: Any) -> Any:
+        shard, member = known(self, peer, message)
+        if message.step and message.step <= shard.done.get(message.sender, 0):
+            shard.done[message.sender] = message.step - 1
+        return shard, member
+
+    monkeypatch.setattr(ShardServer, "_known", forgetful)
+    outcome = _first_violation(partial(run_schedule, "async + server"), range(1000))
+    assert outcome is not None
+    assert "times" in outcome.violations[0]
+
+
+def test_a_half_that_is_taken_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = PeerServer._push
+
+    def forgetful(self: PeerServer, peer: bytes, message: Any) -> None:
+        self.decisions.pop(message.sender, Decision())
+        push(self, peer, message)
+
+    monkeypatch.setattr(PeerServer, "_push", forgetful)
+    assert _first_violation(partial(run_schedule, "async + gossip(pushsum)"), range(1000)) is not None
+
+
+def test_a_bound_on_staleness_that_is_not_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ParameterShard, "ready", lambda self, worker, step: True)
+    outcome = _first_violation(partial(run_schedule, "ssp(2) + server"), range(1000))
+    assert outcome is not None
+    assert "slowest" in outcome.violations[0]
