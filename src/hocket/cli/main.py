@@ -13,9 +13,9 @@ from types import FrameType
 import typer
 
 from hocket.cli import demo, keys, pipeline, report, study, train
-from hocket.cli.leaving import quit_at_once
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.study.carry_out import Interrupted
+from hocket.supervisor.signals import quit_at_once
 
 app = typer.Typer(
     name="hocket",

@@ -14,11 +14,8 @@ from rich.console import Console
 
 from hocket.cli.batch import NAME as batch_optimizer
 from hocket.cli.batch import train_on_batches
-from hocket.cli.crew import Care, Crew
 from hocket.cli.display import LEGEND, Display, add_result, plain_notes, predicted_for, results_table, total_of
 from hocket.cli.launch import launch
-from hocket.cli.leaving import leaving
-from hocket.cli.pairs_crew import PairsCrew
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import find_launcher, join
 from hocket.cluster.spec import PRESETS
@@ -30,6 +27,8 @@ from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.split.pipeline.schedules import SCHEDULES
 from hocket.strategy import Strategy
+from hocket.supervisor import FaultPolicy, prepare
+from hocket.supervisor.signals import interruptible
 from hocket.train.free_job import serves_itself
 from hocket.train.run import Settings, bulk_bytes, bulk_bytes_of, explanation, run
 
@@ -156,8 +155,8 @@ def command(
             )
         if not checkpoints:
             raise HocketError(f"--no-checkpoints: --optimizer {optimizer} keeps only its last iterations, in --out; leave it out.")
-        _refuse_care(f"--optimizer {optimizer}", keys, snapshot, liveness_timeout, replace)
-        with leaving():
+        _refuse_policy(f"--optimizer {optimizer}", keys, snapshot, liveness_timeout, replace)
+        with interruptible():
             train_on_batches(settings, device_of(device if virtual else "cpu"), data_dir, out, resume)
         return
     parsed = settings.check()
@@ -169,15 +168,17 @@ def command(
             raise HocketError(
                 f"--snapshot {snapshot:g} --liveness-timeout {liveness_timeout:g}: seconds are above 0 (--snapshot 0: none)."
             )
-        _run_crew(settings, device_of(device), data_dir, out, Care(liveness_timeout, snapshot, replace, keys))
+        if parsed.runtime == "peers" and snapshot != SNAPSHOT_S:
+            raise HocketError(f"{parsed} has no shards to take snapshots of; leave --snapshot out.")
+        _supervise(settings, device_of(device), data_dir, out, FaultPolicy(liveness_timeout, snapshot, replace, keys))
         return
-    _refuse_care(f"{parsed} on virtual workers" if virtual else str(parsed), keys, snapshot, liveness_timeout, replace)
+    _refuse_policy(f"{parsed} on virtual workers" if virtual else str(parsed), keys, snapshot, liveness_timeout, replace)
     if mesh is not None and processes is not None:
         raise HocketError(f"--mesh {mesh} says how many processes there are; leave --processes out.")
     _start(settings, joined, processes, device, data_dir, out, resume, checkpoints, explain)
 
 
-def _refuse_care(what: str, keys: Path | None, snapshot: float, liveness_timeout: float, replace: bool) -> None:
+def _refuse_policy(what: str, keys: Path | None, snapshot: float, liveness_timeout: float, replace: bool) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
     given = {
         "--keys": keys is not None,
@@ -234,18 +235,15 @@ def _start(
         cluster.close()
 
 
-def _run_crew(settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None, care: Care) -> None:
-    """Shards and workers as processes, this one as their observer."""
-    paired = settings.check().topology.peer_to_peer
-    with leaving():
-        crew = (PairsCrew if paired else Crew)(settings, device, data_dir, out, care)
-        with Display(str(crew.strategy), True, settings.epochs) as display:
-            metrics = crew.run(display.step, display.epoch)
-    steps, workers = crew.sequence.steps, settings.workers
-    shards = "1 shard" if crew.slices.shards == 1 else f"{crew.slices.shards} shards"
-    who = f"{workers} workers" if paired else f"{workers} workers and {shards}"
-    title = f"{settings.model} on {settings.data}, {who}, {steps} steps"
-    _show(title, str(crew.strategy), metrics, bulk_bytes_of(crew.layout, workers, steps), out)
+def _supervise(settings: Settings, device: torch.device, data_dir: Path | None, out: Path | None, policy: FaultPolicy) -> None:
+    """Shards and workers as processes, this one as their supervisor."""
+    with interruptible():
+        supervised = prepare(settings, device, data_dir, out, policy)
+        with Display(str(supervised.strategy), True, settings.epochs) as display:
+            metrics = supervised.train(display.step, display.epoch)
+    steps = supervised.sequence.steps
+    title = f"{settings.model} on {settings.data}, {supervised.description}, {steps} steps"
+    _show(title, str(supervised.strategy), metrics, bulk_bytes_of(supervised.layout, settings.workers, steps), out)
 
 
 def _train(
