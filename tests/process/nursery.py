@@ -20,7 +20,7 @@ import torch
 import torch._dynamo  # optimisers import it at their first step
 
 MODULES = (
-    "hocket.cli.crew_worker",
+    "hocket.supervisor.worker_process",
     "hocket.cli.launch",
     "hocket.split.pipeline.simulate",
     "hocket.train.mesh_job",

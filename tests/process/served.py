@@ -22,7 +22,7 @@ from hocket.drivers.observer import Observer
 from hocket.models import build
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import link_bytes
-from hocket.train.free_worker import WorkerTask, read_worker_config, work
+from hocket.train.free_worker import WorkerTask, read_worker_task, work
 from hocket.train.job import layout_for
 from hocket.train.loop import accuracy_of
 from hocket.train.replicas import swapped_weights
@@ -50,7 +50,7 @@ def shard(rank: int, folder: str, arguments: list[str]) -> None:
 
 
 def worker(rank: int, folder: str, post: dict[str, Any]) -> None:
-    work(read_worker_config(post))
+    work(read_worker_task(post))
 
 
 def on_hooks(rank: int, folder: str, strategies: list[str]) -> None:

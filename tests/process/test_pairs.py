@@ -25,9 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from hocket.cli.crew import Care
 from hocket.cli.main import app
-from hocket.cli.pairs_crew import Dispatch, PairsCrew
 from hocket.cluster.message import framed
 from hocket.data import load
 from hocket.drivers.coordinator_link import CoordinatorLink
@@ -42,6 +40,9 @@ from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import Mean, PeerState
 from hocket.strategy import Strategy
+from hocket.supervisor import FaultPolicy, prepare
+from hocket.supervisor.gossip import GossipRun
+from hocket.supervisor.prepare import _KINDS as KINDS_OF_RUNS
 from hocket.topology.partners import answerer, target
 from hocket.train.free_worker import WorkerTask, batch_sequence
 from hocket.train.pairs_job import PairsJob
@@ -659,28 +660,27 @@ def test_the_command_trains_and_survives_the_loss_of_a_worker(tmp_path: Path) ->
     assert written["cluster"]["processes"] == written["cluster"]["workers"] == 3
 
 
-class Watched(PairsCrew):
+class Watched(GossipRun):
     """Kills ``victims`` after the first epoch, and dispatches the second half only when others are in their place."""
 
     victims: tuple[int, ...] = ()
-    coordinator: Coordinator
 
-    def _serve(self, dispatch: Dispatch, *rest: Any) -> None:
-        self.coordinator = coordinator = dispatch.coordinator
+    def _coordinate(self, *given: Any) -> None:
+        coordinator = self.coordinator
         dispatcher, take = coordinator.dispatcher, coordinator.dispatcher.take
 
         def gated(worker: int, count: int) -> list[int]:
-            waits = self._replaced < len(self.victims) or coordinator.gone
+            waits = self.supervisor.restarts["worker"] < len(self.victims) or coordinator.gone
             return [] if waits and dispatcher.following > dispatcher.total // 2 else take(worker, count)
 
         dispatcher.take = gated  # type: ignore[method-assign]
-        super()._serve(dispatch, *rest)
+        super()._coordinate(*given)
 
-    def _epoch_ends(self, *given: Any) -> dict[str, Any]:  # type: ignore[override]
-        metrics = super()._epoch_ends(*given)
+    def epoch_ends(self, *given: Any) -> dict[str, Any]:
+        metrics = super().epoch_ends(*given)
         if metrics["epoch"] == 1:
             for victim in self.victims:
-                self._workers[victim].kill()
+                self.supervisor.process("worker", victim).kill()
         return metrics
 
 
@@ -693,51 +693,57 @@ def replaced(text: str, workers: int) -> RunSettings:
 def test_another_takes_the_place_of_a_killed_worker(
     text: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    crews = []
+    runs = []
 
     class Kept(Watched):
         victims = (victim,)
 
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
-            crews.append(self)
+            runs.append(self)
 
-    monkeypatch.setattr("hocket.cli.train.PairsCrew", Kept)
+    monkeypatch.setitem(KINDS_OF_RUNS, "peers", Kept)
     monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
     arguments = ["--strategy", text, "--model", "process.served:small", "--batch-size", "32", "--workers", "3", "--epochs", "6"]
     arguments += ["--replace", "--liveness-timeout", "2", "--lr", "0.05", "--out", str(tmp_path)]
     ended = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
     assert ended.exit_code == 0
     assert f"worker {victim} was ended by SIGKILL; another takes its place" in capfd.readouterr().err + ended.output
-    (crew,) = crews
-    clerk = crew.coordinator
-    assert clerk.dispatcher.counted == clerk.dispatcher.total, "every mini-batch was done"
-    assert not clerk.gone
-    assert all(mean.here == [0, 1, 2] for mean in clerk.means.values()), "the new one took part to the end"
-    assert clerk.figures[str(victim)]["losses"] > 0
-    assert all(torch.equal(a, b) for m in clerk.means.values() for a, b in zip(m.rows, clerk.means[2].rows, strict=True))
+    coordinator = runs[0].coordinator
+    assert coordinator.dispatcher.counted == coordinator.dispatcher.total, "every mini-batch was done"
+    assert not coordinator.gone
+    assert all(mean.here == [0, 1, 2] for mean in coordinator.means.values()), "the new one took part to the end"
+    assert coordinator.figures[str(victim)]["losses"] > 0
+    assert all(
+        torch.equal(a, b) for m in coordinator.means.values() for a, b in zip(m.rows, coordinator.means[2].rows, strict=True)
+    )
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, 7))
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1]["accuracy"] > lines[0]["accuracy"]
-    assert sum(line["lost_exchanges"] for line in lines) == clerk.lost_exchanges
+    assert sum(line["lost_exchanges"] for line in lines) == coordinator.lost_exchanges
     assert min(line["lost_exchanges"] for line in lines) >= 0
     done = sum(count for line in lines for count in line["staleness"].values())
-    assert done == sum(clerk.staleness.values())
-    assert clerk.dispatcher.total <= done <= clerk.dispatcher.total + clerk.lost, "what the dead one held may have been done twice"
+    assert done == sum(coordinator.staleness.values())
+    assert coordinator.dispatcher.total <= done <= coordinator.dispatcher.total + coordinator.lost, (
+        "what the dead one held may have been done twice"
+    )
 
 
 @pytest.mark.usefixtures("no_children")
 def test_where_all_have_died_there_is_nothing_to_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
-    crew = Watched(replaced("async + gossip", 2), torch.device("cpu"), None, None, Care(liveness_timeout_s=2.0, replace=True))
-    crew.victims = (0, 1)
+    policy = FaultPolicy(liveness_timeout_s=2.0, replace=True)
+    run = Watched(replaced("async + gossip", 2), torch.device("cpu"), policy=policy)
+    run.victims = (0, 1)
     with pytest.raises(HocketError, match="no other worker has weights for it: start again"):
-        crew.run(lambda _: None, lambda _: None)
+        run.train()
 
 
 def test_a_coordinator_dispatches_every_mini_batch_and_is_told_the_mean(nursery: Nursery, tmp_path: Path) -> None:
-    given = RunSettings.of(strategy="async + gossip(pushsum)", model="process.served:small", batch_size=32, workers=3, epochs=8, lr=0.05)
+    given = RunSettings.of(
+        strategy="async + gossip(pushsum)", model="process.served:small", batch_size=32, workers=3, epochs=8, lr=0.05
+    )
     total = len(batch_sequence(given, load("digits")))
     with Listener("tcp://127.0.0.1:0", JOB) as listener:
         coordinator = Coordinator(3, total)
@@ -847,22 +853,55 @@ def test_one_that_replaces_a_worker_which_died_before_its_hello_gets_mini_batche
 
 def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_tell_the_mean_is_not_waited_for() -> None:
     settings = RunSettings.of(strategy="async + gossip", model="process.served:small", batch_size=32, workers=2, epochs=2)
-    crew = PairsCrew(settings, torch.device("cpu"), None, None, Care(liveness_timeout_s=0.2))
-    try:
-        with Listener("tcp://127.0.0.1:0", JOB) as silent:
-            assert crew._look([silent.address, None]) is None
-            metrics = crew._epoch_ends(lambda: None, {"workers": {}, "lost": 0, "lost_exchanges": 3, "ages": {"0": 4}}, 1)
-            assert (metrics["staleness"], metrics["lost_exchanges"]) == ({"0": 4}, 3)
-            assert metrics["accuracy"] is None
-            clerk = Coordinator(2, 4)
-            assert not crew._is_over(clerk)
-            clerk.means[0] = Mean([], None, [0, 1], 2.0)
-            assert not crew._is_over(clerk)
-            assert eventually(lambda: crew._is_over(clerk))
-    finally:
-        assert crew._observer is not None
-        crew._observer.close(0)
-        crew._end()
+    run = GossipRun(settings, torch.device("cpu"), policy=FaultPolicy(liveness_timeout_s=0.2))
+    with Listener("tcp://127.0.0.1:0", JOB) as silent:
+        assert run.look([silent.address, None]) is None
+        counts = {"lost": 0, "lost_exchanges": 3}
+        metrics = run.epoch_ends(lambda: None, {"workers": {}, "ages": {"0": 4}, "counts": counts}, 1)
+        assert (metrics["staleness"], metrics["lost_exchanges"]) == ({"0": 4}, 3)
+        assert metrics["accuracy"] is None
+        assert not run.is_over()
+        run.coordinator.means[0] = Mean([], None, [0, 1], 2.0)
+        assert not run.is_over()
+        assert eventually(run.is_over)
+        run.close()
+
+
+@pytest.mark.usefixtures("no_children")
+@pytest.mark.parametrize("text", ["async + gossip", "async + server(shards=2)"])
+def test_a_run_from_python_goes_on_when_a_worker_is_killed(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    seen: list[int] = []
+
+    def evaluate(rows: list[Tensor], buffers: Tensor | None) -> float:
+        seen.append(sum(row.numel() for row in rows))
+        return 0.25
+
+    def kill_first(metrics: dict[str, Any]) -> None:
+        if metrics["epoch"] == 1:
+            run.supervisor.process("worker", 0).kill()
+
+    settings = RunSettings.of(**{**replaced(text, 3).by_name(), "slowdown": "4"})
+    run = prepare(settings, out=tmp_path / "out", policy=FaultPolicy(liveness_timeout_s=2.0), evaluate=evaluate)
+    assert run.description.startswith("3 workers")
+    metrics = run.train(on_epoch=kill_first)
+    assert [line["epoch"] for line in metrics] == list(range(1, 7))
+    assert all(line["accuracy"] == 0.25 for line in metrics)
+    assert seen == [sum(p.numel() for p in run.model.parameters())] * 6
+    assert run.dead == {0}
+    assert "worker 0 was ended by SIGKILL; the others go on" in capfd.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "no folder is left behind"
+
+
+def test_collective_strategies_and_impossible_times_are_refused() -> None:
+    with pytest.raises(HocketError, match="is collective: start it with torchrun"):
+        prepare(RunSettings.of(strategy="bulk", workers=2))
+    with pytest.raises(HocketError, match="seconds are above 0"):
+        FaultPolicy(liveness_timeout_s=0.0)
 
 
 REFUSED = {

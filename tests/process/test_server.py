@@ -373,7 +373,7 @@ def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path
     run = start(tmp_path, *arguments, "--snapshot", "0.5", "--replace", "--out", str(out))
     try:
         assert eventually(lambda: (out / "metrics.jsonl").exists(), LIMIT_S)
-        offspring(run, "hocket.cli.crew_worker")[0].kill()
+        offspring(run, "hocket.supervisor.worker_process")[0].kill()
         offspring(run, "hocket.drivers.shard_process")[1].kill()
         said, errors = run.communicate(timeout=90)
     finally:
@@ -395,14 +395,16 @@ def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path
     assert "2 workers and 2 shards" in said
 
 
-def test_an_interruption_leaves_nobody_and_a_dead_crew_neither(tmp_path: Path) -> None:
+def test_an_interruption_leaves_nobody_and_a_dead_supervisor_neither(tmp_path: Path) -> None:
     arguments = ["--strategy", "async + server(optimizer=adagrad)", "--workers", "1", "--epochs", "100000"]
     runs = [start(tmp_path, *arguments) for _ in range(2)]
     families = []
     try:
         for run in runs:
             assert eventually(
-                lambda run=run: len(offspring(run, "hocket.drivers.shard_process") + offspring(run, "hocket.cli.crew_worker")) == 2,
+                lambda run=run: (
+                    len(offspring(run, "hocket.drivers.shard_process") + offspring(run, "hocket.supervisor.worker_process")) == 2
+                ),
                 LIMIT_S,
             )
             families.append(psutil.Process(run.pid).children(recursive=True))

@@ -25,7 +25,6 @@ from hocket.cli import demo, display
 from hocket.cli import main as cli
 from hocket.cli import study as cli_study
 from hocket.cli import train as cli_train
-from hocket.cli.leaving import leaving
 from hocket.cli.options import arguments, option
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import NoCompression, Threshold
@@ -39,6 +38,7 @@ from hocket.study.lines import lines_of
 from hocket.study.lr_search import MOST, best_lr, next_lr, search_steps, short
 from hocket.study.plan import Outline, Planned, Study, expand, of_preset, slug
 from hocket.study.presets import PRESETS, Entry, preset
+from hocket.supervisor.signals import interruptible
 from hocket.sync import Bulk, Local
 from hocket.topology import AllReduce, Gossip
 from hocket.train import record
@@ -574,7 +574,7 @@ def test_what_is_ignored_stays_ignored() -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with leaving():
+        with interruptible():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN)
     finally:
@@ -592,7 +592,7 @@ def test_being_ended_twice_does_not_break_the_cleaning_up() -> None:
             signal.raise_signal(signal.SIGTERM)
             cleaned = True
 
-    with pytest.raises(KeyboardInterrupt), leaving():
+    with pytest.raises(KeyboardInterrupt), interruptible():
         work()
     assert cleaned
     assert signal.getsignal(signal.SIGTERM) is before

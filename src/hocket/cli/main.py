@@ -13,10 +13,10 @@ from types import FrameType
 import typer
 
 from hocket.cli import demo, keys, pipeline, report, study, train
-from hocket.cli.leaving import quit_at_once
 from hocket.cli.options import Commands
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.study.carry_out import Interrupted
+from hocket.supervisor.signals import quit_at_once
 
 app = typer.Typer(
     name="hocket",

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from hocket.cli.display import LEGEND, StudyDisplay, plain_notes, study_tables
-from hocket.cli.leaving import leaving
 from hocket.cli.options import arguments, with_settings
 from hocket.cli.train import device_of
 from hocket.cluster.join import without_launcher
@@ -33,6 +32,7 @@ from hocket.study.carry_out import Data, Interrupted, Virtual, Watch, carry_out,
 from hocket.study.folder import Folder
 from hocket.study.plan import Outline, Study, expand, number, of_preset
 from hocket.study.presets import PRESETS, preset
+from hocket.supervisor.signals import interruptible
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite, write_whole
 from hocket.train.settings import RunSettings
@@ -113,7 +113,7 @@ def perform(study: Study, place: Path, machine: Machine, retry: bool = False, th
     if machine.device.type == "cpu":
         torch.set_num_threads(1)  # equal bits whatever the machine, and the cores are the workers'
     folder = Folder(place)
-    with leaving(), folder.taken() as machine.lock:
+    with interruptible(), folder.taken() as machine.lock:
         try:
             study = folder.begin(study, shlex.join(["hocket", *sys.argv[1:]]))
             with StudyDisplay(study) as display:

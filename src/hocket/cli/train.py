@@ -13,12 +13,9 @@ import typer
 from rich.console import Console
 
 from hocket.cli.batch import train_on_batches
-from hocket.cli.crew import Care, Crew
 from hocket.cli.display import LEGEND, Display, add_result, plain_notes, predicted_for, results_table, total_of
 from hocket.cli.launch import launch
-from hocket.cli.leaving import leaving
 from hocket.cli.options import with_settings
-from hocket.cli.pairs_crew import PairsCrew
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import find_launcher, join
 from hocket.cluster.virtual import VirtualCluster
@@ -27,6 +24,8 @@ from hocket.errors import HocketError
 from hocket.models import build
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
+from hocket.supervisor import FaultPolicy, prepare
+from hocket.supervisor.signals import interruptible
 from hocket.train.free_job import serves_itself
 from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
 from hocket.train.setting_groups import BATCH_OPTIMIZER
@@ -56,18 +55,21 @@ def command(
     sys.path.insert(0, os.getcwd())  # for module:factory
     launcher = None if given["virtual"] else find_launcher(os.environ)
     settings = _settings(given, 1 if launcher is None else launcher.processes)
-    care = Care(liveness_timeout, snapshot, replace, keys)
+    if snapshot < 0 or liveness_timeout <= 0:
+        times = f"--snapshot {snapshot:g} --liveness-timeout {liveness_timeout:g}"
+        raise HocketError(f"{times}: seconds are above 0 (--snapshot 0: none).")
+    policy = FaultPolicy(liveness_timeout, snapshot, replace, keys)
     start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain)
     if explain and settings.split is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     strategy, virtual = settings.strategy, settings.workers.virtual
     if settings.optimizer.name == BATCH_OPTIMIZER:
-        _refuse_care(f"--optimizer {settings.optimizer.name}", care)
+        _refuse_policy(f"--optimizer {settings.optimizer.name}", policy)
         _train_on_batches(settings, start)
     elif strategy.runtime != "collective" and not virtual and (settings.workers.count > 1 or serves_itself(strategy)):
-        _run_crew(settings, start, care)
+        _supervise(settings, start, policy)
     else:
-        _refuse_care(f"{strategy} on virtual workers" if virtual else str(strategy), care)
+        _refuse_policy(f"{strategy} on virtual workers" if virtual else str(strategy), policy)
         if settings.split is not None and processes is not None:
             raise HocketError(f"--mesh {settings.split.mesh} says how many processes there are; leave --processes out.")
         _start(settings, start)
@@ -106,17 +108,17 @@ def _train_on_batches(settings: RunSettings, start: Start) -> None:
         )
     if not start.checkpoints:
         raise HocketError(f"--no-checkpoints: --optimizer {name} keeps only its last iterations, in --out; leave it out.")
-    with leaving():
+    with interruptible():
         train_on_batches(settings, device_of(start.device if virtual else "cpu"), start.data_dir, start.out, start.resume)
 
 
-def _refuse_care(what: str, care: Care) -> None:
+def _refuse_policy(what: str, policy: FaultPolicy) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
     given = {
-        "--keys": care.keys is not None,
-        "--snapshot": care.snapshot_s != SNAPSHOT_S,
-        "--liveness-timeout": care.liveness_timeout_s != LIVENESS_TIMEOUT_S,
-        "--replace": care.replace,
+        "--keys": policy.keys is not None,
+        "--snapshot": policy.snapshot_s != SNAPSHOT_S,
+        "--liveness-timeout": policy.liveness_timeout_s != LIVENESS_TIMEOUT_S,
+        "--replace": policy.replace,
     }
     if named := [option for option, is_given in given.items() if is_given]:
         raise HocketError(f"{', '.join(named)}: {what} has no use for it; leave it out (real processes that do not wait have).")
@@ -142,26 +144,22 @@ def _start(settings: RunSettings, start: Start) -> None:
         cluster.close()
 
 
-def _run_crew(settings: RunSettings, start: Start, care: Care) -> None:
+def _supervise(settings: RunSettings, start: Start, policy: FaultPolicy) -> None:
     """Shards and workers as processes, this one as their observer."""
     strategy, workers, out = settings.strategy, settings.workers.count, start.out
     if start.joined or start.resume or start.processes not in (None, workers):
         processes = f"with --processes {start.processes}"
         what = "under another launcher" if start.joined else "with --resume" if start.resume else processes
         raise HocketError(f"{strategy} starts its own shards and workers and cannot run {what}; leave that out.")
-    if care.snapshot_s < 0 or care.liveness_timeout_s <= 0:
-        given = f"--snapshot {care.snapshot_s:g} --liveness-timeout {care.liveness_timeout_s:g}"
-        raise HocketError(f"{given}: seconds are above 0 (--snapshot 0: none).")
-    paired = strategy.topology.peer_to_peer
-    with leaving():
-        crew = (PairsCrew if paired else Crew)(settings, device_of(start.device), start.data_dir, out, care)
+    if strategy.runtime == "peers" and policy.snapshot_s != SNAPSHOT_S:
+        raise HocketError(f"{strategy} has no shards to take snapshots of; leave --snapshot out.")
+    with interruptible():
+        supervised = prepare(settings, device_of(start.device), start.data_dir, out, policy)
         with Display(str(strategy), True, settings.epochs) as display:
-            metrics = crew.run(display.step, display.epoch)
-    steps = crew.sequence.steps
-    shards = "1 shard" if crew.slices.shards == 1 else f"{crew.slices.shards} shards"
-    who = f"{workers} workers" if paired else f"{workers} workers and {shards}"
-    title = f"{settings.model} on {settings.data.name}, {who}, {steps} steps"
-    _show(title, str(strategy), metrics, bulk_bytes_of(crew.layout, workers, steps), out)
+            metrics = supervised.train(display.step, display.epoch)
+    steps = supervised.sequence.steps
+    title = f"{settings.model} on {settings.data.name}, {supervised.description}, {steps} steps"
+    _show(title, str(strategy), metrics, bulk_bytes_of(supervised.layout, workers, steps), out)
 
 
 def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:

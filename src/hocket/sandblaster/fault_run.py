@@ -23,8 +23,7 @@ from hocket.drivers.simulation import Call, Simulation
 from hocket.messages.frame import Envelope
 from hocket.programs.base import Compute, Finished, Restore, Snapshot
 from hocket.sandblaster import coordinator as coordinators
-from hocket.sandblaster.coordinator import SandblasterCoordinator
-from hocket.sandblaster.dispatch import CoordinatorConfig
+from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator
 from hocket.sandblaster.lbfgs import Evaluate, Settings, lbfgs
 from hocket.sandblaster.protocol import COORDINATOR
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker

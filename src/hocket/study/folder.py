@@ -54,9 +54,7 @@ class Folder:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
-            raise HocketError(
-                f"Another process runs the study in {self.path}; wait for it or choose another folder."
-            ) from None
+            raise HocketError(f"Another process runs the study in {self.path}; wait for it or choose another folder.") from None
         except OSError as error:
             os.close(handle)
             raise HocketError(f"Cannot lock the folder {self.path} ({error.strerror}); choose another folder.") from None

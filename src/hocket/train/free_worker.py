@@ -158,7 +158,7 @@ def _next(job: _Job, worker: int, sequence: BatchSequence) -> MiniBatch | None:
     return None if number is None or number >= len(sequence) else sequence.minibatch(number)
 
 
-def read_worker_config(told: Any) -> WorkerTask:
+def read_worker_task(told: Any) -> WorkerTask:
     """From :meth:`WorkerTask.describe`."""
     try:
         return WorkerTask(**told)

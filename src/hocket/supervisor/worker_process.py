@@ -1,6 +1,6 @@
-"""One worker of a crew: ``python -m hocket.cli.crew_worker`` is told its post in one line of JSON on standard input.
+"""One worker of a supervised run: ``python -m hocket.supervisor.worker_process`` reads its task, a line of JSON, from its input.
 
-It ends when that input closes, for then whoever started it is gone. What went wrong is one line of JSON on standard output.
+It ends when that input closes, for then the process that started it is gone. An error is one line of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import sys
 import threading
 import warnings
 
-from hocket.cli.leaving import quit_at_once
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.supervisor.signals import quit_at_once
 
 
 def main() -> None:
     """Be a worker."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux: end with the parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the crew hears it and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor hears it and ends this process
     sys.path.insert(0, os.getcwd())  # for module:factory
-    warnings.simplefilter("ignore")  # the crew says it once
-    from hocket.train.free_worker import read_worker_config, work
+    warnings.simplefilter("ignore")  # the supervisor says it once
+    from hocket.train.free_worker import read_worker_task, work
 
     # What a model or a data set prints goes where people read; the pipe is for the one line that tells what went wrong.
     told = os.fdopen(os.dup(1), "w")
@@ -35,7 +35,7 @@ def main() -> None:
         sys.exit(1)
     threading.Thread(target=_end_with_input, daemon=True).start()
     try:
-        work(read_worker_config(json.loads(line)))
+        work(read_worker_task(json.loads(line)))
     except (HocketError, NonFiniteGradient, WorkerLost) as error:
         print(json.dumps({"error": str(error), "kind": type(error).__name__}), file=told, flush=True)
         quit_at_once(2)

@@ -1,10 +1,11 @@
-"""How the command and its workers leave."""
+"""How supervising processes and workers end."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,8 +20,11 @@ def quit_at_once(code: int) -> None:
 
 
 @contextmanager
-def leaving() -> Iterator[None]:
-    """Being ended politely, or losing the terminal, counts as Ctrl-C: no worker may be left behind."""
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP (a closed terminal) count as Ctrl-C, in the main thread: no process may be left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     # What is ignored stays so: nohup asks for it.
     polite = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
 

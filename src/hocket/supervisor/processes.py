@@ -1,0 +1,174 @@
+"""The supervisor of all processes that talk by messages: starts those of some roles, tells which have ended, ends all.
+
+Unlike torch's launcher it does not end all processes when one dies; the run that it serves decides. Whatever happens, also when
+this process is interrupted (Ctrl-C, SIGTERM, SIGHUP), no process and no folder is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from hocket.errors import HocketError
+from hocket.supervisor.signals import interruptible
+
+MAX_RESTARTS = 10
+_GRACE_S = 5.0
+
+
+class Child(Protocol):
+    """A process, with the methods of ``subprocess.Popen``."""
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Role:
+    """Processes of one kind, numbered from 0."""
+
+    name: str
+    count: int
+    start: Callable[[int, int], Child]
+    """Starts the process of a number; the second argument is how many processes had that number before."""
+    grace_s: float = _GRACE_S
+    """How long a process has between SIGTERM and SIGKILL; 0: it is killed at once."""
+
+
+class Supervisor:
+    """The processes of ``roles``; use it in a ``with`` statement."""
+
+    def __init__(self, roles: Sequence[Role], max_restarts: int = MAX_RESTARTS) -> None:
+        self.roles = {role.name: role for role in roles}
+        self.max_restarts = max_restarts
+        self.restarts: Counter[str] = Counter()
+        """How often processes of each role were started again."""
+        self.incarnations: Counter[tuple[str, int]] = Counter()
+        self._processes: dict[str, dict[int, Child]] = {role.name: {} for role in roles}
+        self._folder: Path | None = None
+        self._signals = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._signals.enter_context(interruptible())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._signals:
+            self.shutdown()
+
+    @property
+    def folder(self) -> Path:
+        """A folder of this run; it is removed at the end."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="hocket-"))
+        return self._folder
+
+    def start(self, role: str) -> None:
+        """Start all processes of a role."""
+        for number in range(self.roles[role].count):
+            self._start(role, number)
+
+    def restart(self, role: str, number: int) -> None:
+        """Start another process in the place of one that has ended."""
+        self.restarts[role] += 1
+        if self.restarts[role] > self.max_restarts:
+            raise HocketError(
+                f"{role.capitalize()} {number} died, after {self.max_restarts} restarts of {role}s; see their own output above."
+            )
+        close(self.process(role, number))
+        self.incarnations[role, number] += 1
+        self._start(role, number)
+
+    def process(self, role: str, number: int) -> Any:
+        """One process."""
+        return self._processes[role][number]
+
+    def codes(self, role: str) -> dict[int, int | None]:
+        """The exit codes of a role's processes; None: it runs."""
+        return {number: process.poll() for number, process in self._processes[role].items()}
+
+    def ended(self, role: str) -> dict[int, int]:
+        """The exit codes of those that have ended."""
+        return {number: code for number, code in self.codes(role).items() if code is not None}
+
+    def shutdown(self, leave_s: float = 0.0) -> None:
+        """End all processes; those that end by themselves have ``leave_s`` for it."""
+        processes = [(self.roles[name], process) for name, some in self._processes.items() for process in some.values()]
+        deadline = time.monotonic() + leave_s
+        for role, process in processes:
+            if not _ends(process, deadline - time.monotonic()):
+                if role.grace_s > 0:
+                    process.terminate()
+                else:
+                    process.kill()
+        for role, process in processes:
+            if not _ends(process, role.grace_s):
+                process.kill()
+            process.wait()
+            close(process)
+        self._processes = {name: {} for name in self.roles}
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, role: str, number: int) -> None:
+        self._processes[role][number] = self.roles[role].start(number, self.incarnations[role, number])
+
+
+def _ends(process: Child, timeout_s: float) -> bool:
+    """Whether a process ends in time."""
+    if process.poll() is None and timeout_s > 0:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+    return process.poll() is not None
+
+
+def close(process: Any) -> None:
+    """Close the pipes of a process that has ended."""
+    for pipe in (getattr(process, "stdin", None), getattr(process, "stdout", None)):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def how_ended(code: int) -> str:
+    """An exit code in words.
+
+    >>> how_ended(-9), how_ended(3)
+    ('was ended by SIGKILL', 'ended with exit code 3')
+    """
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def error_told(process: subprocess.Popen[str]) -> dict[str, str] | None:
+    """The error that a process told in a line of JSON before it ended: ``error``, and the ``kind`` of exception."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(told, dict) and "error" in told:
+            return {"kind": "HocketError", **told}
+    return None
+
+
+def say(text: str) -> None:
+    """One line for the person who watches."""
+    print(f"hocket: {text}.", file=sys.stderr, flush=True)
