@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.layout import layout_of
+from hocket.drivers.gossip_world import GossipWorld
 from hocket.drivers.record import Recorder, read_record
 from hocket.drivers.replay import ReplayNode, call_by_name, replay
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.shard_process import start_serving
-from hocket.messages import Listener
+from hocket.messages import Envelope, Listener
 from hocket.programs.base import Effects
+from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.shard_server import ShardServer
@@ -167,3 +170,83 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
+
+
+# --- gossip --------------------------------------------------------------------------------------------------------------------
+
+
+class _Lossy:
+    """Drops some messages and keeps the order of the others, as a link that is made anew does."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def arrivals(self, now: float, source: Any, target: Any, message: Envelope) -> list[float]:
+        return [] if now < 20.0 and self.random.random() < 0.1 else [now + 0.01 * (1 + source[1])]
+
+
+class _Recorded(GossipPeer):
+    """A worker whose events are recorded."""
+
+    recorder: Recorder
+
+    def message(self, sender: Any, message: Envelope, now: float) -> Effects:
+        self.recorder.message(sender, message, now)
+        return super().message(sender, message, now)
+
+    def timer(self, name: str, now: float) -> Effects:
+        self.recorder.timer(name, now)
+        return super().timer(name, now)
+
+    def before_update(self, now: float) -> Effects:
+        self.recorder.call("before_update", (), now)
+        return super().before_update(now)
+
+    def after_update(self, buffers: Tensor | None, now: float, exchange: bool = True) -> Effects:
+        self.recorder.call("after_update", (), now)
+        return super().after_update(buffers, now, exchange)
+
+    def finish(self, now: float) -> Effects:
+        self.recorder.call("finish", (), now)
+        return super().finish(now)
+
+
+@pytest.mark.parametrize("kind", ["rotating", "random", "pushsum"])
+def test_a_recorded_run_of_gossip_workers_replays_to_the_same_bits(kind: str, tmp_path: Path) -> None:
+    size, steps = 4, 8
+    world = GossipWorld(kind, size, steps, _Lossy(3), seed=1, dtype=torch.float32)
+    for worker, peer in world.peers.items():
+        peer.__class__ = _Recorded
+        peer.recorder = Recorder(tmp_path / str(worker))  # type: ignore[attr-defined]
+        peer.recorder.start(identity=world.simulation.nodes["worker", worker].identity.hex())  # type: ignore[attr-defined]
+    world.go()
+    nodes: dict[Any, ReplayNode] = {}
+    again: list[GossipPeer] = []
+    for worker, peer in world.peers.items():
+        peer.recorder.close()  # type: ignore[attr-defined]
+        new = GossipPeer(peer.config)
+        rows = [row.clone() for row in world.start]
+        updates = iter(world.workers[worker].updates)
+
+        def call(program: Any, event: dict[str, Any], rows: list[Tensor] = rows, updates: Any = updates) -> Effects:
+            if event["event"] == "start":
+                return program.start(rows, 0.0)
+            if event["name"] != "after_update":
+                return call_by_name(program, event)
+            for row in rows:
+                row += next(updates)
+            return program.after_update(None, event["now"])
+
+        routes = {other: ("worker", other) for other in range(size) if other != worker}
+        nodes["worker", worker] = ReplayNode(new, read_record(tmp_path / str(worker)), routes, call)
+        again.append(new)
+    replay(nodes)
+    for worker, new in enumerate(again):
+        old = world.peer(worker)
+        assert _same(old.state.x, new.state.x)
+        assert old.mean is not None
+        assert new.mean is not None
+        assert _same(old.mean.rows, new.mean.rows)
+        assert (old.state.push_sum_weight, old.state.version) == (new.state.push_sum_weight, new.state.version)
+        assert vars(old.account) == vars(new.account)
+        assert torch.equal(world.workers[worker].rows[0], new.rows[0])
