@@ -147,7 +147,7 @@ class Strategy:
     def _refusal_of_messages(self) -> str | None:
         """The same where workers are programs that send messages."""
         when, whom = self.sync, self.topology
-        if isinstance(whom, Server) and whom.sums:
+        if isinstance(whom, Server) and whom.sums_on_servers:
             return f"servers that only sum are for those who wait for everybody; leave role=sum out of {when.name}, or use bulk"
         if isinstance(when, Stale):
             if isinstance(whom, Server) and whom != Server(whom.shards):

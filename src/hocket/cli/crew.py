@@ -34,13 +34,13 @@ from hocket.models import build
 from hocket.programs.account import entry_of, staleness_since
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import link_bytes
-from hocket.train.free_job import optimizer_spec_for
+from hocket.train.checks import layout_for
 from hocket.train.free_worker import WorkerTask, batch_sequence
-from hocket.train.job import layout_for
 from hocket.train.loop import Progress, accuracy_of
 from hocket.train.record import Record
 from hocket.train.replicas import swapped_weights
 from hocket.train.run import Settings, describe_run
+from hocket.train.runtimes.server import optimizer_spec_for
 from hocket.train.simulate import seeded
 from hocket.train.watch import check_weights
 

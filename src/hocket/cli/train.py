@@ -31,7 +31,7 @@ from hocket.split import Mesh
 from hocket.split.pipeline.schedules import SCHEDULES
 from hocket.strategy import Strategy
 from hocket.topology import Gossip
-from hocket.train.free_job import serves_itself
+from hocket.train.checks import needs_servers
 from hocket.train.run import Settings, bulk_bytes, bulk_bytes_of, explanation, run
 
 CLUSTER = f"Predict seconds of virtual workers for a cluster: {', '.join(PRESETS)} or a TOML file."
@@ -162,7 +162,7 @@ def command(
             train_on_batches(settings, device_of(device if virtual else "cpu"), data_dir, out, resume)
         return
     parsed = settings.check()
-    if parsed.runtime != "collective" and not virtual and (size > 1 or serves_itself(parsed)):
+    if parsed.runtime != "collective" and not virtual and (size > 1 or needs_servers(parsed)):
         if joined or resume or processes not in (None, size):
             what = "under another launcher" if joined else "with --resume" if resume else f"with --processes {processes}"
             raise HocketError(f"{parsed} starts its own shards and workers and cannot run {what}; leave that out.")

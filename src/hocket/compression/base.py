@@ -82,6 +82,10 @@ class Compressor:
 
     biased: ClassVar[bool] = True
     """Whether the decoded value differs from the original in expectation; error feedback is for these."""
+    compresses: ClassVar[bool] = True
+    """Whether values are coded at all."""
+    carries_momentum: ClassVar[bool] = False
+    """Whether it accumulates momentum, so that the optimiser's own must be zero."""
     paper: ClassVar[str] = ""
     name: ClassVar[str] = ""
 

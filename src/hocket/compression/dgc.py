@@ -33,6 +33,7 @@ class DGC(Compressor):
     clip: float | None = None
     precision: Precision | None = None
     name: ClassVar[str] = "dgc"
+    carries_momentum: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR 2018"
     )

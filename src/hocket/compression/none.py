@@ -16,6 +16,7 @@ class NoCompression(Compressor):
 
     name: ClassVar[str] = "none"
     biased: ClassVar[bool] = False
+    compresses: ClassVar[bool] = False
 
     @property
     def lossless(self) -> bool:

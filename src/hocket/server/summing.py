@@ -300,7 +300,7 @@ class Summing:
 def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
     """Give ``cluster`` the servers that ``strategy`` sums on, where it has some; all processes call it together."""
     topology = strategy.topology
-    if not isinstance(topology, Server) or not topology.sums or cluster.size == 1:
+    if not isinstance(topology, Server) or not topology.sums_on_servers or cluster.size == 1:
         return
     if isinstance(cluster, ProcessCluster) and topology.shards not in cluster.summing:
         found = Summing(cluster, topology.shards, _bind(cluster), cluster.keys)

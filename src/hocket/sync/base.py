@@ -55,6 +55,8 @@ class Sync(ABC):
     static_partition: ClassVar[bool] = True
     """Whether every worker has its own share of an epoch; otherwise who is free takes the next mini-batch."""
 
+    keeps_replicas_equal: ClassVar[bool] = False
+    """Whether replicas are equal after every step if all workers receive the same mean of gradients."""
     averages_weights: ClassVar[bool] = False
     """On a server: whether workers keep their optimisers and meet to average weights, instead of pushing gradients."""
 
@@ -86,6 +88,10 @@ class Sync(ABC):
     def period(self) -> int:
         """Steps between exchanges."""
         return 1
+
+    def proven_period(self, steps: int, workers: int) -> float | None:
+        """The period up to which convergence is proven for so many steps and workers; None where there is no such bound."""
+        return None
 
     @property
     def residual_stays(self) -> bool:

@@ -17,6 +17,7 @@ class Bulk(Sync):
 
     name: ClassVar[str] = "bulk"
     default_weights: ClassVar[bool] = False
+    keeps_replicas_equal: ClassVar[bool] = True
     paper: ClassVar[str] = "Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017"
 
     def moment(self, step: int, weights: bool) -> Moment:

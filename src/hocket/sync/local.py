@@ -44,6 +44,9 @@ class Local(Sync):
     def period(self) -> int:
         return self.p
 
+    def proven_period(self, steps: int, workers: int) -> float:
+        return proven_period(steps, workers)
+
     def moment(self, step: int, weights: bool) -> Moment:
         if step % self.p:
             return Moment.NEVER

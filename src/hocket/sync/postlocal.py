@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hocket.sync.base import Moment, Sync, whole
+from hocket.sync.local import proven_period
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class PostLocal(Sync):
     @property
     def period(self) -> int:
         return self.p
+
+    def proven_period(self, steps: int, workers: int) -> float:
+        return proven_period(steps, workers)
 
     def moment(self, step: int, weights: bool) -> Moment:
         if step <= self.after:

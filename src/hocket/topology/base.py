@@ -44,6 +44,11 @@ class Topology(ABC):
         """Whether there are parameter servers: shards with an optimiser, on machines of their own."""
         return False
 
+    @property
+    def sums_on_servers(self) -> bool:
+        """Whether servers compute the mean and the workers keep the optimiser."""
+        return False
+
     def num_shards(self, workers: int) -> int:
         """Over how many shards the parameters lie where workers send messages; without servers every worker hosts one."""
         return workers

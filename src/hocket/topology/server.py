@@ -95,15 +95,15 @@ class Server(Topology):
 
     @property
     def has_servers(self) -> bool:
-        return not self.sums
+        return not self.sums_on_servers
 
     @property
-    def sums(self) -> bool:
+    def sums_on_servers(self) -> bool:
         """Whether the servers only sum, and the workers keep the optimiser."""
         return self.role == "sum"
 
     def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
-        if not self.sums or not subgroups.whole:
+        if not self.sums_on_servers or not subgroups.whole:
             raise HocketError("server(…) serves all workers at once, each by messages of its own; it cannot be part of another.")
         if self.shards > cluster.size:
             raise HocketError(
@@ -113,7 +113,7 @@ class Server(Topology):
         return SumChannel(cluster, subgroups, self.shards)
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
-        if self.sums and not plain(compressor):
+        if self.sums_on_servers and not plain(compressor):
             return "servers that only sum cannot add up codes; leave the compression out, or use allreduce, whose slices are coded"
         if not plain(compressor) and (not isinstance(compressor, Codec) or isinstance(compressor, LowRank)):
             return (

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from hocket.cluster.layout import Layout
+from hocket.cluster.layout import Buckets, Layout
 from hocket.data import DataSet, Partition, load
 from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.drivers.server_runtime import ServerRuntime
@@ -23,15 +23,31 @@ from hocket.noise import step_keys
 from hocket.programs.account import Account
 from hocket.programs.server.requests import WorkerConfig
 from hocket.train.engines.loop import forked, random_modules
-from hocket.train.free_job import FreeJob
+from hocket.train.job import Job
 from hocket.train.lr_schedule import factor
 from hocket.train.pairs_job import PeerConfig
 from hocket.train.pairs_worker import DealtPairsJob
 from hocket.train.run import AUTOCAST, Settings
+from hocket.train.runtimes.server import server_runtime
 from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
 
-_Job = FreeJob | DealtPairsJob
+
+class BatchSource(Protocol):
+    """Where a worker's mini-batches come from, and what it tells in the end."""
+
+    @property
+    def account(self) -> Account:
+        """The worker's own figures."""
+
+    def next_batch(self) -> int | None:
+        """The number of the next mini-batch; None when there is none left."""
+
+    def record_batch(self, number: int | None) -> int | None:
+        """The number of a mini-batch that the worker takes without asking."""
+
+    def flush(self) -> None:
+        """There is no mini-batch left."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +89,12 @@ def work(post: WorkerTask) -> None:
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
     at = factor(settings.lr_schedule, sequence.steps, round(settings.warmup * len(sequence.partition)))
-    job = _enter(post, settings, model, optimizer, sequence)
-    throttle, account = Throttle(settings.slowdown_of(post.worker)), _account_of(job)
+    job, source = _enter(post, settings, model, optimizer, sequence)
+    throttle, account = Throttle(settings.slowdown_of(post.worker)), source.account
     x, y = (t.to(device) for t in data.train)
     dtype, random = AUTOCAST[settings.autocast], bool(random_modules(model))
     model.train()
-    while (minibatch := _next(job, post.worker, sequence)) is not None:
+    while (minibatch := _next(job, source, post.worker, sequence)) is not None:
         throttle.begin()
         key = step_keys(settings.seed, minibatch.step, settings.workers)[minibatch.slot : minibatch.slot + 1]
         inputs = x[minibatch.indices.to(device)]
@@ -98,26 +114,30 @@ def work(post: WorkerTask) -> None:
         account.add_loss(float(loss.detach()))
         throttle.end()
         optimizer.step()
-    job.flush()
+    source.flush()
     job.detach()
 
 
 def _enter(
     post: WorkerTask, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence
-) -> _Job:
+) -> tuple[Job | DealtPairsJob, BatchSource]:
     strategy, keys, job = settings.check(), None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
-    options: dict[str, Any] = {
-        "nonfinite": settings.nonfinite,
-        "seed": settings.seed,
-        "bucket_cap_bytes": settings.bucket_cap_bytes,
-        "first_bucket_cap_bytes": settings.first_bucket_cap_bytes,
-    }
+    options: dict[str, Any] = {"nonfinite": settings.nonfinite, "seed": settings.seed}
+    caps = settings.bucket_cap_bytes, settings.first_bucket_cap_bytes
     if strategy.runtime == "peers":
         place = PeerConfig(
             post.worker, settings.workers, job, keys=keys, liveness_timeout_s=post.liveness_timeout_s, joins=post.replaces
         )
-        return DealtPairsJob(model, optimizer, strategy, place, post.addresses[0], **options)
-    return FreeJob(model, optimizer, strategy, lambda layout: _connect(post, settings, layout, sequence), **options)
+        options |= {"bucket_cap_bytes": caps[0], "first_bucket_cap_bytes": caps[1]}
+        peer = DealtPairsJob(model, optimizer, strategy, place, post.addresses[0], **options)
+        return peer, peer
+    links: list[ServerRuntime] = []
+
+    def connect(layout: Layout) -> ServerRuntime:
+        links.append(_connect(post, settings, layout, sequence))
+        return links[0]
+
+    return Job(model, optimizer, strategy, server_runtime(connect), buckets=Buckets(*caps), **options), links[0]
 
 
 def _connect(post: WorkerTask, settings: Settings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
@@ -136,17 +156,9 @@ def _connect(post: WorkerTask, settings: Settings, layout: Layout, sequence: Bat
     return ServerRuntime(post.addresses, bytes.fromhex(post.job), config, keys, None if post.record is None else Path(post.record))
 
 
-def _account_of(job: _Job) -> Account:
-    return job.runtime.account if isinstance(job, FreeJob) else job.client.account
-
-
-def _next(job: _Job, worker: int, sequence: BatchSequence) -> MiniBatch | None:
-    if job.strategy.sync.static_partition:
-        number: int | None = sequence.own(worker, job.step)
-        if isinstance(job, FreeJob):
-            job.runtime.record_batch(number)
-    else:
-        number = job.runtime.next_batch() if isinstance(job, FreeJob) else job.client.take()
+def _next(job: Job | DealtPairsJob, source: BatchSource, worker: int, sequence: BatchSequence) -> MiniBatch | None:
+    own = job.strategy.sync.static_partition
+    number = source.record_batch(sequence.own(worker, job.step)) if own else source.next_batch()
     return None if number is None or number >= len(sequence) else sequence.minibatch(number)
 
 

@@ -32,7 +32,8 @@ from hocket.server.holding import Holding, Mean, Rows
 from hocket.server.peers import Peers, agree, join, look_around
 from hocket.strategy import Strategy
 from hocket.topology import Gossip
-from hocket.train.job import adopt, check_equal, check_job, check_optimizer, layout_for, refuse_newcomers
+from hocket.train.checks import check_equal, check_job, check_optimizer, layout_for, refuse_newcomers
+from hocket.train.job import adopt
 from hocket.train.watch import NonFinite
 
 
@@ -155,6 +156,12 @@ class PairsJob:
     def attached(self) -> bool:
         """Whether the job is still on the model."""
         return bool(self._handles)
+
+    def summary(self, all_workers: bool = False) -> dict[str, Any]:
+        """The figures so far, of this worker or of all; any worker may ask alone."""
+        told = self.ledger.summary()
+        own = entry_of({"": self.holding.account.describe()})[0]
+        return told if all_workers else {**told, **vars(own)}
 
     @property
     def refused(self) -> dict[str, int]:

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from hocket.programs.server.wire import link_bytes
+from hocket.server.account import Account
 from hocket.server.clerk import ClerkLink
 from hocket.strategy import Strategy
-from hocket.train.job import layout_for
+from hocket.train.checks import layout_for
 from hocket.train.pairs_job import PairsJob, PeerConfig
 
 
@@ -26,6 +27,19 @@ class DealtPairsJob(PairsJob):
         super().__init__(model, optimizer, strategy, replace(place, meet=self.client.meet), **options)
         self.client.account = self.holding.account
         self.client.over = self.holding.mean is not None
+
+    @property
+    def account(self) -> Account:
+        """This worker's own figures."""
+        return self.client.account
+
+    def next_batch(self) -> int | None:
+        """The number of the next mini-batch; None when there is none left."""
+        return self.client.take()
+
+    def record_batch(self, number: int | None) -> int | None:
+        """Nothing is recorded here."""
+        return number
 
     def flush(self) -> None:
         """All agree on the mean, and the clerk hears of it."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.layout import Layout
+from hocket.cluster.layout import Buckets, Layout
 from hocket.cluster.message import ring_bytes
 from hocket.cluster.processes import ProcessCluster
 from hocket.cluster.spec import ClusterSpec
@@ -22,17 +22,16 @@ from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, nearest
 from hocket.models import build, loss_for
 from hocket.split import Mesh
+from hocket.split.options import DEFAULT_SCHEDULE, Pipeline
 from hocket.split.pipeline.probe import MEASURES
 from hocket.split.pipeline.schedules import SCHEDULES, make
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.balance import check_balance
+from hocket.train.checks import mention_period, needs_servers
 from hocket.train.engines import Engine, VmapEngine, choose
-from hocket.train.free_job import serves_itself
-from hocket.train.job import mention_period
 from hocket.train.loop import Progress, Training, TrainingPlan
-from hocket.train.mesh_checks import DEFAULT_SCHEDULE
 from hocket.train.plan_file import read_plan
 from hocket.train.record import Record, versions
 from hocket.train.replicas import LiveReplica, Loss, Replicas, StackedReplicas
@@ -154,7 +153,7 @@ class Settings:
                 f"--mesh {self.mesh} splits a model over real processes that wait for each other; leave --virtual, --balance, "
                 "--slowdown and --autocast fp16 out."
             )
-        if strategy.runtime != "collective" and (mesh.data > 1 or serves_itself(strategy)):
+        if strategy.runtime != "collective" and (mesh.data > 1 or needs_servers(strategy)):
             raise HocketError(
                 f"{strategy} between split replicas runs in a script of yours (hocket.parallelize(…, mesh=…) under torchrun), "
                 "not under `hocket train`."
@@ -343,18 +342,18 @@ def _on_mesh(
     from hocket.train.mesh_replica import MeshReplica  # loaded only where a model is split
 
     assert settings.mesh is not None
-    mesh = Mesh.parse(settings.mesh)
-    sample = data.prepare(data.train[0][: settings.batch_size].to(world.device))
-    split: dict[str, Any] = {
-        "schedule": settings.pipe or DEFAULT_SCHEDULE,
-        "num_microbatches": settings.num_microbatches,
-        "cut": settings.points(),
-        "stages_per_rank": settings.stages_per_rank,
-        "measure": settings.measure,
-        "plan": settings.kinds(),
-        "zero": settings.zero,
-    }
-    replica = MeshReplica(model, loss, settings.make_optimizer, strategy, world, mesh, sample, **split, **options)
+    mesh = replace(Mesh.parse(settings.mesh), plan=settings.kinds())
+    pipeline = Pipeline(
+        schedule=settings.pipe or DEFAULT_SCHEDULE,
+        num_microbatches=settings.num_microbatches,
+        stages_per_rank=settings.stages_per_rank,
+        cut=settings.points(),
+        sample=data.prepare(data.train[0][: settings.batch_size].to(world.device)),
+        measure=settings.measure,
+    )
+    buckets = Buckets(options.pop("bucket_cap_bytes"), options.pop("first_bucket_cap_bytes"))
+    split: dict[str, Any] = {"zero": settings.zero, "buckets": buckets}
+    replica = MeshReplica(model, loss, settings.make_optimizer, strategy, world, mesh, pipeline, **split, **options)
     return Training(replica, replica.cluster, data, loss, settings.plan())
 
 
@@ -362,7 +361,7 @@ def _sharded(
     settings: Settings, strategy: Strategy, cluster: Cluster, model: nn.Module, loss: Loss, options: dict[str, Any]
 ) -> Replicas:
     """Workers that keep a part each of what would be the same on all."""
-    from hocket.train.sharded_replica import FullReplica, StateReplica  # loaded only where something is sharded
+    from hocket.train.sharded_replica import FullReplica  # loaded only where something is sharded
 
     if cluster.rows != 1 or not isinstance(cluster, ProcessCluster):
         raise HocketError(f"{settings.sharding}: a worker that keeps a part has a process of its own; leave --processes out.")
@@ -370,7 +369,7 @@ def _sharded(
         full = {name: value for name, value in options.items() if not name.endswith("bucket_cap_bytes")}
         return FullReplica(model, loss, settings.make_optimizer, strategy, cluster, **full)
     slowdown = settings.slowdown_of(cluster.workers.start)
-    return StateReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, **options)
+    return LiveReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, zero=settings.zero, **options)
 
 
 def explanation(settings: Settings, world: Cluster, data: DataSet) -> str:
@@ -447,7 +446,7 @@ def run(
                 with training.cluster.uncounted():
                     record.save(training.state_dict())
                     if settings.mesh is not None and isinstance(training, Training):
-                        record.save_whole(training.whole_state())
+                        record.save_whole(training.full_state())
             if late:
                 record.write_run(describe(settings, cluster, training))
                 late = False
@@ -471,7 +470,7 @@ def _go_on(settings: Settings, cluster: Cluster, training: Training | AsyncSimul
         fits = training.replicas.fits(state["replicas"])  # type: ignore[attr-defined]
         other = bool(cluster.all_reduce_any(torch.tensor([[not fits]], device=cluster.device)))
     if other:
-        training.load_whole(record.load_whole())
+        training.load_full_state(record.load_whole())
     else:
         training.load_state_dict(state)
     return other
@@ -517,10 +516,9 @@ def _repeated(settings: Settings) -> dict[str, Any]:
 
 def bulk_bytes(training: Training | AsyncSimulation) -> int:
     """What ``bulk + allreduce`` would send in the same number of steps, all workers together (computed, not measured)."""
-    job = getattr(training.replicas, "job", None)
-    if isinstance(values := getattr(job, "whole_bytes", None), int):  # a split model: as if each process had a whole one
-        size = job.mesh.size  # type: ignore[union-attr]
-        return ring_bytes(values, size) * training.step * size
+    split = getattr(training.replicas, "split", None)
+    if split is not None:  # as if each process had a whole model
+        return ring_bytes(split.whole_bytes, split.mesh.size) * training.step * split.mesh.size
     return bulk_bytes_of(training.replicas.layout, training.cluster.size, training.step)
 
 

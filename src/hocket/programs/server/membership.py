@@ -78,7 +78,8 @@ class Membership(Program):
                 self.dispatcher.reclaim(worker, [int(n) for n in note.get("holds", [])])
         member.incarnation, member.seen, member.request = incarnation, self.now, None
         member.ended = member.left = False
-        if not self._strategy.sync.static_partition:  # otherwise they are found by counting what was skipped
+        # Under a static partition they are found by counting what was skipped.
+        if not self._strategy.sync.static_partition and not note.get("resumes"):
             self.lost += max(pushed - member.reached, 0)
         self._join(worker, pushed)
         welcome = {"weights": True, "at": self.now, "initializer": peer == self._initializer}
