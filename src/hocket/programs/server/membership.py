@@ -78,8 +78,9 @@ class Membership(Program):
                 self.dispatcher.reclaim(worker, [int(n) for n in note.get("holds", [])])
         member.incarnation, member.seen, member.request = incarnation, self.now, None
         member.ended = member.left = False
-        # Under a static partition they are found by counting what was skipped.
-        if not self._strategy.sync.static_partition and not note.get("resumes"):
+        if note.get("resumes"):  # from a checkpoint: these were pushed to the shards that it was made with
+            self.pushed += max(pushed - member.reached, 0)
+        elif not self._strategy.sync.static_partition:  # otherwise they are found by counting what was skipped
             self.lost += max(pushed - member.reached, 0)
         self._join(worker, pushed)
         welcome = {"weights": True, "at": self.now, "initializer": peer == self._initializer}
