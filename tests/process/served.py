@@ -23,9 +23,10 @@ from hocket.drivers.observer import Observer
 from hocket.models import build
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import link_bytes
-from hocket.train.free_worker import work
 from hocket.train.checks import layout_for
+from hocket.train.free_worker import WorkerTask, read_worker_config, work
 from hocket.train.loop import accuracy_of
+from hocket.train.replicas import swapped_weights
 from hocket.train.run import Settings
 from hocket.train.simulate import seeded
 from process.cases import batch, flat, net, sgd
@@ -236,7 +237,7 @@ class Service:
 
     def start_worker(self, k: int, replaces: bool = False, **changes: Any) -> Group:
         settings = asdict(self.settings) | changes
-        post = WorkerConfig(
+        post = WorkerTask(
             settings, k, self.addresses, self.job.hex(), liveness_timeout_s=self.liveness_timeout_s, replaces=replaces
         )
         return self._start("process.served:worker", f"worker-{k}", post=post.describe())
@@ -282,7 +283,7 @@ class Service:
         return found[0]
 
     def accuracy(self) -> float:
-        with lent(self.model, self.layout, self.weights(), {}):
+        with swapped_weights(self.model, self.layout, self.weights(), {}):
             right, seen = accuracy_of(self.model, (self.data.test[0], self.data.test[1]), self.data)
         return right / seen
 

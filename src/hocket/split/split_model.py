@@ -96,7 +96,7 @@ class SplitModel:
         self._weights: deque[float] = deque()
         """Of the mini-batches in an asynchronous pipe."""
         self._job: Exchanger | None = None
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def _cut(self, model: nn.Module, strategy: Strategy, pipeline: Pipeline, served: bool, zero: int) -> None:
         """Cut the layers into stages, of which some remain here."""
@@ -137,13 +137,12 @@ class SplitModel:
         """``job`` exchanges this part with the other replicas; its hooks are on the optimiser already."""
         self._job = job
         if not self.asynchronous:
-            self._handle = self.optimizer.register_step_post_hook(lambda *_: self._after_step())
+            self._handles = [self.optimizer.register_step_post_hook(lambda *_: self._after_step())]
 
     def close(self) -> None:
         """The job is over."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        for handle in self._handles:
+            handle.remove()
         if self.cluster is not self.world:
             self.cluster.close()
 
@@ -188,9 +187,7 @@ class SplitModel:
     def clip(self, max_norm: float) -> Tensor:
         """Scale all gradients of this replica so that their norm is at most ``max_norm``; the norm before."""
         if self.asynchronous:
-            raise HocketError(
-                f"{ASYNCHRONOUS} updates each stage by itself, so nobody sees the whole gradient; do not clip, or use 1f1b."
-            )
+            raise HocketError(f"{ASYNCHRONOUS} updates each stage by itself, so no process sees the whole gradient; use 1f1b.")
         norm = self.state.gradient_norm(self.tied, self.world.device)
         if (factor := float(max_norm / (norm + 1e-6))) < 1:
             for p in self.module.parameters():

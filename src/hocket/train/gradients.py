@@ -210,6 +210,18 @@ class StepGradients:
         self._hidden = []
 
 
+def check_passes(binding: Binding, runtime: Runtime) -> None:
+    """Refuse a step after another number of backward passes than ``accumulate``, where that matters."""
+    passes, accumulate = binding.backwards, binding.accumulate
+    if passes and passes < accumulate:
+        raise HocketError(f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}; make them agree.")
+    if passes > accumulate and runtime.mixes_gradients and not runtime.linear:
+        raise HocketError(
+            f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}: each was exchanged, "
+            f"and {binding.strategy} mixes what it mixed before; say accumulate={passes}."
+        )
+
+
 class SkippingJob(Protocol):
     """What a GradScaler needs of a job."""
 

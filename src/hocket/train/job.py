@@ -29,7 +29,7 @@ from hocket.train.checks import (
     mention_period,
     refuse_newcomers,
 )
-from hocket.train.gradients import BucketedGradients, StepGradients, share_overflow
+from hocket.train.gradients import BucketedGradients, StepGradients, check_passes, share_overflow
 from hocket.train.runtimes.base import Binding, Runtime
 from hocket.train.watch import NonFinite
 
@@ -268,7 +268,7 @@ class Job:
 
     def _before_step(self) -> None:
         runtime, binding = self.runtime, self._binding
-        self._check_passes()
+        check_passes(binding, runtime)
         if self._ours and not runtime.alone:
             refuse_newcomers(self.optimizer, self._ours)
         if binding.check and runtime.steps_locally and not runtime.mixes_gradients:  # the worker's own optimiser will read them
@@ -287,17 +287,6 @@ class Job:
             self._gradients.show()
         self._binding.backwards = 0
         self.runtime.after_update()
-
-    def _check_passes(self) -> None:
-        """Refuse a step after another number of backward passes than ``accumulate``, where that matters."""
-        passes, accumulate = self._binding.backwards, self._binding.accumulate
-        if passes and passes < accumulate:
-            raise HocketError(f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}; make them agree.")
-        if passes > accumulate and self.runtime.mixes_gradients and not self.runtime.linear:
-            raise HocketError(
-                f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}: each was exchanged, "
-                f"and {self.strategy} mixes what it mixed before; say accumulate={passes}."
-            )
 
 
 def _adopt(binding: Binding, cluster: Cluster) -> set[int]:
