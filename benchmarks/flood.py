@@ -41,8 +41,8 @@ from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import OBSERVER, job_config, link_bytes
 from hocket.strategy import Strategy
+from hocket.train.checks import layout_for
 from hocket.train.free_worker import WorkerConfig, work
-from hocket.train.job import layout_for
 from hocket.train.settings import RunSettings
 
 JOB = bytes(range(32, 48))

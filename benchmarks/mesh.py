@@ -35,7 +35,7 @@ def overhead(arguments: argparse.Namespace) -> None:
 
     plain, own = make()
     split, theirs = make()
-    job = hocket.parallelize(split, theirs, mesh=hocket.Mesh(), loss=cross_entropy)
+    job = hocket.parallelize(split, theirs, mesh=hocket.Mesh(), pipeline=hocket.Pipeline(loss=cross_entropy))
     count = sum(p.numel() for p in plain.parameters())
 
     def step_plain() -> Tensor:
@@ -74,11 +74,12 @@ def memory(arguments: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         whole = 4 * sum(p.numel() * p.element_size() for p in model.parameters())
         tokens = torch.randint(0, 256, (8, 65))
-        job = hocket.parallelize(model, optimizer, mesh=mesh, loss=cross_entropy, sample=tokens[:, :-1])
+        pipeline = hocket.Pipeline(loss=cross_entropy, sample=tokens[:, :-1])
+        job = hocket.parallelize(model, optimizer, mesh=mesh, pipeline=pipeline)
         job.train(tokens[:, :-1], tokens[:, 1:])
         held = sum(
             t.numel() * t.element_size()
-            for p in job.module.parameters()
+            for p in job.model.parameters()
             for t in (p, p.grad, *optimizer.state[p].values())
             if isinstance(t, Tensor)
         )

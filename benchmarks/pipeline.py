@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hocket.models import cross_entropy, vgg11
 from hocket.split import Axis, Mesh, init_mesh
-from hocket.split.pipeline import Pipeline, cut_model
+from hocket.split.pipeline import PipelineRunner, cut_model
 from hocket.split.pipeline.draw import picture
 
 STAGES, LAYERS, WIDTH, SAMPLES = 2, 8, 768, 256
@@ -69,10 +69,10 @@ def square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def ours(axis: Axis, schedule: str, num_microbatches: int) -> Pipeline:
+def ours(axis: Axis, schedule: str, num_microbatches: int) -> PipelineRunner:
     """Hocket's pipeline of the even model, cut in its middle."""
     cut = cut_model(even(), torch.zeros(SAMPLES, WIDTH), STAGES, points=[str(2 * LAYERS)])
-    return Pipeline(cut, axis, square, schedule, num_microbatches)
+    return PipelineRunner(cut, axis, square, schedule, num_microbatches)
 
 
 def bubbles(axis: Axis, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -208,11 +208,11 @@ def _ddp(axis: Axis, options: argparse.Namespace) -> Work:
     return work, BATCH * axis.size
 
 
-def _staged(axis: Axis, options: argparse.Namespace, schedule: str) -> Pipeline:
+def _staged(axis: Axis, options: argparse.Namespace, schedule: str) -> PipelineRunner:
     torch.manual_seed(0)
     model, (x, _) = vgg11((3, 32, 32), 10), _images(BATCH)
     cut = cut_model(model, x, axis.size, points=_points(axis.size, options.rate))
-    return Pipeline(cut, axis, cross_entropy, schedule, num_microbatches=4)
+    return PipelineRunner(cut, axis, cross_entropy, schedule, num_microbatches=4)
 
 
 @functools.cache

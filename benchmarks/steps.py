@@ -230,7 +230,7 @@ def hocket_strategy(task: Task, strategy: str) -> Method:
     """Hocket with a strategy in its notation."""
     job = _hocket().parallelize(task.model, task.optimizer, strategy)
     # The ledger's bytes are the sum over workers, the interfaces' those of one host.
-    return Method(task.step, job.detach, lambda: job.ledger.summary()["bytes_sent"] / dist.get_world_size())
+    return Method(task.step, job.detach, lambda: job.summary(all_workers=True)["bytes_sent"] / dist.get_world_size())
 
 
 @functools.cache

@@ -112,7 +112,7 @@ def train(name: str, lr: float, data: Any, options: argparse.Namespace, mark: fl
         for _ in range(options.every):
             task.step()
         if job is not None:
-            job.program.drain()
+            job.runtime.drain()
         dist.barrier()
         seconds += time.perf_counter() - start
         start = time.perf_counter()

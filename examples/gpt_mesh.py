@@ -37,15 +37,13 @@ def main() -> None:
         optimizer,
         arguments.strategy,
         mesh=mesh,
-        loss=cross_entropy,
-        sample=torch.zeros(16, 32, dtype=torch.int64),
-        schedule=arguments.schedule,
+        pipeline=hocket.Pipeline(schedule=arguments.schedule, loss=cross_entropy, sample=torch.zeros(16, 32, dtype=torch.int64)),
     )
     picture = job.picture()
     if cluster.workers.start == 0:
         print(picture)
 
-    replica = job.place.data.place  # all processes of a replica read the same
+    replica = job.split.place.data.place  # all processes of a replica read the same
     draw = torch.Generator().manual_seed(replica)
     for step in range(1, arguments.steps + 1):
         starts = torch.randint(len(tokens) - 33, (16,), generator=draw).tolist()
@@ -55,8 +53,8 @@ def main() -> None:
         if cluster.workers.start == 0 and loss is not None and (step == 1 or step % max(1, arguments.steps // 5) == 0):
             print(f"step {step}: loss {loss.item():.3f}")
 
-    whole = job.whole_state()
-    summary = job.ledger.summary()
+    whole = job.full_state()
+    summary = job.summary(all_workers=True)
     job.finish()
     if cluster.workers.start == 0:
         for name, axis in summary["axes"].items():

@@ -50,7 +50,7 @@ def main() -> None:
             if rank == 0:
                 print(f"epoch {epoch + 1}: accuracy {accuracy(mean, *test_set):.3f}")
 
-    print(job.ledger.summary())
+    print(job.summary())
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.3f}")
 
     job.finish()
-    summary = job.ledger.summary()
+    summary = job.summary(all_workers=True)
     if worker == 0:
         sent, exchanges = summary["bytes_sent"] / cluster.size / 1e6, summary["exchanges"]
         print(f"{cluster.size} workers, {arguments.steps} steps, {exchanges} exchanges, {sent:.1f} MB sent per worker")

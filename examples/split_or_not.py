@@ -23,16 +23,16 @@ def seconds_per_step(mesh: hocket.Mesh, hidden: int, batch: int, steps: int) -> 
     torch.manual_seed(0)
     model = mlp(3072, 10, hidden=(hidden, hidden, hidden))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    job = hocket.parallelize(model, optimizer, mesh=mesh, loss=cross_entropy)
+    job = hocket.parallelize(model, optimizer, mesh=mesh, pipeline=hocket.Pipeline(loss=cross_entropy))
     x, y = torch.randn(batch, 3072), torch.zeros(batch, dtype=torch.int64)
     job.train(x, y)  # the first step also warms up
-    job.ledger.summary()
+    before = job.summary()["axes"]["tensor"]["seconds"]
     begun = time.perf_counter()
     for _ in range(steps):
         job.train(x, y)
     seconds = (time.perf_counter() - begun) / steps
-    waited = job.ledger.close_epoch() and job.ledger.last["tensor"]["seconds"] / steps
-    held = sum(p.numel() for p in job.module.parameters()) / 1e6
+    waited = (job.summary()["axes"]["tensor"]["seconds"] - before) / steps
+    held = sum(p.numel() for p in job.model.parameters()) / 1e6
     job.finish()
     return seconds, waited, held
 

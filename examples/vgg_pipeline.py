@@ -24,14 +24,15 @@ def train(mesh: hocket.Mesh, batch: int, steps: int) -> tuple[float, float]:
     own = batch // mesh.data
     sample = torch.zeros(own, 3, 32, 32)
     num_microbatches = 4 if mesh.pipeline > 1 else None
-    job = hocket.parallelize(model, optimizer, mesh=mesh, loss=cross_entropy, sample=sample, num_microbatches=num_microbatches)
-    draw = torch.Generator().manual_seed(job.place.data.place)
+    pipeline = hocket.Pipeline(num_microbatches=num_microbatches, loss=cross_entropy, sample=sample)
+    job = hocket.parallelize(model, optimizer, mesh=mesh, pipeline=pipeline)
+    draw = torch.Generator().manual_seed(job.split.place.data.place)
     begun = time.perf_counter()
     for _ in range(steps):
         x, y = torch.randn(own, 3, 32, 32, generator=draw), torch.randint(0, 10, (own,), generator=draw)
         job.train(x, y)
     seconds = time.perf_counter() - begun
-    sent = job.ledger.summary()["bytes_sent"]
+    sent = job.summary(all_workers=True)["bytes_sent"]
     job.finish()
     return batch * steps / seconds, sent / steps / 1e6
 

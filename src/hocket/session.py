@@ -5,50 +5,47 @@ from __future__ import annotations
 import atexit
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
-from hocket.cluster.layout import Layout
+from hocket.cluster.layout import Buckets, Layout
 from hocket.data.distribute import distribute_loader, distributed_length
-from hocket.drivers.gossip_runtime import GossipRuntime
-from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
-from hocket.messages import Keys
-from hocket.programs.server.requests import WorkerConfig
-from hocket.programs.server.wire import DEFAULT_JOB, job_id
-from hocket.split import Mesh, MeshCoordinate
 from hocket.split.materialize import materialize
-from hocket.split.mesh import forget
+from hocket.split.mesh import Mesh, forget
+from hocket.split.options import Pipeline
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
-from hocket.train.free_job import FreeJob, serves_itself
-from hocket.train.free_start import Servers, start_servers
+from hocket.train.checks import needs_servers
 from hocket.train.job import Job
-from hocket.train.pairs_job import PairsJob
-from hocket.train.pairs_start import connect_peers
+from hocket.train.runtimes.base import Runtime
+from hocket.train.runtimes.collective import CollectiveRuntime
 
-if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
-    from hocket.train.mesh_job import MeshJob
-    from hocket.train.sharded_job import FSDPJob
+if TYPE_CHECKING:  # sockets are loaded only where a strategy sends messages
+    from hocket.drivers.gossip_runtime import GossipRuntime
+    from hocket.drivers.server_runtime import ServerRuntime
+    from hocket.train.free_start import Servers
+
+SHARDINGS = ("zero1", "fsdp")
 
 
 class _Session:
     """What the last ``init`` joined, and the jobs on it."""
 
     cluster: Cluster | None = None
-    jobs: list[Job | FreeJob | PairsJob | MeshJob | FSDPJob] = []  # noqa: RUF012 - one session per process
+    jobs: list[Job] = []  # noqa: RUF012 - one session per process
     seed: int = 0
     epochs: dict[int, tuple[Any, int]] = {}  # noqa: RUF012
     servers: list[str] | None = None
     started: list[Servers] = []  # noqa: RUF012
-    job: bytes = DEFAULT_JOB
+    job: str | None = None
     keys: Path | None = None
     liveness_timeout_s: float = 10.0
     worker: int = 0
@@ -85,7 +82,7 @@ def init(
     cluster = _Session.cluster
     _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
     _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]
-    _Session.job = DEFAULT_JOB if job is None else job_id(job)
+    _Session.job = job
     if (rank is None) != (world_size is None) or (rank is not None and (servers is None or cluster.size > 1)):
         raise HocketError("rank= and world_size= go together, with servers= and without a launcher, which would tell them.")
     _Session.worker, _Session.world = cluster.workers.start, cluster.size
@@ -99,7 +96,7 @@ def init(
 def shutdown() -> None:
     """Leave the cluster in good order (also done when the program ends)."""
     for job in _Session.jobs:
-        if isinstance(getattr(job, "job", job), (FreeJob, PairsJob)):
+        if job.strategy.runtime != "collective":  # the others are not waited for
             job.detach()
     for servers in _Session.started:
         servers.see_off()
@@ -119,102 +116,99 @@ def parallelize(
     nonfinite: str = "raise",
     check: bool = True,
     steps: int | None = None,
-    bucket_cap_bytes: int | None = None,
-    first_bucket_cap_bytes: int | None = None,
+    buckets: Buckets = Buckets(),  # noqa: B008 - frozen
     mesh: Mesh | str | None = None,
-    loss: Callable[[Any, Tensor], Tensor] | None = None,
-    sample: Tensor | None = None,
-    schedule: str = "1f1b",
-    num_microbatches: int | None = None,
-    stages_per_rank: int | None = None,
-    plan: Mapping[str, str] | None = None,
-    cut: Sequence[str] | None = None,
-    measure: str | None = None,
-    zero: int = 0,
-    fsdp: bool = False,
-) -> Job | FreeJob | PairsJob | MeshJob | FSDPJob:
+    pipeline: Pipeline = Pipeline(),  # noqa: B008 - frozen
+    sharding: str | None = None,
+) -> Job:
     """Train ``model`` with ``optimizer`` in parallel; the loop stays as it is.
 
     ``accumulate`` backward passes make a step. ``scaler`` is the GradScaler, if one is used: all workers then skip together.
-    ``nonfinite`` gradients raise or are left out. ``check=False`` drops the small agreement per exchange on unused parameters and
-    non-finite gradients. ``steps`` is the planned number of steps, if known. Buckets are closed at ``bucket_cap_bytes``
-    (25 MiB), the first one already at ``first_bucket_cap_bytes`` (1 MiB); top-k and its kin have a single one unless told
-    otherwise.
+    ``nonfinite`` gradients raise or are left out (``"skip"``). ``check=False`` drops the small agreement per exchange on unused
+    parameters and non-finite gradients. ``steps`` is the planned number of steps, if known. ``buckets``: how large the parts are in
+    which gradients and weights travel (:class:`hocket.Buckets`).
 
     A ``mesh`` splits the model itself: ``Mesh(data=2, pipeline=2, tensor=2)`` or ``"data=2,pipeline=2"``; the strategy works
-    between replicas. Operations are split by ``plan`` (module names to kinds; found by itself). Layers are cut after the modules
-    named in ``cut`` (found by itself, for inputs like ``sample``), each process having ``stages_per_rank`` stages, and run by
-    ``schedule`` with ``num_microbatches`` micro-batches; ``loss`` is a function of output and target. Then call ``job.train(x,
-    y)``, or ``job.backward(x, y)`` and your own step. What layers cost is measured (``measure="seconds"``) or counted (``"flops"``:
-    the same cut every time).
+    between replicas. Operations are split by the mesh's ``plan``. Layers are cut and run as ``pipeline`` says
+    (:class:`hocket.Pipeline`); then call ``job.train(x, y)``, or ``job.backward(x, y)`` and your own step.
 
-    ``zero=1`` leaves each worker a part of the optimiser's state (ZeRO-1), ``fsdp=True`` a part of everything (PyTorch's
+    ``sharding="zero1"`` leaves each worker a part of the optimiser's state (ZeRO-1), ``"fsdp"`` a part of everything (PyTorch's
     FSDP2); both where all replicas are equal after every step.
     """
-    if _Session.cluster is None:
+    cluster = _Session.cluster
+    if cluster is None:
         raise HocketError("Call hocket.init() before hocket.parallelize(…).")
-    parsed = Strategy.parse(strategy)
+    parsed, placed = Strategy.parse(strategy), None if mesh is None else Mesh.parse(mesh)
+    if sharding not in (None, *SHARDINGS):
+        raise HocketError(f"sharding={sharding!r}: use 'zero1' (a part of the optimiser's state) or 'fsdp' (a part of everything).")
     options: dict[str, Any] = {
         "accumulate": accumulate,
+        "scaler": scaler,
         "nonfinite": nonfinite,
         "check": check,
+        "steps": steps,
+        "buckets": buckets,
         "seed": _Session.seed,
-        "scaler": scaler,
-        "bucket_cap_bytes": bucket_cap_bytes,
-        "first_bucket_cap_bytes": first_bucket_cap_bytes,
     }
-    job: Job | FreeJob | PairsJob | MeshJob | FSDPJob
-    if mesh is not None and fsdp and not Mesh.parse(mesh).splits:
-        Mesh.parse(mesh).check(_Session.cluster.size)
-        mesh = None  # replicas alone
-    if mesh is not None:
-        split = {
-            "loss": loss,
-            "sample": sample,
-            "schedule": schedule,
-            "num_microbatches": num_microbatches,
-            "stages_per_rank": stages_per_rank,
-            "plan": plan,
-            "cut": cut,
-            "measure": measure,
-            "zero": zero,
-            "fsdp": fsdp,
-        }
-        job = _on_mesh(model, optimizer, parsed, Mesh.parse(mesh), {**split, **options})
-        _Session.jobs.append(job)
-        return job
-    said = {"num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank, "plan": plan, "cut": cut, "measure": measure}
-    if schedule != "1f1b" or any(value is not None for value in said.values()):
-        from hocket.train.mesh_checks import refuse_split_options
-
-        refuse_split_options(None, {**said, "schedule": schedule})
-    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
-        materialize(model, seed=_Session.seed, device=_Session.cluster.device)
-    if _Session.servers is not None and parsed.runtime != "server":
-        raise HocketError(
-            f"{parsed} has no servers, but hocket.init named some; leave servers= out, or use for example async + server."
-        )
-    refuse_sharding(parsed, zero, fsdp, scaler)
-    if fsdp and _Session.cluster.has_process_group:
-        from hocket.train.sharded_job import FSDPJob  # loaded only where it is needed
-
-        full = {name: options[name] for name in ("accumulate", "nonfinite", "check", "seed", "scaler")}
-        job = FSDPJob(model, optimizer, parsed, _Session.cluster, **full)
-    elif parsed.runtime == "peers" and _Session.world > 1:
-        job = PairsJob(model, optimizer, parsed, lambda layout: _connect_peers(parsed, layout), _Session.cluster, **options)
-    elif parsed.runtime != "collective" and (_Session.world > 1 or _Session.servers is not None or serves_itself(parsed)):
-        job = FreeJob(model, optimizer, parsed, lambda layout: _connect(parsed, layout), _Session.cluster, **options)
+    if placed is not None and sharding == "fsdp" and not placed.splits:
+        placed.check(cluster.size)
+        placed = None  # replicas alone
+    if placed is not None:
+        job = _split(model, optimizer, parsed, placed, pipeline, sharding, options)
     else:
-        job = Job(model, optimizer, parsed, _Session.cluster, steps=steps, zero=zero, **options)
+        if pipeline.about_stages:
+            from hocket.split.checks import refuse_split_options
+
+            refuse_split_options(None, pipeline)
+        job = _unsplit(model, optimizer, parsed, sharding, options)
     _Session.jobs.append(job)
     return job
 
 
-def _on_mesh(
-    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, mesh: Mesh, options: dict[str, Any]
-) -> MeshJob:
+def _unsplit(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, sharding: str | None, options: dict[str, Any]
+) -> Job:
+    """A job of workers that have the whole model."""
+    cluster = _Session.cluster
+    assert cluster is not None
+    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+        materialize(model, seed=_Session.seed, device=cluster.device)
+    if _Session.servers is not None and strategy.runtime != "server":
+        raise HocketError(
+            f"{strategy} has no servers, but hocket.init named some; leave servers= out, or use for example async + server."
+        )
+    zero, fsdp = int(sharding == "zero1"), sharding == "fsdp"
+    refuse_sharding(strategy, zero, fsdp, options["scaler"])
+    runtime: Runtime
+    if fsdp and cluster.has_process_group:
+        from hocket.train.runtimes.fsdp import FsdpRuntime  # loaded only where it is needed
+
+        runtime = FsdpRuntime(cluster)
+    elif strategy.runtime == "peers" and _Session.world > 1:
+        from hocket.train.runtimes.peers import peer_runtime
+
+        runtime = peer_runtime(lambda layout: _connect_peers(strategy, layout), cluster)
+    elif strategy.runtime != "collective" and (_Session.world > 1 or _Session.servers is not None or needs_servers(strategy)):
+        from hocket.train.runtimes.server import server_runtime
+
+        runtime = server_runtime(lambda layout: _connect(strategy, layout, cluster), cluster)
+    else:
+        runtime = CollectiveRuntime(cluster, zero)
+    return Job(model, optimizer, strategy, runtime, **options)
+
+
+def _split(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    mesh: Mesh,
+    pipeline: Pipeline,
+    sharding: str | None,
+    options: dict[str, Any],
+) -> Job:
     """A job whose replicas are split; from here on the session's workers are replicas."""
-    from hocket.train.mesh_job import MeshJob
+    from hocket.split.split_model import SplitModel  # what splits a model is loaded only where a model is split
+    from hocket.train.split_job import split_job
 
     world = _Session.cluster
     assert world is not None
@@ -223,26 +217,42 @@ def _on_mesh(
     mesh.check(world.size)
     if strategy.runtime == "peers" and mesh.data > 1:
         raise HocketError(
-            f"{strategy} has workers meet one by one, but a split replica is several processes; use downpour + server."
+            f"{strategy} pairs workers that are one process each, but a split replica is several; use downpour + server."
         )
-    if strategy.runtime != "collective" and (mesh.data > 1 or serves_itself(strategy)):
 
-        def connect(layout: Layout, place: MeshCoordinate, cluster: Cluster) -> ServerRuntime:
-            _Session.worker, _Session.world = place.data.place, place.data.size
-            return _connect(strategy, layout, cluster)
+    def connect(layout: Layout, split: SplitModel) -> ServerRuntime:
+        _Session.worker, _Session.world = split.place.data.place, split.place.data.size
+        return _connect(strategy, layout, split.cluster)
 
-        options["connect"] = connect
-    job = MeshJob(model, optimizer, strategy, world, mesh, **options)
-    _Session.worker, _Session.world = job.place.data.place, job.place.data.size
+    served = strategy.runtime != "collective" and (mesh.data > 1 or needs_servers(strategy))
+    job = split_job(
+        model,
+        optimizer,
+        strategy,
+        world,
+        mesh,
+        pipeline,
+        connect=connect if served else None,
+        zero=int(sharding == "zero1"),
+        fsdp=sharding == "fsdp",
+        **options,
+    )
+    assert job.split is not None
+    _Session.worker, _Session.world = job.split.place.data.place, job.split.place.data.size
     return job
 
 
-def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None) -> ServerRuntime:
+def _connect(strategy: Strategy, layout: Layout, cluster: Cluster) -> ServerRuntime:
     """The link to the servers that ``init`` named, or to new ones."""
-    session, cluster = _Session, cluster or _Session.cluster
-    assert cluster is not None
+    from hocket.drivers.server_runtime import ServerRuntime
+    from hocket.messages import Keys
+    from hocket.programs.server.requests import WorkerConfig
+    from hocket.programs.server.wire import DEFAULT_JOB, job_id
+    from hocket.train.free_start import Servers, start_servers
+
+    session = _Session
     servers = (
-        Servers(session.servers, session.job)
+        Servers(session.servers, DEFAULT_JOB if session.job is None else job_id(session.job))
         if session.servers is not None
         else start_servers(strategy, layout, cluster, session.keys, session.liveness_timeout_s)
     )
@@ -255,6 +265,8 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster | None = None)
 
 def _connect_peers(strategy: Strategy, layout: Layout) -> GossipRuntime:
     """This worker among those of the cluster."""
+    from hocket.train.pairs_start import connect_peers
+
     session = _Session
     assert session.cluster is not None
     return connect_peers(strategy, layout, session.cluster, session.keys, session.liveness_timeout_s, session.seed)

@@ -21,12 +21,12 @@ from hocket.cluster import processes
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.data.partition import Partition
-from hocket.train.job import check_device
+from hocket.train.checks import check_device
 from process.equality import digits
 
 WORKERS = 4
 CASES: dict[str, Callable[[int], dict[str, Any]]] = {}
-SMALL = {"bucket_cap_bytes": 1, "first_bucket_cap_bytes": 1}  # a bucket for each parameter
+SMALL: dict[str, Any] = {"buckets": hocket.Buckets(1, 1)}  # a bucket for each parameter
 
 
 def case(function: Callable[[int], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
@@ -150,7 +150,7 @@ def any_model(rank: int) -> dict[str, Any]:
     plain = copy.deepcopy(ours)
     start = flat(ours)
     optimizer, schedule = mixed_optimizer(ours)
-    hocket.parallelize(ours, optimizer, "bulk", bucket_cap_bytes=500, first_bucket_cap_bytes=500)
+    hocket.parallelize(ours, optimizer, "bulk", buckets=hocket.Buckets(500, 500))
     theirs, their_schedule = mixed_optimizer(plain)
     for t in range(10):
         optimizer.zero_grad()
@@ -345,7 +345,7 @@ def local_formula(rank: int) -> dict[str, Any]:
     optimizer = sgd(model, momentum=0.0)
     job = hocket.parallelize(model, optimizer, "local(3)")
     train(model, optimizer, rank, range(2))
-    launched, before = job.program._in_flight, flat(model)
+    launched, before = job.runtime.program._in_flight, flat(model)
     optimizer.zero_grad()
     x, y = batch(2, rank)
     F.cross_entropy(model(x), y).backward()
@@ -430,7 +430,7 @@ def accumulation(rank: int) -> dict[str, Any]:
                     (F.cross_entropy(model(xs), ys) / n).backward()
                 optimizer.step()
             found[f"{strategy} {n}"] = flat(model)
-            found[f"{strategy} {n} bytes"] = job.ledger.summary()["bytes_sent"]
+            found[f"{strategy} {n} bytes"] = job.summary(all_workers=True)["bytes_sent"]
             job.detach()
     return found
 
@@ -547,7 +547,7 @@ def scaler(rank: int) -> dict[str, Any]:
                 now = [optimizer.state[p].get("momentum_buffer") for p in model.parameters()]
                 moved.append(not momentum or not all(torch.equal(a, b) for a, b in zip(momentum, now, strict=True)))
                 scales.append(amp.get_scale())
-                counted.append(job.program.step)
+                counted.append(job.step)
             with job.averaged() as mean:
                 average = flat(mean)
             found[f"{strategy} {unscaled}"] = {
@@ -719,20 +719,18 @@ def nonfinite_skipped(rank: int) -> dict[str, Any]:
         for name in ("nan", "zero"):
             model = net()
             optimizer = sgd(model)
-            job = hocket.parallelize(
-                model, optimizer, strategy, nonfinite="skip", bucket_cap_bytes=1000, first_bucket_cap_bytes=500
-            )
+            job = hocket.parallelize(model, optimizer, strategy, nonfinite="skip", buckets=hocket.Buckets(1000, 500))
             spoil = {"nan": float("nan"), "zero": 0.0}[name]
 
             def spoilt(g: Tensor, by: float = spoil, job: hocket.Job = job) -> Tensor:
-                return g * by if job.program.step == 2 and rank == 1 else g
+                return g * by if job.step == 2 and rank == 1 else g
 
             handle = model[3].weight.register_hook(spoilt)
             rest = {"nan": 1.0, "zero": 0.0}[name]  # its bucket goes with it
             other = model[3].bias.register_hook(lambda g, spoilt=spoilt, rest=rest: spoilt(g, rest))
             train(model, optimizer, rank, range(6))
             found[f"{strategy} {name}"] = flat(model)
-            found[f"{strategy} {name} count"] = job.ledger.summary()["nonfinite"]
+            found[f"{strategy} {name} count"] = job.summary(all_workers=True)["nonfinite"]
             found["buckets"] = [[s.name for s in b.slots] for b in job.layout.buckets]
             handle.remove()
             other.remove()
@@ -758,6 +756,6 @@ def waiting(rank: int) -> dict[str, Any]:
         while rank == 2 and time.monotonic() < end:
             x @ x.transpose(-1, -2)
     spans = [[s.first_launch, s.last_launch, s.blocked, s.end] for s in job.cluster.ledger.spans]
-    summary = job.ledger.summary()
+    summary = job.summary(all_workers=True)
     job.detach()
     return {"spans": spans, "summary": summary}

@@ -147,7 +147,7 @@ def outcome(case: Case, cluster: Cluster, live: bool) -> dict[str, Tensor]:
     replicas = build(case, cluster, live)
     steps(replicas, cluster)
     owner = replicas.job if live else replicas
-    owner.program.drain()
+    (owner.runtime if live else owner).program.drain()
     found = {"weights": torch.cat(owner.weights, 1).clone(), "sent": cluster.ledger.bytes_sent.clone()}
     if live:
         buffers = [b.reshape(1, -1) for b in replicas.model.buffers() if b.is_floating_point()]

@@ -61,7 +61,7 @@ def poisoned(rank: int, folder: str, strategy: str) -> None:
     model = net()
     optimizer = sgd(model)
     job = hocket.parallelize(model, optimizer, strategy)
-    model[1].weight.register_hook(lambda g: g * float("nan") if job.program.step == 2 and rank == 1 else g)
+    model[1].weight.register_hook(lambda g: g * float("nan") if job.step == 2 and rank == 1 else g)
     for t in range(20):
         optimizer.zero_grad()
         x, y = batch(t, rank)
@@ -101,7 +101,7 @@ def alone(rank: int, folder: str) -> None:
                 F.cross_entropy(m(x), y).backward()
                 o.step()
         same = all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-        found[strategy] = [same, job.ledger.summary()["bytes_sent"]]
+        found[strategy] = [same, job.summary(all_workers=True)["bytes_sent"]]
         job.finish()
     torch.save(found, f"{folder}/{rank}.pt")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,20 +78,20 @@ def alone(name: str, steps: int = STEPS, samples: int = 8) -> tuple[dict[str, Te
     return {n: t.detach().clone() for n, t in model.state_dict().items()}, losses
 
 
+STAGED = ("schedule", "num_microbatches", "stages_per_rank", "cut", "measure")
+
+
 def begin(name: str, mesh: str, strategy: str = "bulk", samples: int = 8, **options: Any) -> tuple[nn.Module, Any]:
     model = build(name)
     x, _ = batch(name, 0, samples)
-    if hocket.Mesh.parse(mesh).pipeline > 1:
+    placed = hocket.Mesh.parse(mesh)
+    if "plan" in options:
+        placed = replace(placed, plan=options.pop("plan"))
+    if placed.pipeline > 1:
         options.setdefault("measure", "flops")  # the same cut every time
-    job = hocket.parallelize(
-        model,
-        optimizer_of(model),
-        strategy,
-        mesh=mesh,
-        loss=cross_entropy,
-        sample=x[: samples // hocket.Mesh.parse(mesh).data],
-        **options,
-    )
+    staged = {name: options.pop(name) for name in STAGED if name in options}
+    pipeline = hocket.Pipeline(loss=cross_entropy, sample=x[: samples // placed.data], **staged)
+    job = hocket.parallelize(model, optimizer_of(model), strategy, mesh=placed, pipeline=pipeline, **options)
     return model, job
 
 
@@ -97,7 +99,10 @@ def train(job: Any, name: str, steps: range, samples: int = 8) -> list[float]:
     losses = []
     for step in steps:
         x, y = batch(name, step, samples)
-        own = slice(job.place.data.place * samples // job.mesh.data, (job.place.data.place + 1) * samples // job.mesh.data)
+        own = slice(
+            job.split.place.data.place * samples // job.split.mesh.data,
+            (job.split.place.data.place + 1) * samples // job.split.mesh.data,
+        )
         loss = job.train(x[own], y[own])
         losses += [] if loss is None else [float(loss)]
     return losses
@@ -107,12 +112,12 @@ def equal(name: str, mesh: str, strategy: str = "bulk", **options: Any) -> dict[
     """Five steps on a mesh; wholes, losses, bytes by axis and what is held here."""
     _, job = begin(name, mesh, strategy, **options)
     losses = train(job, name, range(STEPS))
-    ledger = job.ledger.summary()
-    state = job.whole_state()
-    tied = job.module.token.weight.detach().clone() if name == "gpt" and hasattr(job.module, "token") else None
+    ledger = job.summary(all_workers=True)
+    state = job.full_state()
+    tied = job.model.token.weight.detach().clone() if name == "gpt" and hasattr(job.model, "token") else None
     job.finish()
-    held = {n: p.numel() for n, p in job.module.named_parameters()}
-    ended = {n: p.detach().clone() for n, p in job.module.named_parameters()}
+    held = {n: p.numel() for n, p in job.model.named_parameters()}
+    ended = {n: p.detach().clone() for n, p in job.model.named_parameters()}
     return {
         "whole": None if state is None else state["model"],
         "losses": losses,
@@ -120,7 +125,7 @@ def equal(name: str, mesh: str, strategy: str = "bulk", **options: Any) -> dict[
         "held": held,
         "ended": ended,
         "tied": tied,
-        "stages": 1 if job.cut is None else len(job.cut.stages),
+        "stages": 1 if job.split.cut is None else len(job.split.cut.stages),
     }
 
 
@@ -128,14 +133,14 @@ def checkpoints(name: str, first: str, then: str, **options: Any) -> dict[str, A
     """Two steps on one mesh, the rest on another, from the whole that the first one left; all processes are given it."""
     _, job = begin(name, first, **options)
     train(job, name, range(2))
-    state = job.whole_state()
+    state = job.full_state()
     everyone: list[Any] = [state]
     torch.distributed.broadcast_object_list(everyone, 0)
     job.finish()
     _, other = begin(name, then, **options)
-    other.load_whole(everyone[0])
+    other.load_full_state(everyone[0])
     losses = train(other, name, range(2, STEPS))
-    found = other.whole_state()
+    found = other.full_state()
     other.finish()
     return {"whole": None if found is None else found["model"], "losses": losses, "saved": everyone[0]}
 
@@ -144,12 +149,15 @@ def resumed(name: str, mesh: str, **options: Any) -> dict[str, Any]:
     """Own parts of a checkpoint: three steps and two more in another job equal five."""
     _, job = begin(name, mesh, **options)
     train(job, name, range(3))
-    state = job.state_dict()
+    sharded = job.sharded
+    optimizer = job.optimizer.state_dict() if sharded is None else sharded.saved()
+    saved = copy.deepcopy([job.state_dict(), job.model.state_dict(), optimizer])
     job.finish()
     _, other = begin(name, mesh, **options)
-    other.load_state_dict(state)
+    for part, state in zip((other, other.model, other.optimizer), saved, strict=True):
+        part.load_state_dict(state)
     train(other, name, range(3, STEPS))
-    found = other.whole_state()
+    found = other.full_state()
     other.finish()
     return {"whole": None if found is None else found["model"]}
 
@@ -173,7 +181,7 @@ def clipped(name: str, mesh: str) -> dict[str, Any]:
     """The norm of a split model's gradient, and the gradient after clipping."""
     _, job = begin(name, mesh)
     x, y = batch(name, 0)
-    own = slice(job.place.data.place * 8 // job.mesh.data, (job.place.data.place + 1) * 8 // job.mesh.data)
+    own = slice(job.split.place.data.place * 8 // job.split.mesh.data, (job.split.place.data.place + 1) * 8 // job.split.mesh.data)
     job.backward(x[own], y[own])
     norm = job.clip(0.1)
     again = job.clip(1e9)
@@ -191,7 +199,7 @@ def untouched(mesh: str) -> dict[str, Any]:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-    state = job.whole_state()
+    state = job.full_state()
     job.finish()
     return {"whole": None if state is None else state["model"]}
 
@@ -216,9 +224,10 @@ def born(mesh: str | None) -> dict[str, Any]:
     with hocket.deferred():
         model = mlp(48, 6, hidden=(32, 16))
     x, _ = batch("mlp", 0)
-    job = hocket.parallelize(model, optimizer_of(model), mesh=mesh, loss=cross_entropy, sample=x)
+    pipeline = hocket.Pipeline(loss=cross_entropy, sample=x)
+    job = hocket.parallelize(model, optimizer_of(model), mesh=mesh, pipeline=pipeline)
     if mesh is not None:
-        state = job.whole_state()
+        state = job.full_state()
         whole = None if state is None else state["model"]
     else:
         whole = {n: t.detach().clone() for n, t in model.state_dict().items()}

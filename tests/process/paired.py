@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hocket
 from hocket.data import load
-from hocket.train.pairs_job import PairsJob
+from hocket.train.job import Job
 from process.cases import batch, flat, net, sgd
 
 LIVENESS_TIMEOUT_S = 2.0
@@ -25,31 +25,31 @@ LIVENESS_TIMEOUT_S = 2.0
 LONG_S = 60.0
 
 
-def _job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str) -> PairsJob:
+def _job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str) -> Job:
     job = hocket.parallelize(model, optimizer, strategy)
-    assert isinstance(job, PairsJob)
+    assert isinstance(job, Job)
     return job
 
 
-def _end(job: PairsJob) -> dict[str, Any]:
+def _end(job: Job) -> dict[str, Any]:
     own = flat(job.model)
     job.finish()
-    assert job.mean is not None
+    assert job.runtime.link.mean is not None
     return {
         "own": own,
         "steps": job.step,
         "end": flat(job.model),
-        "here": job.mean.here,
-        "weight": job.mean.push_sum_weight,
-        "ledger": job.ledger.summary(),
-        "refused": job.refused,
+        "here": job.runtime.link.mean.here,
+        "weight": job.runtime.link.mean.push_sum_weight,
+        "ledger": job.summary(all_workers=True),
+        "refused": job.runtime.link.refused,
     }
 
 
-def _model_and_held(job: PairsJob) -> list[bool]:
+def _model_and_held(job: Job) -> list[bool]:
     """Whether the model is x / ω; nothing where others changed x since the model was shown, or where ω is 1."""
-    program = job.runtime.program
-    with job.runtime.driver.lock:
+    program = job.runtime.link.program
+    with job.runtime.link.driver.lock:
         state = program.state
         if state.push_sum_weight == 1.0 or state.changes != program._changes:
             return []
@@ -117,7 +117,7 @@ def between_hosts(keys: str) -> None:
             optimizer.step()
             total.append(float(loss.detach()))
         losses.append(sum(total) / len(total))
-    doors = list(job.runtime.addresses)
+    doors = list(job.runtime.link.addresses)
     found = _end(job)
     digest = hashlib.sha256(found["end"].numpy().tobytes()).hexdigest()
     told = {name: found[name] for name in ("steps", "here", "ledger", "refused")}
@@ -131,7 +131,7 @@ def enduring(rank: int, folder: str, strategy: str) -> None:
     told = Path(folder, "enough")
 
     def enough() -> bool:
-        silent = any(peer.silent for peer in job.runtime.program.peers.values())
+        silent = any(peer.silent for peer in job.runtime.link.program.peers.values())
         return told.exists() and not (silent and told.read_text() == "all")
 
     _until(enough, Path(folder, f"{rank}.steps"), job, rank)
@@ -142,7 +142,7 @@ def leaving(rank: int, folder: str) -> None:
     """Scripts that simply end: worker 1 after a few steps, worker 0 when it has heard so, long before its patience ends."""
     hocket.init(device="cpu", liveness_timeout_s=600.0)
     job, _ = _differing(net(), rank, "async + gossip")
-    while job.step < 5 if rank else not job.runtime.program.peers[1].left:
+    while job.step < 5 if rank else not job.runtime.link.program.peers[1].left:
         _step(job, job.step, rank)
 
 
@@ -158,7 +158,7 @@ def served(rank: int, folder: str) -> None:
         Path(folder, "sentence").write_text(str(error))
 
 
-def _differing(model: nn.Module, rank: int, strategy: str) -> tuple[PairsJob, torch.Tensor]:
+def _differing(model: nn.Module, rank: int, strategy: str) -> tuple[Job, torch.Tensor]:
     job = _job(model, sgd(model, lr=0.0), strategy)
     with torch.no_grad():
         for p in model.parameters():
@@ -166,15 +166,15 @@ def _differing(model: nn.Module, rank: int, strategy: str) -> tuple[PairsJob, to
     return job, flat(model)
 
 
-def _until(enough: Callable[[], bool], told: Path, job: PairsJob, rank: int) -> None:
+def _until(enough: Callable[[], bool], told: Path, job: Job, rank: int) -> None:
     while not enough():
         _step(job, job.step, rank)
         time.sleep(0.003)  # a step that takes longer and costs no more
         told.write_text(str(job.step))
-        told.with_suffix(".changes").write_text(str(job.runtime.program.state.changes))
+        told.with_suffix(".changes").write_text(str(job.runtime.link.program.state.changes))
 
 
-def _step(job: PairsJob, t: int, rank: int) -> None:
+def _step(job: Job, t: int, rank: int) -> None:
     job.optimizer.zero_grad()
     x, y = batch(t, rank)
     F.cross_entropy(job.model(x), y).backward()

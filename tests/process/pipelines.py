@@ -15,7 +15,7 @@ from torch.func import functional_call
 from hocket.cluster.join import join
 from hocket.models import cnn, cross_entropy, gpt, mlp, vgg11
 from hocket.split import Mesh, MeshCoordinate, init_mesh
-from hocket.split.pipeline import Cut, Pipeline, cut_model
+from hocket.split.pipeline import Cut, PipelineRunner, cut_model
 from hocket.split.tied import Tied
 
 SIZES = (5, 8, 3, 5, 6)
@@ -135,10 +135,10 @@ def furthest(held: nn.Module, wanted: dict[str, Tensor]) -> float:
 
 def pipeline(
     name: str, place: MeshCoordinate, schedule: str, num_microbatches: int = MICRO, points: list[str] | None = None
-) -> tuple[Cut, Pipeline]:
+) -> tuple[Cut, PipelineRunner]:
     stages_per_rank = 2 if schedule == "interleaved" else 1
     cut = cut_model(build(name), batches(name)[0][0], place.pipeline.size * stages_per_rank, points=points)
-    return cut, Pipeline(cut, place.pipeline, cross_entropy, schedule, num_microbatches)
+    return cut, PipelineRunner(cut, place.pipeline, cross_entropy, schedule, num_microbatches)
 
 
 def trained(name: str, place: MeshCoordinate, schedule: str, num_microbatches: int = MICRO, **options: Any) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from hocket.drivers.observer import Observer
 from hocket.models import build
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import link_bytes
+from hocket.train.checks import layout_for
 from hocket.train.free_worker import WorkerTask, read_worker_task, work
-from hocket.train.job import layout_for
 from hocket.train.loop import accuracy_of
 from hocket.train.replicas import swapped_weights
 from hocket.train.settings import RunSettings
@@ -72,7 +72,7 @@ def on_hooks(rank: int, folder: str, strategies: list[str]) -> None:
             optimizer.step()
         with job.averaged() as mean:
             during = flat(mean)
-        summary = job.ledger.summary() if text != "bulk" else {}
+        summary = job.summary(all_workers=True) if text != "bulk" else {}
         job.finish()
         found[text] = {"weights": flat(model), "during": during, "summary": summary}
     assert cluster.size == 3
@@ -151,7 +151,7 @@ def alone(rank: int, folder: str) -> None:
                 x, y = batch(t, 0)
                 F.cross_entropy(m(x), y).backward()
                 o.step()
-        sent = job.ledger.summary()["bytes_sent"]
+        sent = job.summary(all_workers=True)["bytes_sent"]
         job.finish()
         found[text] = [flat(model), flat(plain), sent]
     torch.save(found, f"{folder}/{rank}.pt")

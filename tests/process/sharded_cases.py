@@ -18,7 +18,6 @@ from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
 from hocket.train.run import explanation, run
 from hocket.train.settings import RunSettings
-from hocket.train.sharded_job import FSDPJob
 from hocket.train.sharded_replica import FullReplica
 from process.cases import flat, refusal
 
@@ -79,10 +78,10 @@ def state(rank: int, kind: str, name: str, strategy: str = "bulk + allreduce") -
     optimizer = grouped(model, name)
     job = hocket.parallelize(model, optimizer, strategy)
     sharded = ShardedState(model, optimizer, job.cluster, job.layout, job.weights)
-    job.ledger.summary()
+    job.summary(all_workers=True)
     train(model, optimizer, kind, rank, range(STEPS), torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
     found = {"plain": flat(plain), "sharded": flat(model), "state": sharded.state_bytes, "start": flat(small(kind))}
-    found["sent"] = job.ledger.summary()["bytes_sent"]
+    found["sent"] = job.summary(all_workers=True)["bytes_sent"]
     found["weights"] = sum(p.numel() * p.element_size() for p in model.parameters())
     found["largest"] = max(p.numel() * p.element_size() for p in model.parameters())
     found["part refused"] = refusal(optimizer.state_dict)
@@ -118,12 +117,11 @@ def full(rank: int, kind: str, name: str) -> dict[str, Any]:
     plain, _ = unsharded(kind, name, rank)
     model = small(kind)
     optimizer = grouped(model, name)
-    cluster = hocket.session._Session.cluster
-    make = lambda m, o: FSDPJob(m, o, Strategy(), cluster)  # noqa: E731
+    make = lambda m, o: hocket.parallelize(m, o, sharding="fsdp")  # noqa: E731
     job = make(model, optimizer)
     train(model, optimizer, kind, rank, range(STEPS), torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5))
-    summary = job.ledger.summary()
-    held = [job.state_dict()]
+    summary = job.summary(all_workers=True)
+    held: list[Any] = [job.full_state()]
     with job.averaged() as whole:
         found = {"plain": flat(plain), "sharded": flat(whole), "start": flat(small(kind)), "summary": summary}
     found["local"] = sum(p.to_local().numel() for p in model.parameters())
@@ -137,7 +135,7 @@ def full(rank: int, kind: str, name: str) -> dict[str, Any]:
     other = small(kind)
     other_optimizer = grouped(other, name)
     other_job = make(other, other_optimizer)
-    other_job.load_state_dict(held[0])
+    other_job.load_full_state(held[0])
     alone = small(kind)
     alone.load_state_dict(held[0]["model"])
     alone_optimizer = grouped(alone, name)
@@ -165,7 +163,7 @@ def weighed(rank: int) -> dict[str, Any]:
         model = small("mlp")
         optimizer = OPTIMIZERS["momentum"](model.parameters())
         if shard == "full":
-            job: Any = FSDPJob(model, optimizer, Strategy(), hocket.session._Session.cluster)
+            job = hocket.parallelize(model, optimizer, sharding="fsdp")
         else:
             job = hocket.parallelize(model, optimizer)
         for t in range(STEPS):
@@ -186,7 +184,7 @@ def scaled(rank: int, name: str) -> dict[str, Any]:
         model = small("mlp")
         optimizer = grouped(model, name)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        job = hocket.parallelize(model, optimizer, scaler=scaler, accumulate=2, zero=zero)
+        job = hocket.parallelize(model, optimizer, scaler=scaler, accumulate=2, sharding="zero1" if zero else None)
         scales, weights = [], []
         for t in range(6):
             optimizer.zero_grad()
@@ -215,7 +213,7 @@ def gathered(rank: int, nonfinite: str, bad: int) -> dict[str, Any]:
     """
     model, plain = small("mlp"), small("mlp")
     optimizer, plain_optimizer = grouped(model, "momentum"), grouped(plain, "momentum")
-    job = hocket.parallelize(model, optimizer, fsdp=True, accumulate=2, nonfinite=nonfinite)
+    job = hocket.parallelize(model, optimizer, sharding="fsdp", accumulate=2, nonfinite=nonfinite)
     sentence = ""
     for t in range(STEPS):
         optimizer.zero_grad()
@@ -237,7 +235,7 @@ def gathered(rank: int, nonfinite: str, bad: int) -> dict[str, Any]:
             break
         plain_optimizer.step()
     early = refusal(lambda: half_a_step(model, optimizer, rank)) if bad < 0 else ""
-    summary = job.ledger.summary()
+    summary = job.summary(all_workers=True)
     ended = {"full": flat(job.finish()), "plain": flat(plain), "start": flat(small("mlp"))}
     return {**ended, "sentence": sentence, "early": early, "nonfinite": summary["nonfinite"]}
 

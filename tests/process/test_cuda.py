@@ -80,7 +80,7 @@ assert torch.equal(everyone, everyone[:1].expand_as(everyone))
 mean = torch.ones(1, 4, device="cuda")
 assert torch.equal(job.cluster.mean(mean, job.cluster.world), torch.ones(1, 4, device="cuda"))
 assert job.cluster.all_reduce_any(torch.tensor([[True, False]], device="cuda")).tolist() == [True, False]
-print("fine", job.ledger.summary()["bytes_sent"])
+print("fine", job.summary(all_workers=True)["bytes_sent"])
 """
 
 

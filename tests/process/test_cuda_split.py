@@ -28,8 +28,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((f"dream {name}", "equal", {"name": name, "mesh": "pipeline=2", "schedule": "pipedream"}) for name in ("mlp", "gpt")),
     *((s, "equal", {"name": "gpt", "mesh": "data=2", "strategy": s}) for s in ("local(2) + gossip", "bulk + topk(0.2)")),
     ("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "num_microbatches": 1, "schedule": "gpipe"}),
-    ("state on a mesh", "equal", {"name": "mlp", "mesh": "data=2", "zero": 1}),
-    ("sharded state", "sharded", {"zero": 1}),
+    ("state on a mesh", "equal", {"name": "mlp", "mesh": "data=2", "sharding": "zero1"}),
+    ("sharded state", "sharded", {"sharding": "zero1"}),
     ("untouched", "untouched", {"mesh": "tensor=2"}),
     ("other", "checkpoints", {"name": "gpt", "first": "pipeline=2", "then": "tensor=2"}),
     ("resumed", "resumed", {"name": "gpt", "mesh": "pipeline=2"}),
@@ -38,7 +38,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-REFUSED: list[tuple[str, str, dict[str, Any]]] = [("full", "refused_sharding", {"fsdp": True})]
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [("full", "refused_sharding", {"sharding": "fsdp"})]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_full_shards_of_cuda_tensors_are_refused_over_gloo(found: dict[str, list
     assert [worker["full"]["sentence"] for worker in found["cpu"]] == ["", ""]
     for worker in found["cuda:0"]:
         assert "needs NCCL" in worker["full"]["sentence"]
-        assert "use zero=1" in worker["full"]["sentence"]
+        assert "use ZeRO-1" in worker["full"]["sentence"]
 
 
 def test_training_there_moves_the_weights(found: dict[str, list[dict[str, Any]]]) -> None:

@@ -21,7 +21,7 @@ from hocket.programs.server.epoch_snapshots import EpochSnapshots, SnapshotReque
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.wire import OBSERVER, WORKER_MARK, job_config
 from hocket.strategy import Strategy
-from hocket.train.job import layout_for
+from hocket.train.checks import layout_for
 from process.launch import Nursery, eventually, run_script
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]

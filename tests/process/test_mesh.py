@@ -33,8 +33,11 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
         wanted.append(("two names", "equal", {"name": "tied", "mesh": "pipeline=2", "num_microbatches": 1, "schedule": "gpipe"}))
         dream = {"mesh": "pipeline=2", "schedule": "pipedream"}
         wanted += [(f"dream {name}", "equal", {"name": name, **dream}) for name in ("mlp", "gpt")]
-        wanted += [(f"sharded {shard}", "sharded", way) for shard, way in (("state", {"zero": 1}), ("full", {"fsdp": True}))]
-        wanted.append(("state on a mesh", "equal", {"name": "mlp", "mesh": "data=2", "zero": 1}))
+        wanted += [
+            (f"sharded {shard}", "sharded", way)
+            for shard, way in (("state", {"sharding": "zero1"}), ("full", {"sharding": "fsdp"}))
+        ]
+        wanted.append(("state on a mesh", "equal", {"name": "mlp", "mesh": "data=2", "sharding": "zero1"}))
         wanted.append(("born", "born", {"mesh": None}))
         wanted += [(f"born {mesh}", "born", {"mesh": mesh}) for mesh in ("pipeline=2", "tensor=2")]
     else:
@@ -51,9 +54,9 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
         ]
         wanted.append(("other", "checkpoints", {"name": "gpt", "first": "pipeline=2,tensor=2", "then": "data=2,tensor=2"}))
         wanted.append(("resumed", "resumed", {"name": "gpt", "mesh": "data=2,pipeline=2"}))
-        kept = {"name": "gpt", "mesh": "data=2,pipeline=2", "zero": 1}
+        kept = {"name": "gpt", "mesh": "data=2,pipeline=2", "sharding": "zero1"}
         wanted.append(("resumed state", "resumed", kept))
-        moved = {"name": "mlp", "first": "data=2,pipeline=2", "then": "data=2,tensor=2", "zero": 1}
+        moved = {"name": "mlp", "first": "data=2,pipeline=2", "then": "data=2,tensor=2", "sharding": "zero1"}
         wanted.append(("other state", "checkpoints", moved))
         wanted.append(("elsewhere", "elsewhere", {"mesh": "data=2,pipeline=2", "cut": ["4"]}))
         wanted.append(("clipped", "clipped", {"name": "gpt", "mesh": "pipeline=2,tensor=2"}))
@@ -72,8 +75,8 @@ REFUSED: list[dict[str, Any]] = [
     {"mesh": "data=2,pipeline=2", "schedule": "2f2b"},
     {"mesh": "tensor=4", "plan": {"1": "colums"}},
     {"mesh": "pipeline=2,tensor=2", "accumulate": 2},
-    {"mesh": "data=2,tensor=2", "fsdp": True},
-    {"mesh": "data=2,tensor=2", "zero": 1, "strategy": "local(2)"},
+    {"mesh": "data=2,tensor=2", "sharding": "fsdp"},
+    {"mesh": "data=2,tensor=2", "sharding": "zero1", "strategy": "local(2)"},
     {"mesh": "data=2,tensor=2", "strategy": "async + gossip"},
     {"mesh": "data=2,pipeline=2", "name": "gpt", "strategy": "downpour(1, 1) + server", "schedule": "pipedream"},
     {"mesh": "data=2,tensor=2", "num_microbatches": 3},
@@ -81,12 +84,12 @@ REFUSED: list[dict[str, Any]] = [
     {"mesh": "data=2,pipeline=2", "schedule": "pipedream", "num_microbatches": 3},
 ]
 SENTENCES = ("3 places, but the job has 4", "cannot fill 4 stages with 2", "no schedule '2f2b'", "columns", "leave accumulate=") + (
-    "use zero=1",
+    "use ZeRO-1",
     "needs equal replicas",
     "use downpour + server",
     "stand still together",
     "num_microbatches= is about stages",
-    "plan= is about splitting operations",
+    "is about splitting operations",
     "leave num_microbatches= out",
 )
 

@@ -45,7 +45,8 @@ from hocket.supervisor.gossip import GossipRun
 from hocket.supervisor.prepare import _KINDS as KINDS_OF_RUNS
 from hocket.topology.partners import answerer, target
 from hocket.train.free_worker import WorkerTask, batch_sequence
-from hocket.train.pairs_job import PairsJob
+from hocket.train.job import Job
+from hocket.train.runtimes.peers import peer_runtime
 from hocket.train.settings import RunSettings
 from process.cases import batch, net, sgd
 from process.launch import ENVIRON, Group, Nursery, eventually
@@ -312,14 +313,15 @@ def test_gradients_of_one_who_is_alone_are_never_old(text: str) -> None:
     optimizer = sgd(model)
     strategy = Strategy.parse(text)
     config = PeerConfig(0, 2, strategy.topology.partner_rule)
-    job = PairsJob(model, optimizer, strategy, lambda layout: GossipRuntime(config, JOB, 1 << 22, lambda address: [address, None]))
+    runtime = peer_runtime(lambda layout: GossipRuntime(config, JOB, 1 << 22, lambda address: [address, None]))
+    job = Job(model, optimizer, strategy, runtime)
     for t in range(5):
         x, y = batch(t, 0)
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     job.finish()
-    assert job.ledger.summary()["staleness"] == {"0": 5}
+    assert job.summary(all_workers=True)["staleness"] == {"0": 5}
 
 
 def test_halves_that_come_back_make_no_gradient_old() -> None:

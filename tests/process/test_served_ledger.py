@@ -10,13 +10,14 @@ import torch
 from torch.nn import functional as F
 
 import hocket
-from hocket.drivers import server_runtime
+from hocket.drivers import server_runtime as driver
 from hocket.drivers.snapshots import Snapshots
 from hocket.drivers.sockets import SocketDriver
 from hocket.messages import Envelope, Kind
 from hocket.programs.base import Effects
 from hocket.strategy import Strategy
-from hocket.train.free_job import FreeJob
+from hocket.train.job import Job
+from hocket.train.runtimes.server import server_runtime
 from process.cases import batch, net, sgd
 from process.launch import Nursery
 from shard_servers import ShardServers
@@ -33,7 +34,7 @@ PUSHES = {
 """How often a worker pushes gradients."""
 
 
-def loop(job: FreeJob, steps: range, rank: int = 0) -> None:
+def loop(job: Job, steps: range, rank: int = 0) -> None:
     for t in steps:
         job.optimizer.zero_grad()
         x, y = batch(t, rank)
@@ -48,12 +49,12 @@ def telling(rank: int, folder: str) -> None:
     for text in PUSHES:
         model = net()
         job = hocket.parallelize(model, sgd(model), text)
-        assert isinstance(job, FreeJob)
+        assert type(job) is hocket.Job
         loop(job, range(STEPS // 2), rank)
-        during = job.ledger.summary()
+        during = job.summary(all_workers=True)
         loop(job, range(STEPS // 2, STEPS), rank)
         job.finish()
-        found[text] = {"during": during, "after": job.ledger.summary()}
+        found[text] = {"during": during, "after": job.summary(all_workers=True)}
     torch.save(found, f"{folder}/{rank}.pt")
 
 
@@ -102,10 +103,11 @@ def test_what_a_restarted_shard_forgot_is_lost_and_has_no_age(tmp_path: Path, mo
     strategy = Strategy.parse("async + server(shards=2)")
     with Shards(tmp_path) as shards:
         model = net()
-        job = FreeJob(model, sgd(model), strategy, lambda layout: shards.runtime(str(strategy), layout, 0, 1))
+        runtime = server_runtime(lambda layout: shards.runtime(str(strategy), layout, 0, 1))
+        job = Job(model, sgd(model), strategy, runtime)
 
         def told() -> tuple[dict[str, int], int]:
-            summary = job.ledger.summary()
+            summary = job.summary(all_workers=True)
             return summary["staleness"], summary["lost"]
 
         loop(job, range(3))
@@ -118,11 +120,11 @@ def test_what_a_restarted_shard_forgot_is_lost_and_has_no_age(tmp_path: Path, mo
         shards.restart(0)
         loop(job, range(6, 7))
         assert told() == ({"0": 4}, 3), "three of before the snapshot and one since; three are lost"
-        sent = job.ledger.summary()["bytes_sent"]
-        monkeypatch.setattr(server_runtime, "STATUS_S", 0.1)
+        sent = job.summary(all_workers=True)["bytes_sent"]
+        monkeypatch.setattr(driver, "STATUS_S", 0.1)
         shards.deaf = True
         assert told() == ({"0": 4}, 3), "who does not answer has said so before"
-        assert job.ledger.summary()["bytes_sent"] == sent, "asking counts for nothing"
+        assert job.summary(all_workers=True)["bytes_sent"] == sent, "asking counts for nothing"
         shards.deaf = False
         job.finish()
         assert told() == ({"0": 4}, 3)

@@ -97,7 +97,7 @@ def test_full_sharding_equals_bulk(world: tuple[int, Results], case: list[str]) 
         assert torch.equal(worker["on"], worker["on again"])
         assert worker["local"] <= 0.6 * worker["all"]
         assert "before the first step" in worker["late"]
-        assert all("use AdamW or SGD, or zero=1" in sentence for sentence in worker["optimisers"])
+        assert all("use AdamW or SGD, or ZeRO-1" in sentence for sentence in worker["optimisers"])
         summary = worker["summary"]
         assert summary["computed"] == ["bytes_sent"]
         assert summary["seconds"] > 0

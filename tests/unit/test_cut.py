@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hocket.errors import HocketError
 from hocket.models import cnn, cross_entropy, gpt, mlp, resnet20, vgg11
 from hocket.split import Axis
-from hocket.split.pipeline import BATCH_STATISTICS, Cut, Pipeline, cut_model
+from hocket.split.pipeline import BATCH_STATISTICS, Cut, PipelineRunner, cut_model
 from hocket.split.pipeline.cut import _best, _together
 
 IMAGES, TEXTS = (2, 3, 32, 32), (2, 8)
@@ -149,7 +149,7 @@ def test_odd_models_train_alike_in_stages_on_one_process(schedule: str, points: 
     alone.load_state_dict(model.state_dict())
     x, y = torch.randn(7, 4), torch.randint(0, 4, (7,))
     cut = cut_model(model, x, stages_per_rank, points=points if stages_per_rank == 2 else None)
-    pipe = Pipeline(cut, Axis("pipeline"), cross_entropy, schedule, num_microbatches=3)
+    pipe = PipelineRunner(cut, Axis("pipeline"), cross_entropy, schedule, num_microbatches=3)
     loss = pipe.run(x, y)
     wanted = cross_entropy(alone(x), y)
     wanted.backward()
@@ -170,7 +170,7 @@ def test_micro_batches_say_where_they_begin() -> None:
                 self.all.append(value)
 
     seen = Seen()
-    pipe = Pipeline(cut_model(mlp(4, 2, (8,)), torch.zeros(2, 4), 1), Axis("pipeline"), cross_entropy, "gpipe", 3, draws=seen)
+    pipe = PipelineRunner(cut_model(mlp(4, 2, (8,)), torch.zeros(2, 4), 1), Axis("pipeline"), cross_entropy, "gpipe", 3, draws=seen)
     pipe.run(torch.randn(7, 4), torch.zeros(7, dtype=torch.int64))
     assert seen.all == [0, 3, 5]
 
@@ -225,13 +225,13 @@ def test_what_cannot_be_cut_meets_one_sentence(change: dict[str, Any], sentence:
 def test_a_bad_pipeline_meets_one_sentence(schedule: str, num_microbatches: int, sentence: str) -> None:
     cut = cut_model(mlp(4, 2, (8,)), torch.zeros(2, 4), 2)
     with pytest.raises(HocketError) as caught:
-        Pipeline(cut, Axis("pipeline"), cross_entropy, schedule, num_microbatches)
+        PipelineRunner(cut, Axis("pipeline"), cross_entropy, schedule, num_microbatches)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_bad_batch_meets_one_sentence() -> None:
-    pipe = Pipeline(cut_model(mlp(4, 2, (8,)), torch.zeros(2, 4), 1), Axis("pipeline"), cross_entropy, "gpipe", 2)
+    pipe = PipelineRunner(cut_model(mlp(4, 2, (8,)), torch.zeros(2, 4), 1), Axis("pipeline"), cross_entropy, "gpipe", 2)
     for x, y in ((torch.zeros(0, 4), torch.zeros(0)), (torch.zeros(2, 4), torch.zeros(3))):
         with pytest.raises(HocketError, match="at least one sample, and as many targets as inputs"):
             pipe.run(x, y)

@@ -8,7 +8,7 @@ from torch import nn
 
 from hocket.cluster.layout import layout_of
 from hocket.strategy import Strategy
-from hocket.train.job import layout_for
+from hocket.train.checks import layout_for
 
 
 class Mixed(nn.Module):

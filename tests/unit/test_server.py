@@ -34,7 +34,7 @@ from hocket.programs.server.wire import OBSERVER, as_messages, as_tensors, gradi
 from hocket.strategy import Strategy
 from hocket.sync import SSP, Async, Bulk, Sync
 from hocket.train import throttle
-from hocket.train.job import layout_for
+from hocket.train.checks import layout_for
 from hocket.train.replicas import LiveReplica
 from shard_servers import JOB, ShardServers
 

@@ -26,7 +26,7 @@ from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, prepare
 from hocket.supervisor.signals import interruptible
-from hocket.train.free_job import serves_itself
+from hocket.train.checks import needs_servers
 from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
 from hocket.train.setting_groups import BATCH_OPTIMIZER
 from hocket.train.settings import RunSettings
@@ -66,7 +66,7 @@ def command(
     if settings.optimizer.name == BATCH_OPTIMIZER:
         _refuse_policy(f"--optimizer {settings.optimizer.name}", policy)
         _train_on_batches(settings, start)
-    elif strategy.runtime != "collective" and not virtual and (settings.workers.count > 1 or serves_itself(strategy)):
+    elif strategy.runtime != "collective" and not virtual and (settings.workers.count > 1 or needs_servers(strategy)):
         _supervise(settings, start, policy)
     else:
         _refuse_policy(f"{strategy} on virtual workers" if virtual else str(strategy), policy)

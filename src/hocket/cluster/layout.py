@@ -17,8 +17,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hocket.errors import HocketError
+
 BUCKET_CAP_BYTES = 25 * 2**20
 FIRST_BUCKET_CAP_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sizes of the buckets in which gradients and weights travel: closed at ``cap_bytes`` (25 MiB), the first one already at
+    ``first_cap_bytes`` (1 MiB); top-k and its kin have a single one unless told otherwise.
+
+    >>> Buckets(cap_bytes=4 * 2**20)
+    Buckets(cap_bytes=4194304, first_cap_bytes=None)
+    """
+
+    cap_bytes: int | None = None
+    first_cap_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise HocketError(f"Buckets({name}={value!r}): it must be a whole number of bytes of at least 1.")
 
 
 @dataclass(frozen=True)

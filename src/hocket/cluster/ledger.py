@@ -111,6 +111,8 @@ class Ledger:
     timed: bool
     spans: list[Span] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
+    own_entries: list[Entry] = field(default_factory=list)
+    """The same epochs as the workers hosted here alone spent them."""
     nonfinite: int = 0
     exchanges: int = 0
     computed: list[float] = field(default_factory=list)
@@ -173,11 +175,39 @@ class Ledger:
             entry.compute_s = max(seconds - wait - transfer, 0.0)
             self.computed = (everyone[:, 0] - everyone[:, 1] - everyone[:, 2]).tolist()
         self.entries.append(entry)
+        self.own_entries.append(self._own(figures))
         self.sent.zero_()
         self.sent_varying.zero_()
         self.spans, self.nonfinite, self.exchanges, self._seconds = [], 0, 0, 0.0
         if running:
             self.resume()
+        return entry
+
+    def open(self) -> tuple[Entry, float | None]:
+        """Since the last :meth:`close`, what the workers hosted here know without asking others, and the seconds of wait and
+        transfer together: which of them were wait is known only once everyone's starts are gathered, at the next close."""
+        figures = torch.zeros(self.sent.shape[0], 6, dtype=torch.float64)
+        figures[:, 4] = self.bytes_sent.to(torch.float64)
+        figures[0, 5] = self.nonfinite
+        entry = self._own(figures)
+        if not self.timed:
+            entry.seconds = entry.compute_s = entry.wait_s = entry.transfer_s = entry.transfer_hidden_s = None
+            return entry, None
+        entry.seconds = self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
+        exposed = sum(max(self.clock.seconds(s.end) - self.clock.seconds(s.blocked), 0.0) for s in self.spans)
+        entry.compute_s = max(entry.seconds - exposed, 0.0)
+        if self.spans:
+            entry.wait_s = entry.transfer_s = entry.transfer_hidden_s = None
+        return entry, exposed
+
+    def _own(self, figures: Tensor) -> Entry:
+        """Figures of the workers hosted here as an entry."""
+        seconds, wait, transfer, hidden = figures[:, :4].mean(0).tolist()
+        sent, nonfinite = figures[:, 4:].sum(0).tolist()
+        entry = Entry(bytes_sent=int(sent), exchanges=self.exchanges, nonfinite=int(nonfinite))
+        if self.timed or self.predict is not None:
+            entry.seconds, entry.wait_s, entry.transfer_s, entry.transfer_hidden_s = seconds, wait, transfer, hidden
+            entry.compute_s = max(seconds - wait - transfer, 0.0)
         return entry
 
     def total(self) -> Entry:

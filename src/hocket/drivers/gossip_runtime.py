@@ -22,6 +22,7 @@ from hocket.cluster.ledger import Entry
 from hocket.drivers.coordinator_link import CoordinatorLink
 from hocket.drivers.record import Recorder
 from hocket.drivers.threaded import ThreadedDriver
+from hocket.errors import HocketError
 from hocket.messages import Caller, Keys, Listener
 from hocket.programs.account import Account, entry_of, staleness_of
 from hocket.programs.base import Effects
@@ -110,6 +111,16 @@ class GossipRuntime:
     def step(self) -> int:
         """Steps done."""
         return self.program.step
+
+    @property
+    def worker(self) -> int:
+        """This worker's number."""
+        return self.config.worker
+
+    def figures(self) -> dict[str, Any]:
+        """This worker's own figures by now, as plain data."""
+        with self.driver.lock:
+            return self.account.describe(self.driver.clock())
 
     @property
     def steps_locally(self) -> bool:
@@ -226,6 +237,18 @@ class GossipRuntime:
         looked = self.program.looked
         assert looked is not None
         return [new.view(1, -1).to(row.device) for new, row in zip(looked.rows, self._rows, strict=True)], looked.buffers
+
+    def state_dict(self) -> dict[str, Any]:
+        """All strategy state of this worker: its step and its push-sum weight. The weights are those of the model."""
+        with self.driver.lock:
+            return {"step": self.program.step, "push_sum_weight": self.program.state.push_sum_weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, before the first step; every worker begins with a push-sum weight of 1 and the model's weights."""
+        if self.step:
+            raise HocketError(f"load_state_dict after {self.step} steps: load it before the first step of this job.")
+        with self.driver.lock:
+            self.program.step = int(state["step"])
 
     def summary(self) -> dict[str, Any]:
         """Everything so far: seconds are means over workers, ``bytes_sent``, ``exchanges`` and ``lost`` ones sums over workers.

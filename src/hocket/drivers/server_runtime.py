@@ -90,6 +90,15 @@ class ServerRuntime:
         """This worker's own figures."""
         return self.program.account
 
+    @property
+    def worker(self) -> int:
+        """This worker's number."""
+        return self.config.worker
+
+    def figures(self) -> dict[str, Any]:
+        """This worker's own figures by now, as plain data."""
+        return self.account.describe(self.driver.clock())
+
     def before_update(self, gradients: Sequence[Tensor]) -> None:
         """This step's gradients, flat, one per bucket; the caller must not write to them any more."""
         self.driver.call(self.program.before_update, gradients)
@@ -132,6 +141,28 @@ class ServerRuntime:
         self.attached = False
         self._heartbeats.stop()
         self.driver.close(linger_s)
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All strategy state of this worker: residuals, sums that are not pushed yet, the step. The weights are on the shards."""
+        return {**self._identity(), **self.program.strategy_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, before the first step on these shards."""
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise HocketError(
+                    f"The checkpoint's {name} is {state.get(name)}, this job's is {value}; resume with what it was saved with."
+                )
+        if self.step:
+            raise HocketError(f"load_state_dict after {self.step} steps: load it before the first step of this job.")
+        self.driver.call(self.program.resume, {k: v for k, v in state.items() if k not in self._identity()})
+
+    def _identity(self) -> dict[str, Any]:
+        config = self.config
+        workers = [config.worker, config.worker + 1, config.world]
+        return {"strategy": str(config.strategy), "layout": config.layout.digest(), "workers": workers, "seed": config.seed}
 
     # --- figures and global weights ------------------------------------------------------------------------------------------
 
@@ -194,7 +225,7 @@ class ServerRuntime:
             if statuses[0] is not None:
                 self._accounts, self._staleness = dict(statuses[0]["workers"]), dict(statuses[0]["ages"])
             self._lost |= {place: int(status["lost"]) for place, status in enumerate(statuses) if status is not None}
-        self._accounts[str(self.config.worker)] = self.account.describe(self.driver.clock())
+        self._accounts[str(self.config.worker)] = self.figures()
 
     def _statuses(self) -> list[dict[str, Any] | None]:
         """Where the job stands, as each shard sees it; None where one does not answer in time."""

@@ -7,7 +7,9 @@ likely on one machine, exchange most. Groups are those of PyTorch's ``DeviceMesh
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -34,19 +36,25 @@ class Mesh:
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
+    plan: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
+    """How operations are split over the tensor axis: names of modules, or patterns, and kinds; None: found by itself."""
 
     def __post_init__(self) -> None:
         for name in AXES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise HocketError(f"Mesh({name}={value!r}): an axis has a whole number of processes, at least 1.")
+        if self.plan is not None and self.tensor == 1:
+            raise HocketError(
+                f"Mesh(plan=…) is about splitting operations, but the mesh {self} has no tensor axis; add tensor=2, for example."
+            )
 
     @classmethod
     def parse(cls, text: str | Mesh) -> Mesh:
         """A mesh from ``"data=2,pipeline=2"``."""
         if isinstance(text, Mesh):
             return text
-        found: dict[str, int] = {}
+        found: dict[str, Any] = {}
         for word in re.split(r"[,\s]+", text.strip()):
             name, _, value = word.partition("=")
             if name not in AXES:
@@ -103,6 +111,16 @@ class MeshCoordinate:
     def axes(self) -> dict[str, Axis]:
         """All three by name."""
         return {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What happens inside is not training: no axis counts it."""
+        comm_stats = {name: replace(axis.comm_stats) for name, axis in self.axes.items()}
+        try:
+            yield
+        finally:
+            for name, axis in self.axes.items():
+                axis.comm_stats = comm_stats[name]
 
     @property
     def first(self) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hocket.split.mesh import Mesh
 from hocket.split.pipeline.schedules import Action
+from hocket.split.sharded import ShardedState
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,18 @@ class HeldBytes:
     def total(self) -> int:
         """All of it."""
         return self.weights + self.gradients + self.state + self.activations
+
+    def sharded(self, sharded: ShardedState, optimizer: torch.optim.Optimizer) -> HeldBytes:
+        """The same where the optimiser's state lies in parts."""
+        return replace(self, state=sharded.owned_bytes * state_copies(optimizer))
+
+
+def gather_picture(mesh: Mesh, own: HeldBytes) -> str:
+    """:func:`draw` of what all processes hold; all must call it together."""
+    everyone = [own] * mesh.size
+    if mesh.size > 1:
+        dist.all_gather_object(everyone, own)
+    return draw(mesh, everyone)
 
 
 def held_bytes(module: nn.Module, optimizer: torch.optim.Optimizer, activations: int) -> HeldBytes:

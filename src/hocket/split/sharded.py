@@ -32,49 +32,48 @@ from hocket.strategy import Strategy
 SEES_WHOLE = ("Adafactor", "Muon")
 """Optimisers that need a whole matrix to update a part of it."""
 _NOT_IN_PARTS = {
-    **dict.fromkeys(SEES_WHOLE, "needs whole matrices, but under fsdp=True each worker has a part of each"),
-    "Adagrad": "has state before its first step, which fsdp=True does not shard",
-    "Rprop": "writes to indices of a gradient, which PyTorch does not support for sharded tensors",
+    **dict.fromkeys(SEES_WHOLE, "looks at whole matrices, of which FSDP2 leaves each worker a part"),
+    "Adagrad": "has state before its first step, which FSDP2 does not cut",
+    "Rprop": "writes into places of a gradient, which PyTorch does not do in parts",
 }
 
 
 def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = None) -> None:
-    """Refuse ``zero=1`` or ``fsdp=True`` where the strategy does not allow it, in one sentence.
+    """Refuse ZeRO-1 (``zero=1``) or FSDP2 (``fsdp=True``) where the strategy does not allow it, in one sentence.
 
     >>> refuse_sharding(Strategy.parse("bulk + topk(0.01)"), zero=1, fsdp=False)
     >>> refuse_sharding(Strategy.parse("local(4)"), zero=1, fsdp=False)
     Traceback (most recent call last):
-    hocket.errors.HocketError: zero=1 needs equal replicas after every step, but under local(4) + allreduce each worker's
+    hocket.errors.HocketError: ZeRO-1 needs equal replicas after every step, but under local(4) + allreduce each worker's
     optimiser state is its own; use bulk + allreduce.
     """
     if zero not in (0, 1) or isinstance(zero, bool):
-        raise HocketError(f"zero={zero!r}: zero=1 shards the optimiser's state; use fsdp=True to shard weights and gradients, too.")
+        raise HocketError(f"zero={zero!r}: zero=1 shards the optimiser's state; use FSDP2 to shard weights and gradients, too.")
     if zero and fsdp:
-        raise HocketError("zero=1, fsdp=True: FSDP2 shards the optimiser's state, too; leave zero=1 out.")
+        raise HocketError("ZeRO-1 with FSDP2: FSDP2 shards the optimiser's state, too; leave ZeRO-1 out.")
     if not zero and not fsdp:
         return
     if reason := _differs(strategy):
         raise HocketError(
-            f"{'fsdp=True' if fsdp else 'zero=1'} needs equal replicas after every step, but under {strategy} {reason}; "
+            f"{'FSDP2' if fsdp else 'ZeRO-1'} needs equal replicas after every step, but under {strategy} {reason}; "
             "use bulk + allreduce."
         )
     if not fsdp:
         return
     if strategy.compression.compresses or not strategy.topology.one_mean:
         raise HocketError(
-            f"PyTorch's FSDP2 averages the gradients under fsdp=True and does not support {strategy}; use bulk + allreduce, "
-            "or zero=1."
+            f"PyTorch's FSDP2 makes the mean of gradients itself and knows no {strategy}; use bulk + allreduce, or ZeRO-1."
         )
     if scaler is not None:
-        raise HocketError("fsdp=True shards gradients, but a GradScaler checks whole ones; use bfloat16, or zero=1.")
+        raise HocketError("FSDP2 shards gradients, which a GradScaler judges one by one; use bfloat16, or ZeRO-1.")
 
 
 def refuse_fsdp_on(cluster: Cluster) -> None:
     """Refuse FSDP2 on CUDA over Gloo: its exchanges of CUDA tensors end the process without an error."""
     if cluster.device.type == "cuda" and "nccl" not in (cluster.backend or ""):
         raise HocketError(
-            f"fsdp=True on CUDA needs NCCL, which needs a GPU for every process, but the job uses {cluster.backend}; use "
-            "zero=1, or hocket.init(backend='nccl')."
+            f"FSDP2 on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
+            "ZeRO-1, or hocket.init(backend='nccl')."
         )
 
 
@@ -189,7 +188,9 @@ class ShardedState:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
-            raise HocketError("zero=1 does not support closures; call optimizer.step() without one.")
+            raise HocketError(
+                "ZeRO-1 steps a part of the parameters, which a closure would not know; call optimizer.step() without one."
+            )
         self._restore()
         self._whole = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -294,10 +295,10 @@ class FullShards:
         from torch.distributed.fsdp import fully_shard
 
         if reason := _NOT_IN_PARTS.get(type(optimizer).__name__):
-            raise HocketError(f"{type(optimizer).__name__} {reason}; use AdamW or SGD, or zero=1.")
+            raise HocketError(f"{type(optimizer).__name__} {reason}; use AdamW or SGD, or ZeRO-1.")
         if any(optimizer.state.values()):
             raise HocketError(
-                "fsdp=True shards the optimiser's state, but this one has some; call hocket.parallelize before its first step."
+                "FSDP2 cuts the optimiser's state, too, and this one has some; call hocket.parallelize before the first step."
             )
         self.model, self.optimizer, self.cluster = model, optimizer, cluster
         for tensor in (*model.parameters(), *model.buffers()):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hocket.cluster.layout import Layout
+from hocket.cluster.layout import Buckets, Layout
 from hocket.data import DataSet, Partition, load
 from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.drivers.gossip_runtime import GossipRuntime
@@ -24,15 +24,16 @@ from hocket.noise import step_keys
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.requests import WorkerConfig
 from hocket.train.engines.loop import forked, random_modules
-from hocket.train.free_job import FreeJob
+from hocket.train.job import Job
 from hocket.train.lr_schedule import factor
-from hocket.train.pairs_job import PairsJob
 from hocket.train.pairs_worker import connect_coordinated
+from hocket.train.runtimes.peers import peer_runtime
+from hocket.train.runtimes.server import server_runtime
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
 
-_Job = FreeJob | PairsJob
+Link = ServerRuntime | GossipRuntime
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ def work(post: WorkerTask) -> None:
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
     at = factor(settings.optimizer.lr_schedule, sequence.steps, round(settings.optimizer.warmup * len(sequence.partition)))
-    job = _enter(post, settings, model, optimizer, sequence)
-    throttle, account = Throttle(settings.workers.slowdown_of(post.worker)), job.runtime.account
+    job, link = _enter(post, settings, model, optimizer, sequence)
+    throttle, account = Throttle(settings.workers.slowdown_of(post.worker)), link.account
     x, y = (t.to(device) for t in data.train)
     dtype, random = settings.numerics.dtype, bool(random_modules(model))
     model.train()
-    while (minibatch := _next(job, post.worker, sequence)) is not None:
+    while (minibatch := _next(job, link, post.worker, sequence)) is not None:
         throttle.begin()
         key = step_keys(settings.seed, minibatch.step, settings.workers.count)[minibatch.slot : minibatch.slot + 1]
         inputs = x[minibatch.indices.to(device)]
@@ -99,35 +100,33 @@ def work(post: WorkerTask) -> None:
         account.add_loss(float(loss.detach()))
         throttle.end()
         optimizer.step()
-    job.flush()
+    link.flush()
     job.detach()
 
 
 def _enter(
     post: WorkerTask, settings: RunSettings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence
-) -> _Job:
+) -> tuple[Job, Link]:
+    """A job of this worker, and its link to servers or peers."""
     strategy, keys, job = settings.strategy, None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
-    options: dict[str, Any] = {
-        "nonfinite": settings.numerics.nonfinite,
-        "seed": settings.seed,
-        **settings.buckets.options(),
-    }
-    if strategy.runtime == "peers":
+    links: list[Link] = []
+
+    def connect_server(layout: Layout) -> ServerRuntime:
+        links.append(link := _connect(post, settings, layout, sequence))
+        return link
+
+    def connect_peer(layout: Layout) -> GossipRuntime:
+        rule, joins = strategy.topology.partner_rule, post.incarnation > 0
         config = PeerConfig(
-            post.worker,
-            settings.workers.count,
-            strategy.topology.partner_rule,
-            settings.seed,
-            post.liveness_timeout_s,
-            incarnation=post.incarnation,
-            joins=post.incarnation > 0,
+            post.worker, settings.workers.count, rule, settings.seed, post.liveness_timeout_s, post.incarnation, joins
         )
+        links.append(link := connect_coordinated(strategy, layout, config, post.addresses[0], job, keys, _record(post)))
+        return link
 
-        def connect(layout: Layout) -> GossipRuntime:
-            return connect_coordinated(strategy, layout, config, post.addresses[0], job, keys, _record(post))
-
-        return PairsJob(model, optimizer, strategy, connect, **options)
-    return FreeJob(model, optimizer, strategy, lambda layout: _connect(post, settings, layout, sequence), **options)
+    runtime = peer_runtime(connect_peer) if strategy.runtime == "peers" else server_runtime(connect_server)
+    buckets = Buckets(settings.buckets.cap_bytes, settings.buckets.first_cap_bytes)
+    options: dict[str, Any] = {"nonfinite": settings.numerics.nonfinite, "seed": settings.seed, "buckets": buckets}
+    return Job(model, optimizer, strategy, runtime, **options), links[0]
 
 
 def _connect(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
@@ -150,11 +149,9 @@ def _record(post: WorkerTask) -> Path | None:
     return None if post.record is None else Path(post.record)
 
 
-def _next(job: _Job, worker: int, sequence: BatchSequence) -> MiniBatch | None:
-    if job.strategy.sync.static_partition:
-        number = job.runtime.record_batch(sequence.own(worker, job.step))
-    else:
-        number = job.runtime.next_batch()
+def _next(job: Job, link: Link, worker: int, sequence: BatchSequence) -> MiniBatch | None:
+    own = job.strategy.sync.static_partition
+    number = link.record_batch(sequence.own(worker, job.step)) if own else link.next_batch()
     return None if number is None or number >= len(sequence) else sequence.minibatch(number)
 
 

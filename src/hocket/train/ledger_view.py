@@ -1,33 +1,201 @@
-"""The ledger as users read it: seconds split into compute, wait and transfer, and bytes."""
+"""The figures of a job: seconds split into compute, wait and transfer, and bytes; of this worker alone, or of all.
+
+``summary()`` is never a collective, so any worker may ask at any time. ``close_epoch`` and ``summary(all_workers=True)`` of a
+:class:`ClusterLedger`, and of any ledger on a mesh, are collectives: all processes must call them together.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
+from hocket.programs.account import entry_of
+
+if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
+    from hocket.split import MeshCoordinate
+
+_SECONDS = ("seconds", "compute_s", "wait_s", "transfer_s", "transfer_hidden_s")
+_UNTOLD = ("compute_s", "wait_s", "transfer_s", "transfer_hidden_s")
+AxisFigures = dict[str, dict[str, float]]
+"""Bytes, exchanges and seconds of waiting, by axis."""
 
 
-class LedgerView:
-    """Reads the cluster's ledger; every worker must ask together, since figures are combined over all."""
+class JobLedger(Protocol):
+    """What a job and the training loop need of a ledger."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    @property
+    def last(self) -> AxisFigures:
+        """On a mesh: the axes' figures between the last two calls of :meth:`close_epoch`, of all processes."""
+
+    def close_epoch(self) -> Entry:
+        """The figures since the last call, of all workers (a collective)."""
+
+    def total(self) -> Entry:
+        """All of them since the job began."""
+
+    def summary(self, all_workers: bool = False) -> dict[str, Any]:
+        """Everything so far: of this worker, or (a collective) of all."""
+
+
+@dataclass
+class MeshAxes:
+    """The mesh of a split model: what its pipeline and tensor axes cost stands beside the figures of the data axis."""
+
+    place: MeshCoordinate
+    world: Cluster
+    own: AxisFigures = field(default_factory=dict)
+    """What this process has spent on pipeline and tensor up to the last :meth:`combine`."""
+
+    def combine(self, entry: Entry) -> AxisFigures:
+        """Turn ``entry``, of the data axis, into that of all processes and all axes; the axes' figures since the last call."""
+        figures = [float(getattr(entry, name) or 0.0) for name in _SECONDS] + [float(entry.bytes_sent)]
+        for name in ("pipeline", "tensor"):
+            stats = self.place.axes[name].comm_stats.take()
+            taken = {"bytes_sent": stats.bytes_sent, "exchanges": stats.exchanges, "seconds": stats.seconds}
+            self.own[name] = _added(self.own.get(name, {}), taken)
+            figures += [float(value) for value in taken.values()]
+        everyone = self.world.all_gather_metrics(torch.tensor([figures], dtype=torch.float64))
+        sums, means = everyone.sum(0).tolist(), everyone.mean(0).tolist()
+        for name, value in zip(_SECONDS, means, strict=False):
+            setattr(entry, name, value)
+        # Every process along a data axis knows the sum over it.
+        sent = sums[5] / self.place.data.size
+        synchronised = (entry.wait_s or 0.0) + (entry.transfer_s or 0.0)
+        found: AxisFigures = {"data": {"bytes_sent": int(sent), "exchanges": entry.exchanges, "seconds": synchronised}}
+        for k, name in ((6, "pipeline"), (9, "tensor")):
+            found[name] = {"bytes_sent": int(sums[k]), "exchanges": int(sums[k + 1]), "seconds": means[k + 2]}
+            entry.compute_s = max((entry.compute_s or 0.0) - means[k + 2], 0.0)
+        entry.bytes_sent = int(sum(axis["bytes_sent"] for axis in found.values()))
+        return found
+
+    def beside(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """This process's summary of the data axis with what it has spent on the other axes by now."""
+        data = {name: summary[name] for name in ("bytes_sent", "exchanges")}
+        axes: AxisFigures = {"data": {**data, "seconds": summary["synchronisation_s"] or 0.0}}
+        for name in ("pipeline", "tensor"):
+            stats = self.place.axes[name].comm_stats
+            now = {"bytes_sent": stats.bytes_sent, "exchanges": stats.exchanges, "seconds": stats.seconds}
+            axes[name] = _added(self.own.get(name, {}), now)
+        waited = axes["pipeline"]["seconds"] + axes["tensor"]["seconds"]
+        compute = None if summary["compute_s"] is None else max(summary["compute_s"] - waited, 0.0)
+        sent = int(sum(axis["bytes_sent"] for axis in axes.values()))
+        return {**summary, "compute_s": compute, "bytes_sent": sent, "axes": axes}
+
+
+class ClusterLedger:
+    """Reads a cluster's ledger. ``computed``: bytes come from a formula, and seconds are known as a whole alone (FSDP2)."""
+
+    def __init__(self, cluster: Cluster, axes: MeshAxes | None = None, computed: bool = False) -> None:
+        self._cluster, self._mesh, self._computed = cluster, axes, computed
+        self.computed_bytes = 0
+        """By this worker, since the last call of :meth:`close_epoch`."""
+        self._computed_before = 0
+        self.last: AxisFigures = {}
+        self._axes: AxisFigures = {}
         if cluster.ledger.exchanges or cluster.ledger.running:
-            self.close_epoch()
+            self._close()
         self._first = len(cluster.ledger.entries)
 
     def close_epoch(self) -> Entry:
         """The figures since the last call, combined over all workers (a collective)."""
-        self._cluster.start(lambda: None)()  # what was launched before this has been counted
-        return self._cluster.ledger.close(self._cluster.all_gather_metrics)
+        entry = self._close()
+        if self._computed:
+            everyone = self._cluster.all_gather_metrics(torch.tensor([[self.computed_bytes]]))
+            self._computed_before, self.computed_bytes = self._computed_before + self.computed_bytes, 0
+            entry.bytes_sent += int(everyone.sum())
+            for name in _UNTOLD:
+                setattr(entry, name, None)
+        if self._mesh is not None:
+            self.last = self._mesh.combine(entry)
+            self._axes = {name: _added(self._axes.get(name, {}), figures) for name, figures in self.last.items()}
+        return entry
 
     def total(self) -> Entry:
         """All epochs closed since this view was made, together."""
         return sum(self._cluster.ledger.entries[self._first :], Entry())
 
-    def summary(self) -> dict[str, Any]:
-        """Everything so far: ``seconds``, ``compute_s``, ``wait_s``, ``transfer_s``, ``transfer_hidden_s`` (means over workers),
-        ``bytes_sent`` (sum over workers), ``exchanges``, ``nonfinite``. All workers must call it."""
+    def summary(self, all_workers: bool = False) -> dict[str, Any]:
+        """Everything so far: ``seconds``, ``compute_s``, ``wait_s``, ``transfer_s``, ``transfer_hidden_s``, ``bytes_sent``,
+        ``exchanges``, ``nonfinite``.
+
+        Of this worker alone; then ``wait_s`` and ``transfer_s`` are None where only their sum ``synchronisation_s`` is known. Or
+        ``all_workers`` (a collective): seconds are means, bytes the sum. On a mesh ``axes`` has the figures by axis.
+        """
+        if not all_workers:
+            return self._own()
         self.close_epoch()
-        return dict(vars(self.total()))
+        found = dict(vars(self.total()))
+        if self._computed:
+            found["computed"] = ["bytes_sent"]
+        return found if self._mesh is None else {**found, "axes": self._axes}
+
+    def _close(self) -> Entry:
+        self._cluster.start(lambda: None)()  # what was launched before this has been counted
+        return self._cluster.ledger.close(self._cluster.all_gather_metrics)
+
+    def _own(self) -> dict[str, Any]:
+        ledger = self._cluster.ledger
+        before, (now, exposed) = sum(ledger.own_entries[self._first :], Entry()), ledger.open()
+        found: dict[str, Any] = vars(before + now)
+        found["synchronisation_s"] = None if exposed is None else (before.wait_s or 0.0) + (before.transfer_s or 0.0) + exposed
+        if exposed is not None and now.wait_s is None:
+            found |= dict.fromkeys(("wait_s", "transfer_s", "transfer_hidden_s"))
+        if self._computed:
+            found |= {**dict.fromkeys((*_UNTOLD, "synchronisation_s")), "computed": ["bytes_sent"]}
+            found["bytes_sent"] += self._computed_before + self.computed_bytes
+        return found if self._mesh is None else self._mesh.beside(found)
+
+
+class Accounts(Protocol):
+    """A worker that sends messages, as far as figures go."""
+
+    def figures(self) -> dict[str, Any]:
+        """Its own."""
+
+    def summary(self) -> dict[str, Any]:
+        """All workers', as servers or peers tell them; any worker may ask alone."""
+
+
+class MessageLedger:
+    """The figures of a worker that sends messages: its own account, and what servers or peers know of all workers."""
+
+    def __init__(self, worker: Accounts, axes: MeshAxes | None = None) -> None:
+        self._worker, self._mesh = worker, axes
+        self.last: AxisFigures = {}
+        self._axes: AxisFigures = {}
+        self._total = Entry()
+
+    def close_epoch(self) -> Entry:
+        """Everything so far of all workers, on a mesh of all processes (a collective there alone)."""
+        told = self._worker.summary()
+        self._total = Entry(**{name: told[name] for name in vars(Entry())})
+        if self._mesh is not None:
+            self.last = self._mesh.combine(self._total)
+            for name, figures in self.last.items():
+                before = {} if name == "data" else self._axes.get(name, {})  # servers tell everything so far
+                self._axes[name] = _added(before, figures)
+        return self._total
+
+    def total(self) -> Entry:
+        """What :meth:`close_epoch` has found last."""
+        return self._total
+
+    def summary(self, all_workers: bool = False) -> dict[str, Any]:
+        """As :meth:`ClusterLedger.summary`, and ``staleness`` and ``lost`` of all workers, which servers or peers tell to any
+        worker that asks; ``all_workers`` is a collective on a mesh alone."""
+        if all_workers and self._mesh is not None:
+            return {**vars(self.close_epoch()), "axes": self._axes}
+        told = self._worker.summary()
+        if all_workers:
+            return told
+        own = vars(entry_of({"": self._worker.figures()})[0])
+        found = {**told, **own, "synchronisation_s": own["wait_s"] + own["transfer_s"]}
+        return found if self._mesh is None else self._mesh.beside(found)
+
+
+def _added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {key: one.get(key, 0) + value for key, value in other.items()}

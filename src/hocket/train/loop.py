@@ -21,7 +21,7 @@ from hocket.errors import HocketError
 from hocket.noise import step_keys
 from hocket.train.balance import by_speed, check_balance, check_speeds
 from hocket.train.flops import step_flops
-from hocket.train.ledger_view import LedgerView
+from hocket.train.ledger_view import ClusterLedger, JobLedger
 from hocket.train.lr_schedule import factor, scheduler
 from hocket.train.replicas import Loss, Replicas
 from hocket.train.setting_checks import check_count, check_last, check_max_steps, check_warmup
@@ -102,7 +102,7 @@ class Training:
         self.scheduler = scheduler(
             self.replicas.optimizer, plan.lr_schedule, self.steps, round(plan.warmup_epochs * len(self.partition))
         )
-        self.ledger = getattr(self.replicas, "ledger", None) or LedgerView(self.cluster)
+        self.ledger: JobLedger = getattr(self.replicas, "ledger", None) or ClusterLedger(self.cluster)
         device = self.cluster.device
         self._train = tuple(t.to(device) for t in self.data.train)
         self._test = tuple(t.to(device) for t in self.data.test)
@@ -137,8 +137,8 @@ class Training:
         over = self.epoch == self.plan.epochs or self.step >= self.steps
         accuracy = self._evaluate() if self.plan.evaluate or over else None
         metrics: dict[str, Any] = {"epoch": self.epoch, "accuracy": accuracy, "loss": mean_loss, **vars(entry), "wall_s": wall}
-        if axes := getattr(self.ledger, "last", None):
-            metrics["axes"] = axes
+        if self.ledger.last:
+            metrics["axes"] = self.ledger.last
         if self.shares is not None:
             metrics["shares"] = self.shares
             samples = [sum(sizes) for sizes in zip(*(r.sizes for r in rounds[: len(losses)]), strict=True)]
@@ -231,9 +231,9 @@ class Training:
         """Everything to resume from, after an epoch."""
         return {**self._progress(), "replicas": self.replicas.state_dict()}
 
-    def whole_state(self) -> dict[str, Any] | None:
+    def full_state(self) -> dict[str, Any] | None:
         """The same with a split model put together; on its first process only."""
-        whole = self.replicas.job.whole_state()  # type: ignore[attr-defined]
+        whole = self.replicas.job.full_state()  # type: ignore[attr-defined]
         return None if whole is None else {**self._progress(), "replicas": None, **whole}
 
     def _progress(self) -> dict[str, Any]:
@@ -246,10 +246,10 @@ class Training:
             "scheduler": self.scheduler.state_dict(),
         }
 
-    def load_whole(self, state: dict[str, Any]) -> None:
+    def load_full_state(self, state: dict[str, Any]) -> None:
         """Resume from a model that was split otherwise, or not at all; what strategies remember starts anew."""
         self.epoch, self.step, self.metrics = state["epoch"], state["step"], list(state["metrics"])
-        self.replicas.load_whole(state)
+        self.replicas.load_full_state(state)
         self.scheduler.load_state_dict(state["scheduler"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

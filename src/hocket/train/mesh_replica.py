@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
-from hocket.split import Mesh
+from hocket.split.mesh import Mesh
+from hocket.split.options import Pipeline
+from hocket.split.split_model import Facade
 from hocket.strategy import Strategy
-from hocket.train.mesh_job import Facade, MeshJob
 from hocket.train.replicas import Factory, Loss
+from hocket.train.split_job import split_job
 
 
 class MeshReplica:
@@ -27,7 +30,7 @@ class MeshReplica:
         strategy: Strategy,
         world: Cluster,
         mesh: Mesh,
-        sample: Tensor,
+        pipeline: Pipeline,
         *,
         clip: float | None = None,
         autocast: torch.dtype | None = None,
@@ -35,9 +38,11 @@ class MeshReplica:
     ) -> None:
         self.clip, self.autocast = clip, autocast
         self._optimizer = optimizer(list(model.parameters()))
-        self.job = MeshJob(model, self._optimizer, strategy, world, mesh, loss=loss, sample=sample, **options)
-        self.model: nn.Module = Facade(self.job)
-        self.layout, self.ledger, self.cluster = self.job.layout, self.job.ledger, self.job.cluster
+        self.job = split_job(model, self._optimizer, strategy, world, mesh, replace(pipeline, loss=loss), **options)
+        assert self.job.split is not None
+        self.split = self.job.split
+        self.model: nn.Module = Facade(self.split)
+        self.layout, self.ledger, self.cluster = self.job.layout, self.job.runtime.ledger, self.job.cluster
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -76,14 +81,23 @@ class MeshReplica:
             yield self.model
 
     def state_dict(self) -> dict[str, Any]:
-        return self.job.state_dict()
+        """What this process has: it goes on from there on the same mesh."""
+        state, sharded = self.job.state_dict(), self.job.sharded
+        return {
+            **state,
+            "model": {name: t.detach().clone() for name, t in self.split.state.held().items()},
+            "optimizer": self._optimizer.state_dict() if sharded is None else sharded.saved(),
+        }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether a checkpoint is of the parts that are held here."""
-        return self.job.fits(state)
+        return self.split.state.fits(state)
 
-    def load_whole(self, state: Mapping[str, Any]) -> None:
-        self.job.load_whole(state)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.job.load_state_dict(state)
+        for name, tensor in self.split.state.held().items():
+            tensor.data.copy_(state["model"][name])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        self.job.load_full_state(state)

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.layout import Layout
+from hocket.cluster.layout import Buckets, Layout
 from hocket.errors import HocketError, NonFiniteGradient
 from hocket.programs.collective import CollectiveProgram
 from hocket.strategy import Strategy
+from hocket.train.checks import check_equal, check_job, layout_for
 from hocket.train.engines import Engine, choose, stack_buffers
 from hocket.train.engines.loop import forked, random_modules
-from hocket.train.job import Job, check_equal, check_job, layout_for
+from hocket.train.job import Job
+from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.train.stacked import StackedOptimizer, clip_rows_
 from hocket.train.throttle import Throttle
 from hocket.train.watch import NonFinite
@@ -65,7 +67,7 @@ class Replicas(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
 
-    def load_whole(self, state: dict[str, Any]) -> None:
+    def load_full_state(self, state: dict[str, Any]) -> None:
         """Take the model and the optimiser of a run that was split otherwise."""
 
 
@@ -88,19 +90,15 @@ class LiveReplica:
         bucket_cap_bytes: int | None = None,
         first_bucket_cap_bytes: int | None = None,
         slowdown: float = 1.0,
+        zero: int = 0,
     ) -> None:
+        """``zero=1``: it keeps a part of the optimiser's state; worker 0's checkpoint has all of it."""
         self.model, self.loss, self.clip, self.autocast, self.cluster = model, loss, clip, autocast, cluster
         self._optimizer = optimizer(list(model.parameters()))
+        buckets = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
+        self._runtime = CollectiveRuntime(cluster, zero)
         self.job = Job(
-            model,
-            self._optimizer,
-            strategy,
-            cluster,
-            nonfinite=nonfinite,
-            steps=steps,
-            seed=seed,
-            bucket_cap_bytes=bucket_cap_bytes,
-            first_bucket_cap_bytes=first_bucket_cap_bytes,
+            model, self._optimizer, strategy, self._runtime, nonfinite=nonfinite, steps=steps, seed=seed, buckets=buckets
         )
         self.layout = self.job.layout
         self._random = random_modules(model)
@@ -124,7 +122,7 @@ class LiveReplica:
         self._throttle.between()
         loss.backward()
         self._throttle.computed(self.job.gradients_at)
-        if always and weights[0] != 1.0 and not self.job.program.mixes_gradients:
+        if always and weights[0] != 1.0 and not self._runtime.mixes_gradients:
             torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], weights[0])
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -140,19 +138,21 @@ class LiveReplica:
         """Every step has been looked at."""
 
     def each(self) -> Iterator[nn.Module]:
-        self.job.program.drain()
+        self._runtime.drain()
         with self.cluster.uncounted():
             yield self.model
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict(), "job": self.job.state_dict()}
+        sharded = self.job.sharded
+        optimizer = self._optimizer.state_dict() if sharded is None else sharded.saved()
+        return {"model": self.model.state_dict(), "optimizer": optimizer, "job": self.job.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.job.load_state_dict(state["job"])
 
-    def load_whole(self, state: dict[str, Any]) -> None:
+    def load_full_state(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
 
@@ -279,7 +279,7 @@ class StackedReplicas:
         self._stacked.load_state_dict(state["optimizer"])
         self.program.load_state_dict(state["job"])
 
-    def load_whole(self, state: dict[str, Any]) -> None:
+    def load_full_state(self, state: dict[str, Any]) -> None:
         raise HocketError("Several workers in one process cannot go on with a split model; give each worker a process.")
 
     def _fill(self) -> None:

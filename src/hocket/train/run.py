@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.layout import Layout
+from hocket.cluster.layout import Buckets, Layout
 from hocket.cluster.message import ring_bytes
 from hocket.data import DataSet, Partition, load
 from hocket.errors import HocketError, SettingError
 from hocket.models import build, loss_for
 from hocket.split import Mesh
 from hocket.train.asynchronous import AsyncReplicas, AsyncSimulation
+from hocket.train.checks import mention_period
 from hocket.train.engines import Engine, VmapEngine, choose
-from hocket.train.job import mention_period
 from hocket.train.loop import Progress, Training
 from hocket.train.record import Record, versions
 from hocket.train.replicas import LiveReplica, Loss, Replicas, StackedReplicas
@@ -85,14 +85,17 @@ def _on_mesh(
     from hocket.train.mesh_replica import MeshReplica  # loaded only where a model is split
 
     sample = data.prepare(data.train[0][: settings.data.batch_size].to(world.device))
-    given = {**split.options(), "zero": settings.sharding.zero, **options}
-    replica = MeshReplica(model, loss, settings.make_optimizer, settings.strategy, world, split.mesh, sample, **given)
+    buckets = Buckets(options.pop("bucket_cap_bytes"), options.pop("first_bucket_cap_bytes"))
+    given = {"zero": settings.sharding.zero, "buckets": buckets, **options}
+    mesh = replace(split.mesh, plan=split.kinds)
+    optimizer, strategy = settings.make_optimizer, settings.strategy
+    replica = MeshReplica(model, loss, optimizer, strategy, world, mesh, split.pipeline(sample), **given)
     return Training(replica, replica.cluster, data, loss, settings.plan())
 
 
 def _sharded(settings: RunSettings, cluster: Cluster, model: nn.Module, loss: Loss, options: dict[str, Any]) -> Replicas:
     """Workers that keep a part each of what would be the same on all."""
-    from hocket.train.sharded_replica import FullReplica, StateReplica  # loaded only where something is sharded
+    from hocket.train.sharded_replica import FullReplica  # loaded only where something is sharded
 
     sharding, strategy = settings.sharding, settings.strategy
     if cluster.rows != 1 or not cluster.has_process_group:
@@ -101,7 +104,7 @@ def _sharded(settings: RunSettings, cluster: Cluster, model: nn.Module, loss: Lo
         full = {name: value for name, value in options.items() if not name.endswith("bucket_cap_bytes")}
         return FullReplica(model, loss, settings.make_optimizer, strategy, cluster, **full)
     slowdown = settings.workers.slowdown_of(cluster.workers.start)
-    return StateReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, **options)
+    return LiveReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, zero=sharding.zero, **options)
 
 
 def explanation(settings: RunSettings, world: Cluster, data: DataSet) -> str:
@@ -179,7 +182,7 @@ def run(
                 with training.cluster.uncounted():
                     record.save(training.state_dict())
                     if settings.split is not None and isinstance(training, Training):
-                        record.save_whole(training.whole_state())
+                        record.save_whole(training.full_state())
             if late:
                 record.write_run(describe(settings, cluster, training))
                 late = False
@@ -204,7 +207,7 @@ def _go_on(settings: RunSettings, cluster: Cluster, training: Training | AsyncSi
         fits = training.replicas.fits(state["replicas"])  # type: ignore[attr-defined]
         other = bool(cluster.all_reduce_any(torch.tensor([[not fits]], device=cluster.device)))
     if other:
-        training.load_whole(record.load_whole())
+        training.load_full_state(record.load_whole())
     else:
         training.load_state_dict(state)
     return other
@@ -249,10 +252,9 @@ def _repeated(settings: RunSettings) -> dict[str, Any]:
 
 def bulk_bytes(training: Training | AsyncSimulation) -> int:
     """What ``bulk + allreduce`` would send in the same number of steps, all workers together (computed, not measured)."""
-    job = getattr(training.replicas, "job", None)
-    if isinstance(values := getattr(job, "whole_bytes", None), int):  # a split model: as if each process had a whole one
-        size = job.mesh.size  # type: ignore[union-attr]
-        return ring_bytes(values, size) * training.step * size
+    split = getattr(training.replicas, "split", None)
+    if split is not None:  # as if each process had a whole model
+        return ring_bytes(split.whole_bytes, split.mesh.size) * training.step * split.mesh.size
     return bulk_bytes_of(training.replicas.layout, training.cluster.size, training.step)
 
 

@@ -22,7 +22,7 @@ from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.balance import check_balance
-from hocket.train.free_job import serves_itself
+from hocket.train.checks import needs_servers
 from hocket.train.loop import TrainingPlan
 from hocket.train.setting_checks import check_count, check_max_steps
 from hocket.train.setting_groups import (
@@ -155,7 +155,7 @@ class RunSettings:
                 "<autocast:fp16> out.",
                 mesh=mesh,
             )
-        if self.strategy.runtime != "collective" and (mesh.data > 1 or serves_itself(self.strategy)):
+        if self.strategy.runtime != "collective" and (mesh.data > 1 or needs_servers(self.strategy)):
             raise SettingError(
                 f"{self.strategy} between split replicas runs in a script of yours (hocket.parallelize(…, mesh=…) under torchrun), "
                 "not under `hocket train`."

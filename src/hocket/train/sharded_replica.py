@@ -1,4 +1,4 @@
-"""Workers that keep a part of the optimiser's state, or of everything, as the training loop sees them."""
+"""Workers that keep a part of everything (FSDP2), as the training loop sees them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
-from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
 from hocket.train.engines.loop import forked, random_modules
-from hocket.train.replicas import Factory, LiveReplica, Loss
-from hocket.train.sharded_job import FSDPJob
-
-
-class StateReplica(LiveReplica):
-    """A worker that keeps its part of the optimiser's state. Worker 0's checkpoint has all of it, the others' have their part."""
-
-    def __init__(self, model: nn.Module, loss: Loss, optimizer: Factory, strategy: Strategy, *args: Any, **options: Any) -> None:
-        super().__init__(model, loss, optimizer, strategy, *args, **options)
-        job = self.job
-        job.sharded = ShardedState(model, self._optimizer, job.cluster, job.layout, job.weights)
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self.job.sharded is not None
-        return {"model": self.model.state_dict(), "optimizer": self.job.sharded.saved(), "job": self.job.state_dict()}
+from hocket.train.job import Job
+from hocket.train.replicas import Factory, Loss
+from hocket.train.runtimes.fsdp import FsdpRuntime
 
 
 class FullReplica:
@@ -50,8 +37,9 @@ class FullReplica:
         self.model, self.loss, self.clip, self.autocast = model, loss, clip, autocast
         self._optimizer = optimizer(list(model.parameters()))
         self._random = random_modules(model)
-        self.job = FSDPJob(model, self._optimizer, strategy, cluster, nonfinite=nonfinite, seed=seed)
-        self.layout, self.ledger = self.job.layout, self.job.ledger
+        self.runtime = FsdpRuntime(cluster)
+        self.job = Job(model, self._optimizer, strategy, self.runtime, nonfinite=nonfinite, seed=seed)
+        self.layout, self.ledger = self.job.layout, self.runtime.ledger
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -69,7 +57,7 @@ class FullReplica:
             loss = self.loss(self.model(x), y)
         loss.backward()
         if self.clip is not None:
-            self.job.look()  # clipping would spread one NaN over all gradients
+            self.runtime.check_gradients()  # clipping would spread one NaN over all gradients
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self._optimizer.step()
         return loss.detach().view(1)
@@ -84,19 +72,20 @@ class FullReplica:
 
     def each(self) -> Iterator[nn.Module]:
         """In one piece, with this worker's own buffers."""
-        model, own = self.job.whole(), dict(self.model.named_buffers())
+        model, own = self.runtime.whole(), dict(self.model.named_buffers())
         for name, buffer in model.named_buffers():
             buffer.data.copy_(own[name])
         yield model
 
     def state_dict(self) -> dict[str, Any]:
-        return {"whole": self.job.state_dict(), "buffers": dict(self.model.named_buffers())}
+        return {"whole": {**self.job.state_dict(), **(self.job.full_state() or {})}, "buffers": dict(self.model.named_buffers())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from worker 0's ``whole``, which every worker is given, and from its own ``buffers``."""
+        self.job.load_full_state(state["whole"])
         self.job.load_state_dict(state["whole"])
         for name, buffer in self.model.named_buffers():
             buffer.data.copy_(state["buffers"][name])
 
-    def load_whole(self, state: dict[str, Any]) -> None:
-        self.job.load_state_dict(state)
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        self.job.load_full_state(state)

@@ -22,8 +22,8 @@ from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.balance import check_balance
+from hocket.train.checks import mention_period
 from hocket.train.engines import Engine, choose
-from hocket.train.job import mention_period
 from hocket.train.loop import Progress, Training, TrainingPlan
 from hocket.train.replicas import Factory, Loss, StackedReplicas
 from hocket.train.setting_checks import check_count

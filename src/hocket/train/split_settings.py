@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from hocket.errors import SettingError, nearest
 from hocket.split import Mesh
+from hocket.split.options import DEFAULT_SCHEDULE, Pipeline
 from hocket.split.pipeline.probe import MEASURES
 from hocket.split.pipeline.schedules import SCHEDULES, make
-from hocket.train.mesh_checks import DEFAULT_SCHEDULE
 from hocket.train.plan_file import read_plan
 
 STAGED = ("pipe", "num_microbatches", "cut", "stages_per_rank", "measure")
@@ -72,16 +74,16 @@ class SplitSettings:
         """How operations are split, by modules' names or patterns, if that is given."""
         return None if self.plan_file is None else read_plan(self.plan_file)
 
-    def options(self) -> dict[str, Any]:
-        """What a job on a mesh is told."""
-        return {
-            "schedule": self.schedule,
-            "num_microbatches": self.num_microbatches,
-            "cut": self.points,
-            "stages_per_rank": self.stages_per_rank,
-            "measure": self.measure,
-            "plan": self.kinds,
-        }
+    def pipeline(self, sample: Tensor) -> Pipeline:
+        """How the model is cut and run, for inputs such as ``sample``."""
+        return Pipeline(
+            self.schedule,
+            self.num_microbatches,
+            self.stages_per_rank,
+            self.points,
+            sample=sample,
+            measure=self.measure,
+        )
 
 
 def split_settings(given: Mapping[str, Any]) -> SplitSettings | None:

@@ -78,7 +78,9 @@ class Membership(Program):
                 self.dispatcher.reclaim(worker, [int(n) for n in note.get("holds", [])])
         member.incarnation, member.seen, member.request = incarnation, self.now, None
         member.ended = member.left = False
-        if not self._strategy.sync.static_partition:  # otherwise they are found by counting what was skipped
+        if note.get("resumes"):  # from a checkpoint: these were pushed to the shards that it was made with
+            self.pushed += max(pushed - member.reached, 0)
+        elif not self._strategy.sync.static_partition:  # otherwise they are found by counting what was skipped
             self.lost += max(pushed - member.reached, 0)
         self._join(worker, pushed)
         welcome = {"weights": True, "at": self.now, "initializer": peer == self._initializer}

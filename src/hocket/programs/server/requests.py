@@ -97,6 +97,7 @@ class ShardRequests(Program):
         self._sent = 0.0
         self._call = -1  # the version of the weights whose holders were called to a meeting last
         self._greeting: int | None = None
+        self._resumes = False  # whether it goes on from a checkpoint: its steps were pushed to other shards
 
     @property
     def open(self) -> bool:
@@ -159,6 +160,8 @@ class ShardRequests(Program):
             "pushed": self._pushed,
             "replaces": config.replaces,
         }
+        if self._resumes:
+            note["resumes"] = True
         if link.place == 0:
             note["holds"] = self._holds(link)
         tensors: tuple[Tensor, ...] = ()

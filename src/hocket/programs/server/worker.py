@@ -104,6 +104,10 @@ class ServerWorker(ShardRequests):
         """Flush, and wait for the final weights, the same on all workers."""
         return self._run(self._finish(), now)
 
+    def resume(self, state: dict[str, Any], now: float) -> Effects:
+        """Go on from a :meth:`strategy_state` of a worker of other shards; to be called between :meth:`join` and the first step."""
+        return self._run(self._resume(copy.deepcopy(state)), now)
+
     def leave(self, now: float) -> Effects:
         """Say goodbye."""
         self.now = max(now, self.now)
@@ -118,6 +122,14 @@ class ServerWorker(ShardRequests):
         self._seen = self.versions
         self._fetch(self._want())
         yield from self._apply("after")
+
+    def _resume(self, state: dict[str, Any]) -> Task:
+        self._encoder.load_state_dict(state["encoder"])
+        self._sums, self._steps_since_meeting = state["sums"], state["since"]
+        self._pushed, self._resumes = state["pushed"], True
+        yield from self._hello_all()  # the shards count from here
+        self._resumes = False
+        self.step = max(state["step"], self._pushed)
 
     def _before(self, gradients: Sequence[Tensor]) -> Task:
         self._seen = self.versions  # of the weights that the gradients were computed at, whatever is applied now
@@ -274,6 +286,19 @@ class ServerWorker(ShardRequests):
         return max(0, min(steps - len(self.batch_ids), MAX_BATCH_IDS))
 
     # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def strategy_state(self) -> dict[str, Any]:
+        """What this worker adds to the weights on the shards; a push under way counts as there."""
+        pushes = [link.request.step for link in self.links if link.request is not None and link.request.kind == Kind.PUSH]
+        return copy.deepcopy(
+            {
+                "step": self.step,
+                "pushed": max([self._pushed, *pushes]),
+                "encoder": self._encoder.state_dict(),
+                "sums": self._sums,
+                "since": self._steps_since_meeting,
+            }
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker; messages under way are the driver's."""

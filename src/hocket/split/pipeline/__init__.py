@@ -2,7 +2,7 @@
 
 ```python
 cut = cut_model(model, sample, stages=4)
-pipe = Pipeline(cut, axis, loss_fn, schedule="1f1b", num_microbatches=8)
+pipe = PipelineRunner(cut, axis, loss_fn, schedule="1f1b", num_microbatches=8)
 optimizer = torch.optim.SGD(pipe.module.parameters(), 0.1)
 loss = pipe.run(x, y)
 optimizer.step()
@@ -11,7 +11,7 @@ optimizer.step()
 
 from hocket.split.pipeline.cut import BATCH_STATISTICS, Cut, cut_model
 from hocket.split.pipeline.pipedream import PipeDream
-from hocket.split.pipeline.runner import Pipeline
+from hocket.split.pipeline.runner import PipelineRunner
 from hocket.split.pipeline.schedules import SCHEDULES, Action, Schedule, make
 from hocket.split.pipeline.simulate import Costs, bubble, simulate
 from hocket.split.pipeline.timeline import Span, Timeline
@@ -22,7 +22,7 @@ __all__ = [
     "Costs",
     "Cut",
     "PipeDream",
-    "Pipeline",
+    "PipelineRunner",
     "SCHEDULES",
     "Schedule",
     "Span",

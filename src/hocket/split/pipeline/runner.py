@@ -44,7 +44,7 @@ class _Batch:
         return sum(self.sizes)
 
 
-class Pipeline:
+class PipelineRunner:
     """A model in stages along an axis of processes, of which each holds its own in ``module``, under the names of the whole model.
 
     ``run`` leaves the gradients of a parameter of several stages (``cut.tied``) apart: sum them before a step, by

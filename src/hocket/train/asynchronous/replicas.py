@@ -21,8 +21,8 @@ from hocket.data.base import DataSet
 from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.noise import step_keys
 from hocket.strategy import Strategy
+from hocket.train.checks import check_job, layout_for
 from hocket.train.engines import Engine, VmapEngine, stack_buffers
-from hocket.train.job import check_job, layout_for
 from hocket.train.replicas import Factory, swapped_weights
 from hocket.train.watch import NonFinite
 

@@ -27,7 +27,7 @@ from hocket.programs.base import Effects, from_plain, to_plain
 from hocket.train.asynchronous.protocol import AsyncProtocol, Setup
 from hocket.train.asynchronous.replicas import AsyncReplicas
 from hocket.train.flops import step_flops
-from hocket.train.ledger_view import LedgerView
+from hocket.train.ledger_view import ClusterLedger
 from hocket.train.loop import Progress, TrainingPlan, accuracy_of
 from hocket.train.lr_schedule import factor
 from hocket.train.replicas import Loss
@@ -82,7 +82,7 @@ class AsyncSimulation:
         self._epoch_begun = 0.0
         self._losses: list[Tensor] = []
         self._before: dict[str, Any] = {"wait": 0.0, "hidden": 0.0, "sent": 0, "exchanges": 0, "staleness": {}}
-        self.ledger = LedgerView(cluster)
+        self.ledger = ClusterLedger(cluster)
         self.protocol = protocol_of(Setup(replicas, self.spec, plan.seed, len(self.batches), self.batches.per_epoch))
         self.simulation = self.protocol.simulation
         self.simulation.on_call = self._computed

@@ -9,40 +9,30 @@ from torch import nn
 
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
-from hocket.split import Mesh
+from hocket.split.mesh import Mesh
+from hocket.split.options import Pipeline
 from hocket.split.pipeline import Cut
 from hocket.split.pipeline.schedules import find
 from hocket.split.sharded import SEES_WHOLE, refuse_sharding
 from hocket.strategy import Strategy
 
 ASYNCHRONOUS = "pipedream"
-DEFAULT_SCHEDULE = "1f1b"
 
 
-def refuse_split_options(mesh: Mesh | None, given: dict[str, Any]) -> None:
-    """Refuse options that say how to split what is not split; ``given`` are those of ``parallelize``.
+def refuse_split_options(mesh: Mesh | None, pipeline: Pipeline) -> None:
+    """Refuse options that say how to split what is not split.
 
-    >>> refuse_split_options(Mesh(tensor=2), {"num_microbatches": 4})
+    >>> refuse_split_options(Mesh(tensor=2), Pipeline(num_microbatches=4))
     Traceback (most recent call last):
     hocket.errors.HocketError: num_microbatches= is about stages, but the mesh tensor=2 has one; add pipeline=2, for example.
     """
-    staged = {name: given.get(name) for name in ("num_microbatches", "stages_per_rank", "cut", "measure")}
-    staged["schedule"] = None if given.get("schedule", DEFAULT_SCHEDULE) == DEFAULT_SCHEDULE else given["schedule"]
-    for name, value in staged.items():
-        if value is not None and (mesh is None or mesh.pipeline == 1):
+    for name in pipeline.about_stages:
+        if mesh is None or mesh.pipeline == 1:
             where = "there is no mesh" if mesh is None else f"the mesh {mesh} has one"
             raise HocketError(f"{name}= is about stages, but {where}; add pipeline=2, for example.")
-    if given.get("plan") is not None and (mesh is None or mesh.tensor == 1):
-        where = "there is no mesh" if mesh is None else f"the mesh {mesh} has no tensor axis"
-        raise HocketError(f"plan= is about splitting operations, but {where}; add tensor=2, for example.")
-    num_microbatches = given.get("num_microbatches")
-    if num_microbatches is not None and (
-        not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1
-    ):
-        raise HocketError(f"micro={num_microbatches!r}: the number of micro-batches is a whole number of at least 1.")
     if mesh is not None and mesh.pipeline > 1:
-        find(staged["schedule"] or DEFAULT_SCHEDULE)
-        if staged["schedule"] == ASYNCHRONOUS and num_microbatches is not None:
+        find(pipeline.schedule)
+        if pipeline.schedule == ASYNCHRONOUS and pipeline.num_microbatches is not None:
             raise HocketError(f"{ASYNCHRONOUS} takes whole mini-batches, one after another; leave num_microbatches= out.")
 
 
@@ -51,25 +41,27 @@ def refuse_on_mesh(
     optimizer: torch.optim.Optimizer,
     strategy: Strategy,
     world: Cluster,
+    pipeline: Pipeline,
     zero: int,
     fsdp: bool,
-    served: bool,
-    given: dict[str, Any],
+    accumulate: int = 1,
+    nonfinite: str = "raise",
+    scaler: Any = None,
 ) -> None:
-    """Refuse what this mesh cannot do; ``served``: the strategy has servers of its own here."""
-    if given.get("accumulate", 1) != 1 or given.get("scaler") is not None or given.get("nonfinite", "raise") != "raise":
+    """Refuse what this mesh cannot do."""
+    if accumulate != 1 or scaler is not None or nonfinite != "raise":
         raise HocketError(
             f"On the mesh {mesh} a step is one backward pass, and gradients that are not finite end it; leave accumulate=, "
             "scaler= and nonfinite= out (micro-batches are num_microbatches=)."
         )
-    if mesh.pipeline > 1 and (given.get("loss") is None or given.get("sample") is None):
+    if mesh.pipeline > 1 and (pipeline.loss is None or pipeline.sample is None):
         raise HocketError(
-            f"The mesh {mesh} cuts the model into stages, which needs loss=, a function of output and target, and sample=, some "
-            "inputs."
+            f"The mesh {mesh} cuts the model into stages, which needs pipeline=hocket.Pipeline(loss=…, sample=…): a function "
+            "of output and target, and some inputs."
         )
     refuse_sharding(strategy, zero, fsdp)
     if fsdp and mesh.splits:
-        raise HocketError(f"fsdp=True cuts every parameter, and so does the mesh {mesh}; use zero=1, or data= alone.")
+        raise HocketError(f"FSDP2 cuts every parameter, and so does the mesh {mesh}; use ZeRO-1, or data= alone.")
     if mesh.tensor > 1 and type(optimizer).__name__ in SEES_WHOLE:
         raise HocketError(
             f"{type(optimizer).__name__} looks at whole matrices, of which the mesh {mesh} leaves each process a part; use AdamW "
@@ -83,7 +75,7 @@ def refuse_cut(cut: Cut, strategy: Strategy, schedule: str, zero: int, served: b
     """Refuse stages that a strategy cannot serve; all processes know all stages, so all refuse together."""
     empty = [k for k, stage in enumerate(cut.stages) if not any(p.requires_grad for p in stage.parameters())]
     if empty and (served or zero):
-        what = str(strategy) if served else f"zero={zero}"
+        what = str(strategy) if served else "ZeRO-1"
         raise HocketError(
             f"{what} needs something to train in every stage, but stage {empty[0]} has nothing; cut elsewhere (cut=)."
         )

@@ -1,0 +1,138 @@
+"""Checks before a job begins: each refuses what cannot work in one sentence; and the layout of a model's parameters in rows."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
+from hocket.errors import HocketError
+from hocket.split.offload import refuse_offloaded
+from hocket.strategy import Strategy
+
+
+def layout_for(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    bucket_cap_bytes: int | None = None,
+    first_bucket_cap_bytes: int | None = None,
+    apart: Mapping[str, str] | None = None,
+) -> Layout:
+    """The buckets of a job: a few large ones, or a single one where the compression wants all values at once."""
+    unlimited = sys.maxsize if strategy.compression.single_bucket else None
+    cap = bucket_cap_bytes or unlimited or BUCKET_CAP_BYTES
+    first = first_bucket_cap_bytes or unlimited or FIRST_BUCKET_CAP_BYTES
+    layout = layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap, first, apart)
+    return replace(layout, buffer_bytes=4 * sum(b.numel() for b in model.buffers() if b.is_floating_point()))
+
+
+def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, accumulate: int, nonfinite: str) -> None:
+    """Refuse what cannot work, in one sentence each."""
+    if not isinstance(model, nn.Module):
+        raise HocketError(f"parallelize needs an nn.Module, got {type(model).__name__}.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise HocketError(f"parallelize needs a torch.optim optimiser, got {type(optimizer).__name__}.")
+    refuse_offloaded(model)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise HocketError(
+            "LBFGS calls its closure a different number of times on each worker, which would hang; use a first-order optimiser."
+        )
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise HocketError(
+            f"accumulate={accumulate!r}: the number of backward passes per step must be a whole number of at least 1."
+        )
+    if nonfinite not in ("raise", "skip"):
+        raise HocketError(
+            f"nonfinite={nonfinite!r}: use 'raise' (end with the parameter's name) or 'skip' (leave that gradient out)."
+        )
+    if strategy.compression.carries_momentum and any(g.get("momentum", 0) for g in optimizer.param_groups):
+        raise HocketError("dgc carries the momentum itself: use SGD(momentum=0) and dgc(…, momentum=0.9).")
+
+
+def needs_servers(strategy: Strategy) -> bool:
+    """Whether even a single worker needs its servers: they have an optimiser or a learning rate of their own."""
+    return strategy.topology.server_optimizer is not None or strategy.topology.lr_factor != 1
+
+
+def mention_period(strategy: Strategy, steps: int | None, workers: int) -> None:
+    """Mention once the period up to which convergence is proven, where there are local steps and their number is known."""
+    period = strategy.sync.period
+    if steps is None or workers == 1:
+        return
+    proven = strategy.sync.proven_period(steps, workers)
+    if proven is not None and period > 1:
+        warnings.warn(
+            f"{strategy.sync.name} with a period of {period}: convergence is proven up to T^(1/4)/N^(3/4) = "
+            f"{proven:.2f} steps for T = {steps} and N = {workers}; that is sufficient, not necessary.",
+            stacklevel=3,
+        )
+
+
+def refuse_newcomers(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
+    """Refuse gradients of parameters that were not there when the job was made."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None and id(p) not in ours:
+                raise HocketError(
+                    "The optimiser got a parameter, or one was unfrozen, after hocket.parallelize(…), so it is not exchanged; "
+                    "call job.detach() and parallelize again."
+                )
+
+
+def check_device(model: nn.Module, cluster: Cluster) -> None:
+    for name, p in model.named_parameters():
+        if p.device.type != cluster.device.type:
+            raise HocketError(
+                f"Parameter {name} is on {p.device}, but this job exchanges on {cluster.device}; "
+                f"move the model there before building the optimiser, or call hocket.init(device='{p.device.type}')."
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = {id(p) for p in model.parameters()}
+    strange = next((p for g in optimizer.param_groups for p in g["params"] if id(p) not in known), None)
+    if strange is not None:
+        raise HocketError(
+            f"The optimiser holds a parameter of shape {tuple(strange.shape)} that this model lacks, so it would not be exchanged; "
+            "build the optimiser from model.parameters(), after the model is complete."
+        )
+
+
+def check_equal(model: nn.Module, layout: Layout, cluster: Cluster, terms: Sequence[str] = ()) -> None:
+    """All workers must have the same parameters and buffers in the same order, and the same ``terms``; a collective."""
+    trained = {s.name: b for b in layout.buckets for s in b.slots}
+    lines = [f"the terms {term}" for term in terms]
+    lines += [
+        _line("parameter", n, p) + (f" in group {trained[n].group}" if n in trained else " (frozen)")
+        for n, p in model.named_parameters()
+    ]
+    lines += [_line("buffer", n, b) for n, b in model.named_buffers()]
+    text = "\n".join(lines).encode()
+    digest = torch.tensor([list(hashlib.sha256(text + layout.digest().encode()).digest())], dtype=torch.uint8)
+    everyone = cluster.all_gather_metrics(digest.expand(cluster.rows, -1))
+    odd = (everyone != everyone[0]).any(1).nonzero().flatten().tolist()
+    if not odd:
+        return
+    sizes = cluster.all_gather_metrics(torch.full((cluster.rows, 1), len(text)))
+    padded = torch.tensor([list(text.ljust(int(sizes.max()), b"\n"))], dtype=torch.uint8)
+    texts = [
+        bytes(row.tolist()).decode().rstrip("\n").split("\n") for row in cluster.all_gather_metrics(padded.expand(cluster.rows, -1))
+    ]
+    pairs = zip_longest(texts[0], texts[odd[0]], fillvalue="nothing")
+    first, other = next(((a, b) for a, b in pairs if a != b), ("other buckets", "other buckets"))
+    raise HocketError(
+        f"Worker {odd[0]}'s model or job differs from worker 0's: {other} against {first}; build the same everywhere."
+    )
+
+
+def _line(kind: str, name: str, tensor: Tensor) -> str:
+    return f"{kind} {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,0 +1,188 @@
+"""The protocol between a job and what carries out its exchanges.
+
+A job has the hooks on model and optimiser. It makes a :class:`Binding`, calls :meth:`Runtime.join` with it, and then, per step:
+
+1. where ``mixes_gradients``: ``gradient_ready(bucket, rows)`` for every bucket in order, then ``gradients_done(flags)``; the
+   gradients of all workers are mixed, in place, when it returns;
+2. ``before_update(gradients)``, with this step's gradients as rows of their own where ``takes_gradients``;
+3. the optimiser's update, if ``steps_locally`` (read after ``before_update``);
+4. ``after_update()``.
+
+Weights are written into ``Binding.weights`` by these calls, ``join``, ``averaged`` and ``finish``, and at no other time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.layout import Layout
+from hocket.split.sharded import ShardedState
+from hocket.strategy import Strategy
+from hocket.train.ledger_view import JobLedger
+from hocket.train.watch import Where
+
+
+@dataclass
+class Binding:
+    """What a job trains, as its runtime sees it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    strategy: Strategy
+    layout: Layout
+    params: list[list[nn.Parameter]] = field(default_factory=list)
+    """The parameters of each bucket; none where the parameters do not lie in rows."""
+    weights: list[Tensor] = field(default_factory=list)
+    """Rows ``[1, values]`` per bucket; the parameters are views of them."""
+    accumulate: int = 1
+    nonfinite: str = "raise"
+    check: bool = True
+    seed: int = 0
+    weight: float = 1.0
+    """This worker's share of the next exchange: its samples × N / all samples."""
+    backwards: int = 0
+    """Backward passes since the last step, where they are counted."""
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The floating-point buffers."""
+        return [b for b in self.model.buffers() if b.is_floating_point()]
+
+    @property
+    def flat_buffers(self) -> Tensor | None:
+        """The same as one flat float32 tensor; None where there are none."""
+        buffers = self.buffers
+        return torch.cat([b.detach().flatten().float() for b in buffers]) if buffers else None
+
+    def set_buffers(self, flat: Tensor | None) -> None:
+        """Write :attr:`flat_buffers` back; None changes nothing."""
+        if flat is None:
+            return
+        buffers = self.buffers
+        for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            buffer.data.copy_(part.view(buffer.shape))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """What is written into weights and buffers inside is undone at the end."""
+        tensors = [*self.weights, *self.buffers]
+        kept = [t.clone() for t in tensors]
+        try:
+            yield
+        finally:
+            for tensor, old in zip(tensors, kept, strict=True):
+                tensor.data.copy_(old)
+
+
+class Runtime(Protocol):
+    """Carries out the exchanges of one job."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where workers agree on the model before they start."""
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether all workers make every step together; then all must have the same options."""
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether parameters lie in rows."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to exchange with."""
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether :meth:`before_update` needs the gradients."""
+
+    @property
+    def mixes_gradients(self) -> bool:
+        """Whether the step under way exchanges gradients during the backward pass."""
+
+    @property
+    def weighs_gradients(self) -> bool:
+        """Whether gradients of this step count by the worker's number of samples."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether gradients that are mixed twice are as those that are mixed once."""
+
+    @property
+    def steps_locally(self) -> bool:
+        """Whether the worker's own optimiser makes the step under way."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+
+    @property
+    def where(self) -> Where:
+        """Whose gradients are looked at, and where bad ones are counted."""
+
+    @property
+    def sharded(self) -> ShardedState | None:
+        """The optimiser's state, where each worker has a part of it."""
+
+    @property
+    def ledger(self) -> JobLedger:
+        """The figures of this job."""
+
+    def terms(self) -> list[str]:
+        """What all workers must agree on beyond the strategy."""
+
+    def refuse(self, strategy: Strategy, scaler: Any) -> None:
+        """Refuse what this runtime cannot do, in one sentence."""
+
+    def join(self, binding: Binding) -> None:
+        """Begin."""
+
+    def hooked(self) -> None:
+        """The job's hooks are on the optimiser; time counts from here."""
+
+    def gradient_ready(self, bucket: int, rows: Tensor) -> None:
+        """The gradients of one bucket are complete; called in bucket order."""
+
+    def gradients_done(self, flags: list[bool] | None) -> list[bool] | None:
+        """Wait until all gradients are mixed; the flags that any worker has set, where flags are given."""
+
+    def any_worker(self, flag: bool) -> bool:
+        """Whether any worker has set the flag (a collective)."""
+
+    def before_update(self, gradients: Sequence[Tensor]) -> None:
+        """The optimiser is about to step."""
+
+    def after_update(self) -> None:
+        """The optimiser has stepped."""
+
+    def drain(self) -> None:
+        """Wait for what is under way."""
+
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        """The mean model for a while."""
+
+    def finish(self) -> nn.Module:
+        """End with the mean model, the same on all workers."""
+
+    def leave(self) -> None:
+        """Stop exchanging."""
+
+    def full_state(self) -> dict[str, Any] | None:
+        """Model and optimiser as if nothing had been sharded, on worker 0; None elsewhere."""
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All strategy state of this worker."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""

@@ -1,0 +1,159 @@
+"""Collectives: all workers take part in every exchange (:class:`~hocket.programs.collective.CollectiveProgram` on a cluster)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.errors import HocketError
+from hocket.programs.collective import CollectiveProgram
+from hocket.split.sharded import ShardedState, refuse_sharding
+from hocket.strategy import Strategy
+from hocket.train.ledger_view import ClusterLedger, MeshAxes
+from hocket.train.runtimes.base import Binding
+from hocket.train.watch import Where
+
+
+class CollectiveRuntime:
+    """The workers of ``cluster``, one per process. ``zero=1``: each keeps a part of the optimiser's state (ZeRO-1)."""
+
+    synchronous = True
+    in_rows = True
+    takes_gradients = False
+    steps_locally = True
+
+    def __init__(self, cluster: Cluster, zero: int = 0, axes: MeshAxes | None = None) -> None:
+        self.cluster, self.zero, self.axes = cluster, zero, axes
+        self.alone = cluster.size == 1
+        self.sharded: ShardedState | None = None
+
+    def terms(self) -> list[str]:
+        return [f"zero={self.zero}"]
+
+    def refuse(self, strategy: Strategy, scaler: Any) -> None:
+        if self.cluster.rows != 1:
+            raise HocketError(
+                f"parallelize trains one worker per process, but {self.cluster.rows} are hosted here; use hocket.simulate."
+            )
+        refuse_sharding(strategy, self.zero, fsdp=False, scaler=scaler)
+
+    def join(self, binding: Binding) -> None:
+        self.binding, strategy = binding, binding.strategy
+        if strategy.topology.sums_on_servers:
+            from hocket.drivers.summation import serve_sums  # its sockets are loaded only where they are needed
+
+            serve_sums(strategy, self.cluster)
+        self.program = CollectiveProgram(strategy, binding.layout, self.cluster, binding.weights, binding.seed)
+        self.ledger = ClusterLedger(self.cluster, self.axes)
+
+    def hooked(self) -> None:
+        if self.zero and not self.alone:
+            binding = self.binding
+            self.sharded = ShardedState(binding.model, binding.optimizer, self.cluster, binding.layout, binding.weights)
+        self.cluster.ledger.resume()
+
+    # --- steps ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self.program.step
+
+    @property
+    def where(self) -> Where:
+        return self.cluster
+
+    @property
+    def linear(self) -> bool:
+        return self.program.linear
+
+    @property
+    def mixes_gradients(self) -> bool:
+        return self.program.mixes_gradients
+
+    @property
+    def weighs_gradients(self) -> bool:
+        return self.program.mixes_gradients
+
+    def gradient_ready(self, bucket: int, rows: Tensor) -> None:
+        self.program.gradient_ready(bucket, rows)
+
+    def gradients_done(self, flags: list[bool] | None) -> list[bool] | None:
+        if flags is None:
+            self.program.gradients_done()
+            return None
+        self.program.flags_ready(torch.tensor([flags], device=self.cluster.device))
+        agreed: list[bool] = self.program.gradients_done()[-1].tolist()
+        return agreed
+
+    def any_worker(self, flag: bool) -> bool:
+        return bool(self.cluster.all_reduce_any(torch.tensor([[flag]], device=self.cluster.device)))
+
+    def before_update(self, gradients: Sequence[Tensor]) -> None:
+        self.program.before_update(self.binding.weights)
+
+    def after_update(self) -> None:
+        self.program.after_update(self.binding.weights)
+
+    def drain(self) -> None:
+        self.program.drain()
+
+    # --- the mean model ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """All workers must enter together."""
+        self.drain()
+        with self.cluster.uncounted(), self.binding.restored():
+            self._average()
+            yield self.binding.model
+
+    def finish(self) -> nn.Module:
+        """All workers must call it; their figures are combined, too."""
+        self.drain()
+        with self.cluster.uncounted():
+            self._average()
+        self.ledger.close_epoch()
+        return self.binding.model
+
+    def leave(self) -> None:
+        self.drain()
+        if self.sharded is not None:
+            self.sharded.detach()
+        self.cluster.ledger.pause()
+
+    def _average(self) -> None:
+        """Mean weights, where replicas differ, and mean float buffers."""
+        if self.alone:
+            return
+        strategy = self.binding.strategy
+        if not (strategy.sync.keeps_replicas_equal and strategy.topology.uniform and not strategy.weights):
+            for rows in self.binding.weights:
+                self._mean(rows)
+        for buffer in self.binding.buffers:
+            rows = buffer.data.reshape(1, -1).clone()
+            self._mean(rows)
+            buffer.data.copy_(rows.view(buffer.shape))
+
+    def _mean(self, rows: Tensor) -> None:
+        exchange = self.cluster.exchange()
+        exchange.submit(lambda: self.cluster.mean(rows, self.cluster.world))
+        exchange.wait()
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def full_state(self) -> dict[str, Any] | None:
+        raise HocketError("This model is not split: save model.state_dict() and optimizer.state_dict().")
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        raise HocketError("This model is not split: use model.load_state_dict(…) and optimizer.load_state_dict(…).")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.program.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.program.load_state_dict(state)

@@ -1,0 +1,220 @@
+"""PyTorch's FSDP2: weights, gradients and optimiser state lie in parts, and FSDP2 makes all exchanges by itself.
+
+They happen inside the forward and the backward pass. So the ledger knows the seconds of training as a whole, not what of it was
+spent waiting; and bytes are computed by formula, not counted at each message. Each backward pass is exchanged, also where several
+make a step: gradients are never whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from hocket.cluster.base import Cluster
+from hocket.errors import HocketError, NonFiniteGradient
+from hocket.split.sharded import FullShards, gathered, part_like, refuse_fsdp_on, refuse_sharding
+from hocket.strategy import Strategy
+from hocket.train.ledger_view import ClusterLedger
+from hocket.train.runtimes.base import Binding
+from hocket.train.watch import Where
+
+
+class FsdpRuntime:
+    """The workers of ``cluster``, each with a part of everything."""
+
+    synchronous = True
+    in_rows = False
+    alone = False
+    takes_gradients = False
+    mixes_gradients = True
+    weighs_gradients = True
+    linear = True
+    steps_locally = True
+    sharded = None
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.step = 0
+        self._handles: list[Any] = []
+
+    @property
+    def where(self) -> Where:
+        return self.cluster
+
+    def terms(self) -> list[str]:
+        return ["FSDP2"]
+
+    def refuse(self, strategy: Strategy, scaler: Any) -> None:
+        refuse_sharding(strategy, zero=0, fsdp=True, scaler=scaler)
+        refuse_fsdp_on(self.cluster)
+
+    def join(self, binding: Binding) -> None:
+        self.binding, model = binding, binding.model
+        self._skeleton = _without_values(model)
+        self.shards = FullShards(model, binding.optimizer, self.cluster)
+        self.ledger = ClusterLedger(self.cluster, computed=True)
+        self._handles = [model.register_forward_hook(lambda _, __, out: self._after_forward(out))]
+
+    def hooked(self) -> None:
+        self.cluster.ledger.resume()
+
+    # --- steps ---------------------------------------------------------------------------------------------------------------
+
+    def _after_forward(self, out: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return out
+        self.ledger.computed_bytes += self.shards.gather_bytes[0]
+        passed = [False]
+
+        def weigh(gradient: Tensor) -> Tensor:
+            if not passed[0]:
+                passed[0] = True
+                self.binding.backwards += 1
+                self.ledger.computed_bytes += self.shards.gather_bytes[1] + self.shards.scatter_bytes
+            return gradient if self.binding.weight == 1.0 else gradient * self.binding.weight
+
+        def hooked(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                tensor.register_hook(weigh)
+            return tensor
+
+        return tree_map_only(Tensor, hooked, out)
+
+    def gradient_ready(self, bucket: int, rows: Tensor) -> None:
+        raise AssertionError("FSDP2 exchanges gradients")
+
+    def gradients_done(self, flags: list[bool] | None) -> list[bool] | None:
+        raise AssertionError("FSDP2 exchanges gradients")
+
+    def any_worker(self, flag: bool) -> bool:
+        return bool(self.cluster.all_reduce_any(torch.tensor([[flag]], device=self.cluster.device)))
+
+    def before_update(self, gradients: Sequence[Tensor]) -> None:
+        binding = self.binding
+        if binding.backwards > binding.accumulate:
+            raise HocketError(
+                f"optimizer.step() after {binding.backwards} backward passes, but accumulate={binding.accumulate}; make them agree."
+            )
+        if binding.check:
+            self.check_gradients()
+
+    def after_update(self) -> None:
+        self.step += 1
+
+    def drain(self) -> None:
+        """Nothing is under way between two passes."""
+
+    def check_gradients(self) -> None:
+        """NaN and Inf in parts of gradients: all workers raise, or leave that parameter's gradient out."""
+        named = [(name, p.grad) for name, p in self.binding.model.named_parameters() if p.grad is not None]
+        flags = [not bool(torch.isfinite(_local(grad)).all()) for _, grad in named]
+        agreed = self.cluster.all_reduce_any(torch.tensor([flags or [False]], device=self.cluster.device)).tolist()
+        bad = [(name, grad) for (name, grad), flag in zip(named, agreed, strict=False) if flag]
+        if not bad:
+            return
+        self.cluster.ledger.nonfinite += self.cluster.workers.start == 0
+        if self.binding.nonfinite == "raise":
+            raise NonFiniteGradient(
+                f"The gradient of {', '.join(name for name, _ in bad[:3])} holds NaN or Inf at step {self.step + 1}; lower the "
+                "rate, clip gradients, or use nonfinite='skip' to leave such gradients out."
+            )
+        for _, grad in bad:
+            _local(grad).zero_()
+
+    # --- the mean model ------------------------------------------------------------------------------------------------------
+
+    def whole(self) -> nn.Module:
+        """A copy of the model that lies in one piece, with mean float buffers, on every worker; all must call it."""
+        own = self.binding.model
+        model = copy.deepcopy(self._skeleton)
+        with self.cluster.uncounted():
+            values = {name: gathered(value).detach().clone() for name, value in own.state_dict().items()}
+            for name, buffer in own.named_buffers():
+                if name in values and buffer.is_floating_point():
+                    rows = buffer.detach().reshape(1, -1).clone()
+                    self.cluster.start(partial(self.cluster.mean, rows, self.cluster.world))()
+                    values[name] = rows.view(buffer.shape)
+        model.load_state_dict(values, assign=True)
+        return model.train(own.training)
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """:meth:`whole`. (Where it has no room, evaluate ``model`` itself on all workers at once.)"""
+        yield self.whole()
+
+    def finish(self) -> nn.Module:
+        """The model in one piece on every worker; the one that was sharded stays so. All must call it."""
+        model = self.whole()
+        self.ledger.close_epoch()
+        return model
+
+    def leave(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.cluster.ledger.pause()
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def full_state(self) -> dict[str, Any] | None:
+        first = self.cluster.workers.start == 0
+        with self.cluster.uncounted():
+            model = {name: _kept(value, first) for name, value in self.binding.model.state_dict().items()}
+            optimizer = self.binding.optimizer.state_dict()
+            optimizer["state"] = {
+                index: {key: _kept(value, first) for key, value in entries.items()} for index, entries in optimizer["state"].items()
+            }
+        return {"model": model, "optimizer": optimizer} if first else None
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        if "model" not in state or "optimizer" not in state:
+            raise HocketError(
+                "This checkpoint has no model or optimizer; give every worker what full_state() returned on worker 0."
+            )
+        model, target = self.binding.model, self.binding.optimizer
+        own = model.state_dict()
+        parts = {
+            name: part_like(v, own[name]) if hasattr(own.get(name), "full_tensor") else v for name, v in state["model"].items()
+        }
+        model.load_state_dict(parts)
+        params = [p for group in target.param_groups for p in group["params"]]
+        optimizer = {**state["optimizer"], "state": {}}
+        for index, entries in state["optimizer"]["state"].items():
+            like = params[index]
+            optimizer["state"][index] = {
+                key: part_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else copy.deepcopy(value)
+                for key, value in entries.items()
+            }
+        target.load_state_dict(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"strategy": str(self.binding.strategy), "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = int(state["step"])
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose parameters have shapes and no values."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def _kept(value: Any, keep: bool) -> Any:
+    whole = gathered(value)
+    if not keep:
+        return None
+    return whole.detach().cpu().clone() if isinstance(whole, Tensor) else whole
+
+
+def _local(grad: Any) -> Tensor:
+    return grad.to_local() if hasattr(grad, "to_local") else grad

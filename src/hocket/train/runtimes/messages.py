@@ -1,0 +1,189 @@
+"""Messages: each worker is a program that talks to servers or peers and does not wait for all others.
+
+A *link* (:class:`~hocket.drivers.server_runtime.ServerRuntime`, or that of gossip peers) is this program on sockets; what differs
+between servers and peers is how it joins (``server.py``, ``peers.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.virtual import VirtualCluster
+from hocket.errors import HocketError
+from hocket.programs.account import Account
+from hocket.strategy import Strategy
+from hocket.train.ledger_view import MeshAxes, MessageLedger
+from hocket.train.runtimes.base import Binding
+
+
+class MessageLink(Protocol):
+    """A worker's program on sockets, joined."""
+
+    attached: bool
+
+    @property
+    def worker(self) -> int:
+        """This worker's number."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+
+    @property
+    def steps_locally(self) -> bool:
+        """Whether the worker's own optimiser makes the step under way."""
+
+    @property
+    def account(self) -> Account:
+        """This worker's own figures."""
+
+    def figures(self) -> dict[str, Any]:
+        """The same as plain data, by now."""
+
+    def before_update(self, gradients: Sequence[Tensor]) -> None:
+        """This step's gradients, flat, one per bucket; none where the program does not take them."""
+
+    def after_update(self, lrs: Sequence[float], buffers: Tensor | None) -> None:
+        """The step is done."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Time does not count."""
+
+    def global_weights(self) -> tuple[list[Tensor], Tensor | None]:
+        """The weights ``[1, values]`` per bucket that all workers' training has by now, and mean buffers."""
+
+    def finish(self) -> Tensor | None:
+        """End with the final weights in the rows; the mean buffers."""
+
+    def leave(self) -> None:
+        """Say goodbye."""
+
+    def summary(self) -> dict[str, Any]:
+        """All workers' figures, as far as servers or peers tell them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All strategy state of this worker."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+Join = Callable[[Binding], MessageLink]
+
+
+@dataclass
+class _Worker:
+    """Whose gradients are looked at."""
+
+    ledger: Account
+    workers: range
+
+
+class MessageRuntime:
+    """A worker whose link ``join`` makes; workers agree on the model on ``cluster`` before they start, if there is one."""
+
+    synchronous = False
+    in_rows = True
+    alone = False
+    mixes_gradients = False
+    linear = True
+    sharded = None
+
+    def __init__(
+        self, join: Join, cluster: Cluster | None = None, takes_gradients: bool = True, axes: MeshAxes | None = None
+    ) -> None:
+        self._join, self.takes_gradients, self.axes = join, takes_gradients, axes
+        self.cluster: Cluster = VirtualCluster(1) if cluster is None else cluster
+
+    def terms(self) -> list[str]:
+        return []
+
+    def refuse(self, strategy: Strategy, scaler: Any) -> None:
+        if scaler is not None:
+            raise HocketError(
+                f"{strategy}: a GradScaler needs workers that skip a step together; use autocast with bfloat16 instead."
+            )
+
+    def join(self, binding: Binding) -> None:
+        self.binding = binding
+        self.weighs_gradients = binding.strategy.sync.max_staleness == 0
+        self.link = self._join(binding)
+        self.where = _Worker(self.link.account, range(self.link.worker, self.link.worker + 1))
+        self.ledger = MessageLedger(self.link, self.axes)
+
+    def hooked(self) -> None:
+        """Time counts since the link was joined."""
+
+    # --- steps ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self.link.step
+
+    @property
+    def steps_locally(self) -> bool:
+        return self.link.steps_locally
+
+    def gradient_ready(self, bucket: int, rows: Tensor) -> None:
+        raise AssertionError("gradients travel after the backward pass")
+
+    def gradients_done(self, flags: list[bool] | None) -> list[bool] | None:
+        raise AssertionError("gradients travel after the backward pass")
+
+    def any_worker(self, flag: bool) -> bool:
+        raise AssertionError("workers do not step together")
+
+    def before_update(self, gradients: Sequence[Tensor]) -> None:
+        self.link.before_update([rows[0] for rows in gradients])
+
+    def after_update(self) -> None:
+        lrs = [float(group["lr"]) for group in self.binding.optimizer.param_groups]
+        self.link.after_update(lrs, self.binding.flat_buffers)
+
+    def drain(self) -> None:
+        """What is under way does not touch the weights."""
+
+    # --- the mean model ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """Any worker may enter alone."""
+        with self.link.paused():
+            rows, buffers = self.link.global_weights()
+            with self.binding.restored():
+                for own, new in zip(self.binding.weights, rows, strict=True):
+                    own.copy_(new.view(1, -1))
+                self.binding.set_buffers(buffers)
+                yield self.binding.model
+
+    def finish(self) -> nn.Module:
+        """Push what is left, and wait for the final weights, the same on all workers; all must call it."""
+        if self.link.attached:
+            self.binding.set_buffers(self.link.finish())
+        return self.binding.model
+
+    def leave(self) -> None:
+        if self.link.attached:
+            self.link.leave()
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def full_state(self) -> dict[str, Any] | None:
+        raise HocketError("This model is not split: save the model that job.averaged() gives.")
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        raise HocketError("This model is not split: load weights into it before hocket.parallelize(…).")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, sums, the step: what this worker adds to the weights, which ``averaged`` gives."""
+        return self.link.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, before the first step of this job."""
+        self.link.load_state_dict(state)
