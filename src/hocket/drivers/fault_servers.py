@@ -68,8 +68,8 @@ class ServerRun:
         self._finished: set[int] = set()
         self._dead: set[int] = set()
         self._crashed: set[int] = set()
-        self._shards_crash = any(f.kind == "crash" and f.node[0] == "shard" for f in schedule.faults)
-        self._watched: list[AveragingShard] = []
+        self.shards_crash = any(f.kind == "crash" and f.node[0] == "shard" for f in schedule.faults)
+        self.watched: list[AveragingShard] = []
         for place in range(self.shards):
             self._start_shard(place)
         for worker in range(workers):
@@ -85,24 +85,6 @@ class ServerRun:
         key = ("shard", place)
         self.simulation.add(key, server, b"s%d" % place, {})
         self.simulation.carry_out(key, server.start(self.simulation.now, self.snapshots.get(place)))
-
-    def _watch_meetings(self, server: ShardServer) -> None:
-        """Whatever a worker brings to a meeting is the last mean, and its own steps since."""
-        shard = server.shard
-        if not isinstance(shard, AveragingShard) or shard in self._watched or self._shards_crash:
-            return
-        self._watched.append(shard)
-        meet = shard._meet
-
-        def watched() -> None:
-            for worker, (steps, weights) in shard._arrived.items():
-                began = float(weights[0][0]) - steps
-                if abs(began - float(shard.weights[0][0])) > 1e-3:
-                    mean = float(shard.weights[0][0])
-                    self.violate(f"worker {worker} began at {began:g} and brings {steps} steps to a meeting after mean {mean:g}")
-            meet()
-
-        shard._meet = watched  # type: ignore[method-assign]
 
     def _start_worker(self, worker: int, incarnation: int = 0) -> None:
         config = WorkerConfig(
@@ -244,7 +226,7 @@ class ServerRun:
     def _check_staleness(self, worker: int, step: int) -> None:
         """A shard that restarts forgets pushes: until they are made up for, workers seem to be ahead."""
         bound = self.strategy.sync.max_staleness
-        if self._shards_crash or self.strategy.sync.averages_weights:
+        if self.shards_crash or self.strategy.sync.averages_weights:
             return
         for place, server in self.servers.items():
             done = {} if server.shard is None else server.shard.done
@@ -261,7 +243,7 @@ class ServerRun:
             outcome.events += 1
             if stale:
                 for server in self.servers.values():
-                    self._watch_meetings(server)
+                    watch_meetings(self, server)
         outcome.end_s = self.simulation.now
         if not outcome.violations:
             self._check_end()
@@ -299,8 +281,27 @@ class ServerRun:
         if together and (abs(total - version) > 1e-3 or float(counts.max()) > 1 + 1e-6):
             self.violate(f"shard {place} made {version} updates, but the weights of all pushes add up to {total:g}")
         # What a shard forgot only its sender can tell; where that is gone too, other workers get its mini-batches again.
-        forgotten = self._crashed if self._shards_crash else set()
+        forgotten = self._crashed if self.shards_crash else set()
         acknowledged = [(w, t) for w, t in sorted(self.acknowledged) if w not in forgotten]
         missing, lost = [(w, t) for w, t in acknowledged if counts[w, t - 1] == 0], max(s.all_lost for s in self.servers.values())
         if len(missing) > lost:
             self.violate(f"shard {place} lacks {len(missing)} acknowledged pushes, {missing[:3]} …, and counts {lost} as lost")
+
+
+def watch_meetings(run: ServerRun, server: ShardServer) -> None:
+    """Under ``stale``: whatever a worker brings to a meeting is the last mean, and its own steps since."""
+    shard = server.shard
+    if not isinstance(shard, AveragingShard) or shard in run.watched or run.shards_crash:
+        return
+    run.watched.append(shard)
+    meet = shard._meet
+
+    def watched() -> None:
+        mean = float(shard.weights[0][0])
+        for worker, (steps, weights) in shard._arrived.items():
+            began = float(weights[0][0]) - steps
+            if abs(began - mean) > 1e-3:
+                run.violate(f"worker {worker} began at {began:g} and brings {steps} steps to a meeting after mean {mean:g}")
+        meet()
+
+    shard._meet = watched  # type: ignore[method-assign]

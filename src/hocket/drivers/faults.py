@@ -116,12 +116,12 @@ class FaultyNetwork:
 
 def trace_messages(simulation: Simulation, say: Callable[[str], None]) -> None:
     """Tell ``say`` of every message that is sent."""
-    send = simulation._send
+    carry_out = simulation._send
 
-    def traced(key: Key, node: Node, effect: Send) -> None:
-        message = effect.message
+    def traced(key: Key, node: Node, send: Send) -> None:
+        message = send.message
         note = {name: value for name, value in message.note.items() if name not in ("job_config", "optimizer", "figures", "ledger")}
-        say(f"{simulation.now:9.3f} {key} -> {effect.to!r} {message.kind.name} number={message.number} step={message.step} {note}")
-        send(key, node, effect)
+        say(f"{simulation.now:9.3f} {key} -> {send.to!r} {message.kind.name} number={message.number} step={message.step} {note}")
+        carry_out(key, node, send)
 
     simulation._send = traced  # type: ignore[method-assign]

@@ -170,7 +170,7 @@ class GossipWorld:
         """Σ x per bucket, with what is on its way, less all updates."""
         sums = []
         for bucket in range(2):
-            total = sum(p.state.x[bucket] for p in self.peers.values())
+            total: Any = sum(p.state.x[bucket] for p in self.peers.values())
             for worker, peer in self.peers.items():
                 if self.kind == "pushsum":
                     total = total + sum(half[bucket] for half in self.on_the_way(worker))

@@ -103,7 +103,7 @@ class SandblasterRun:
         self.simulation.carry_out(node, program.start(self.simulation.now))
 
     def carry_out(self, node: Any, effect: Any) -> None:
-        program = self.simulation.nodes[node].program
+        program: Any = self.simulation.nodes[node].program
         if isinstance(effect, Snapshot):
             self.snapshots[node][effect.name] = copy.deepcopy(program.state_dict())
         elif isinstance(effect, Restore):
@@ -132,10 +132,12 @@ class SandblasterRun:
             if call.name == f"computed {node.identity!r}":
                 task = self.tasks.pop(call.name)
                 loss, gradient = portion(task.point, task.portion)
-                self.simulation.carry_out(call.node, node.program.computed(task.portion, loss, gradient, now))
+                program: Any = node.program
+                self.simulation.carry_out(call.node, program.computed(task.portion, loss, gradient, now))
 
     def vector(self, name: str) -> Tensor:
-        return torch.cat([self.simulation.nodes["shard", i].program.shard.vectors[name] for i in range(SHARDS)])
+        programs: list[Any] = [self.simulation.nodes["shard", i].program for i in range(SHARDS)]
+        return torch.cat([program.shard.vectors[name] for program in programs])
 
     @property
     def x(self) -> Tensor:
@@ -145,7 +147,8 @@ class SandblasterRun:
 
     def checked(self, settings: Settings, state: Any) -> Iterator[Any]:
         """L-BFGS, whose every evaluation is compared with that of the whole batch."""
-        conversation, answer = lbfgs(settings, state), None
+        conversation: Any = lbfgs(settings, state)
+        answer: Any = None
         while True:
             try:
                 request = conversation.send(answer)
@@ -176,7 +179,7 @@ class SandblasterRun:
                 if until is not None and saved is not None and saved["state"]["iteration"] == until:
                     break
         finally:
-            coordinators.lbfgs = plain  # type: ignore[assignment]
+            coordinators.lbfgs = plain
         program = self.simulation.nodes[CENTRE].program
         assert isinstance(program, SandblasterCoordinator)
         return program
