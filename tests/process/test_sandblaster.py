@@ -63,15 +63,15 @@ class Script:
 
 
 def kill_coordinator(supervisor: Any) -> None:
-    os.kill(supervisor.coordinator.pid, signal.SIGKILL)
+    os.kill(supervisor.of("coordinator")[0].pid, signal.SIGKILL)
 
 
 def kill_shard(supervisor: Any) -> None:
-    os.kill(supervisor.shards[1].pid, signal.SIGKILL)
+    os.kill(supervisor.of("shard")[1].pid, signal.SIGKILL)
 
 
 def kill_shards(supervisor: Any) -> None:
-    for shard in supervisor.shards:
+    for shard in supervisor.of("shard"):
         os.kill(shard.pid, signal.SIGKILL)
 
 
@@ -81,12 +81,12 @@ def kill_both(supervisor: Any) -> None:
 
 
 def kill_worker(supervisor: Any) -> None:
-    os.kill(supervisor.workers[1].pid, signal.SIGKILL)
+    os.kill(supervisor.of("worker")[1].pid, signal.SIGKILL)
 
 
 def pause_workers(supervisor: Any) -> None:
     """For longer than the coordinator is patient."""
-    alive = [w for w in supervisor.workers if w.exitcode is None]
+    alive = [w for w in supervisor.of("worker") if w.poll() is None]
     for worker in alive:
         os.kill(worker.pid, signal.SIGSTOP)
     time.sleep(2.5)
@@ -272,7 +272,7 @@ def test_a_slow_worker_computes_less_and_changes_no_bit(tmp_path: Path) -> None:
     pids: dict[int, int] = {}
 
     def watch(supervisor: Any) -> None:
-        pids.update(enumerate(worker.pid for worker in supervisor.workers))
+        pids.update(enumerate(worker.pid for worker in supervisor.of("worker")))
 
     job = task(max_iter=10)
     expected = flat(job.run())

@@ -420,28 +420,34 @@ CODES = {  # of the coordinator and of two shards: what becomes of it
 
 @pytest.mark.parametrize("codes", CODES)
 def test_who_is_started_again(codes: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from hocket.sandblaster.launch import Supervisor
+    from hocket.sandblaster.launch import SandblasterProcesses
+    from hocket.supervisor import Role
 
-    def process(code: int | None) -> Any:
-        return SimpleNamespace(exitcode=code, sentinel=0, kill=lambda: None, join=lambda: None)
+    first = {"coordinator": codes[:1], "shard": codes[1:], "worker": (None,)}
 
-    def start(name: str) -> Any:
-        started.append(name)
-        return process(codes[0] if len(started) == 1 else None)
+    def role(name: str) -> Role:
+        def start(number: int, incarnation: int) -> Any:
+            if incarnation:
+                started.append("coordinator" if name == "coordinator" else f"{name} {number}")
+            code = None if incarnation else first[name][number]
+            return SimpleNamespace(poll=lambda: code, kill=lambda: None, terminate=lambda: None, wait=lambda timeout=None: None)
 
-    monkeypatch.setattr("hocket.sandblaster.launch.wait", lambda sentinels, timeout: [])
+        return Role(name, len(first[name]), start)
+
+    monkeypatch.setattr("hocket.sandblaster.launch.SETTLE_S", 0.0)
     for restarts in (1, 0):
         started: list[str] = []
-        supervisor = Supervisor(lambda: start("coordinator"), lambda place: start(f"shard {place}"), "again")
-        supervisor.shards, supervisor.workers = [process(code) for code in codes[1:]], [process(None)]
+        processes = SandblasterProcesses([role(name) for name in first], "again")
+        for name in first:
+            processes.supervisor.start(name)
         try:
-            became = "is over" if supervisor.check(restarts) else ", ".join(started[1:]) or "goes on"
+            became = "is over" if processes.check(restarts) else ", ".join(started) or "goes on"
         except WorkerLost as lost:
             became = str(lost).rstrip(".")
         if restarts:
             assert became == CODES[codes]
         else:
-            assert started[1:] == []
+            assert started == []
 
 
 @pytest.mark.parametrize("slowdown", [(), (0.5, 1), (1, math.inf), (1, math.nan)])

@@ -11,12 +11,12 @@ import json
 import multiprocessing
 import pickle
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import count
-from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,6 +31,7 @@ from hocket.messages.frame import JOB_BYTES
 from hocket.sandblaster.coordinator import GO_ON
 from hocket.sandblaster.processes import FAILURE_FILE, LINK_FILE, Plan, be_coordinator, be_shard, be_worker
 from hocket.sandblaster.vectors import cuts
+from hocket.supervisor.processes import Role, Supervisor
 
 if TYPE_CHECKING:
     from hocket.sandblaster.api import Sandblaster
@@ -38,33 +39,52 @@ if TYPE_CHECKING:
 NOTHING_KEPT = "start again, with a folder (on the command line --out) so that it can go on from the last iteration"
 START_S = 60.0
 LEAVE_S = 5.0
+COORDINATOR_ROLE, SHARD, WORKER = "coordinator", "shard", "worker"
 SETTLE_S = 0.5
 """A shard's end may be known a little later than that of a coordinator that could not do without it."""
 
 
-class Supervisor:
-    """The processes of a run, as the process that started them sees them."""
+class ForkedProcess:
+    """A process of ``multiprocessing`` with the methods of ``subprocess.Popen``."""
 
-    def __init__(self, start: Callable[[], BaseProcess], start_shard: Callable[[int], BaseProcess], remedy: str) -> None:
-        self._start, self._start_shard, self._remedy = start, start_shard, remedy
-        self.coordinator = start()
-        self.shards: list[BaseProcess] = []
-        self.workers: list[BaseProcess] = []
-        self.restarts = 0
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.terminate, self.kill, self.wait = process.terminate, process.kill, process.join
 
     @property
-    def everyone(self) -> list[BaseProcess]:
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+
+class SandblasterProcesses:
+    """The processes of a run, as the process that started them sees them; ``roles`` are coordinator, shard and worker."""
+
+    def __init__(self, roles: Sequence[Role], remedy: str) -> None:
+        self.supervisor = Supervisor(roles, max_restarts=sys.maxsize)  # this class counts them
+        self._remedy = remedy
+        self.restarts = 0
+        """How often processes that were killed have been started again; several at once count once."""
+
+    def of(self, role: str) -> list[Any]:
+        """The processes of a role."""
+        return [self.supervisor.process(role, number) for number in self.supervisor.codes(role)]
+
+    @property
+    def everyone(self) -> list[Any]:
         """All of them."""
-        return [self.coordinator, *self.shards, *self.workers]
+        return [*self.of(COORDINATOR_ROLE), *self.of(SHARD), *self.of(WORKER)]
 
     def check(self, most_restarts: int) -> bool:
         """Whether the run is over; starts a coordinator or shards that were killed again."""
-        code = self.coordinator.exitcode
+        code = self.code
         if code == 0:
             return True
-        if code is not None or any(shard.exitcode for shard in self.shards):  # perhaps for want of another
-            wait([shard.sentinel for shard in self.shards if shard.exitcode is None], SETTLE_S)
-        dead = {i: shard.exitcode for i, shard in enumerate(self.shards) if shard.exitcode}
+        if code is not None or any(self.supervisor.ended(SHARD).values()):  # perhaps for want of another
+            self._settle()
+        dead = {i: ended for i, ended in self.supervisor.ended(SHARD).items() if ended}
         killed = any(ended < 0 for ended in (*dead.values(), 0 if code is None else code))
         if killed and max(dead.values(), default=-1) < 0 and self.restarts < most_restarts:
             self._restart()
@@ -73,27 +93,33 @@ class Supervisor:
             raise WorkerLost(f"Shard {place} ended with code {ended}: {self._remedy}.", place)
         elif code is not None:
             return True
-        if all(worker.exitcode for worker in self.workers):
-            raise WorkerLost(f"All workers ended, the last with code {self.workers[-1].exitcode}: look at their output.")
+        codes = list(self.supervisor.codes(WORKER).values())
+        if all(codes):
+            raise WorkerLost(f"All workers ended, the last with code {codes[-1]}: look at their output.")
         return False
+
+    @property
+    def code(self) -> int | None:
+        """The coordinator's exit code; None while it runs."""
+        return self.supervisor.codes(COORDINATOR_ROLE)[0]
+
+    def _settle(self) -> None:
+        """Wait a little for another shard to end."""
+        before, deadline = len(self.supervisor.ended(SHARD)), time.monotonic() + SETTLE_S
+        while len(self.supervisor.ended(SHARD)) == before < len(self.supervisor.codes(SHARD)) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _restart(self) -> None:
         """Start shards that have ended, and the coordinator if it has, again."""
         self.restarts += 1
-        for i, shard in enumerate(self.shards):
-            if shard.exitcode is not None:
-                self.shards[i] = self._start_shard(i)
-        if self.coordinator.exitcode is not None:
-            self.coordinator = self._start()
+        for role in (SHARD, COORDINATOR_ROLE):
+            for number in self.supervisor.ended(role):
+                self.supervisor.restart(role, number)
 
     def shutdown(self) -> None:
         """End all processes: those of a run that has ended by itself get some time to do so."""
-        deadline = time.monotonic() + LEAVE_S
-        for process in self.everyone:
-            process.join(max(0.0, deadline - time.monotonic()) if self.coordinator.exitcode == 0 else 0.0)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
+        started = self.supervisor.codes(COORDINATOR_ROLE)
+        self.supervisor.shutdown(LEAVE_S if started.get(0) == 0 else 0.0)
 
 
 def launch(
@@ -101,7 +127,7 @@ def launch(
     folder: Path | None = None,
     liveness_timeout_s: float = 5.0,
     restarts: int = 3,
-    watch: Callable[[Supervisor], None] = lambda _: None,
+    watch: Callable[[SandblasterProcesses], None] = lambda _: None,
     on_iteration: Callable[[dict[str, Any]], None] = lambda _: None,
     slowdown: Sequence[float] = (1.0,),
 ) -> tuple[list[dict[str, Any]], Tensor, str]:
@@ -114,7 +140,7 @@ def launch(
         plan = Plan(secrets.token_bytes(JOB_BYTES), where, config, _digest(point, *job.train), len(point))
         _check_folder(plan)
         (where / LINK_FILE).unlink(missing_ok=True)
-        supervisor = _start(plan, point, _pickled(job), job.workers, slowdown)
+        processes = _processes(plan, point, _pickled(job), job.workers, slowdown)
         told = 0
 
         def tell() -> None:
@@ -126,56 +152,70 @@ def launch(
 
         def look() -> None:
             tell()
-            watch(supervisor)
+            watch(processes)
 
-        try:
-            _watch(supervisor, plan, restarts, look)
-        finally:
-            supervisor.shutdown()
-            tell()
+        with processes.supervisor:
+            try:
+                _start(processes, plan)
+                _watch(processes, plan, restarts, look)
+            finally:
+                processes.shutdown()
+                tell()
         found = plan.written()
         iteration = found["state"]["iteration"]
         slices = [unsealed(plan.slices(i, iteration).read_bytes())["x"] for i in range(job.shards)]
         return found["metrics"], torch.cat(slices), found["state"]["ended"]
 
 
-def _start(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Sequence[float]) -> Supervisor:
+def _processes(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Sequence[float]) -> SandblasterProcesses:
     context, incarnations = _context(), count()
 
-    def begin(role: Callable[..., None], *arguments: Any) -> BaseProcess:
-        process = context.Process(target=role, args=(plan, *arguments), daemon=True)
+    def begin(target: Callable[..., None], *arguments: Any) -> ForkedProcess:
+        process = context.Process(target=target, args=(plan, *arguments), daemon=True)
         process.start()
-        return process
+        return ForkedProcess(process)
 
-    def begin_coordinator() -> BaseProcess:
+    def begin_coordinator(number: int, incarnation: int) -> ForkedProcess:
         (plan.folder / FAILURE_FILE).unlink(missing_ok=True)
         return begin(be_coordinator, next(incarnations))
 
-    def begin_shard(number: int) -> BaseProcess:
+    def begin_shard(number: int, incarnation: int) -> ForkedProcess:
         part = cuts(plan.values, plan.config.shards)[number]
         return begin(be_shard, next(incarnations), number, point[part].numpy())
 
-    supervisor = Supervisor(begin_coordinator, begin_shard, plan.config.remedy)
-    try:
-        _wait_for(plan, supervisor.coordinator)
-        supervisor.shards += (begin_shard(i) for i in range(plan.config.shards))
-        supervisor.workers += (begin(be_worker, i, job, slowdown[i % len(slowdown)]) for i in range(workers))
-    except BaseException:
-        supervisor.shutdown()
-        raise
-    return supervisor
+    def begin_worker(number: int, incarnation: int) -> ForkedProcess:
+        return begin(be_worker, number, job, slowdown[number % len(slowdown)])
+
+    roles = [
+        Role(COORDINATOR_ROLE, 1, begin_coordinator, grace_s=0.0),
+        Role(SHARD, plan.config.shards, begin_shard, grace_s=0.0),
+        Role(WORKER, workers, begin_worker, grace_s=0.0),
+    ]
+    return SandblasterProcesses(roles, plan.config.remedy)
 
 
-def _watch(supervisor: Supervisor, plan: Plan, restarts: int, look: Callable[[], None]) -> None:
-    while not supervisor.check(restarts):
+def _start(processes: SandblasterProcesses, plan: Plan) -> None:
+    """Start all; the others read where the coordinator listens."""
+    processes.supervisor.start(COORDINATOR_ROLE)
+    deadline = time.monotonic() + START_S
+    while not (plan.folder / LINK_FILE).exists():
+        if processes.code is not None or time.monotonic() > deadline:
+            raise WorkerLost("The coordinator did not start: look at its output.")
+        time.sleep(0.02)
+    processes.supervisor.start(SHARD)
+    processes.supervisor.start(WORKER)
+
+
+def _watch(processes: SandblasterProcesses, plan: Plan, restarts: int, look: Callable[[], None]) -> None:
+    while not processes.check(restarts):
         look()
         time.sleep(0.05)
     failure = plan.folder / FAILURE_FILE
     if failure.exists():
         told = json.loads(failure.read_text())
         raise (WorkerLost if told["kind"] == "WorkerLost" else HocketError)(told["sentence"])
-    if supervisor.coordinator.exitcode:
-        raise WorkerLost(f"The coordinator ended with code {supervisor.coordinator.exitcode}: {plan.config.remedy}.")
+    if processes.code:
+        raise WorkerLost(f"The coordinator ended with code {processes.code}: {plan.config.remedy}.")
 
 
 def _context() -> ForkServerContext | SpawnContext:
@@ -203,15 +243,6 @@ def _check_folder(plan: Plan) -> None:
             raise HocketError(
                 f"{part} is missing or damaged ({type(error).__name__}), so there is nothing to go on from: choose another folder."
             ) from None
-
-
-def _wait_for(plan: Plan, coordinator: BaseProcess) -> None:
-    """Until the coordinator has written down where it listens."""
-    deadline = time.monotonic() + START_S
-    while not (plan.folder / LINK_FILE).exists():
-        if coordinator.exitcode is not None or time.monotonic() > deadline:
-            raise WorkerLost("The coordinator did not start: look at its output.")
-        time.sleep(0.02)
 
 
 def _digest(*tensors: Tensor) -> str:
