@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hocket
-from hocket.cluster import processes
+from hocket.cluster import point_to_point
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.data.partition import Partition
@@ -390,7 +390,7 @@ def gradients_are_not_in_flight(rank: int) -> dict[str, Any]:
 def pieces(rank: int) -> dict[str, Any]:
     """Large messages travel in pieces, distance by distance; 1,000 bytes stand for half a megabyte."""
     found: dict[str, Any] = {}
-    whole = processes.PIECE_BYTES
+    whole = point_to_point.PIECE_BYTES
     try:
         for strategy in (
             "bulk + gossip + exchange=gradients",
@@ -399,7 +399,7 @@ def pieces(rank: int) -> dict[str, Any]:
             "bulk + gossip(exponential) + qsgd(4)",
         ):
             for size in (whole, 1000):
-                processes.PIECE_BYTES = size
+                point_to_point.PIECE_BYTES = size
                 model = net()
                 optimizer = sgd(model)
                 job = hocket.parallelize(model, optimizer, strategy, **SMALL)
@@ -411,7 +411,7 @@ def pieces(rank: int) -> dict[str, Any]:
                 found[f"{strategy} {size}"] = flat(model)
                 job.detach()
     finally:
-        processes.PIECE_BYTES = whole
+        point_to_point.PIECE_BYTES = whole
     return found
 
 
