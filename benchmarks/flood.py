@@ -36,7 +36,6 @@ from hocket.cluster.layout import Layout
 from hocket.data import load
 from hocket.drivers.observer import Observer
 from hocket.drivers.shard_process import start_serving
-from hocket.messages import Envelope, Kind, Listener, Refused, pack, unpack
 from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import OBSERVER, job_config, link_bytes
@@ -44,6 +43,7 @@ from hocket.strategy import Strategy
 from hocket.train.checks import layout_for
 from hocket.train.free_worker import WorkerConfig, work
 from hocket.train.settings import RunSettings
+from hocket.transport import Envelope, Kind, Listener, Refused, pack, unpack
 
 JOB = bytes(range(32, 48))
 WORKERS, STRANGERS = 2, 8
@@ -180,17 +180,17 @@ def originals(layout: Layout) -> list[list[bytes]]:
         "buffers": False,
     }
     made = [
-        Envelope(Kind.HELLO, 0, note={"job_config": config, "pushed": 0, "replaces": False}),
+        Envelope(Kind.HELLO, 0, metadata={"job_config": config, "pushed": 0, "replaces": False}),
         Envelope(
-            Kind.HELLO, 1, note={"job_config": {**config, "model": "x"}, "pushed": 2**62, "replaces": False}, tensors=gradients
+            Kind.HELLO, 1, metadata={"job_config": {**config, "model": "x"}, "pushed": 2**62, "replaces": False}, tensors=gradients
         ),
         Envelope(Kind.PUSH, 0, 0, 7, 9, {**push, "figures": {"seconds": 1.0}}, gradients),
         Envelope(Kind.PUSH, 1, 0, 2**62, 9, push, tuple(g[:-1] for g in gradients)),
         Envelope(Kind.FETCH, 1, 0, 3, 4, {"fetch": True, "want": 2**40, "final": True}),
-        Envelope(Kind.FETCH, OBSERVER, number=4, note={"epoch": 10**9, "within_s": 1e300}),
+        Envelope(Kind.FETCH, OBSERVER, number=4, metadata={"epoch": 10**9, "within_s": 1e300}),
         Envelope(Kind.GOODBYE, 0),
         Envelope(Kind.BEAT, 1),
-        Envelope(Kind.ANSWER, 1, note={"x": [[[1]]]}),
+        Envelope(Kind.ANSWER, 1, metadata={"x": [[[1]]]}),
     ]
     return [[bytes(frame) for frame in pack(envelope, JOB)] for envelope in made]
 
@@ -240,7 +240,7 @@ def flood(address: str, layout: Layout, frames: int, seed: int) -> None:
 
 def _hear_out(stranger: zmq.Socket[bytes]) -> None:
     """Wait until the shard has come to the end of what was sent: who leaves before takes what is under way along."""
-    asks, asked = pack(Envelope(Kind.ORDER, OBSERVER, note={"order": "status"}), JOB), 0.0
+    asks, asked = pack(Envelope(Kind.ORDER, OBSERVER, metadata={"order": "status"}), JOB), 0.0
     while True:
         if time.monotonic() - asked > 1.0:
             stranger.send_multipart(asks)

@@ -29,10 +29,10 @@ from netlab import Lab, require
 from torch import Tensor, nn
 
 from hocket.drivers.shard_process import start_serving
-from hocket.messages import Envelope, Keys, Kind, Listener
 from hocket.programs.base import Address
 from hocket.programs.server.shard_server import ShardServer
 from hocket.train.free_worker import WorkerTask, work
+from hocket.transport import Envelope, Keys, Kind, Listener
 
 JOB = bytes(range(16, 32))
 PORT = 41500

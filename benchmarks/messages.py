@@ -28,8 +28,8 @@ import torch
 import zmq
 from netlab import Lab, bits_per_second
 
-from hocket.messages import Caller, Envelope, Keys, Kind, Listener, pack
-from hocket.messages.end import set_options
+from hocket.transport import Caller, Envelope, Keys, Kind, Listener, pack
+from hocket.transport.link_socket import set_options
 
 JOB = b"benchmark messag"
 SIZES = (64_000, 256_000, 1_000_000, 4_000_000, 16_000_000)
@@ -37,7 +37,7 @@ MOST_BYTES = 1 << 25
 HIGH_WATER = 16
 AHEAD = 4
 SMALL = [bytes(len(frame)) for frame in pack(Envelope(Kind.FETCH), JOB)]
-"""Frames as small as a link's header and note: plain sockets send as many frames as links do."""
+"""Frames as small as a link's header and metadata: plain sockets send as many frames as links do."""
 WAIT_S = 60.0
 
 

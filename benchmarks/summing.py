@@ -51,7 +51,7 @@ def main() -> None:
     if options.worker:
         work(json.loads(options.worker))
         return
-    from hocket.messages import Keys
+    from hocket.transport import Keys
 
     with tempfile.TemporaryDirectory() as folder, Lab(WORKERS + SPARE, options.rate, BURST_BYTES) as lab:
         keys = Path(folder) / "job.keys"
@@ -79,7 +79,7 @@ def main() -> None:
 
 def open_links() -> None:
     """Lets links of this process go beyond the machine without keys; the lab's namespaces reach nobody else."""
-    from hocket.messages import link
+    from hocket.transport import link
 
     link.stays_here = lambda _: True
 

@@ -11,11 +11,11 @@ from hocket.cluster.layout import Layout
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.snapshots import Snapshots
 from hocket.drivers.sockets import SocketDriver
-from hocket.messages import Envelope, Listener
 from hocket.programs.base import Address, Effects
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.shard_server import ShardServer
 from hocket.strategy import Strategy
+from hocket.transport import Envelope, Listener
 
 JOB = bytes(range(16))
 

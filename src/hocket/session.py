@@ -245,10 +245,10 @@ def _split(
 def _connect(strategy: Strategy, layout: Layout, cluster: Cluster) -> ServerRuntime:
     """The link to the servers that ``init`` named, or to new ones."""
     from hocket.drivers.server_runtime import ServerRuntime
-    from hocket.messages import Keys
     from hocket.programs.server.requests import WorkerConfig
     from hocket.programs.server.wire import DEFAULT_JOB, job_id
     from hocket.train.free_start import Servers, start_servers
+    from hocket.transport import Keys
 
     session = _Session
     servers = (

@@ -14,12 +14,12 @@ from hocket.cluster.layout import layout_of
 from hocket.drivers.record import Recorder
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.shard_process import start_serving
-from hocket.messages import Listener
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.worker import ServerWorker
 from hocket.strategy import Strategy
+from hocket.transport import Listener
 
 JOB = bytes(range(16))
 WORKERS, BATCHES = 2, 24

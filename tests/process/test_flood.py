@@ -15,13 +15,13 @@ import torch
 import zmq
 
 from hocket.cluster.layout import Layout
-from hocket.messages import Caller, Envelope, Kind, pack
-from hocket.messages.frame import REASONS
 from hocket.programs.server.epoch_snapshots import EpochSnapshots, SnapshotRequest
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.wire import OBSERVER, WORKER_MARK, job_config
 from hocket.strategy import Strategy
 from hocket.train.checks import layout_for
+from hocket.transport import Caller, Envelope, Kind, pack
+from hocket.transport.frame import REASONS
 from process.launch import Nursery, eventually, run_script
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -66,9 +66,9 @@ class Served:
         self.job_config = job_config(strategy, layout, 0, 2)
 
     def hello(self, weights: torch.Tensor, optimizer: OptimizerSpec) -> None:
-        note: dict[str, Any] = {"job_config": self.job_config, "pushed": 0, "optimizer": optimizer.describe(), "groups": [0]}
-        note |= {"total": None, "per_epoch": None}
-        assert self.ask(Envelope(Kind.HELLO, self.worker, note=note, tensors=(weights,))).kind == Kind.WELCOME
+        metadata: dict[str, Any] = {"job_config": self.job_config, "pushed": 0, "optimizer": optimizer.describe(), "groups": [0]}
+        metadata |= {"total": None, "per_epoch": None}
+        assert self.ask(Envelope(Kind.HELLO, self.worker, metadata=metadata, tensors=(weights,))).kind == Kind.WELCOME
 
     def ask(self, request: Envelope) -> Envelope:
         assert self.caller.send(request, 30.0)
@@ -77,8 +77,8 @@ class Served:
         return answer
 
     def push(self, step: int) -> Envelope:
-        note = {"parts": [[1, 0]], "lrs": [0.1], "fetch": True, "seen": step - 1}
-        return self.ask(Envelope(Kind.PUSH, self.worker, 0, step, step, note, (torch.full((VALUES,), 1e-3),)))
+        metadata = {"parts": [[1, 0]], "lrs": [0.1], "fetch": True, "seen": step - 1}
+        return self.ask(Envelope(Kind.PUSH, self.worker, 0, step, step, metadata, (torch.full((VALUES,), 1e-3),)))
 
 
 @pytest.mark.parametrize("who", ["a worker", "an observer"])
@@ -101,7 +101,7 @@ def test_one_who_asks_and_never_reads_costs_a_bounded_memory_and_nobody_else(nur
     if who == "a worker":
         asks = pack(Envelope(Kind.FETCH, 1, 0, 0, 1, {"fetch": True}), JOB)
     else:
-        asks = pack(Envelope(Kind.FETCH, OBSERVER, number=1, note={"epoch": 0}), JOB)
+        asks = pack(Envelope(Kind.FETCH, OBSERVER, number=1, metadata={"epoch": 0}), JOB)
     peak, sent = 0, 0
     for step in range(21, 21 + ROUNDS):
         for _ in range(2):  # past its link, which would read

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hocket.messages import Keys
+from hocket.transport import Keys
 from process.launch import ENVIRON
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "netlab.py"

@@ -33,7 +33,6 @@ from hocket.drivers.gossip_runtime import GossipRuntime
 from hocket.drivers.record import Recorder, read_record
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError
-from hocket.messages import Caller, Envelope, Keys, Kind, Listener, pack
 from hocket.programs.account import entry_of
 from hocket.programs.coordinator import Coordinator
 from hocket.programs.gossip.links import PeerConfig
@@ -48,6 +47,7 @@ from hocket.train.free_worker import WorkerTask, batch_sequence
 from hocket.train.job import Job
 from hocket.train.runtimes.peers import peer_runtime
 from hocket.train.settings import RunSettings
+from hocket.transport import Caller, Envelope, Keys, Kind, Listener, pack
 from process.cases import batch, net, sgd
 from process.launch import ENVIRON, Group, Nursery, eventually
 from process.paired import LIVENESS_TIMEOUT_S
@@ -174,22 +174,22 @@ def test_strangers_are_refused_and_counted_and_touch_nothing() -> None:
         crowd.join()
         before, rows = crowd.x(1), tuple(crowd.program(2).state.x)
         wrong = [
-            Envelope(Kind.PUSH, 2, number=1, note=PUSHED, tensors=rows[:1]),
-            Envelope(Kind.PUSH, 2, number=2, note=PUSHED, tensors=(rows[0].double(), rows[1])),
-            Envelope(Kind.PUSH, 2, number=3, note=PUSHED, tensors=(rows[1], rows[0])),
-            Envelope(Kind.PUSH, 1, number=4, note=PUSHED, tensors=rows),
-            Envelope(Kind.PUSH, 8, number=5, note=PUSHED, tensors=rows),
-            Envelope(Kind.ORDER, 2, number=6, note=PUSHED),
-            Envelope(Kind.FETCH, 2, number=7, note={**PUSHED, "mean": True}),
+            Envelope(Kind.PUSH, 2, number=1, metadata=PUSHED, tensors=rows[:1]),
+            Envelope(Kind.PUSH, 2, number=2, metadata=PUSHED, tensors=(rows[0].double(), rows[1])),
+            Envelope(Kind.PUSH, 2, number=3, metadata=PUSHED, tensors=(rows[1], rows[0])),
+            Envelope(Kind.PUSH, 1, number=4, metadata=PUSHED, tensors=rows),
+            Envelope(Kind.PUSH, 8, number=5, metadata=PUSHED, tensors=rows),
+            Envelope(Kind.ORDER, 2, number=6, metadata=PUSHED),
+            Envelope(Kind.FETCH, 2, number=7, metadata={**PUSHED, "mean": True}),
             Envelope(Kind.PUSH, 2, number=8, tensors=rows),
         ]
         context = zmq.Context()
         raw = context.socket(zmq.DEALER)
         raw.connect(crowd.addresses[1])
         raw.send_multipart([b"GET / HTTP/1.1"])
-        raw.send_multipart(pack(Envelope(Kind.PUSH, 0, note=PUSHED, tensors=rows), b"another job.....")[:])
+        raw.send_multipart(pack(Envelope(Kind.PUSH, 0, metadata=PUSHED, tensors=rows), b"another job.....")[:])
         with Caller(crowd.addresses[1], JOB) as caller:
-            answers = [ask(caller, envelope).note["reason"] for envelope in wrong]
+            answers = [ask(caller, envelope).metadata["reason"] for envelope in wrong]
         assert answers == ["shape", "shape", "shape", "worker", "worker", "kind", "early", "shape"]
         assert eventually(lambda: crowd.runtimes[1].refused.get("job") == 1)
         assert crowd.runtimes[1].refused == {"magic": 1, "job": 1, "shape": 4, "worker": 2, "kind": 1, "early": 1}
@@ -248,11 +248,11 @@ def test_a_worker_that_was_suspended_soon_accepts_again_however_often_it_is_call
         tensors = tuple(crowd.program(0).state.x)
 
         def push(number: int) -> bool:
-            return ask(caller, Envelope(Kind.PUSH, 0, number=number, note=PUSHED, tensors=tensors)).kind is Kind.REPLY
+            return ask(caller, Envelope(Kind.PUSH, 0, number=number, metadata=PUSHED, tensors=tensors)).kind is Kind.REPLY
 
         assert eventually(lambda: crowd.program(1)._timed)  # its first check has been made
         with crowd.runtimes[1].driver.lock:  # its service thread stands still, as if suspended
-            caller.send(Envelope(Kind.PUSH, 0, number=101, note=PUSHED, tensors=tensors), 1.0)
+            caller.send(Envelope(Kind.PUSH, 0, number=101, metadata=PUSHED, tensors=tensors), 1.0)
             assert caller.receive(1.0) is None
         assert caller.receive(10.0) is not None
         numbers = iter(range(102, 10**9))
@@ -281,7 +281,7 @@ def test_who_has_the_mean_stays_until_it_has_arrived() -> None:
         leader = crowd.pool.submit(crowd.work, 0, [])
         assert eventually(lambda: crowd.program(0).mean is not None)
         with Caller(crowd.addresses[0], JOB) as caller:  # it was sent, but has not arrived
-            assert ask(caller, Envelope(Kind.FETCH, 1, number=999, note={**PUSHED, "mean": True})).kind is Kind.REPLY
+            assert ask(caller, Envelope(Kind.FETCH, 1, number=999, metadata={**PUSHED, "mean": True})).kind is Kind.REPLY
         assert crowd.program(0).given == {1}
         asked = crowd.program(0)._number
         assert eventually(lambda: crowd.program(0)._number > asked + 2)
@@ -336,9 +336,9 @@ def test_halves_that_come_back_make_no_gradient_old() -> None:
 def test_an_error_of_the_service_thread_is_raised_by_the_next_call() -> None:
     with Crowd(2, "rotating") as crowd:
         crowd.join()
-        note = {"incarnation": 1, "to": 0, "address": "tcp://127.0.0.1:9"}
+        metadata = {"incarnation": 1, "to": 0, "address": "tcp://127.0.0.1:9"}
         with Caller(crowd.addresses[0], JOB) as caller:  # another process is worker 1 from now on
-            assert ask(caller, Envelope(Kind.HELLO, 1, number=1, note=note)).kind is Kind.ANSWER
+            assert ask(caller, Envelope(Kind.HELLO, 1, number=1, metadata=metadata)).kind is Kind.ANSWER
         with pytest.raises(HocketError, match="Another process is worker 1 now"):
             crowd.runtimes[1].global_weights()
         with pytest.raises(HocketError, match="Another process is worker 1 now"):
@@ -444,9 +444,9 @@ def test_who_joins_gives_and_takes_nothing_before_it_has_weights_and_needs_someb
         with Newcomer(crowd, 1) as answerer, Newcomer(crowd, 0, [None, answerer.address]) as caller:
             joining = [crowd.pool.submit(answerer.join), crowd.pool.submit(caller.join)]
             with Caller(answerer.address, JOB) as link:
-                note = {"incarnation": 1, "to": 1}
-                pushed = Envelope(Kind.PUSH, 0, number=10**6, note=note, tensors=(torch.ones(4), torch.ones(2)))
-                assert ask(link, pushed).note["reason"] == "early"
+                metadata = {"incarnation": 1, "to": 1}
+                pushed = Envelope(Kind.PUSH, 0, number=10**6, metadata=metadata, tensors=(torch.ones(4), torch.ones(2)))
+                assert ask(link, pushed).metadata["reason"] == "early"
             for each in joining:
                 with pytest.raises(HocketError, match="no other worker has weights for it: start again"):
                     each.result(LIMIT_S)
@@ -489,8 +489,8 @@ def test_nobody_is_led_to_an_address_that_is_none() -> None:
     with Crowd(2, "rotating") as crowd, Caller(crowd.join().addresses[1], JOB) as caller:
         none = ("nowhere", "tcp://no.such.host:1", 7, "ipc:///tmp/x", "tcp://127.0.0.1:0", "tcp://127.0.0.1%lo:5", "tcp://::1%lo:5")
         for number, address in enumerate((*none, "tcp://192.0.2.1:5"), 1):
-            answer = ask(caller, Envelope(Kind.HELLO, 0, number=number, note={**PUSHED, "address": address}))
-            assert answer.note["reason"] == ("shape" if address in none else "worker"), answer.note
+            answer = ask(caller, Envelope(Kind.HELLO, 0, number=number, metadata={**PUSHED, "address": address}))
+            assert answer.metadata["reason"] == ("shape" if address in none else "worker"), answer.metadata
         assert crowd.program(1).peers[0].address is None
         assert crowd.runtimes[1].driver.callers[0].address == crowd.addresses[0]
 
@@ -761,7 +761,7 @@ def test_a_coordinator_dispatches_every_mini_batch_and_is_told_the_mean(nursery:
         assert eventually(lambda: driver.poll(0.01) or 0 in coordinator.incarnations, LIMIT_S)
         with Caller(listener.address, JOB) as stranger:
             stranger.send(Envelope(Kind.FETCH, 9, number=1), 1.0)
-            stranger.send(Envelope(Kind.FETCH, 0, number=2, note={"done": "all"}), 1.0)
+            stranger.send(Envelope(Kind.FETCH, 0, number=2, metadata={"done": "all"}), 1.0)
             assert eventually(over, LIMIT_S), [group.said() for group in groups]
     for group in groups:
         assert group.wait(LIMIT_S) == [0], group.said()
@@ -798,7 +798,7 @@ def test_a_coordinator_tells_who_waits_and_dispatches_what_a_dead_worker_held_to
         served = Coordinated(listener, 2, 3)
         links = [CoordinatorLink(listener.address, JOB, worker, None, 1 << 22) for worker in range(2)]
         with Caller(listener.address, JOB) as caller:
-            caller.send(Envelope(Kind.HELLO, 1, number=1, note={"address": "there", "incarnation": 0}), 1.0)
+            caller.send(Envelope(Kind.HELLO, 1, number=1, metadata={"address": "there", "incarnation": 0}), 1.0)
             heard = served.serve(lambda: [caller.receive(10.0) for _ in range(2)])[0]
             assert [envelope.kind for envelope in heard] == [Kind.WAIT, Kind.WAIT]
         assert served.serve(lambda: links[0].join("here"), lambda: links[1].join("there")) == [["here", "there"]] * 2
@@ -817,8 +817,8 @@ def test_a_coordinator_goes_on_with_the_sums_of_a_replaced_worker_and_dispatches
         served = Coordinated(listener, 2, 9)
         coordinator, numbers = served.coordinator, iter(range(1, 100))
 
-        def told(caller: Caller, kind: Kind, incarnation: int, **note: Any) -> Envelope:
-            message = Envelope(kind, 0, number=next(numbers), note={"incarnation": incarnation, **note})
+        def told(caller: Caller, kind: Kind, incarnation: int, **metadata: Any) -> Envelope:
+            message = Envelope(kind, 0, number=next(numbers), metadata={"incarnation": incarnation, **metadata})
             return served.serve(lambda: ask(caller, message))[0]  # type: ignore[no-any-return]
 
         def lose(worker: int) -> None:
@@ -828,19 +828,19 @@ def test_a_coordinator_goes_on_with_the_sums_of_a_replaced_worker_and_dispatches
         with Caller(listener.address, JOB) as dead, Caller(listener.address, JOB) as newcomer:
             told(dead, Kind.HELLO, 0, address="there")
             first = {"ages": {"0": 5, "2": 1}, "lost": 4, "bytes_sent": 100, "loss": 3.0, "losses": 2}
-            assert told(dead, Kind.FETCH, 0, done=[], ledger=first).note["batch_ids"] == [0]
+            assert told(dead, Kind.FETCH, 0, done=[], ledger=first).metadata["batch_ids"] == [0]
             lose(0)
-            assert told(dead, Kind.FETCH, 0, done=[0], ledger={**first, "ages": {"0": 6, "2": 1}}).note["batch_ids"] == []
+            assert told(dead, Kind.FETCH, 0, done=[0], ledger={**first, "ages": {"0": 6, "2": 1}}).metadata["batch_ids"] == []
             welcome = told(newcomer, Kind.HELLO, 1, address="here")
-            assert welcome.note["addresses"] == ["here", None]
+            assert welcome.metadata["addresses"] == ["here", None]
             assert coordinator.gone == {1}
             assert (coordinator.staleness, coordinator.lost_exchanges) == ({"0": 6, "2": 1}, 4)
             again = {"ages": {"0": 1}, "lost": 1, "bytes_sent": 100, "loss": 1.0, "losses": 2}
-            assert told(newcomer, Kind.FETCH, 1, done=[], ledger=again).note["batch_ids"] == [0]
+            assert told(newcomer, Kind.FETCH, 1, done=[], ledger=again).metadata["batch_ids"] == [0]
             assert (coordinator.staleness, coordinator.lost_exchanges) == ({"0": 7, "2": 1}, 5)
             entry, loss = entry_of(coordinator.figures, {"0": first})
             assert (entry.bytes_sent, loss) == (100, 0.5)
-            assert told(dead, Kind.FETCH, 0, done=[], ledger=first).note["reason"] == "outdated"
+            assert told(dead, Kind.FETCH, 0, done=[], ledger=first).metadata["reason"] == "outdated"
 
 
 def test_one_that_replaces_a_worker_which_died_before_its_hello_gets_mini_batches() -> None:

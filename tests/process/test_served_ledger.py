@@ -13,11 +13,11 @@ import hocket
 from hocket.drivers import server_runtime as driver
 from hocket.drivers.snapshots import Snapshots
 from hocket.drivers.sockets import SocketDriver
-from hocket.messages import Envelope, Kind
 from hocket.programs.base import Effects
 from hocket.strategy import Strategy
 from hocket.train.job import Job
 from hocket.train.runtimes.server import server_runtime
+from hocket.transport import Envelope, Kind
 from process.cases import batch, net, sgd
 from process.launch import Nursery
 from shard_servers import ShardServers

@@ -29,9 +29,9 @@ from hocket.data import load
 from hocket.drivers import shard_process
 from hocket.drivers.snapshots import Snapshots
 from hocket.errors import HocketError
-from hocket.messages import Envelope, Kind, pack
 from hocket.train.run import make_training
 from hocket.train.settings import RunSettings
+from hocket.transport import Envelope, Kind, pack
 from process.launch import ENVIRON, Nursery, eventually
 from process.served import LIMIT_S, Service
 
@@ -291,9 +291,11 @@ def _stranger(chance: random.Random) -> Envelope:
     kind = chance.choice(list(Kind))
     whole = {"job_config": chance.choice([{}, 5, None]), "pushed": 1e308, "lrs": [1], "parts": [[1, 0]], "batch_ids": ["x"]}
     whole |= {"epoch": "x", "holds": [chance.choice([3, "x"])]}
-    note = {name: value for name, value in whole.items() if chance.random() < 0.7}
+    metadata = {name: value for name, value in whole.items() if chance.random() < 0.7}
     step = chance.randrange(-5, 50)
-    return Envelope(kind, chance.randrange(-3, 5), step=step, number=chance.randrange(9), note=note, tensors=(torch.ones(3),))
+    return Envelope(
+        kind, chance.randrange(-3, 5), step=step, number=chance.randrange(9), metadata=metadata, tensors=(torch.ones(3),)
+    )
 
 
 # --- who does not belong -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hocket.cluster.message import ring_bytes, summed_bytes
 from hocket.drivers.start import address_of, end_child
 from hocket.drivers.summation import SummationClient, shares, start_summation_server
 from hocket.errors import WorkerLost
-from hocket.messages import Caller, Listener
+from hocket.transport import Caller, Listener
 from process.equality import WORKERS
 from process.launch import Nursery
 from process.summing import CASES, virtual

@@ -10,12 +10,12 @@ import torch
 
 from hocket.drivers.gossip_world import LIVENESS_TIMEOUT_S, GossipWorld, PerfectNetwork
 from hocket.drivers.simulation import Call, Simulation
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.coordinator import COORDINATOR, Coordinator, CoordinatorClient
 from hocket.programs.gossip.links import Request
 from hocket.programs.gossip.observer import PeerObserver
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import Mean, PeerState, weight_of
+from hocket.transport.frame import Envelope, Kind
 
 KINDS = ("rotating", "ring", "random", "pushsum")
 TIMEOUT_S = LIVENESS_TIMEOUT_S
@@ -367,19 +367,19 @@ def test_the_coordinator_gives_a_dead_workers_mini_batches_to_others() -> None:
     coordinator = Coordinator(2, 3)
     coordinator.start(0.0)
 
-    def ask(worker: int, kind: Kind, number: int, incarnation: int = 0, **note: Any) -> list[Any]:
-        note = {"incarnation": incarnation, "done": [], "ledger": {}, **note}
-        return coordinator.message(b"w%d" % worker, Envelope(kind, worker, number=number, note=note), 1.0)
+    def ask(worker: int, kind: Kind, number: int, incarnation: int = 0, **metadata: Any) -> list[Any]:
+        metadata = {"incarnation": incarnation, "done": [], "ledger": {}, **metadata}
+        return coordinator.message(b"w%d" % worker, Envelope(kind, worker, number=number, metadata=metadata), 1.0)
 
     ask(0, Kind.HELLO, 1, address="a")
     assert len(ask(1, Kind.HELLO, 1, address="b")) == 2
-    assert ask(1, Kind.FETCH, 2)[0].message.note["batch_ids"] == [0]
-    assert ask(1, Kind.FETCH, 2)[0].message.note["batch_ids"] == [0], "the same request gets the same answer"
+    assert ask(1, Kind.FETCH, 2)[0].message.metadata["batch_ids"] == [0]
+    assert ask(1, Kind.FETCH, 2)[0].message.metadata["batch_ids"] == [0], "the same request gets the same answer"
     coordinator.worker_lost(1, 2.0)
     assert coordinator.worker_addresses == ["a", None]
-    assert ask(0, Kind.FETCH, 2)[0].message.note["batch_ids"] == [0]
+    assert ask(0, Kind.FETCH, 2)[0].message.metadata["batch_ids"] == [0]
     ask(1, Kind.HELLO, 1, 1, address="c")
     assert coordinator.worker_addresses == ["a", "c"]
-    assert ask(1, Kind.FETCH, 9)[0].message.note["reason"] == "outdated"
-    assert ask(1, Kind.FETCH, 2, 1)[0].message.note["batch_ids"] == [1]
+    assert ask(1, Kind.FETCH, 9)[0].message.metadata["reason"] == "outdated"
+    assert ask(1, Kind.FETCH, 2, 1)[0].message.metadata["batch_ids"] == [1]
     assert coordinator.lost == 1

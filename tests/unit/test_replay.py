@@ -18,7 +18,6 @@ from hocket.drivers.record import Recorder, read_record
 from hocket.drivers.replay import ReplayNode, call_by_name, replay
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.shard_process import start_serving
-from hocket.messages import Envelope, Listener
 from hocket.programs.base import Effects
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.server.optimizer_spec import OptimizerSpec
@@ -26,6 +25,7 @@ from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.worker import ServerWorker
 from hocket.strategy import Strategy
+from hocket.transport import Envelope, Listener
 
 JOB = bytes(range(16))
 LAYOUT = layout_of(nn.Linear(9, 5).named_parameters())

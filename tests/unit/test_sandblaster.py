@@ -22,7 +22,6 @@ from torch.optim import lbfgs as torchs
 import hocket
 from hocket import HocketError, Sandblaster, WorkerLost
 from hocket.cluster.spec import ClusterSpec
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Compute, Connect, Effects, Send
 from hocket.sandblaster import coordinator as coordinators
 from hocket.sandblaster.lbfgs import Ask, Evaluate, Mark, Settings, State, lbfgs
@@ -31,6 +30,7 @@ from hocket.sandblaster.protocol import COORDINATOR
 from hocket.sandblaster.roles import SandblasterWorker
 from hocket.sandblaster.vectors import Order, Tree, VectorShard, combine, cuts, unrounded
 from hocket.sandblaster.wolfe import Point, search
+from hocket.transport.frame import Envelope, Kind
 
 TORCH = {"max_iter": 25, "max_eval": 60, "tolerance_grad": 1e-9, "tolerance_change": 1e-12}
 
@@ -334,8 +334,8 @@ def test_the_portion_that_is_out_longest_is_copied_first_and_once() -> None:
     assert (dispenser.counts.issued, dispenser.counts.duplicated, dispenser.counts.wasted) == (4, 1, 1)
 
 
-def order(evaluation: int, number: int, ticket: int = 3, **note: Any) -> Envelope:
-    return Envelope(Kind.ORDER, ticket, step=evaluation, number=number, note=note)
+def order(evaluation: int, number: int, ticket: int = 3, **metadata: Any) -> Envelope:
+    return Envelope(Kind.ORDER, ticket, step=evaluation, number=number, metadata=metadata)
 
 
 def sent(effects: Effects, kind: Kind) -> list[tuple[Any, Envelope]]:
@@ -359,7 +359,7 @@ def test_a_worker_pushes_what_it_was_told_to_keep_and_obeys_each_order_once() ->
         (task,) = (effect for effect in effects if isinstance(effect, Compute))
         assert (task.portion, task.point.tolist()) == (portion, [0.0, 1.0])
         ((to, report),) = sent(worker.computed(portion, 0.5, torch.full((2,), 2.0**portion), 0.0), Kind.ANSWER)
-        assert (to, report.place, report.step, report.number, report.note) == (COORDINATOR, portion, 5, number, {"loss": 0.5})
+        assert (to, report.place, report.step, report.number, report.metadata) == (COORDINATOR, portion, 5, number, {"loss": 0.5})
         number += 1
         more = {"bundle": 7} if portion == 2 else {}
         told = order(5, number, judged=portion, keep=keep, portion=portion + 1, **more)
@@ -390,7 +390,7 @@ def test_a_worker_that_comes_too_late_says_that_it_is_free() -> None:
     worker = SandblasterWorker(2, 2)
     worker.message(COORDINATOR, order(5, 1, shards=["a", "b"], portion=0), 0.0)
     effects = worker.message(0, Envelope(Kind.REPLY, 0, step=5), 0.0)
-    assert [message.note for _, message in sent(effects, Kind.HELLO)] == [{"free": True}]
+    assert [message.metadata for _, message in sent(effects, Kind.HELLO)] == [{"free": True}]
 
 
 def test_a_slow_worker_process_answers_when_it_has_slept_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.messages.frame import Envelope, Kind
 from hocket.sandblaster.fault_run import SandblasterRun, losses
+from hocket.transport.frame import Envelope, Kind
 
 
 @pytest.mark.parametrize("exact", [True, False])

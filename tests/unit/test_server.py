@@ -21,7 +21,6 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.drivers.observer import Observer
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.snapshots import Snapshots, sealed, unsealed
-from hocket.messages import Envelope, Kind, Listener
 from hocket.programs.account import Account, entry_of
 from hocket.programs.base import Effects, Say, Send, Snapshot
 from hocket.programs.server.members import BatchDispatcher
@@ -36,6 +35,7 @@ from hocket.sync import SSP, Async, Bulk, Sync
 from hocket.train import throttle
 from hocket.train.checks import layout_for
 from hocket.train.replicas import LiveReplica
+from hocket.transport import Envelope, Kind, Listener
 from shard_servers import JOB, ShardServers
 
 SGD = OptimizerSpec("sgd", ({"lr": 0.1, "momentum": 0.9},))
@@ -310,15 +310,15 @@ class Host(ShardServer):
 
 def hello(worker: int, text: str = "ssp(2) + server", world: int = 2, brings: bool = True, **changes: Any) -> Envelope:
     strategy = Strategy.parse(text)
-    note: dict[str, Any] = {"job_config": job_config(strategy, layout(), 0, world) | changes, "pushed": 0}
-    note |= {"optimizer": SGD.describe(), "groups": [0], "total": None, "per_epoch": None}
+    metadata: dict[str, Any] = {"job_config": job_config(strategy, layout(), 0, world) | changes, "pushed": 0}
+    metadata |= {"optimizer": SGD.describe(), "groups": [0], "total": None, "per_epoch": None}
     tensors = slices_of(Slices.of(strategy, layout()), 0, [torch.ones(1, 50)]) if brings else ()
-    return Envelope(Kind.HELLO, worker, note=note, tensors=tensors)
+    return Envelope(Kind.HELLO, worker, metadata=metadata, tensors=tensors)
 
 
 def push(worker: int, step: int, number: int = 1, **changes: Any) -> Envelope:
-    note = {"parts": [[1, 0]], "lrs": [0.1], "fetch": True, "seen": 0} | changes.pop("note", {})
-    given: dict[str, Any] = {"sender": worker, "step": step, "number": number, "note": note, "tensors": (torch.ones(50),)}
+    metadata = {"parts": [[1, 0]], "lrs": [0.1], "fetch": True, "seen": 0} | changes.pop("metadata", {})
+    given: dict[str, Any] = {"sender": worker, "step": step, "number": number, "metadata": metadata, "tensors": (torch.ones(50),)}
     return Envelope(Kind.PUSH, **(given | changes))
 
 
@@ -344,7 +344,7 @@ def test_who_has_other_terms_is_told_so(changes: dict[str, Any], word: str, sent
     made = host()
     made.handle(b"wx", hello(1, brings=False, **changes))
     assert made.last.kind == Kind.REFUSAL
-    assert sentence in made.last.note["sentence"]
+    assert sentence in made.last.metadata["sentence"]
     assert made.rejected == {word: 1}
 
 
@@ -353,10 +353,10 @@ WRONG = {
     "another dtype": push(0, 1, tensors=(torch.ones(50, dtype=torch.int64),)),
     "a tensor too many": push(0, 1, tensors=(torch.ones(50), torch.ones(50))),
     "no tensor": push(0, 1, tensors=()),
-    "a bucket too many": push(0, 1, note={"parts": [[1, 0], [1, 0]]}, tensors=(torch.ones(50), torch.ones(50))),
-    "no parts": push(0, 1, note={"parts": 7}),
-    "no learning rates": push(0, 1, note={"lrs": []}),
-    "learning rates that are no numbers": push(0, 1, note={"lrs": ["a"]}),
+    "a bucket too many": push(0, 1, metadata={"parts": [[1, 0], [1, 0]]}, tensors=(torch.ones(50), torch.ones(50))),
+    "no parts": push(0, 1, metadata={"parts": 7}),
+    "no learning rates": push(0, 1, metadata={"lrs": []}),
+    "learning rates that are no numbers": push(0, 1, metadata={"lrs": ["a"]}),
     "a step too far": push(0, 2),
     "step zero": push(0, 0),
     "a negative step": push(0, -3),
@@ -393,9 +393,9 @@ def test_what_is_wrong_is_refused_and_counted_and_touches_nothing(what: str) -> 
     st.integers(-2, 4),
     st.lists(st.integers(0, 60), max_size=3),
 )
-def test_no_message_brings_a_shard_down(note: dict[str, Any], kind: Kind, worker: int, step: int, sizes: list[int]) -> None:
+def test_no_message_brings_a_shard_down(metadata: dict[str, Any], kind: Kind, worker: int, step: int, sizes: list[int]) -> None:
     made = host("async + server + topk(0.1)")
-    made.handle(b"w0", Envelope(kind, worker, 0, step, 1, note, tuple(torch.ones(n) for n in sizes)))
+    made.handle(b"w0", Envelope(kind, worker, 0, step, 1, metadata, tuple(torch.ones(n) for n in sizes)))
     made.later(0.2)
     made.handle(b"w1", hello(1, "async + server + topk(0.1)", brings=False))
     assert made.last.kind == Kind.WELCOME
@@ -461,13 +461,13 @@ def test_what_a_shard_holds_for_a_worker_is_bounded() -> None:
 def test_the_dead_are_not_waited_for_once_an_observer_has_said_so() -> None:
     made = host("bulk + server")
     made.handle(b"w0", push(0, 1))
-    made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, note={"gone": 1, "unseen": True}))
+    made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, metadata={"gone": 1, "unseen": True}))
     assert made.members[0].request is not None, "somebody is worker 1"
-    made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, note={"gone": 1}))
+    made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, metadata={"gone": 1}))
     assert made.members[0].request is None
     answer = next(e for _, e in reversed(made.sent) if e.kind == Kind.ANSWER)
-    assert answer.note["figures"]["here"] == [0]
-    made.handle(b"w0", Envelope(Kind.ORDER, 0, note={"gone": 0}))
+    assert answer.metadata["figures"]["here"] == [0]
+    made.handle(b"w0", Envelope(Kind.ORDER, 0, metadata={"gone": 0}))
     assert made.last.kind == Kind.REFUSAL
 
 
@@ -477,9 +477,9 @@ def test_who_ends_sooner_than_the_others_has_lost_nothing() -> None:
         for step in range(1, steps + 1):
             made.handle(b"w%d" % worker, push(worker, step, number=step))
         if worker == 0:
-            made.handle(b"w0", Envelope(Kind.FETCH, 0, number=9, note={"fetch": True, "final": True}))
+            made.handle(b"w0", Envelope(Kind.FETCH, 0, number=9, metadata={"fetch": True, "final": True}))
     assert (made.progress, made.all_lost) == (7, 0)
-    made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, note={"gone": 1}))
+    made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, metadata={"gone": 1}))
     assert (made.progress, made.all_lost) == (7, 0)
 
 
@@ -494,12 +494,12 @@ def test_a_shard_that_was_stopped_itself_blames_nobody() -> None:
 def test_a_number_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None:
     made = host()
     made.handle(b"wx", hello(1, brings=False))
-    assert made.last.note["reason"] == "taken"
+    assert made.last.metadata["reason"] == "taken"
     message = hello(1, brings=False)
-    made.handle(b"wx", Envelope(Kind.HELLO, 1, note={**message.note, "replaces": True}))
+    made.handle(b"wx", Envelope(Kind.HELLO, 1, metadata={**message.metadata, "replaces": True}))
     assert made.last.kind == Kind.WELCOME
     made.handle(b"w1", push(1, 1))
-    assert made.last.note["reason"] == "replaced"
+    assert made.last.metadata["reason"] == "replaced"
 
 
 @pytest.mark.parametrize("total", [None, 40])
@@ -507,20 +507,20 @@ def test_what_was_computed_before_a_missed_meeting_is_lost_and_its_worker_goes_o
     made = Host(liveness_timeout_s=1.0)
     for worker in (0, 1):
         message = hello(worker, "stale(4) + server")
-        note = {**message.note, "total": total, "per_epoch": total}
-        made.handle(b"w%d" % worker, Envelope(Kind.HELLO, worker, note=note, tensors=message.tensors))
-        made.handle(b"w%d" % worker, Envelope(Kind.FETCH, worker, number=1, note={"fetch": True, "want": 4}))
-    own = made.last.note.get("batch_ids", [])
+        metadata = {**message.metadata, "total": total, "per_epoch": total}
+        made.handle(b"w%d" % worker, Envelope(Kind.HELLO, worker, metadata=metadata, tensors=message.tensors))
+        made.handle(b"w%d" % worker, Envelope(Kind.FETCH, worker, number=1, metadata={"fetch": True, "want": 4}))
+    own = made.last.metadata.get("batch_ids", [])
     made.later(2.0, alive=[0])
-    made.handle(b"w0", push(0, 4, number=2, note={"batch_ids": [0, 1, 2, 3]}))
+    made.handle(b"w0", push(0, 4, number=2, metadata={"batch_ids": [0, 1, 2, 3]}))
     assert made.shard is not None
     mean = weights(made.shard)
-    made.handle(b"w1", push(1, 6, number=2, note={"seen": 0, "batch_ids": own}, tensors=(torch.full((50,), 9.0),)))
-    assert (made.last.kind, made.last.number, made.last.note["seen"]) == (Kind.REPLY, 2, 1)
+    made.handle(b"w1", push(1, 6, number=2, metadata={"seen": 0, "batch_ids": own}, tensors=(torch.full((50,), 9.0),)))
+    assert (made.last.kind, made.last.number, made.last.metadata["seen"]) == (Kind.REPLY, 2, 1)
     assert torch.equal(made.last.tensors[0], mean), "the present weights"
     assert torch.equal(weights(made.shard), mean)
     assert made.lost == (2 if total is None else 4)
-    made.handle(b"w1", push(1, 7, number=3, note={"seen": 1}))
+    made.handle(b"w1", push(1, 7, number=3, metadata={"seen": 1}))
     assert made.shard._arrived.keys() == {1}  # type: ignore[attr-defined]
 
 
@@ -535,9 +535,9 @@ def test_a_restarted_shard_is_as_far_as_its_snapshot_and_counts_what_was_lost() 
     assert again.shard is not None
     assert again.shard.version == 3
     again.handle(b"w0", push(0, 6))
-    assert again.last.note["reason"] == "hello"
+    assert again.last.metadata["reason"] == "hello"
     message = hello(0, "async + server", brings=False)
-    again.handle(b"w0", Envelope(Kind.HELLO, 0, note={**message.note, "pushed": 5}))
+    again.handle(b"w0", Envelope(Kind.HELLO, 0, metadata={**message.metadata, "pushed": 5}))
     assert (again.last.kind, again.last.step) == (Kind.WELCOME, 5)
     assert again.lost == 2
     again.handle(b"w0", push(0, 6))
@@ -574,13 +574,13 @@ def test_weights_that_come_while_something_else_is_requested_are_not_lost() -> N
         try:
             observer.request_weights(3)
             peer, asked = shard.receive(10.0) or (b"", Envelope(Kind.BEAT))
-            assert (asked.kind, asked.note["epoch"]) == (Kind.FETCH, 3)
-            shard.send(peer, Envelope(Kind.REPLY, number=asked.number, note={"figures": {"progress": 12}}))
-            shard.send(peer, Envelope(Kind.ANSWER, number=asked.number + 1, note={"figures": {"progress": 15}}))
+            assert (asked.kind, asked.metadata["epoch"]) == (Kind.FETCH, 3)
+            shard.send(peer, Envelope(Kind.REPLY, number=asked.number, metadata={"figures": {"progress": 12}}))
+            shard.send(peer, Envelope(Kind.ANSWER, number=asked.number + 1, metadata={"figures": {"progress": 15}}))
             assert observer.status(10.0) == {"progress": 15}
             received = observer.receive_weights(0.0)
             assert received is not None
-            assert received.note["figures"] == {"progress": 12}
+            assert received.metadata["figures"] == {"progress": 12}
             assert observer.receive_weights(0.0) is None, "they come once"
         finally:
             observer.close()
@@ -592,9 +592,9 @@ def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
         message = hello(worker, "bulk + server")
         made.handle(
             b"w%d" % worker,
-            Envelope(Kind.HELLO, worker, note={**message.note, "total": 6, "per_epoch": 4}, tensors=message.tensors),
+            Envelope(Kind.HELLO, worker, metadata={**message.metadata, "total": 6, "per_epoch": 4}, tensors=message.tensors),
         )
-    made.handle(b"o", Envelope(Kind.FETCH, OBSERVER, number=77, note={"epoch": 1, "within_s": 1e6}))
+    made.handle(b"o", Envelope(Kind.FETCH, OBSERVER, number=77, metadata={"epoch": 1, "within_s": 1e6}))
     truths = []
     for step in (1, 2, 3):
         for worker in (0, 1):
@@ -604,8 +604,8 @@ def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
     shown = [e for peer, e in made.sent if peer == b"o"]
     assert [e.number for e in shown] == [77]
     assert torch.equal(shown[0].tensors[0], truths[1])
-    assert shown[0].note["figures"]["progress"] == 4
-    made.handle(b"o", Envelope(Kind.FETCH, OBSERVER, number=78, note={"epoch": 2, "within_s": 1e6}))
+    assert shown[0].metadata["figures"]["progress"] == 4
+    made.handle(b"o", Envelope(Kind.FETCH, OBSERVER, number=78, metadata={"epoch": 2, "within_s": 1e6}))
     assert torch.equal(made.last.tensors[0], truths[2])
 
 
@@ -638,7 +638,7 @@ def test_of_two_that_come_at_once_one_initializes_all_shards() -> None:
         """Another worker is a little faster at the first shard and much slower at the second."""
         if shards.heard[place, Kind.HELLO] == (1, 3)[place]:
             brought = slices_of(slices, place, [torch.zeros(1, 50)])
-            shards.tell(place, b"wother", Envelope(Kind.HELLO, 0, note=hello(0, text).note, tensors=brought))
+            shards.tell(place, b"wother", Envelope(Kind.HELLO, 0, metadata=hello(0, text).metadata, tensors=brought))
 
     with Shards(2, other) as shards:
         worker = shards.worker(text, 1)
@@ -652,7 +652,7 @@ def test_a_call_to_a_meeting_is_heard_while_a_mini_batch_is_waited_for() -> None
 
     def other(shards: Shards, place: int, message: Envelope) -> None:
         """Another worker comes to the meeting before this one has its mini-batch."""
-        if message.kind == Kind.FETCH and message.note["fetch"]:
+        if message.kind == Kind.FETCH and message.metadata["fetch"]:
             shards.tell(0, b"wother", hello(0, text))
             shards.tell(0, b"wother", push(0, 4))
 

@@ -16,12 +16,12 @@ from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.shard_process import start_serving
 from hocket.drivers.sockets import SocketDriver, on_cpu
 from hocket.errors import HocketError, WorkerLost
-from hocket.messages import Caller, Envelope, Keys, Kind, Listener
 from hocket.programs.base import Address, Connect, Effects, Finished, Program, Send, Task, Until
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.shard_server import ShardServer
 from hocket.strategy import Strategy
+from hocket.transport import Caller, Envelope, Keys, Kind, Listener
 from shard_servers import JOB, ShardServers
 
 LAYOUT = layout_of(nn.Linear(9, 5).named_parameters())
@@ -108,8 +108,8 @@ def test_an_answer_that_does_not_fit_the_link_is_a_refusal_and_ends_nothing() ->
         refusal, reply = caller.receive(5.0), caller.receive(5.0)
         assert refusal is not None
         assert reply is not None
-        assert (refusal.kind, refusal.number, refusal.note["reason"]) == (Kind.REFUSAL, 5, "size")
-        assert "does not fit this link" in refusal.note["sentence"]
+        assert (refusal.kind, refusal.number, refusal.metadata["reason"]) == (Kind.REFUSAL, 5, "size")
+        assert "does not fit this link" in refusal.metadata["sentence"]
         assert (reply.kind, reply.number, reply.tensors[0].shape) == (Kind.REPLY, 6, (1,))
         assert program.transport_rejected() == {"size": 1}
 
@@ -119,8 +119,8 @@ def test_what_the_link_rejects_is_in_the_figures_of_a_shard() -> None:
         server = ShardServer(0)
         driver = start_serving(server, ears)
         worker = {"job_config": {"strategy": "async + server", "world": 1}, "pushed": 0, "optimizer": SGD.describe()}
-        note = {**worker, "groups": [0], "total": None, "per_epoch": None}
-        caller.send(Envelope(Kind.HELLO, 0, note=note, tensors=(torch.ones(3),)), 5.0)
+        metadata = {**worker, "groups": [0], "total": None, "per_epoch": None}
+        caller.send(Envelope(Kind.HELLO, 0, metadata=metadata, tensors=(torch.ones(3),)), 5.0)
         caller.send(Envelope(Kind.REPLY, 0), 5.0)
         stranger.send(Envelope(Kind.BEAT), 5.0)
         poll_until(driver, lambda: ears.refused["job"] == 1 and server.rejected["kind"] == 1)

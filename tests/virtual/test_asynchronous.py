@@ -20,7 +20,6 @@ from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet, identity
 from hocket.drivers.simulation import Call, Delivery
 from hocket.errors import HocketError
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import weight_of
 from hocket.programs.server.push_encoder import read
@@ -31,6 +30,7 @@ from hocket.train.asynchronous.gossip import GossipProtocol
 from hocket.train.asynchronous.servers import ServerProtocol
 from hocket.train.engines import LoopEngine
 from hocket.train.loop import TrainingPlan
+from hocket.transport.frame import Envelope, Kind
 from virtual.methods import COMPRESSION, FREE
 from virtual.world import Tiny, seeded, sgd
 
@@ -690,7 +690,7 @@ def test_batch_statistics_of_the_evaluated_model_are_the_mean_of_those_pushed(st
     handle = first.on_message
 
     def on_message(sender: Any, message: Envelope) -> None:
-        if message.kind == Kind.PUSH and message.note["buffers"]:
+        if message.kind == Kind.PUSH and message.metadata["buffers"]:
             pushed[message.sender] = message.tensors[-1]
         done = first.epochs.done
         handle(sender, message)

@@ -13,7 +13,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
 ) -> None:
     """Make the keys that the processes of a job need to talk beyond one machine."""
-    from hocket.messages.keys import Keys
+    from hocket.transport.keys import Keys
 
     Keys.make().write(path, force)
     print(f"Keys written to {path}: copy it to every machine of the job, readable by you alone, and show it to nobody else.")

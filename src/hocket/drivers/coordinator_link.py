@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hocket.drivers.sockets import SocketDriver
-from hocket.messages import Caller, Keys
 from hocket.programs.account import Account
 from hocket.programs.coordinator import COORDINATOR, CoordinatorClient
 from hocket.programs.gossip.state import Mean
+from hocket.transport import Caller, Keys
 
 _REDIAL_S = 3.0
 """A connection that acknowledges nothing for so long is made anew."""

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from hocket.cluster.layout import layout_of
 from hocket.drivers.faults import Fault, FaultyNetwork, Outcome, Schedule
 from hocket.drivers.simulation import Call, Key, Simulation
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Effects, Send, Snapshot
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import WorkerConfig
@@ -26,6 +25,7 @@ from hocket.programs.server.shard import AveragingShard
 from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.worker import ServerWorker
 from hocket.strategy import Strategy
+from hocket.transport.frame import Envelope, Kind
 
 MAX_TIME_S, MAX_EVENTS = 1000.0, 50_000
 """A run that has not ended by then hangs."""

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hocket.drivers.simulation import Key, Node, Simulation
-from hocket.messages.frame import Envelope
 from hocket.programs.base import Send
+from hocket.transport.frame import Envelope
 
 QUIET_S = 60.0
 """No fault begins after this time, so that a run can end."""
@@ -120,8 +120,12 @@ def trace_messages(simulation: Simulation, say: Callable[[str], None]) -> None:
 
     def traced(key: Key, node: Node, send: Send) -> None:
         message = send.message
-        note = {name: value for name, value in message.note.items() if name not in ("job_config", "optimizer", "figures", "ledger")}
-        say(f"{simulation.now:9.3f} {key} -> {send.to!r} {message.kind.name} number={message.number} step={message.step} {note}")
+        metadata = {
+            name: value for name, value in message.metadata.items() if name not in ("job_config", "optimizer", "figures", "ledger")
+        }
+        say(
+            f"{simulation.now:9.3f} {key} -> {send.to!r} {message.kind.name} number={message.number} step={message.step} {metadata}"
+        )
         carry_out(key, node, send)
 
     simulation._send = traced  # type: ignore[method-assign]

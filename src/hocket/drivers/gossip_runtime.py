@@ -23,12 +23,12 @@ from hocket.drivers.coordinator_link import CoordinatorLink
 from hocket.drivers.record import Recorder
 from hocket.drivers.threaded import ThreadedDriver
 from hocket.errors import HocketError
-from hocket.messages import Caller, Keys, Listener
 from hocket.programs.account import Account, entry_of, staleness_of
 from hocket.programs.base import Effects
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import Mean
+from hocket.transport import Caller, Keys, Listener
 
 Rendezvous = Callable[[str], Sequence[str | None]]
 """Tells the others this worker's address; all workers' addresses in their order, None where a worker is gone already."""

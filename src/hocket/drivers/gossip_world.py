@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hocket.drivers.simulation import Call, Simulation
-from hocket.messages.frame import Envelope
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import weight_of
+from hocket.transport.frame import Envelope
 
 LIVENESS_TIMEOUT_S = 5.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from hocket.messages import Caller, Envelope, Kind
+from hocket.transport import Caller, Envelope, Kind
 
 EVERY_S = 1.0
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from hocket.cluster.message import framed
 from hocket.cluster.spec import ClusterSpec
 from hocket.drivers.simulation import Key
-from hocket.messages.frame import Envelope
+from hocket.transport.frame import Envelope
 
 
 class LinkModel:

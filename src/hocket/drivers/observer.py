@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
-from hocket.messages import Caller, Envelope, Keys, Kind
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import OBSERVER
+from hocket.transport import Caller, Envelope, Keys, Kind
 
 
 class Observer:
@@ -33,7 +33,7 @@ class Observer:
     def tell(self, **order: Any) -> None:
         """Give all shards an order; nobody waits for the answer."""
         for caller in self.callers:
-            caller.send(Envelope(Kind.ORDER, OBSERVER, note=order), 0.0)
+            caller.send(Envelope(Kind.ORDER, OBSERVER, metadata=order), 0.0)
 
     def status(self, timeout_s: float) -> dict[str, Any] | None:
         """Where the job stands, as shard 0 sees it."""
@@ -43,12 +43,12 @@ class Observer:
     def request_status(self) -> None:
         """Ask shard 0 where the job stands; :meth:`receive_status` has the answer."""
         self._number += 1
-        self.callers[0].send(Envelope(Kind.ORDER, OBSERVER, number=self._number, note={"order": "status"}), 0.0)
+        self.callers[0].send(Envelope(Kind.ORDER, OBSERVER, number=self._number, metadata={"order": "status"}), 0.0)
 
     def receive_status(self, timeout_s: float) -> dict[str, Any] | None:
         """The answer to :meth:`request_status`; None when it does not come in time."""
         answer = self._receive(0, self._number, timeout_s)
-        return None if answer is None else answer.note.get("figures")
+        return None if answer is None else answer.metadata.get("figures")
 
     def request_weights(self, epoch: int, waits: bool = True) -> None:
         """Ask shard 0 for the weights after an epoch (from 1; 0: as they are now); :meth:`receive_weights` has its part.
@@ -57,8 +57,8 @@ class Observer:
         """
         self._number += 1
         self._requested, self._received = self._number, None
-        note = {"epoch": epoch, "within_s": 1e6 if epoch and waits else 0.0}
-        self.callers[0].send(Envelope(Kind.FETCH, OBSERVER, number=self._number, note=note), 0.0)
+        metadata = {"epoch": epoch, "within_s": 1e6 if epoch and waits else 0.0}
+        self.callers[0].send(Envelope(Kind.FETCH, OBSERVER, number=self._number, metadata=metadata), 0.0)
 
     def receive_weights(self, timeout_s: float) -> Envelope | None:
         """Shard 0's part of the weights that were requested last; None when it does not come in time."""
@@ -72,18 +72,18 @@ class Observer:
         parts = [first]
         for place in range(1, len(self.callers)):
             self._number += 1
-            note = {"epoch": epoch, "within_s": within_s if epoch else 0.0}
-            self.callers[place].send(Envelope(Kind.FETCH, OBSERVER, number=self._number, note=note), 0.0)
+            metadata = {"epoch": epoch, "within_s": within_s if epoch else 0.0}
+            self.callers[place].send(Envelope(Kind.FETCH, OBSERVER, number=self._number, metadata=metadata), 0.0)
             found = self._receive(place, self._number, within_s + 5.0)
             if found is None:
                 return None
             parts.append(found)
-        self.lost = max(int(part.note["figures"].get("lost", 0)) for part in parts)
+        self.lost = max(int(part.metadata["figures"].get("lost", 0)) for part in parts)
         rows = [bucket.empty(1).cpu() for bucket in self.layout.buckets]
         for place, part in enumerate(parts):
             for b, row in enumerate(rows):
                 self.slices.put(b, place, part.tensors[b], row[0])
-        return rows, first.tensors[-1].clone() if first.note.get("buffers") else None
+        return rows, first.tensors[-1].clone() if first.metadata.get("buffers") else None
 
     def close(self) -> None:
         for caller in self.callers:
@@ -100,5 +100,5 @@ class Observer:
             if answer.number == self._requested and answer.kind == Kind.REPLY:
                 self._received = answer  # it came while something else was requested
             if answer.kind == Kind.REFUSAL and answer.number in (0, number):
-                raise HocketError(f"Shard {place} at {self.callers[place].address}: {answer.note.get('sentence')}")
+                raise HocketError(f"Shard {place} at {self.callers[place].address}: {answer.metadata.get('sentence')}")
         return None

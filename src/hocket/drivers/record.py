@@ -9,7 +9,7 @@ call       ``name`` of a method of the program or (``account.begin``) of its acc
            computes them), ``now``
 batch      ``id`` of the mini-batch that the worker takes for its next step
 message    ``sender`` (a number, or an identity in hexadecimal digits), ``kind``, ``worker``, ``step``, ``number``, ``bytes`` of its
-           tensors; ``note``, where no recorded program sent it (heartbeats, observers, refusals of a link); ``now``
+           tensors; ``metadata``, where no recorded program sent it (heartbeats, observers, refusals of a link); ``now``
 timer      ``name``; ``now``
 =========  ======================================================================================================================
 
@@ -25,8 +25,8 @@ from typing import Any
 from torch import Tensor
 
 from hocket.errors import HocketError
-from hocket.messages import Envelope, Kind
 from hocket.programs.base import Address
+from hocket.transport import Envelope, Kind
 
 
 class Recorder:
@@ -63,7 +63,7 @@ class Recorder:
             "now": now,
         }
         if message.sender < 0 or message.kind == Kind.BEAT:
-            event["note"] = message.note
+            event["metadata"] = message.metadata
         self._write("message", event)
 
     def timer(self, name: str, now: float) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 from hocket.drivers.simulation import Key
 from hocket.errors import HocketError
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Address, Effects, Program, Send
+from hocket.transport.frame import Envelope, Kind
 
 Event = dict[str, Any]
 Carry = Callable[[Any, Event], Effects]
@@ -97,8 +97,8 @@ class _Replay:
                 self.sent[key, target].append(effect.message)
 
     def _find(self, key: Key, event: Event) -> Envelope | None:
-        if "note" in event:
-            return Envelope(Kind[event["kind"]], event["worker"], 0, event["step"], event["number"], event["note"])
+        if "metadata" in event:
+            return Envelope(Kind[event["kind"]], event["worker"], 0, event["step"], event["number"], event["metadata"])
         sender = event["sender"]
         source = self.nodes[key].routes.get(sender) if isinstance(sender, int) else self.keys.get(sender)
         waiting = self.sent[source, key]

@@ -21,12 +21,12 @@ from hocket.drivers.observer import Observer
 from hocket.drivers.record import Recorder
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError, WorkerLost
-from hocket.messages import Caller, Keys
 from hocket.programs.account import Account, entry_of
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.wire import WORKER_MARK, link_bytes
 from hocket.programs.server.worker import ServerWorker
+from hocket.transport import Caller, Keys
 
 STATUS_S = 5.0
 """A shard has so long to say where it stands."""

@@ -22,9 +22,9 @@ from hocket.drivers.record import Recorder
 from hocket.drivers.snapshots import Snapshots
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError
-from hocket.messages import Keys, Listener
 from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.wire import DEFAULT_JOB, LIVENESS_TIMEOUT_S, SNAPSHOT_S, job_id
+from hocket.transport import Keys, Listener
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

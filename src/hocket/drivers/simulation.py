@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hocket.messages.frame import Envelope
 from hocket.programs.base import Address, Effects, Program, Send, SetTimer
+from hocket.transport.frame import Envelope
 
 Key = Any
 """The name of a node, such as ``("worker", 3)``."""

@@ -24,8 +24,8 @@ import zmq
 from hocket.drivers.record import Recorder
 from hocket.drivers.snapshots import Snapshots
 from hocket.errors import HocketError
-from hocket.messages import Caller, Envelope, Kind, Listener
 from hocket.programs.base import Address, Connect, Effects, Finished, Program, Say, Send, SetTimer, Snapshot
+from hocket.transport import Caller, Envelope, Kind, Listener
 
 _POLL_S = 0.1
 """A wait looks at failed handshakes so often."""
@@ -199,8 +199,8 @@ class SocketDriver:
             self.listener.send(to, message)
         except HocketError as error:  # too large for the link
             self._unsent["size"] += 1
-            note = {"reason": "size", "sentence": str(error)}
-            self.listener.send(to, Envelope(Kind.REFUSAL, message.sender, message.place, number=message.number, note=note))
+            metadata = {"reason": "size", "sentence": str(error)}
+            self.listener.send(to, Envelope(Kind.REFUSAL, message.sender, message.place, number=message.number, metadata=metadata))
 
     def _open(self, peer: int, address: str | None) -> None:
         old = self.callers.pop(peer, None)

@@ -31,8 +31,8 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.heartbeat import boot_id
 from hocket.drivers.start import Child, address_of, end_child, own_address
 from hocket.errors import HocketError, WorkerLost
-from hocket.messages import Caller, Envelope, Keys, Kind, Listener
 from hocket.strategy import Strategy
+from hocket.transport import Caller, Envelope, Keys, Kind, Listener
 
 PIECE_BYTES = 1 << 16
 WINDOW = 10

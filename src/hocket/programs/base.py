@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hocket.messages.frame import Envelope, Kind
+from hocket.transport.frame import Envelope, Kind
 
 Address = int | bytes
 """A peer: its number, where this program reaches out to it; its identity on the link, where the peer reached out to this one."""
@@ -200,7 +200,7 @@ def to_plain(message: Envelope | None) -> list[Any] | None:
     """A message as plain data, for checkpoints."""
     if message is None:
         return None
-    fields = (int(message.kind), message.sender, message.place, message.step, message.number, dict(message.note))
+    fields = (int(message.kind), message.sender, message.place, message.step, message.number, dict(message.metadata))
     return [*fields, list(message.tensors)]
 
 
@@ -208,5 +208,5 @@ def from_plain(plain: list[Any] | None) -> Envelope | None:
     """Back from :func:`to_plain`."""
     if plain is None:
         return None
-    kind, sender, place, step, number, note, tensors = plain
-    return Envelope(Kind(kind), sender, place, step, number, note, tuple(tensors))
+    kind, sender, place, step, number, metadata, tensors = plain
+    return Envelope(Kind(kind), sender, place, step, number, metadata, tuple(tensors))

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hocket.errors import HocketError, WorkerLost
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.account import Account, added, staleness_of
 from hocket.programs.base import Address, Effects, Program, Rejected, Task, Until
 from hocket.programs.gossip.state import Mean
 from hocket.programs.server.members import BatchDispatcher
+from hocket.transport.frame import Envelope, Kind
 
 _WAIT_EVERY_S = 1.0
 _CHECK_EVERY_S = 0.5
@@ -115,8 +115,8 @@ class Coordinator(Program):
                 raise Rejected("shape", f"The message cannot be read: {error}.") from None
         except Rejected as rejected:
             self.refused[rejected.reason] += 1
-            note = {"reason": rejected.reason, "sentence": str(rejected)}
-            self._send(sender, Envelope(Kind.REFUSAL, number=message.number, note=note))
+            metadata = {"reason": rejected.reason, "sentence": str(rejected)}
+            self._send(sender, Envelope(Kind.REFUSAL, number=message.number, metadata=metadata))
 
     def on_timer(self, name: str) -> None:
         """Tell those who wait that this coordinator lives."""
@@ -131,7 +131,7 @@ class Coordinator(Program):
     # --- requests ------------------------------------------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
-        worker, incarnation, address = message.sender, int(message.note["incarnation"]), str(message.note["address"])
+        worker, incarnation, address = message.sender, int(message.metadata["incarnation"]), str(message.metadata["address"])
         member = self._members.get(worker)
         if member is None or incarnation > member.incarnation:
             before = self.figures.get(str(worker))
@@ -149,7 +149,7 @@ class Coordinator(Program):
             if addresses is not None and member.waiting is not None:
                 peer, number = member.waiting
                 member.waiting = None
-                self._send(peer, Envelope(Kind.WELCOME, number=number, note={"addresses": addresses}))
+                self._send(peer, Envelope(Kind.WELCOME, number=number, metadata={"addresses": addresses}))
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
         member = self._known(message)
@@ -157,16 +157,16 @@ class Coordinator(Program):
             self._note_done(member, message)
             gone = message.sender in self.gone  # it had asked before it died
             numbers = [] if gone else self.dispatcher.take(message.sender, 1)
-            note = {"batch_ids": numbers, "over": self.dispatcher.empty}
-            member.answered, member.answer = message.number, Envelope(Kind.REPLY, number=message.number, note=note)
+            metadata = {"batch_ids": numbers, "over": self.dispatcher.empty}
+            member.answered, member.answer = message.number, Envelope(Kind.REPLY, number=message.number, metadata=metadata)
         self._answer_again(peer, member, message)
 
     def _push(self, peer: bytes, message: Envelope) -> None:
         member = self._known(message)
         if message.number > member.answered:
-            tensors, note = list(message.tensors), message.note
-            buffers = tensors.pop() if note["buffers"] else None
-            mean = Mean(tensors, buffers, [int(w) for w in note["here"]], float(note["push_sum_weight"]))
+            tensors, metadata = list(message.tensors), message.metadata
+            buffers = tensors.pop() if metadata["buffers"] else None
+            mean = Mean(tensors, buffers, [int(w) for w in metadata["here"]], float(metadata["push_sum_weight"]))
             self._note_done(member, message)
             self.means[message.sender] = mean
             member.answered, member.answer = message.number, Envelope(Kind.REPLY, number=message.number)
@@ -180,7 +180,7 @@ class Coordinator(Program):
         member = self._members.get(message.sender)
         if member is None:
             raise Rejected("hello", "This coordinator does not know this worker: say hello first.")
-        self._check(member, message.sender, int(message.note["incarnation"]))
+        self._check(member, message.sender, int(message.metadata["incarnation"]))
         return member
 
     def _check(self, member: _Member, worker: int, incarnation: int) -> None:
@@ -188,8 +188,8 @@ class Coordinator(Program):
             raise Rejected("outdated", f"Another process is worker {worker} now: this one can end.")
 
     def _note_done(self, member: _Member, message: Envelope) -> None:
-        self.dispatcher.done(message.sender, [int(number) for number in message.note["done"]])
-        self.figures[str(message.sender)] = added(member.before or {}, message.note["ledger"])
+        self.dispatcher.done(message.sender, [int(number) for number in message.metadata["done"]])
+        self.figures[str(message.sender)] = added(member.before or {}, message.metadata["ledger"])
 
 
 class CoordinatorClient(Program):
@@ -244,7 +244,7 @@ class CoordinatorClient(Program):
     def _join(self, address: str) -> Task:
         self._ask(Kind.HELLO, {"address": address, "incarnation": self.incarnation})
         welcome = yield from self._wait()
-        self.worker_addresses = list(welcome.note["addresses"])
+        self.worker_addresses = list(welcome.metadata["addresses"])
 
     def _ensure_batch(self) -> Task:
         """Before it ends it asks once more: a worker that has died may have left some."""
@@ -254,17 +254,17 @@ class CoordinatorClient(Program):
                 last = self._none_left
                 self._ask(Kind.FETCH, self._report(self._taken))
                 self._taken = []
-            note = (yield from self._wait()).note
-            self._batch_ids.extend(int(number) for number in note["batch_ids"])
-            self._none_left = bool(note["over"])
+            metadata = (yield from self._wait()).metadata
+            self._batch_ids.extend(int(number) for number in metadata["batch_ids"])
+            self._none_left = bool(metadata["over"])
 
     def _deliver(self, mean: Mean, ledger: dict[str, Any] | None) -> Task:
         if self._request is not None:
             yield from self._wait()
         tensors = mean.rows if mean.buffers is None else [*mean.rows, mean.buffers]
-        note = {"here": mean.here, "push_sum_weight": mean.push_sum_weight, "buffers": mean.buffers is not None}
+        metadata = {"here": mean.here, "push_sum_weight": mean.push_sum_weight, "buffers": mean.buffers is not None}
         report = self._report(self._taken)
-        self._ask(Kind.PUSH, {**note, **report, "ledger": ledger or report["ledger"]}, tuple(tensors))
+        self._ask(Kind.PUSH, {**metadata, **report, "ledger": ledger or report["ledger"]}, tuple(tensors))
         self._taken = []
         yield from self._wait()
 
@@ -278,9 +278,9 @@ class CoordinatorClient(Program):
     def _report(self, done: list[int]) -> dict[str, Any]:
         return {"done": list(done), "ledger": self.account.describe(self.now), "incarnation": self.incarnation}
 
-    def _ask(self, kind: Kind, note: dict[str, Any], tensors: tuple[Any, ...] = ()) -> None:
+    def _ask(self, kind: Kind, metadata: dict[str, Any], tensors: tuple[Any, ...] = ()) -> None:
         self._number += 1
-        self._request = Envelope(kind, self.worker, number=self._number, note=note, tensors=tensors)
+        self._request = Envelope(kind, self.worker, number=self._number, metadata=metadata, tensors=tensors)
         self._heard = self._sent = self._checked = self.now
         self._send(COORDINATOR, self._request)
         self._set_timer(_CHECK, self.now + _CHECK_EVERY_S)
@@ -290,7 +290,7 @@ class CoordinatorClient(Program):
         if self._request is None or message.number != self._request.number:
             return
         if message.kind == Kind.REFUSAL:
-            raise HocketError(f"The coordinator: {message.note.get('sentence')}")
+            raise HocketError(f"The coordinator: {message.metadata.get('sentence')}")
         if message.kind != Kind.WAIT and self._answer is None:
             self._answer = message
 

@@ -16,12 +16,12 @@ from itertools import count
 from typing import Any
 
 from hocket.errors import WorkerLost
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Address, Effects, Finished, Program, Snapshot, Task, Until
 from hocket.sandblaster.lbfgs import Ask, Evaluate, Settings, State, lbfgs
 from hocket.sandblaster.portions import Answer, Counts, Dispenser
 from hocket.sandblaster.protocol import RESEND_S, Outbox, message_bytes
 from hocket.sandblaster.vectors import Order, combine
+from hocket.transport.frame import Envelope, Kind
 
 GO_ON = "start again with the same folder (on the command line --resume) to go on from the last iteration"
 JOIN_S = 60.0
@@ -100,7 +100,7 @@ class Dispatch(Program):
         if message.kind == Kind.BEAT:
             if message.sender in self._workers:
                 self._workers[message.sender].seen = self.now
-        elif message.kind in (Kind.REPLY, Kind.PUSH) or "address" in message.note:
+        elif message.kind in (Kind.REPLY, Kind.PUSH) or "address" in message.metadata:
             self._from_shard(sender, message)
         else:
             self._from_worker(sender, message)
@@ -121,16 +121,18 @@ class Dispatch(Program):
 
     # --- shards --------------------------------------------------------------------------------------------------------------
 
-    def _order_shards(self, note: Mapping[str, Any]) -> None:
+    def _order_shards(self, metadata: Mapping[str, Any]) -> None:
         for shard in self._shards.values():
-            self._send(shard.identity, shard.outbox.add(Envelope(Kind.ORDER, step=self._session, note=note), self.now))
+            self._send(shard.identity, shard.outbox.add(Envelope(Kind.ORDER, step=self._session, metadata=metadata), self.now))
 
     def _from_shard(self, identity: bytes, message: Envelope) -> None:
-        number, note = message.sender, message.note
+        number, metadata = message.sender, message.metadata
         shard = self._shards.get(number)
-        if message.kind == Kind.HELLO and (shard is None or note["incarnation"] > shard.incarnation):
+        if message.kind == Kind.HELLO and (shard is None or metadata["incarnation"] > shard.incarnation):
             self._restarted |= shard is not None
-            shard = self._shards[number] = _Peer(identity, self.now, address=note["address"], incarnation=note["incarnation"])
+            shard = self._shards[number] = _Peer(
+                identity, self.now, address=metadata["address"], incarnation=metadata["incarnation"]
+            )
         if shard is None or shard.identity != identity:
             return  # a process before this one
         shard.seen = self.now
@@ -139,9 +141,9 @@ class Dispatch(Program):
         elif message.step == self._session:
             if message.kind == Kind.REPLY:
                 shard.outbox.acknowledge(message.number)
-                self._moved[self._session, number] = note["moved"]
+                self._moved[self._session, number] = metadata["moved"]
                 if message.number == self._asked:
-                    self._answers[number] = note["answers"]
+                    self._answers[number] = metadata["answers"]
             elif number in self._answers:
                 shard.outbox.acknowledge(message.number)
         if message.kind == Kind.HELLO:
@@ -180,7 +182,7 @@ class Dispatch(Program):
             self._wake()
         elif current and message.number == worker.outbox.sent:
             self._resend_bundles(ticket, worker)
-            if message.note.get("free") and not worker.free:
+            if message.metadata.get("free") and not worker.free:
                 worker.free = True
                 self._wake()
         if message.kind == Kind.HELLO:
@@ -188,7 +190,7 @@ class Dispatch(Program):
 
     def _report(self, ticket: int, worker: _Peer, message: Envelope) -> None:
         assert self._dispenser is not None
-        answer = self._dispenser.report(ticket, message.place, float(message.note["loss"]))
+        answer = self._dispenser.report(ticket, message.place, float(message.metadata["loss"]))
         if answer is not None:
             worker.free = answer.portion is None
             if not self._dispenser.complete:
@@ -205,16 +207,18 @@ class Dispatch(Program):
 
     def _tell(self, ticket: int, answer: Answer, more: Mapping[str, Any] | None = None) -> None:
         worker = self._workers[ticket]
-        note = dict(more or {})
+        metadata = dict(more or {})
         if not worker.outbox.sent:
-            note["shards"] = [self._shards[shard].address for shard in sorted(self._shards)]
+            metadata["shards"] = [self._shards[shard].address for shard in sorted(self._shards)]
         if answer.bundle is not None:
-            note["bundle"], worker.pushed, worker.resend_at = answer.bundle, self.now, self.now + RESEND_S
+            metadata["bundle"], worker.pushed, worker.resend_at = answer.bundle, self.now, self.now + RESEND_S
         if answer.portion is not None:
-            note["portion"] = answer.portion
+            metadata["portion"] = answer.portion
         if worker.counted:
-            note["counted"], worker.counted = worker.counted, []
-        self._send(worker.identity, worker.outbox.add(Envelope(Kind.ORDER, ticket, step=self._evaluation, note=note), self.now))
+            metadata["counted"], worker.counted = worker.counted, []
+        self._send(
+            worker.identity, worker.outbox.add(Envelope(Kind.ORDER, ticket, step=self._evaluation, metadata=metadata), self.now)
+        )
 
     def _resend_bundles(self, ticket: int, worker: _Peer) -> None:
         """Slices that have not reached all shards for long may be lost."""

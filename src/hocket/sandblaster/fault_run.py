@@ -20,7 +20,6 @@ from torch import Tensor
 
 from hocket.drivers.faults import Outcome, trace_messages
 from hocket.drivers.simulation import Call, Simulation
-from hocket.messages.frame import Envelope
 from hocket.programs.base import Compute, Finished, Restore, Snapshot
 from hocket.sandblaster import coordinator as coordinators
 from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator
@@ -28,6 +27,7 @@ from hocket.sandblaster.lbfgs import Evaluate, Settings, lbfgs
 from hocket.sandblaster.protocol import COORDINATOR
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
 from hocket.sandblaster.vectors import cuts
+from hocket.transport.frame import Envelope
 
 VALUES, PORTIONS, WORKERS, SHARDS = 5, 7, 3, 2
 CENTRE = ("coordinator", 0)

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from hocket.drivers.snapshots import unsealed
 from hocket.errors import HocketError, WorkerLost
-from hocket.messages.frame import JOB_BYTES
 from hocket.sandblaster.coordinator import GO_ON
 from hocket.sandblaster.processes import FAILURE_FILE, LINK_FILE, Plan, be_coordinator, be_shard, be_worker
 from hocket.sandblaster.vectors import cuts
 from hocket.supervisor.processes import Role, Supervisor
+from hocket.transport.frame import JOB_BYTES
 
 if TYPE_CHECKING:
     from hocket.sandblaster.api import Sandblaster

@@ -26,14 +26,14 @@ from torch import Tensor
 from hocket.drivers.snapshots import KEPT, sealed, unsealed
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError, WorkerLost
-from hocket.messages.frame import Envelope, Kind
-from hocket.messages.link import Caller, Listener
 from hocket.programs.base import Compute, Effects, Finished, Restore, Snapshot
 from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
 from hocket.train.throttle import Throttle
+from hocket.transport.frame import Envelope, Kind
+from hocket.transport.link import Caller, Listener
 
 if TYPE_CHECKING:
     from hocket.sandblaster.api import Sandblaster

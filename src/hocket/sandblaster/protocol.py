@@ -22,7 +22,7 @@ import json
 from collections import deque
 from dataclasses import replace
 
-from hocket.messages.frame import Envelope
+from hocket.transport.frame import Envelope
 
 COORDINATOR = -1
 """The number under which shards and workers reach the coordinator; shard i is number i."""
@@ -37,7 +37,7 @@ _HEADER_BYTES, _TENSOR_BYTES = 56, 9
 class Outbox:
     """A series of orders for one peer; those that it may not have obeyed are kept.
 
-    >>> from hocket.messages.frame import Kind
+    >>> from hocket.transport.frame import Kind
     >>> outbox = Outbox()
     >>> [outbox.add(Envelope(Kind.ORDER), now=0.0).number for _ in range(3)]
     [1, 2, 3]
@@ -72,5 +72,5 @@ class Outbox:
 
 def message_bytes(message: Envelope) -> int:
     """Bytes of a message's frames."""
-    note = len(json.dumps(message.note, separators=(",", ":")))
-    return _HEADER_BYTES + _TENSOR_BYTES * len(message.tensors) + note + message.tensor_bytes
+    metadata = len(json.dumps(message.metadata, separators=(",", ":")))
+    return _HEADER_BYTES + _TENSOR_BYTES * len(message.tensors) + metadata + message.tensor_bytes

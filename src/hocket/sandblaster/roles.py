@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Address, Compute, Connect, Effects, Finished, Program, Restore, Snapshot
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR, RESEND_S, message_bytes
 from hocket.sandblaster.vectors import Order, Terms, VectorShard, cuts
+from hocket.transport.frame import Envelope, Kind
 
 _BEAT = "beat"
 
@@ -70,12 +70,12 @@ class SandblasterShard(_Subordinate):
 
     def _obey(self, message: Envelope) -> None:
         self._obeyed += 1
-        orders = [tuple(order) for order in message.note.get("ask") or message.note.get("orders", ())]
+        orders = [tuple(order) for order in message.metadata.get("ask") or message.metadata.get("orders", ())]
         if orders and orders[0][0] == "load":
             self._effects.append(Restore(str(orders[0][1])))  # the answer comes afterwards
             return
         answers = [self._carry_out(order) for order in orders]
-        if "ask" in message.note:
+        if "ask" in message.metadata:
             self._answer(answers)
 
     def _carry_out(self, order: Order) -> Terms:
@@ -85,8 +85,8 @@ class SandblasterShard(_Subordinate):
         return self.shard.obey([order])[0]
 
     def _answer(self, answers: list[Terms]) -> None:
-        note = {"answers": answers, "moved": self._moved}
-        self._reply = Envelope(Kind.REPLY, self.number, step=self._session, number=self._obeyed, note=note)
+        metadata = {"answers": answers, "moved": self._moved}
+        self._reply = Envelope(Kind.REPLY, self.number, step=self._session, number=self._obeyed, metadata=metadata)
         self._send(COORDINATOR, self._reply)
 
     def restored(self, state: dict[str, Tensor], now: float) -> Effects:
@@ -112,8 +112,8 @@ class SandblasterShard(_Subordinate):
             self._send(COORDINATOR, staged)
 
     def _hello(self) -> None:
-        note = {"address": self.address, "incarnation": self.incarnation}
-        self._send(COORDINATOR, Envelope(Kind.HELLO, self.number, step=self._session, number=self._obeyed, note=note))
+        metadata = {"address": self.address, "incarnation": self.incarnation}
+        self._send(COORDINATOR, Envelope(Kind.HELLO, self.number, step=self._session, number=self._obeyed, metadata=metadata))
 
 
 class SandblasterWorker(_Subordinate):
@@ -160,26 +160,26 @@ class SandblasterWorker(_Subordinate):
                 self._forget(series)
             if series == (self.evaluation, self.ticket) and message.number == self._obeyed + 1:
                 self._obeyed += 1
-                self._obey(message.note)
+                self._obey(message.metadata)
         elif message.kind == Kind.REPLY and message.step == self.evaluation and self._retry_s:
             self._fetched(sender, message)
 
-    def _obey(self, note: Mapping[str, Any]) -> None:
-        self._connect(note.get("shards", self._addresses))
-        if "judged" in note:
-            _, gradient = self._pending.pop(note["judged"])
-            if note["keep"]:
+    def _obey(self, metadata: Mapping[str, Any]) -> None:
+        self._connect(metadata.get("shards", self._addresses))
+        if "judged" in metadata:
+            _, gradient = self._pending.pop(metadata["judged"])
+            if metadata["keep"]:
                 self._total = gradient if self._total is None else self._total + gradient
-        for number in note.get("counted", ()):
+        for number in metadata.get("counted", ()):
             del self._pushed[number]
-        for number in note.get("again", ()):
+        for number in metadata.get("again", ()):
             self._push(number)
-        if "bundle" in note:
+        if "bundle" in metadata:
             assert self._total is not None
-            self._pushed[note["bundle"]], self._total = self._total, None
-            self._push(note["bundle"])
-        if "portion" in note:
-            self._portions.append(note["portion"])
+            self._pushed[metadata["bundle"]], self._total = self._total, None
+            self._push(metadata["bundle"])
+        if "portion" in metadata:
+            self._portions.append(metadata["portion"])
         self._proceed()
 
     def _connect(self, addresses: list[str]) -> None:
@@ -222,8 +222,8 @@ class SandblasterWorker(_Subordinate):
             self._proceed()
 
     def _report(self, portion: int) -> None:
-        note = {"loss": self._pending[portion][0]}
-        self._send(COORDINATOR, Envelope(Kind.ANSWER, self.ticket, portion, self.evaluation, self._obeyed, note))
+        metadata = {"loss": self._pending[portion][0]}
+        self._send(COORDINATOR, Envelope(Kind.ANSWER, self.ticket, portion, self.evaluation, self._obeyed, metadata))
 
     def _hello(self) -> None:
         if self._computing is not None:  # nothing to say but that this worker lives
@@ -233,5 +233,5 @@ class SandblasterWorker(_Subordinate):
             self._fetch()
         for portion in self._pending:
             self._report(portion)
-        note = {} if self._pending or self._portions else {"free": True}
-        self._send(COORDINATOR, Envelope(Kind.HELLO, self.ticket, step=self.evaluation, number=self._obeyed, note=note))
+        metadata = {} if self._pending or self._portions else {"free": True}
+        self._send(COORDINATOR, Envelope(Kind.HELLO, self.ticket, step=self.evaluation, number=self._obeyed, metadata=metadata))

@@ -20,13 +20,13 @@ from hocket.cluster.spec import ClusterSpec
 from hocket.drivers.links import LinkModel
 from hocket.drivers.simulation import Call, Key, Simulation
 from hocket.errors import HocketError, WorkerLost
-from hocket.messages.frame import Envelope
 from hocket.programs.base import Compute, Effect, Finished, Snapshot
 from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import COORDINATOR, message_bytes
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
 from hocket.sandblaster.vectors import cuts
+from hocket.transport.frame import Envelope
 
 _CENTRE = ("coordinator", 0)
 _DIES, _FOUND_DEAD, _COMPUTED = "dies", "found dead", "computed"
@@ -145,9 +145,9 @@ class _Network:
 
     def arrivals(self, now: float, source: Any, target: Any, message: Envelope) -> list[float]:
         kind, number = source
-        if "answers" in message.note:  # the shard has carried out so many orders before it sends this
+        if "answers" in message.metadata:  # the shard has carried out so many orders before it sends this
             values = len(self._shards[number].shard.vectors["x"])
-            now += 2 * len(message.note["answers"]) * values / self._spec.flops
+            now += 2 * len(message.metadata["answers"]) * values / self._spec.flops
         sender, receiver = self._first[kind] + number, self._first[target[0]] + target[1]
         arrives = self._links.send(now, sender, receiver, message_bytes(message))
         lost = kind == "worker" and self._links.out[sender] >= self._deaths.get(number, math.inf)

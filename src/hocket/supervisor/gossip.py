@@ -16,13 +16,13 @@ import torch
 
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError
-from hocket.messages import Caller, Listener
 from hocket.programs.coordinator import Coordinator
 from hocket.programs.gossip.observer import PeerObserver
 from hocket.programs.gossip.state import Mean, PeerState
 from hocket.supervisor.run import WORKER, OnEpoch, SupervisedRun, Watch
 from hocket.train.loop import Progress
 from hocket.train.watch import check_weights
+from hocket.transport import Caller, Listener
 
 _MIN_BYTES_PER_S = 10_000_000
 """So fast at least does the mean come from a worker to this process."""

@@ -18,7 +18,6 @@ import torch
 from hocket.cluster.join import without_launcher
 from hocket.data import load
 from hocket.errors import HocketError, NonFiniteGradient
-from hocket.messages import Keys
 from hocket.models import build
 from hocket.programs.server.wire import link_bytes
 from hocket.supervisor.evaluation import EpochMetrics, Evaluate, Evaluator
@@ -32,6 +31,7 @@ from hocket.train.run import describe_run
 from hocket.train.runtimes.server import optimizer_spec_for
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
+from hocket.transport import Keys
 
 Watch = Callable[[Progress], None]
 OnEpoch = Callable[[dict[str, Any]], None]

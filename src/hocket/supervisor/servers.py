@@ -12,12 +12,12 @@ from typing import Any
 from hocket.drivers.observer import Observer
 from hocket.drivers.start import Child, address_of, start_shard
 from hocket.errors import HocketError
-from hocket.messages import Envelope
 from hocket.programs.server.slices import Slices
 from hocket.supervisor.processes import Role, error_told, say
 from hocket.supervisor.run import WORKER, OnEpoch, SupervisedRun, Watch
 from hocket.train.loop import Progress
 from hocket.train.watch import check_weights
+from hocket.transport import Envelope
 
 SHARD = "shard"
 
@@ -136,5 +136,5 @@ class ServerRun(SupervisedRun):
             return False
         check_weights(self.layout, found[0], epoch)
         accuracy = self.evaluate(*found)
-        on_epoch(self.metrics.add(epoch, accuracy, first.note["figures"], {"lost": observer.lost}))
+        on_epoch(self.metrics.add(epoch, accuracy, first.metadata["figures"], {"lost": observer.lost}))
         return True

@@ -18,7 +18,6 @@ from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.drivers.gossip_runtime import GossipRuntime
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.errors import HocketError
-from hocket.messages import Keys
 from hocket.models import build, loss_for
 from hocket.noise import step_keys
 from hocket.programs.gossip.links import PeerConfig
@@ -32,6 +31,7 @@ from hocket.train.runtimes.server import server_runtime
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
+from hocket.transport import Keys
 
 Link = ServerRuntime | GossipRuntime
 

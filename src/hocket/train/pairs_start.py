@@ -11,11 +11,11 @@ from pathlib import Path
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.drivers.gossip_runtime import GossipRuntime
-from hocket.messages import Keys
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.wire import link_bytes
 from hocket.strategy import Strategy
 from hocket.train.free_start import common_ground
+from hocket.transport import Keys
 
 
 def connect_peers(

@@ -7,10 +7,10 @@ from pathlib import Path
 from hocket.cluster.layout import Layout
 from hocket.drivers.coordinator_link import CoordinatorLink
 from hocket.drivers.gossip_runtime import GossipRuntime
-from hocket.messages import Keys
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.wire import link_bytes
 from hocket.strategy import Strategy
+from hocket.transport import Keys
 
 
 def connect_coordinated(

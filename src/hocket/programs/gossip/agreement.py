@@ -10,11 +10,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from hocket.errors import HocketError
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Task, Until
 from hocket.programs.gossip.links import PeerLinks
 from hocket.programs.gossip.server import PeerServer
 from hocket.programs.gossip.state import ENDED, OVER, Mean, Part, PeerState, mean_of
+from hocket.transport.frame import Envelope, Kind
 
 _RETRY_S = 0.5
 _GIVE_UP_S = 60.0
@@ -52,7 +52,7 @@ def join(node: PeerServer) -> Task:
     """
     deadline, parts = node.now + _GIVE_UP_S, {}
     while True:
-        yield from node.ask_all(node.here, Kind.HELLO, note={"address": node.config.address})
+        yield from node.ask_all(node.here, Kind.HELLO, metadata={"address": node.config.address})
         knows = _who_knows(node)
         if knows is not None:
             node.state.mean = yield from _fetch_mean(node, knows)
@@ -147,10 +147,10 @@ def _take_mean(node: PeerServer) -> Task:
     last = yield from node.ask_all(here, Kind.BEAT)
     if not sorted(answers) == sorted(last) == node.here == here or _who_knows(node) is not None:
         return None
-    if version != node.state.version or any(last[p].note["version"] != answers[p].note["version"] for p in here):
+    if version != node.state.version or any(last[p].metadata["version"] != answers[p].metadata["version"] for p in here):
         return None
     mean = mean_of({**{peer: _part(node.state, peer, answer) for peer, answer in answers.items()}, node.worker: _own(node)})
-    ledgers = {str(peer): dict(answer.note["ledger"]) for peer, answer in last.items()}
+    ledgers = {str(peer): dict(answer.metadata["ledger"]) for peer, answer in last.items()}
     ledgers[str(node.worker)] = node.ledger()
     return mean if len(json.dumps(ledgers)) > _MAX_LEDGERS_BYTES else replace(mean, ledgers=ledgers)
 
@@ -166,9 +166,9 @@ def _fetch_mean(node: PeerServer, peer: int) -> Task:
         rows = node.state.fitting(answer.tensors[:count])
     except ValueError as error:
         raise HocketError(f"Worker {peer} has another mean: {error}.") from None
-    buffers = answer.tensors[-1] if answer.note["buffers"] else None
-    here, weight = [int(w) for w in answer.note["here"]], float(answer.note["push_sum_weight"])
-    return Mean(rows, buffers, here, weight, dict(answer.note["ledgers"]))
+    buffers = answer.tensors[-1] if answer.metadata["buffers"] else None
+    here, weight = [int(w) for w in answer.metadata["here"]], float(answer.metadata["push_sum_weight"])
+    return Mean(rows, buffers, here, weight, dict(answer.metadata["ledgers"]))
 
 
 def _own(node: PeerServer) -> Part:

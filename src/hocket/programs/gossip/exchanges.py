@@ -19,12 +19,12 @@ from abc import ABC, abstractmethod
 
 from hocket.cluster.message import framed
 from hocket.errors import HocketError
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.gossip.links import Request
 from hocket.programs.gossip.partners import in_turn, receiver
 from hocket.programs.gossip.server import PeerServer
 from hocket.programs.gossip.state import weight_of, weight_tensor
 from hocket.topology.partners import answerer
+from hocket.transport.frame import Envelope, Kind
 
 
 class Exchanges(ABC):
@@ -94,8 +94,8 @@ class Calls(Exchanges):
             raise HocketError(f"Worker {request.peer} answered with other weights: {error}.") from None
         node.state.complete(theirs, request.message.tensors, request.version)
         node.account.stalled(0.0, 0.0, 0.0)
-        note = {"incarnation": node.config.incarnation, "settled": request.message.number}
-        node._send(request.peer, Envelope(Kind.BEAT, node.worker, request.peer, note=note))
+        metadata = {"incarnation": node.config.incarnation, "settled": request.message.number}
+        node._send(request.peer, Envelope(Kind.BEAT, node.worker, request.peer, metadata=metadata))
 
     def lost(self, request: Request, taken: bool) -> None:
         self.node.account.lost += 1

@@ -19,10 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from hocket.errors import HocketError
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Program, Task, Until, from_plain, to_plain
 from hocket.programs.gossip.state import JOINING, PHASES
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S
+from hocket.transport.frame import Envelope, Kind
 
 CHECK_EVERY_S = 0.5
 _CHECK = "check"
@@ -146,14 +146,14 @@ class PeerLinks(Program):
         return [request for request in self.requests.values() if request.exchange]
 
     def ask(
-        self, peer: int, kind: Kind, note: dict[str, Any] | None = None, tensors: Sequence[Tensor] = (), expects: int = 0
+        self, peer: int, kind: Kind, metadata: dict[str, Any] | None = None, tensors: Sequence[Tensor] = (), expects: int = 0
     ) -> int:
         """Send a request whose answer has about ``expects`` bytes; its number, for :meth:`take`."""
         self._number += 1
         size = sum(tensor.nbytes for tensor in tensors) + expects
         open_s = sum(r.allowance_s for r in self.requests.values() if r.peer == peer and not r.answered)
-        note = {**self._status(), "to": self.peers[peer].incarnation, **(note or {})}
-        message = Envelope(kind, self.worker, peer, number=self._number, note=note, tensors=tuple(tensors))
+        metadata = {**self._status(), "to": self.peers[peer].incarnation, **(metadata or {})}
+        message = Envelope(kind, self.worker, peer, number=self._number, metadata=metadata, tensors=tuple(tensors))
         self.requests[self._number] = Request(peer, message, self.now, self.now, open_s + size / _MIN_BYTES_PER_S)
         self._send(peer, message)
         return self._number
@@ -163,13 +163,13 @@ class PeerLinks(Program):
         answer = self.requests.pop(number).answer
         return None if answer is None or answer.kind == Kind.REFUSAL else answer
 
-    def ask_all(self, whom: Iterable[int], kind: Kind, expects: int = 0, note: dict[str, Any] | None = None) -> Task:
+    def ask_all(self, whom: Iterable[int], kind: Kind, expects: int = 0, metadata: dict[str, Any] | None = None) -> Task:
         """Ask these workers, a few at a time where large answers are expected; what they answered, by worker."""
         whom = list(whom)
         some = _AT_ONCE if expects else max(len(whom), 1)
         found: dict[int, Envelope] = {}
         for first in range(0, len(whom), some):
-            numbers = {peer: self.ask(peer, kind, note, expects=some * expects) for peer in whom[first : first + some]}
+            numbers = {peer: self.ask(peer, kind, metadata, expects=some * expects) for peer in whom[first : first + some]}
             asked = [self.requests[number] for number in numbers.values()]
             yield Until(lambda asked=asked: all(request.answered for request in asked))  # type: ignore[misc]
             answers = {peer: self.take(number) for peer, number in numbers.items()}
@@ -180,24 +180,24 @@ class PeerLinks(Program):
 
     def _hear(self, peer: int, message: Envelope) -> None:
         """A peer has answered."""
-        other, note = self.peers[peer], message.note
-        if message.kind == Kind.REFUSAL and "incarnation" not in note:  # of the link, not of the peer
+        other, metadata = self.peers[peer], message.metadata
+        if message.kind == Kind.REFUSAL and "incarnation" not in metadata:  # of the link, not of the peer
             if not other.met:
-                raise HocketError(f"Worker {peer}: {note.get('sentence')}")
+                raise HocketError(f"Worker {peer}: {metadata.get('sentence')}")
             self._give_up(peer)  # another process may have its port by now
             return
-        incarnation = int(note.get("incarnation", other.incarnation))
+        incarnation = int(metadata.get("incarnation", other.incarnation))
         if incarnation < other.incarnation:
             return
-        if message.kind == Kind.REFUSAL and note.get("reason") == "outdated":
-            raise HocketError(f"Worker {peer}: {note.get('sentence')}")
+        if message.kind == Kind.REFUSAL and metadata.get("reason") == "outdated":
+            raise HocketError(f"Worker {peer}: {metadata.get('sentence')}")
         if incarnation > other.incarnation:
             self._replaced(peer, incarnation)
             other = self.peers[peer]
         other.met, other.silent, other.heard = True, False, self.now
-        self._note_status(peer, note)
+        self._note_status(peer, metadata)
         if message.kind == Kind.GOODBYE:
-            self._said_goodbye(peer, note)
+            self._said_goodbye(peer, metadata)
             return
         request = self.requests.get(message.number)
         if request is None or request.peer != peer or request.answered:
@@ -208,10 +208,10 @@ class PeerLinks(Program):
             del self.requests[message.number]
             self._settled(request, message)
 
-    def _note_status(self, peer: int, note: Any) -> None:
-        other, phase = self.peers[peer], note.get("phase")
+    def _note_status(self, peer: int, metadata: Any) -> None:
+        other, phase = self.peers[peer], metadata.get("phase")
         if phase in PHASES and PHASES.index(phase) >= PHASES.index(other.phase):  # it only goes on; messages may be out of order
-            other.phase, other.open = phase, [int(worker) for worker in note.get("open", [])]
+            other.phase, other.open = phase, [int(worker) for worker in metadata.get("open", [])]
 
     def _status(self) -> dict[str, Any]:
         """What every message of this worker says of it."""
@@ -226,10 +226,10 @@ class PeerLinks(Program):
         known = self.peers[peer]
         self.peers[peer] = Peer(incarnation, met=known.met, heard=self.now, address=known.address)
 
-    def _said_goodbye(self, peer: int, note: Any) -> None:
+    def _said_goodbye(self, peer: int, metadata: Any) -> None:
         """A peer has left; it said whether it took the last exchange that it saw."""
         self.peers[peer].left = True
-        number, taken = note.get("resolved") or (0, False)
+        number, taken = metadata.get("resolved") or (0, False)
         for request in self._open_to(peer):
             if request.exchange and not (taken and number >= request.message.number):
                 del self.requests[request.message.number]
@@ -300,14 +300,14 @@ class PeerLinks(Program):
             if request.exchange:
                 self._ping(request.peer)
             else:
-                self._send(request.peer, replace(request.message, note={**request.message.note, **self._status()}))
+                self._send(request.peer, replace(request.message, metadata={**request.message.metadata, **self._status()}))
 
     def _ping(self, peer: int) -> None:
         """Ask for a sign of life, and whether it took the exchange that is open; a replacement says where it is."""
-        kind, note = self._sign()
+        kind, metadata = self._sign()
         about = next((r.message.number for r in self.exchanges_open if r.peer == peer), None)
-        note |= {**self._status(), "to": self.peers[peer].incarnation} | ({} if about is None else {"about": about})
-        self._send(peer, Envelope(kind, self.worker, peer, note=note))
+        metadata |= {**self._status(), "to": self.peers[peer].incarnation} | ({} if about is None else {"about": about})
+        self._send(peer, Envelope(kind, self.worker, peer, metadata=metadata))
 
     def _sign(self) -> tuple[Kind, dict[str, Any]]:
         return (Kind.HELLO, {"address": self.config.address}) if self.config.joins else (Kind.BEAT, {})

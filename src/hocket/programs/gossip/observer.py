@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hocket.messages.frame import Envelope
 from hocket.programs.base import Address, Connect, Effects, Task
 from hocket.programs.gossip.agreement import gather
 from hocket.programs.gossip.links import PeerConfig, PeerLinks, Request
 from hocket.programs.gossip.state import Mean, PeerState, mean_of
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, OBSERVER
+from hocket.transport.frame import Envelope
 
 
 class PeerObserver(PeerLinks):

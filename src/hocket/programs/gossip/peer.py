@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.account import Account
 from hocket.programs.base import Effects, Finished, Task, Until
 from hocket.programs.gossip import agreement
@@ -26,6 +25,7 @@ from hocket.programs.gossip.exchanges import Calls, Exchanges, Halves
 from hocket.programs.gossip.links import Peer, PeerConfig, Request
 from hocket.programs.gossip.server import Decision, PeerServer
 from hocket.programs.gossip.state import Mean, PeerState, Rows, flat
+from hocket.transport.frame import Envelope, Kind
 
 
 class GossipPeer(PeerServer):
@@ -118,8 +118,8 @@ class GossipPeer(PeerServer):
         for peer, other in self.peers.items():
             if not other.left:
                 decision = self.decisions.get(peer, Decision())
-                note = {**self._status(), "resolved": [decision.number, decision.taken]}
-                self._send(peer, Envelope(Kind.GOODBYE, self.worker, peer, note=note))
+                metadata = {**self._status(), "resolved": [decision.number, decision.taken]}
+                self._send(peer, Envelope(Kind.GOODBYE, self.worker, peer, metadata=metadata))
         for request in self.exchanges_open:
             self._lose(request)
         self.closed = True
@@ -179,7 +179,7 @@ class GossipPeer(PeerServer):
             self.accounts = dict(self.mean.ledgers)
             return
         answers = yield from self._uncounted(self.ask_all(self.here, Kind.BEAT))
-        self.accounts |= {str(peer): dict(answer.note["ledger"]) for peer, answer in answers.items()}
+        self.accounts |= {str(peer): dict(answer.metadata["ledger"]) for peer, answer in answers.items()}
         self.accounts[str(self.worker)] = self.ledger()
 
     def _uncounted(self, task: Task) -> Task:

@@ -32,13 +32,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hocket.cluster.message import framed
-from hocket.messages.address import parts_of, stays_here
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.account import Account
 from hocket.programs.base import Address, Connect, Rejected
 from hocket.programs.gossip.links import PeerConfig, PeerLinks
 from hocket.programs.gossip.state import PeerState, weight_of
 from hocket.programs.server.wire import OBSERVER
+from hocket.transport.address import parts_of, stays_here
+from hocket.transport.frame import Envelope, Kind
 
 
 @dataclass
@@ -80,8 +80,8 @@ class PeerServer(PeerLinks):
             self._serve(sender, message)
         except Rejected as rejected:
             self.refused[rejected.reason] += 1
-            note = {"reason": rejected.reason, "sentence": str(rejected)}
-            self._answer(sender, Kind.REFUSAL, message.number, note)
+            metadata = {"reason": rejected.reason, "sentence": str(rejected)}
+            self._answer(sender, Kind.REFUSAL, message.number, metadata)
 
     def _serve(self, peer: bytes, message: Envelope) -> None:
         handlers = {
@@ -104,19 +104,19 @@ class PeerServer(PeerLinks):
 
     def _admit(self, message: Envelope) -> None:
         """Refuse who is not of this job, and processes that were replaced."""
-        sender, note = message.sender, message.note
+        sender, metadata = message.sender, message.metadata
         if sender == OBSERVER:
             if message.kind not in (Kind.BEAT, Kind.FETCH):
                 raise Rejected("worker", f"An observer takes no part: {message.kind.name} is for workers.")
             return
         if sender not in self.peers:
             raise Rejected("worker", f"There is no other worker {sender} in a job of {self.world}.")
-        incarnation = int(note["incarnation"])
+        incarnation = int(metadata["incarnation"])
         if incarnation < self.peers[sender].incarnation:
             raise Rejected("outdated", f"Another process is worker {sender} now: this one can end.")
         if incarnation > self.peers[sender].incarnation:
             self._replaced(sender, incarnation)
-        self._note_status(sender, note)
+        self._note_status(sender, metadata)
 
     # --- exchanges -----------------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class PeerServer(PeerLinks):
         sender, number = message.sender, message.number
         if not self.push_sum and (sender % 2 or not self.worker % 2):
             raise Rejected("worker", "Workers with an even number call, those with an odd number answer.")
-        if int(message.note["to"]) != self.config.incarnation:
+        if int(message.metadata["to"]) != self.config.incarnation:
             raise Rejected("replaced", f"Another process is worker {self.worker} now.")
         decision = self.decisions.get(sender, Decision())
         if number < decision.number:
@@ -153,16 +153,16 @@ class PeerServer(PeerLinks):
 
     def _tell_decision(self, peer: bytes, decision: Decision) -> None:
         if not decision.taken:
-            note = {"reason": "refused", "sentence": "This worker has refused that exchange."}
-            self._answer(peer, Kind.REFUSAL, decision.number, note)
+            metadata = {"reason": "refused", "sentence": "This worker has refused that exchange."}
+            self._answer(peer, Kind.REFUSAL, decision.number, metadata)
         elif decision.reply is not None:
             self.account.bytes_sent += framed(decision.reply.tensor_bytes)
             self._answer(peer, Kind.REPLY, decision.number, {}, decision.reply.tensors)
 
     def _decide(self, peer: bytes, message: Envelope) -> None:
         """A sender asks about a PUSH that it got no answer to: what was not taken by now never will be."""
-        number = int(message.note["about"])
-        if message.note["to"] != self.config.incarnation:
+        number = int(message.metadata["about"])
+        if message.metadata["to"] != self.config.incarnation:
             return  # it was for a process that is gone; the answer says so
         decision = self.decisions.get(message.sender, Decision())
         if number > decision.number:
@@ -173,19 +173,19 @@ class PeerServer(PeerLinks):
     # --- other messages ------------------------------------------------------------------------------------------------------
 
     def _beat(self, peer: bytes, message: Envelope) -> None:
-        settled = message.note.get("settled")
+        settled = message.metadata.get("settled")
         if settled is not None:
             decision = self.decisions.get(message.sender)
             if decision is not None and decision.number == settled and not self.push_sum:
                 decision.reply = None
             return
-        if "about" in message.note:
+        if "about" in message.metadata:
             self._decide(peer, message)
-        note = {"ledger": self.ledger(), "version": self.state.version}
-        self._answer(peer, Kind.ANSWER, message.number, note)
+        metadata = {"ledger": self.ledger(), "version": self.state.version}
+        self._answer(peer, Kind.ANSWER, message.number, metadata)
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
-        address = str(message.note["address"])
+        address = str(message.metadata["address"])
         host, port = parts_of(address)
         ipaddress.ip_address(host)  # a worker looks up no names
         if port == 0 or "%" in host:
@@ -202,7 +202,7 @@ class PeerServer(PeerLinks):
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
         self._require_weights()
-        if not message.note.get("mean"):
+        if not message.metadata.get("mean"):
             self._answer(peer, Kind.REPLY, message.number, {"version": self.state.version}, self.state.packed())
             return
         mean = self.state.mean
@@ -210,15 +210,15 @@ class PeerServer(PeerLinks):
             raise Rejected("early", "This worker does not know the final mean yet.")
         if message.sender != OBSERVER:
             self.given.add(message.sender)
-        note = {"here": mean.here, "push_sum_weight": mean.push_sum_weight, "buffers": mean.buffers is not None}
+        metadata = {"here": mean.here, "push_sum_weight": mean.push_sum_weight, "buffers": mean.buffers is not None}
         tensors = mean.rows if mean.buffers is None else [*mean.rows, mean.buffers]
-        self._answer(peer, Kind.REPLY, message.number, {**note, "ledgers": mean.ledgers}, tuple(tensors))
+        self._answer(peer, Kind.REPLY, message.number, {**metadata, "ledgers": mean.ledgers}, tuple(tensors))
 
     def _goodbye(self, peer: bytes, message: Envelope) -> None:
         decision = self.decisions.get(message.sender)
         if decision is not None:
             decision.reply = None
-        self._said_goodbye(message.sender, message.note)
+        self._said_goodbye(message.sender, message.metadata)
 
     def _replaced(self, peer: int, incarnation: int) -> None:
         decision = self.decisions.pop(peer, None)
@@ -234,5 +234,5 @@ class PeerServer(PeerLinks):
         open_ = sorted({request.peer for request in self.exchanges_open})
         return {"incarnation": self.config.incarnation, "phase": self.state.phase, "open": open_}
 
-    def _answer(self, peer: bytes, kind: Kind, number: int, note: dict[str, Any], tensors: tuple[Any, ...] = ()) -> None:
-        self._send(peer, Envelope(kind, self.worker, number=number, note={**self._status(), **note}, tensors=tensors))
+    def _answer(self, peer: bytes, kind: Kind, number: int, metadata: dict[str, Any], tensors: tuple[Any, ...] = ()) -> None:
+        self._send(peer, Envelope(kind, self.worker, number=number, metadata={**self._status(), **metadata}, tensors=tensors))

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Program, Rejected, Say, Snapshot
 from hocket.programs.server.epoch_snapshots import EpochSnapshots
 from hocket.programs.server.members import BatchDispatcher, Member
@@ -19,6 +18,7 @@ from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.shard import Shard, make_shard
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, JobConfig, difference
 from hocket.strategy import Strategy
+from hocket.transport.frame import Envelope, Kind
 
 _FIRST_TIMEOUT_S = 60.0
 """How long a worker that has not come yet is waited for."""
@@ -57,28 +57,28 @@ class Membership(Program):
     # --- who comes and goes --------------------------------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
-        note = message.note
+        metadata = message.metadata
         if self.shard is None and message.tensors:
-            self._initialize(note, message.tensors)
+            self._initialize(metadata, message.tensors)
             self._initializer = peer
-        if self.job_config and (apart := difference(self.job_config, dict(note["job_config"]))) is not None:
+        if self.job_config and (apart := difference(self.job_config, dict(metadata["job_config"]))) is not None:
             raise Rejected(*apart)
         if self.shard is None:
             self._answer(peer, Kind.WELCOME, message.number, {"weights": False, "at": self.now})
             return
-        worker, pushed, incarnation = message.sender, int(note["pushed"]), peer[1:]
+        worker, pushed, incarnation = message.sender, int(metadata["pushed"]), peer[1:]
         member = self._member(worker)
-        if member.incarnation not in (b"", incarnation) and worker in self.shard.done and not note.get("replaces"):
+        if member.incarnation not in (b"", incarnation) and worker in self.shard.done and not metadata.get("replaces"):
             raise Rejected("taken", f"Worker {worker} is there already: give every worker a number of its own.")
         if member.incarnation not in (b"", incarnation):
             self._give_back(worker)
         if member.incarnation != incarnation:
             member.answered = -1
             if self.dispatcher is not None:
-                self.dispatcher.reclaim(worker, [int(n) for n in note.get("holds", [])])
+                self.dispatcher.reclaim(worker, [int(n) for n in metadata.get("holds", [])])
         member.incarnation, member.seen, member.request = incarnation, self.now, None
         member.ended = member.left = False
-        if note.get("resumes"):  # from a checkpoint: these were pushed to the shards that it was made with
+        if metadata.get("resumes"):  # from a checkpoint: these were pushed to the shards that it was made with
             self.pushed += max(pushed - member.reached, 0)
         elif not self._strategy.sync.static_partition:  # otherwise they are found by counting what was skipped
             self.lost += max(pushed - member.reached, 0)
@@ -86,12 +86,12 @@ class Membership(Program):
         welcome = {"weights": True, "at": self.now, "initializer": peer == self._initializer}
         self._answer(peer, Kind.WELCOME, message.number, welcome, step=member.reached)
 
-    def _initialize(self, note: Any, tensors: Sequence[Tensor]) -> None:
+    def _initialize(self, metadata: Any, tensors: Sequence[Tensor]) -> None:
         """The first worker brings the weights and the optimiser."""
-        config = dict(note["job_config"])
+        config = dict(metadata["job_config"])
         if not isinstance(config.get("world"), int) or not 1 <= config["world"] < 1 << 20:
             raise ValueError("it says no number of workers")
-        start = {name: note[name] for name in ("optimizer", "groups", "total", "per_epoch")}
+        start = {name: metadata[name] for name in ("optimizer", "groups", "total", "per_epoch")}
         if not all(start[name] is None or isinstance(start[name], int) for name in ("total", "per_epoch")):
             raise ValueError("it says no number of mini-batches")
         self._start_shard(config, start, [t.clone() for t in tensors])
@@ -161,8 +161,8 @@ class Membership(Program):
 
     def _reject(self, peer: bytes, number: int, rejected: Rejected) -> None:
         self.rejected[rejected.reason] += 1
-        note = {"reason": rejected.reason, "sentence": str(rejected)}
-        self._send(peer, Envelope(Kind.REFUSAL, self.place, self.place, number=number, note=note))
+        metadata = {"reason": rejected.reason, "sentence": str(rejected)}
+        self._send(peer, Envelope(Kind.REFUSAL, self.place, self.place, number=number, metadata=metadata))
 
     def _say(self, text: str) -> None:
         if self.place == 0:
@@ -178,7 +178,7 @@ class Membership(Program):
 
     @abstractmethod
     def _answer(
-        self, peer: bytes, kind: Kind, number: int, note: dict[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
+        self, peer: bytes, kind: Kind, number: int, metadata: dict[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
     ) -> None:
         """Send an answer."""
 

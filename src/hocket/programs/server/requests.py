@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError, WorkerLost
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Address, Program, Task, Until, from_plain, to_plain
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, job_config, slices_of
 from hocket.strategy import Strategy
+from hocket.transport.frame import Envelope, Kind
 
 GIVE_UP_S = 60.0
 _SILENCE_S = 2.0
@@ -116,13 +116,13 @@ class ShardRequests(Program):
         steps, initializer = [], False
         for link in self.links:
             since, brings = self.now, initializer
-            while not (welcome := (yield from self._greet(link, brings))).note["weights"]:
+            while not (welcome := (yield from self._greet(link, brings))).metadata["weights"]:
                 # The worker whose weights the first shard took brings them to all, so that they are of one worker.
                 brings = brings or link.place == 0 or self.now - since > self.config.liveness_timeout_s
                 if not brings:
                     yield Until(lambda: False, self.now + _PAUSE_S)
             steps.append(welcome.step)
-            initializer = bool(welcome.note["initializer"]) if link.place == 0 else initializer
+            initializer = bool(welcome.metadata["initializer"]) if link.place == 0 else initializer
         self._pushed = max(steps)
         for link, step in zip(self.links, steps, strict=True):
             if step < self._pushed:
@@ -146,35 +146,35 @@ class ShardRequests(Program):
             if answer.kind == Kind.WELCOME:
                 link.greetings.clear()
                 self._greeting = None
-                link.offset_s = float(answer.note["at"]) - (asked + self.now) / 2
+                link.offset_s = float(answer.metadata["at"]) - (asked + self.now) / 2
                 return answer
-            if answer.note.get("reason") == "taken" and self.now - begun < self.config.liveness_timeout_s + _SILENCE_S:
+            if answer.metadata.get("reason") == "taken" and self.now - begun < self.config.liveness_timeout_s + _SILENCE_S:
                 continue  # the worker that this one replaces has not been missed yet
             raise self._refusal(link, answer)
 
     def _say_hello(self, link: ShardLink, brings: bool) -> None:
         assert self._optimizer is not None
         config = self.config
-        note: dict[str, Any] = {
+        metadata: dict[str, Any] = {
             "job_config": job_config(config.strategy, config.layout, config.seed, config.world),
             "pushed": self._pushed,
             "replaces": config.replaces,
         }
         if self._resumes:
-            note["resumes"] = True
+            metadata["resumes"] = True
         if link.place == 0:
-            note["holds"] = self._holds(link)
+            metadata["holds"] = self._holds(link)
         tensors: tuple[Tensor, ...] = ()
         if brings:
-            note |= {"optimizer": self._optimizer.describe(), "groups": [b.group for b in config.layout.buckets]}
-            note |= {"total": config.total, "per_epoch": config.per_epoch}
+            metadata |= {"optimizer": self._optimizer.describe(), "groups": [b.group for b in config.layout.buckets]}
+            metadata |= {"total": config.total, "per_epoch": config.per_epoch}
             tensors = slices_of(self.slices, link.place, self.rows)
         link.greeted = self.now
-        self._send(link.place, Envelope(Kind.HELLO, config.worker, link.place, note=note, tensors=tensors))
+        self._send(link.place, Envelope(Kind.HELLO, config.worker, link.place, metadata=metadata, tensors=tensors))
 
     def _holds(self, link: ShardLink) -> list[int]:
         """The mini-batches that this worker has and that are not known to be in the weights."""
-        pushed = [] if link.request is None else link.request.note.get("batch_ids", [])
+        pushed = [] if link.request is None else link.request.metadata.get("batch_ids", [])
         return [*pushed, *self._taken, *self.batch_ids]
 
     # --- requests ------------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class ShardRequests(Program):
         link = self.links[sender]
         link.heard = self.now
         if message.kind == Kind.WAIT:  # a call to a meeting may come at any time
-            self._call = message.note.get("call", self._call)
+            self._call = message.metadata.get("call", self._call)
         elif self._greeting == sender and message.kind in (Kind.WELCOME, Kind.REFUSAL):
             link.greetings.append(message)
         elif link.request is None or link.reply is not None:
@@ -204,12 +204,12 @@ class ShardRequests(Program):
         elif message.kind == Kind.REPLY and message.number == link.request.number:
             link.reply = message
         elif message.kind == Kind.WELCOME:
-            if message.note["weights"]:
+            if message.metadata["weights"]:
                 self._send(link.place, link.request)
             else:
                 self._say_hello(link, brings=True)
         elif message.kind == Kind.REFUSAL and message.number in (0, link.request.number):
-            if message.note.get("reason") not in _HELLO_AGAIN:
+            if message.metadata.get("reason") not in _HELLO_AGAIN:
                 raise self._refusal(link, message)
             if self.now - link.greeted > _SILENCE_S / 4:
                 self._say_hello(link, brings=False)
@@ -227,4 +227,4 @@ class ShardRequests(Program):
             self._set_timer(_RETRY, self.now + _RETRY_S)
 
     def _refusal(self, link: ShardLink, message: Envelope) -> HocketError:
-        return HocketError(f"{self.describe_peer(link.place)}: {message.note.get('sentence')}")
+        return HocketError(f"{self.describe_peer(link.place)}: {message.metadata.get('sentence')}")

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.base import Address, Effects, Finished, Rejected
 from hocket.programs.server.epoch_snapshots import EpochSnapshot, SnapshotRequest
 from hocket.programs.server.members import Member, Request
@@ -48,6 +47,7 @@ from hocket.programs.server.wire import (
     as_messages,
     gradients_of,
 )
+from hocket.transport.frame import Envelope, Kind
 
 _WAIT_EVERY_S = 1.0
 _CHECK_EVERY_S = 0.2
@@ -123,19 +123,19 @@ class ShardServer(Membership):
 
     def _push(self, peer: bytes, message: Envelope) -> None:
         shard, member = self._known(peer, message)
-        worker, step, note = message.sender, message.step, message.note
+        worker, step, metadata = message.sender, message.step, message.metadata
         if member.ended:
             raise Rejected("worker", f"Worker {worker} has left.")
         done, period = shard.done[worker], self._strategy.sync.period
         if not 1 <= step <= done + period:
             raise Rejected("step", f"Step {step} of worker {worker} was pushed where {done + 1} to {done + period} come next.")
         if step > done:
-            tensors, lrs = self._read(shard, message), [float(lr) for lr in note["lrs"]]
+            tensors, lrs = self._read(shard, message), [float(lr) for lr in metadata["lrs"]]
             if len(lrs) != len(self._start_config["optimizer"]["groups"]):
                 raise ValueError(f"{len(lrs)} learning rates for {len(self._start_config['optimizer']['groups'])} groups")
-            seen, ids = note.get("seen"), [int(number) for number in note.get("batch_ids", [])]
+            seen, ids = metadata.get("seen"), [int(number) for number in metadata.get("batch_ids", [])]
             if self.place == 0:
-                member.figures = dict(note.get("figures", {}))
+                member.figures = dict(metadata.get("figures", {}))
             if self.dispatcher is not None:
                 self.lost -= self.dispatcher.recover(worker, ids)
             if shard.push(worker, step, tensors, lrs, None if seen is None else int(seen)):
@@ -154,14 +154,14 @@ class ShardServer(Membership):
                 member = self.members[worker]
                 if member.incarnation and not member.ended:
                     call = {"call": shard.version}
-                    self._send(WORKER_MARK + member.incarnation, Envelope(Kind.WAIT, self.place, note=call))
+                    self._send(WORKER_MARK + member.incarnation, Envelope(Kind.WAIT, self.place, metadata=call))
 
     def _read(self, shard: Shard, message: Envelope) -> list[Tensor]:
         """All of a push, or nothing."""
         tensors = list(message.tensors)
-        buffers = tensors.pop() if message.note.get("buffers") else None
+        buffers = tensors.pop() if message.metadata.get("buffers") else None
         config, own = self.job_config, shard.weights
-        messages = as_messages(message.note["parts"], tensors)
+        messages = as_messages(message.metadata["parts"], tensors)
         found = gradients_of(self._strategy, messages, own, message.step, message.sender, config["world"], config["seed"])
         if buffers is not None:
             if any(m.buffers is not None and m.buffers.shape != buffers.shape for m in self.members.values()):
@@ -171,8 +171,8 @@ class ShardServer(Membership):
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
         if message.sender == OBSERVER:
-            within_s = min(float(message.note.get("within_s", 0.0)), 1e6)
-            epoch = int(message.note.get("epoch", 0))
+            within_s = min(float(message.metadata.get("within_s", 0.0)), 1e6)
+            epoch = int(message.metadata.get("epoch", 0))
             self.epochs.request(SnapshotRequest(peer, message.number, epoch, self.now + within_s))
             return
         shard, member = self._known(peer, message)
@@ -185,11 +185,11 @@ class ShardServer(Membership):
 
     def _open(self, peer: bytes, member: Member, message: Envelope) -> Request | None:
         """The worker waits for this; None where the message is older than what was asked or answered since."""
-        note, number = message.note, message.number
+        metadata, number = message.metadata, message.number
         if number < member.answered or (member.request is not None and number < member.request.number):
             return None
-        want = max(0, min(int(note.get("want", 0)), MAX_BATCH_IDS))
-        fetch, final = bool(note.get("fetch")), bool(note.get("final"))
+        want = max(0, min(int(metadata.get("want", 0)), MAX_BATCH_IDS))
+        fetch, final = bool(metadata.get("fetch")), bool(metadata.get("final"))
         member.request = Request(peer, number, message.step, fetch, final, want, self.now, self.now)
         return member.request
 
@@ -216,16 +216,16 @@ class ShardServer(Membership):
         if self.dispatcher is not None and member.answered != request.number:
             member.dispatched = self.dispatcher.take(worker, request.want)
         member.answered = request.number
-        note: dict[str, Any] = {"held": self.now - request.since, "at": self.now, "seen": self.shard.version}
+        metadata: dict[str, Any] = {"held": self.now - request.since, "at": self.now, "seen": self.shard.version}
         if self.dispatcher is not None:
-            note["batch_ids"], note["over"] = member.dispatched, self.dispatcher.empty
+            metadata["batch_ids"], metadata["over"] = member.dispatched, self.dispatcher.empty
         tensors: tuple[Tensor, ...] = ()
         if request.fetch:
             self.shard.give(worker)
             tensors = self._weights()
             if request.final:  # in full precision
-                tensors = self._with_buffers(tuple(w.clone() for w in self.shard.weights), note)
-        self._answer(request.peer, Kind.REPLY, request.number, note, tensors, member.reached)
+                tensors = self._with_buffers(tuple(w.clone() for w in self.shard.weights), metadata)
+        self._answer(request.peer, Kind.REPLY, request.number, metadata, tensors, member.reached)
 
     def _weights(self) -> tuple[Tensor, ...]:
         """A copy to send, made once per version: nobody writes to it."""
@@ -282,34 +282,34 @@ class ShardServer(Membership):
         rows = [m.buffers for m in self.members.values() if m.buffers is not None]
         return torch.stack(rows).mean(0) if rows else None
 
-    def _with_buffers(self, tensors: tuple[Tensor, ...], note: dict[str, Any]) -> tuple[Tensor, ...]:
+    def _with_buffers(self, tensors: tuple[Tensor, ...], metadata: dict[str, Any]) -> tuple[Tensor, ...]:
         buffers = self._mean_buffers()
-        note["buffers"] = buffers is not None
+        metadata["buffers"] = buffers is not None
         return tensors if buffers is None else (*tensors, buffers)
 
     def _show(self, asked: SnapshotRequest) -> None:
         found = self.epochs.show(asked.epoch) or self.snapshot()
         tensors = found.weights if found.buffers is None else (*found.weights, found.buffers)
-        note = {"buffers": found.buffers is not None, "figures": found.figures, "at": self.now}
-        self._answer(asked.peer, Kind.REPLY, asked.number, note, tensors)
+        metadata = {"buffers": found.buffers is not None, "figures": found.figures, "at": self.now}
+        self._answer(asked.peer, Kind.REPLY, asked.number, metadata, tensors)
 
     def _order(self, peer: bytes, message: Envelope) -> None:
         if message.sender != OBSERVER:
             raise Rejected("worker", "Only observers give orders.")
-        gone, unseen = message.note.get("gone"), message.note.get("unseen")
+        gone, unseen = message.metadata.get("gone"), message.metadata.get("unseen")
         # ``unseen``: unless another process has said hello as this worker meanwhile.
         if self.shard is not None and gone in self.shard.done and not (unseen and self.members[gone].incarnation):
             self._gone(gone)
-        note: dict[str, Any] = {"weights": self.shard is not None, "at": self.now}
+        metadata: dict[str, Any] = {"weights": self.shard is not None, "at": self.now}
         if self.shard is not None:
-            note["figures"] = self.figures()
-        self._answer(peer, Kind.ANSWER, message.number, note)
+            metadata["figures"] = self.figures()
+        self._answer(peer, Kind.ANSWER, message.number, metadata)
 
     def _answer(
-        self, peer: bytes, kind: Kind, number: int, note: dict[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
+        self, peer: bytes, kind: Kind, number: int, metadata: dict[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
     ) -> None:
         # A peer that is gone does not get it; one that is merely slow asks again.
-        self._send(peer, Envelope(kind, self.place, self.place, step, number, note, tensors))
+        self._send(peer, Envelope(kind, self.place, self.place, step, number, metadata, tensors))
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ def job_id(text: str) -> bytes:
 
 
 def link_bytes(strategy: Strategy, layout: Layout) -> int:
-    """The largest message of a job: a shard's slice, coded as badly as can be, all buffers, and room for header and note."""
+    """The largest message of a job: a shard's slice, coded as badly as can be, all buffers, and room for header and metadata."""
     shards = strategy.topology.num_shards(1)  # at least; more make it smaller
     return 3 * (layout.bytes // shards + 8 * len(layout.buckets)) + layout.buffer_bytes + (1 << 20)
 

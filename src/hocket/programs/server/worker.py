@@ -19,13 +19,13 @@ from typing import Any
 from torch import Tensor
 
 from hocket.cluster.message import FRAME_BYTES, framed
-from hocket.messages.frame import Envelope, Kind
 from hocket.programs.account import Account
 from hocket.programs.base import Effects, Task, Until
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.push_encoder import PushEncoder
 from hocket.programs.server.requests import ShardRequests, WorkerConfig
 from hocket.programs.server.wire import MAX_BATCH_IDS, as_tensors
+from hocket.transport.frame import Envelope, Kind
 
 
 class ServerWorker(ShardRequests):
@@ -187,7 +187,7 @@ class ServerWorker(ShardRequests):
         yield from self._flush()
         self._fetch(0, final=True)
         reply = yield from self._apply("final")
-        if reply.note.get("buffers"):
+        if reply.metadata.get("buffers"):
             self.final_buffers = reply.tensors[-1].clone()
 
     def _resumed(self, then: str, begun: float) -> Task:
@@ -220,9 +220,9 @@ class ServerWorker(ShardRequests):
             for b, part in enumerate(reply.tensors[: len(self.rows)]):
                 self.slices.put(b, link.place, part.to(self.rows[b].dtype), self.rows[b][0])
             if reply.tensors:
-                link.seen = int(reply.note["seen"])
+                link.seen = int(reply.metadata["seen"])
             self.account.bytes_sent += framed(reply.tensor_bytes)
-            held, moved = max(held, float(reply.note["held"])), max(moved, float(reply.note["at"]) - link.offset_s)
+            held, moved = max(held, float(reply.metadata["held"])), max(moved, float(reply.metadata["at"]) - link.offset_s)
             reached = max(reached, reply.step)
             if link.request is not None and link.request.kind == Kind.PUSH:
                 self._pushed = max(self._pushed, link.request.step)  # only now is it known to be there
@@ -231,8 +231,8 @@ class ServerWorker(ShardRequests):
         self.account.stalled(self.now - begun, held, max(min(moved, begun) - self._sent - held, 0.0))
         first = asked[0].reply
         assert first is not None
-        self.batch_ids.extend(first.note.get("batch_ids", []))
-        self.over = bool(first.note.get("over", self.over))
+        self.batch_ids.extend(first.metadata.get("batch_ids", []))
+        self.over = bool(first.metadata.get("over", self.over))
         self._pushed = max(self._pushed, reached)
         if reached > self.step:  # this worker was away, and the others went on
             self.step, self._sums = reached, []
@@ -251,26 +251,26 @@ class ServerWorker(ShardRequests):
         requests = []
         for link, messages in zip(self.links, self._encoder.encode(self.step, self._sums), strict=True):
             parts, tensors = as_tensors(messages)
-            note = {"parts": parts, "lrs": self._lrs, "fetch": fetch, "seen": self._seen[link.place]}
+            metadata = {"parts": parts, "lrs": self._lrs, "fetch": fetch, "seen": self._seen[link.place]}
             size = sum(int(m.payload_bytes().sum()) for m in messages)
             if link.place == 0:
-                note |= {"batch_ids": self._taken, "want": want, "buffers": self._buffers is not None}
+                metadata |= {"batch_ids": self._taken, "want": want, "buffers": self._buffers is not None}
                 if self._buffers is not None:
                     tensors.append(self._buffers)
                     size += self._buffers.numel() * self._buffers.element_size()
             self.account.bytes_sent += framed(size)
-            requests.append(Envelope(Kind.PUSH, self.config.worker, link.place, self.step, 0, note, tuple(tensors)))
+            requests.append(Envelope(Kind.PUSH, self.config.worker, link.place, self.step, 0, metadata, tuple(tensors)))
         figures = self.account.describe(self.now)
-        requests[0] = replace(requests[0], note={**requests[0].note, "figures": figures})
+        requests[0] = replace(requests[0], metadata={**requests[0].metadata, "figures": figures})
         self._taken, self._sums = [], []
         self._request(requests)
 
     def _fetch(self, want: int, weights: bool = True, final: bool = False) -> None:
         """Request weights, or mini-batches alone; ``final``: the weights when all workers have ended."""
-        note = {"fetch": weights, "want": want, "final": final}
+        metadata = {"fetch": weights, "want": want, "final": final}
         asked = self.links if weights else self.links[:1]
         self.account.bytes_sent += FRAME_BYTES * len(asked)
-        self._request([Envelope(Kind.FETCH, self.config.worker, link.place, self.step, 0, note) for link in asked])
+        self._request([Envelope(Kind.FETCH, self.config.worker, link.place, self.step, 0, metadata) for link in asked])
 
     def _want(self) -> int:
         """Mini-batches to request now: up to the step at which the next answer is applied."""

@@ -1,4 +1,4 @@
-"""Addresses of links, ``tcp://HOST:PORT``, and whether others can reach them."""
+"""Addresses of links, ``tcp://HOST:PORT``, and whether other machines can reach them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def parts_of(address: str) -> tuple[str, int]:
     scheme, found, rest = address.partition("://")
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not found or not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise HocketError(f"{address!r} is no address of a link: write tcp://HOST:PORT, an IPv6 host in brackets.")
+        raise HocketError(f"{address!r} is not the address of a link: write tcp://HOST:PORT, an IPv6 host in brackets.")
     if host[0] == "[" and host[-1] == "]":
         return host[1:-1], int(port)
     if ":" in host:
-        raise HocketError(f"{address!r} is no address of a link: write an IPv6 host in brackets, tcp://[{host}]:{port}.")
+        raise HocketError(f"{address!r} is not the address of a link: write an IPv6 host in brackets, tcp://[{host}]:{port}.")
     return host, int(port)
 
 
 def numeric_of(host: str) -> str:
-    """The address behind a name; IPv4 where a name has both, for links are bound to one."""
+    """The address behind a name; IPv4 where a name has both, since a link is bound to one."""
     if host == "*":
         return "0.0.0.0"
     try:
@@ -55,7 +55,7 @@ def stays_here(numeric: str) -> bool:
 
 
 def bracketed(numeric: str) -> str:
-    """A numeric address or a name as it stands before a port."""
+    """A numeric address or a name as written before a port."""
     return f"[{numeric}]" if ":" in numeric else numeric
 
 
@@ -64,7 +64,7 @@ def why_not(address: str, error: zmq.ZMQError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"The port of {address} is taken: choose another, or 0 for any free one."
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-        return f"{address} is no address of this machine: listen on one of its own."
+        return f"{address} is not an address of this machine: listen on one of its addresses."
     if error.errno == errno.EACCES:
-        return f"The port of {address} is not open to this user: choose one above 1023, or 0 for any free one."
+        return f"The port of {address} needs other privileges: choose one above 1023, or 0 for any free one."
     return f"{address} cannot be used for a link: {error.strerror}."

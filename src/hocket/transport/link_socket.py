@@ -1,6 +1,6 @@
-"""One ZeroMQ socket with what all links ask of it: bounded queues, signs of life, time limits, a close that waits.
+"""One ZeroMQ socket with the options of all links: bounded queues, keep-alive, time limits, a close that waits.
 
-It has a context of its own, so that the keys of one listener do not meet another's.
+It has a context of its own, so that the keys of several listeners stay separate.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from typing import Any
 import zmq
 
 from hocket.errors import HocketError
-from hocket.messages.frame import JOB_BYTES, MOST_HEADER_BYTES, MOST_NOTE_BYTES, MOST_TENSORS, Frame
+from hocket.transport.frame import JOB_BYTES, MAX_METADATA_BYTES, MOST_HEADER_BYTES, MOST_TENSORS, Frame
 
 SILENCE_S = 30.0
-"""After so long without an acknowledgement a connection is dead. What waits behind a full queue is not acknowledged either, so the
-time that the largest message takes at ``SLOWEST_BYTES_PER_S`` is added for each direction, up to ``MOST_SILENCE_S``: on Linux this
-limit also stands in for the number of TCP's own signs of life, so that a dead peer on an idle link is noticed no earlier."""
+"""A connection without acknowledgements for so long is dead. Messages behind a full queue are not acknowledged either, so the time
+of the largest message at ``SLOWEST_BYTES_PER_S`` is added for each direction, up to ``MOST_SILENCE_S``. On Linux this limit also
+replaces the number of TCP's keep-alive probes, so a dead peer on an idle link is noticed no earlier."""
 SLOWEST_BYTES_PER_S = 1_000_000
 MOST_SILENCE_S = 120.0
 
 _MORE, _POLLOUT = int(zmq.SNDMORE), int(zmq.POLLOUT)
 
 
-class End:
+class LinkSocket:
     """A socket that is not yet bound or connected; ``most_bytes`` bounds a message, ``high_water`` each queue, in messages."""
 
     def __init__(self, kind: int, job: bytes, most_bytes: int, high_water: int, six: bool) -> None:
         if len(job) != JOB_BYTES:
             raise HocketError(f"The id of a job has {JOB_BYTES} bytes, got {len(job)}.")
-        if most_bytes < (least := MOST_HEADER_BYTES + MOST_NOTE_BYTES):
-            raise HocketError(f"A link must take messages of {least} bytes, those without tensors, got most_bytes={most_bytes}.")
-        if high_water < 1:
+        if most_bytes < (least := MOST_HEADER_BYTES + MAX_METADATA_BYTES):
             raise HocketError(
-                f"A queue holds at least one message, got high_water={high_water} (ZeroMQ takes 0 for no bound at all)."
+                f"A link must accept messages of {least} bytes, the largest without tensors, got most_bytes={most_bytes}."
             )
+        if high_water < 1:
+            raise HocketError(f"A queue holds at least one message, got high_water={high_water} (ZeroMQ reads 0 as unbounded).")
         self._most = most_bytes
         # Setting an option takes as long as sending a frame, so only changes are set.
         self._send_ms = self._receive_ms = -1
         self.context = zmq.Context(io_threads=1)
         self.socket: zmq.Socket[bytes] = self.context.socket(kind)
         set_options(self.socket, most_bytes, high_water, six)
-        self._send: Any = super(zmq.Socket, self.socket).send  # without what draft kinds of sockets would need around it
+        self._send: Any = super(zmq.Socket, self.socket).send  # without the checks for draft kinds of sockets
 
     def take(self, deadline: float) -> list[Frame] | None:
         """All frames of the next message, or None when the time is up.
 
-        Of a message that is too long or too large only so much is kept as shows that it is.
+        Of a message with too many frames or bytes only enough is kept to detect that.
         """
-        # ZeroMQ's own time limit: a poller costs as much as all the rest. Rounded up, or the last millisecond would be a busy loop.
+        # ZeroMQ's own time limit: a poller costs as much as the rest. Rounded up, or the last millisecond would be a busy loop.
         wait_ms = max(0, math.ceil((deadline - time.monotonic()) * 1000))
         if wait_ms != self._receive_ms:
             self.socket.setsockopt(zmq.RCVTIMEO, wait_ms)
@@ -61,7 +61,7 @@ class End:
             return None
         frames: list[Frame] = [frame]
         total = len(frame)
-        while frame.more:  # a message is there whole or not at all: nothing to wait for
+        while frame.more:  # a message arrives as a whole: nothing to wait for
             frame = receive(copy=False)
             if total <= self._most and len(frames) <= MOST_TENSORS + 3:
                 frames.append(frame)
@@ -69,10 +69,10 @@ class End:
         return frames
 
     def put(self, frames: list[Frame], small: int, timeout_s: float) -> bool:
-        """Whether the message went into the queue in time; the first ``small`` frames are copied, which is quicker for these."""
+        """Whether the message was queued in time; the first ``small`` frames are copied, which is faster for small ones."""
         total = sum(map(len, frames))
         if total > self._most:
-            raise HocketError(f"A message of {total} bytes does not fit this link, which takes {self._most}: send it in pieces.")
+            raise HocketError(f"A message of {total} bytes does not fit this link, whose limit is {self._most}: send it in pieces.")
         wait_ms = max(0, math.ceil(timeout_s * 1000))
         if wait_ms != self._send_ms:
             self.socket.setsockopt(zmq.SNDTIMEO, wait_ms)
@@ -85,18 +85,18 @@ class End:
         return True
 
     def close(self, linger_s: float) -> None:
-        """Let what was sent leave, for at most ``linger_s``."""
+        """Close, after waiting at most ``linger_s`` until queued messages are sent."""
         if not self.context.closed:
             self.socket.disable_monitor()
             self.socket.close(int(linger_s * 1000))
-            self.context.term()  # waits for what lingers, and wakes whoever waits in the context
+            self.context.term()  # waits for queued messages, and wakes threads that wait in the context
 
     def _begin(self, frame: Frame) -> bool:
-        """Send the first frame, by which ZeroMQ decides about them all."""
+        """Send the first frame; ZeroMQ accepts or refuses all frames with it."""
         try:
             self._send(frame, _MORE)
         except zmq.Again:
-            # ZeroMQ looks only once in a millisecond what has left the queue, unless it is asked.
+            # ZeroMQ checks the queue only once in a millisecond, unless it is asked.
             if not int(self.socket.getsockopt(zmq.EVENTS)) & _POLLOUT:
                 return False
             try:
@@ -107,13 +107,13 @@ class End:
 
 
 def set_options(socket: zmq.Socket[bytes], most_bytes: int, high_water: int, six: bool) -> None:
-    """What both ends of a link ask of their sockets."""
-    socket.setsockopt(zmq.LINGER, 0)  # who closes says how long; one that is never closed must not hold up the interpreter's end
+    """Set the options of both ends of a link."""
+    socket.setsockopt(zmq.LINGER, 0)  # close() sets it; a socket that is never closed must not delay the interpreter's exit
     socket.setsockopt(zmq.IPV6, six)
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, high_water)
     socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)  # of one frame; ``take`` bounds their sum
-    # TCP's own signs of life, not ZeroMQ's heartbeats: when one is due to a peer that died while its messages wait behind a full
+    # TCP's keep-alive, not ZeroMQ's heartbeats: when one is due to a peer that died while its messages wait behind a full
     # queue, libzmq 4.3.5 ends the whole process (`Assertion failed: !_io_error`).
     silence_s = min(SILENCE_S + 2 * most_bytes / SLOWEST_BYTES_PER_S, MOST_SILENCE_S)
     socket.setsockopt(zmq.TCP_MAXRT, int(silence_s * 1000))

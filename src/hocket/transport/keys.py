@@ -1,7 +1,7 @@
-"""The keys of a job: who may listen and who may call, on links that leave the machine.
+"""The keys of a job, which authenticate listeners and callers on links between machines.
 
 Two CURVE key pairs (elliptic-curve keys of ZeroMQ, written as 40 letters of Z85): the listeners' and the workers'. All processes of
-a job hold the same file, so whoever has it belongs to the job. Links with keys are encrypted and both ends prove who they are.
+a job hold the same file, so a process that has it belongs to the job. Links with keys are encrypted, and both ends authenticated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Keys:
         return cls(server_public.decode(), server_secret.decode(), worker_public.decode(), worker_secret.decode())
 
     def write(self, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Into a file that only its owner can read; there is the whole file or none."""
+        """Write a file that only its owner can read, completely or not at all."""
         path = Path(path)
         beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
@@ -63,9 +63,9 @@ class Keys:
             if force:
                 os.replace(beside, path)
             else:
-                os.link(beside, path)  # unlike a rename it fails where something is
+                os.link(beside, path)  # unlike a rename it fails if the file exists
         except FileExistsError:
-            raise HocketError(f"{path} is there already: choose another name, or overwrite it with --force.") from None
+            raise HocketError(f"{path} exists already: choose another name, or overwrite it with --force.") from None
         except OSError as error:
             raise HocketError(f"{path} cannot be written: {error.strerror}.") from None
         finally:
@@ -73,11 +73,11 @@ class Keys:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Keys:
-        """From a file that ``write`` made and that nobody else can read."""
+        """Read a file of ``write``; refuse one that other users can read."""
         try:
             with open(path, encoding="utf-8") as file:
                 if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
-                    raise HocketError(f"Others can read the keys in {path}: close the file with `chmod 600 {path}`.")
+                    raise HocketError(f"Other users can read the keys in {path}: protect the file with `chmod 600 {path}`.")
                 text = file.read(4096)
         except FileNotFoundError:
             raise HocketError(f"There are no keys at {path}: make them with `hocket keys {path}`.") from None

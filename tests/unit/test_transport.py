@@ -27,7 +27,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from hocket.errors import HocketError
-from hocket.messages import Caller, Envelope, Keys, Kind, Listener, Refused, frame, is_loopback, link, pack, unpack
+from hocket.transport import Caller, Envelope, Keys, Kind, Listener, Refused, frame, is_loopback, link, pack, unpack
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,18 +56,18 @@ def wire(envelope: Envelope, job: bytes = JOB) -> list[bytes]:
 
 
 def equal(a: Envelope, b: Envelope) -> bool:
-    heads = [(e.kind, e.sender, e.place, e.step, e.number, json.dumps(e.note, sort_keys=True), len(e.tensors)) for e in (a, b)]
+    heads = [(e.kind, e.sender, e.place, e.step, e.number, json.dumps(e.metadata, sort_keys=True), len(e.tensors)) for e in (a, b)]
     return heads[0] == heads[1] and all(same(x, y) for x, y in zip(a.tensors, b.tensors, strict=True))
 
 
-def signed(head: bytes, note: bytes, *bodies: bytes) -> list[bytes]:
+def signed(head: bytes, metadata: bytes, *bodies: bytes) -> list[bytes]:
     """Frames whose checksum is right, whatever else is wrong with them."""
-    return [head + struct.pack("<I", zlib.crc32(note, zlib.crc32(head))), note, *bodies]
+    return [head + struct.pack("<I", zlib.crc32(metadata, zlib.crc32(head))), metadata, *bodies]
 
 
-def noted(note: bytes) -> list[bytes]:
+def noted(metadata: bytes) -> list[bytes]:
     head = wire(Envelope(Kind.BEAT))[0][:-4]
-    return signed(head[:-4] + struct.pack("<I", len(note)), note)
+    return signed(head[:-4] + struct.pack("<I", len(metadata)), metadata)
 
 
 def rss() -> int:
@@ -162,11 +162,11 @@ def test_sent_tensors_are_not_copied() -> None:
         (Envelope(Kind.PUSH, tensors=(torch.ones(0),) * 4097), "4096"),
         (Envelope(Kind.PUSH, sender=2**31), "32 bits"),
         (Envelope(Kind.PUSH, step=2**63), "64 bits"),
-        (Envelope(Kind.PUSH, note={"a": {1: 2}}), "Names in a note"),
-        (Envelope(Kind.PUSH, note={"a": torch.ones(1)}), "got Tensor"),
-        (Envelope(Kind.PUSH, note={"a": "x" * 70_000}), "65536 bytes"),
-        (Envelope(Kind.PUSH, note={"a": "\ud800"}), "surrogate"),
-        (Envelope(Kind.PUSH, note=json.loads('{"a":' + "[" * 16 + "1" + "]" * 16 + "}")), "nested"),
+        (Envelope(Kind.PUSH, metadata={"a": {1: 2}}), "Keys of metadata"),
+        (Envelope(Kind.PUSH, metadata={"a": torch.ones(1)}), "got Tensor"),
+        (Envelope(Kind.PUSH, metadata={"a": "x" * 70_000}), "65536 bytes"),
+        (Envelope(Kind.PUSH, metadata={"a": "\ud800"}), "surrogate"),
+        (Envelope(Kind.PUSH, metadata=json.loads('{"a":' + "[" * 16 + "1" + "]" * 16 + "}")), "nested"),
     ],
 )
 def test_what_cannot_travel_is_refused_by_the_sender(wrong: Envelope, sentence: str) -> None:
@@ -176,39 +176,39 @@ def test_what_cannot_travel_is_refused_by_the_sender(wrong: Envelope, sentence: 
 
 def _refusals() -> Iterator[tuple[str, list[bytes]]]:
     full = wire(Envelope(Kind.PUSH, 1, 2, 3, 4, {"a": 1}, (torch.ones(3), torch.zeros(0, dtype=torch.int8), torch.tensor([True]))))
-    head, note, *bodies = full
+    head, metadata, *bodies = full
     bare = head[:-4]
     yield "magic", []
     yield "magic", [b""]
     yield "magic", [b"GET / HTTP/1.1\r\n"]
     yield "magic", [b"HKT1"]
     yield "version", [b"HKT1\x02"]
-    yield "version", [b"HKT1\x00" + head[5:], note, *bodies]
-    yield "damaged", [head[:30], note, *bodies]
+    yield "version", [b"HKT1\x00" + head[5:], metadata, *bodies]
+    yield "damaged", [head[:30], metadata, *bodies]
     yield "damaged", [head]
-    yield "damaged", [head[:8] + b"\xff" + head[9:], note, *bodies]
-    yield "damaged", [head, note.replace(b"1", b"2"), *bodies]
-    yield "damaged", [head[:-1] + bytes([head[-1] ^ 1]), note, *bodies]
+    yield "damaged", [head[:8] + b"\xff" + head[9:], metadata, *bodies]
+    yield "damaged", [head, metadata.replace(b"1", b"2"), *bodies]
+    yield "damaged", [head[:-1] + bytes([head[-1] ^ 1]), metadata, *bodies]
     yield "damaged", [*full[:-1], b"\x02"]  # a truth value of 2
     yield "job", wire(Envelope(Kind.BEAT), OTHER_JOB)
-    yield "kind", signed(bare[:5] + b"\x00" + bare[6:], note, *bodies)
-    yield "kind", signed(bare[:5] + b"\xff" + bare[6:], note, *bodies)
-    yield "dtype", signed(bare[:-9] + bytes([len(frame.DTYPES)]) + bare[-8:], note, *bodies)
+    yield "kind", signed(bare[:5] + b"\x00" + bare[6:], metadata, *bodies)
+    yield "kind", signed(bare[:5] + b"\xff" + bare[6:], metadata, *bodies)
+    yield "dtype", signed(bare[:-9] + bytes([len(frame.DTYPES)]) + bare[-8:], metadata, *bodies)
     yield "size", [*full, b""]
     yield "size", full[:-1]
-    yield "size", [head, note + b" ", *bodies]
-    yield "size", [head, note, bodies[0][:-1], *bodies[1:]]
-    yield "size", [head, note, bodies[0] + b"\0", *bodies[1:]]
-    yield "size", signed(bare[:-8] + struct.pack("<Q", 2**64 - 1), note, *bodies)
-    yield "size", signed(bare + bytes(9), note, *bodies)
+    yield "size", [head, metadata + b" ", *bodies]
+    yield "size", [head, metadata, bodies[0][:-1], *bodies[1:]]
+    yield "size", [head, metadata, bodies[0] + b"\0", *bodies[1:]]
+    yield "size", signed(bare[:-8] + struct.pack("<Q", 2**64 - 1), metadata, *bodies)
+    yield "size", signed(bare + bytes(9), metadata, *bodies)
     yield "size", wire(Envelope(Kind.PUSH, tensors=(torch.zeros(MOST // 4),)))
-    yield "size", [head + bytes(frame.MOST_HEADER_BYTES), note, *bodies]
-    yield "size", noted(b'{"a":"' + b"x" * frame.MOST_NOTE_BYTES + b'"}')
+    yield "size", [head + bytes(frame.MOST_HEADER_BYTES), metadata, *bodies]
+    yield "size", noted(b'{"a":"' + b"x" * frame.MAX_METADATA_BYTES + b'"}')
     for text in ('{"a":1,"a":2}', "[]", "1", "", "{", '{"a":' + "[" * 17 + "1" + "]" * 17 + "}", "[" * 60_000, '{"a":"\\ud800"}'):
-        yield "note", noted(text.encode())
-    yield "note", noted(b'{"a":' + b"9" * 5000 + b"}")
-    yield "note", noted('{"a":1}'.encode("utf-16"))
-    yield "note", noted(b'{"\xff":1}')
+        yield "metadata", noted(text.encode())
+    yield "metadata", noted(b'{"a":' + b"9" * 5000 + b"}")
+    yield "metadata", noted('{"a":1}'.encode("utf-16"))
+    yield "metadata", noted(b'{"\xff":1}')
 
 
 @pytest.mark.parametrize("reason, frames", list(_refusals()))
@@ -261,7 +261,7 @@ def test_a_hundred_thousand_mutations_raise_nothing_but_refusals_and_leave_nothi
     originals = [
         wire(Envelope(Kind.PUSH, 3, 1, 10, 77, {"loss": 1.5, "names": ["a", {"b": None}]}, tensors)),
         wire(Envelope(Kind.BEAT, 5)),
-        wire(Envelope(Kind.REPLY, note={"x": [[[1]]]}, tensors=tensors[:1])),
+        wire(Envelope(Kind.REPLY, metadata={"x": [[[1]]]}, tensors=tensors[:1])),
     ]
     reasons: set[str] = set()
     taken = before = 0
@@ -276,7 +276,7 @@ def test_a_hundred_thousand_mutations_raise_nothing_but_refusals_and_leave_nothi
         else:  # some mutations are other, right messages
             taken += 1
             assert all(t.dim() == 1 for t in envelope.tensors)
-            assert isinstance(envelope.note, dict)
+            assert isinstance(envelope.metadata, dict)
     gc.collect()
     assert reasons == set(frame.REASONS)
     assert 0 < taken < 50_000
@@ -294,7 +294,7 @@ def test_keys_come_back_from_their_file_and_are_not_shown(tmp_path: Path) -> Non
     assert keys.server_public in repr(keys)
     assert keys.server_secret not in repr(keys)
     assert keys.worker_secret not in repr(keys)
-    with pytest.raises(HocketError, match="is there already"):
+    with pytest.raises(HocketError, match="exists already"):
         Keys.make().write(path)
     assert Keys.read(path) == keys
     other = Keys.make()
@@ -353,7 +353,7 @@ def test_envelopes_travel_both_ways_bit_for_bit(address: str, keys: Keys | None)
     sizes = (0, 1, 3, 30, 1001, 100_003)
     tensors = tuple(values(dtype, size, size) for dtype in frame.DTYPES for size in sizes)
     there = Envelope(Kind.PUSH, 7, 1, 2, 3, {"loss": float("inf"), "word": "größer"}, tensors)
-    back = Envelope(Kind.REPLY, note={"loss": float("nan")}, tensors=tensors[::-1])
+    back = Envelope(Kind.REPLY, metadata={"loss": float("nan")}, tensors=tensors[::-1])
     with (
         Listener(address, JOB, keys, most_bytes=1 << 26) as listener,
         Caller(listener.address, JOB, keys, b"me", 1 << 26) as caller,
@@ -383,7 +383,7 @@ def test_several_listeners_and_callers_live_in_one_process() -> None:
     for end in callers + listeners:
         end.close()
         end.close()
-    assert not [t for t in threading.enumerate() if t.name == "hocket-door"]
+    assert not [t for t in threading.enumerate() if t.name == "hocket-authenticator"]
 
 
 def test_a_refused_peer_is_told_once_and_not_which_job_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,13 +392,16 @@ def test_a_refused_peer_is_told_once_and_not_which_job_it_is(monkeypatch: pytest
         for _ in range(10):
             assert caller.send(Envelope(Kind.HELLO), DEADLINE_S)
         until(lambda: listener.receive(0.01) is None and listener.refused["job"] == 10)
-        assert listener._post(b"lost", pack(Envelope(Kind.WELCOME), OTHER_JOB))
+        assert listener._queue(b"lost", pack(Envelope(Kind.WELCOME), OTHER_JOB))
         refusal, after = await_one(caller.receive), await_one(caller.receive)
-        assert (refusal.kind, refusal.note) == (Kind.REFUSAL, {"reason": "job", "sentence": "The message belongs to another job."})
+        assert (refusal.kind, refusal.metadata) == (
+            Kind.REFUSAL,
+            {"reason": "job", "sentence": "The message belongs to another job."},
+        )
         assert after.kind == Kind.WELCOME  # nothing came between
         for job in (JOB, frame.NO_JOB):  # and what is not a refusal must name the caller's job
-            assert listener._post(b"lost", pack(Envelope(Kind.WELCOME), job))
-        assert listener._post(b"lost", pack(Envelope(Kind.BEAT), OTHER_JOB))
+            assert listener._queue(b"lost", pack(Envelope(Kind.WELCOME), job))
+        assert listener._queue(b"lost", pack(Envelope(Kind.BEAT), OTHER_JOB))
         assert await_one(caller.receive).kind == Kind.BEAT
         assert caller.refused == {"job": 2}
         assert JOB not in b"".join(wire(refusal, frame.NO_JOB))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hocket.messages import Caller, Envelope, Kind
+from hocket.transport import Caller, Envelope, Kind
 from process.launch import ENVIRON
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 JOB = b"a job of 16 byte"
 ECHO = """
 import sys
-from hocket.messages import Envelope, Kind, Listener
+from hocket.transport import Envelope, Kind, Listener
 listener = Listener(sys.argv[1], sys.argv[2].encode())
 print(listener.address, flush=True)
 while True:

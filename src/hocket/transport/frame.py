@@ -1,14 +1,15 @@
-"""What travels on a link: a checked header, a note in JSON, and the raw bytes of tensors. Never pickle.
+"""Messages on a link: a checked header, metadata in JSON, and the raw bytes of tensors. Never pickle.
 
-A message is a list of frames: the header, the note, then one frame per tensor. The header is a fixed struct (magic, version, kind,
-sender, place, step, number, job, how many tensors, bytes of the note), a table with dtype and length of each tensor, and a CRC-32
-of all that and of the note. TCP and the keys' cipher guard the tensors' own bytes; the header guards their sizes and their meaning.
+A message is a list of frames: the header, the metadata, then one frame per tensor. The header is a fixed struct (magic, version,
+kind, sender, place, step, number, job, how many tensors, bytes of the metadata), a table with dtype and length of each tensor, and
+a CRC-32 of all that and of the metadata. TCP and the cipher of the keys protect the tensors' bytes; the header protects their sizes
+and dtypes.
 
-``unpack`` believes nothing: whatever list of bytes it is given, it returns an envelope that is right in every field, or raises
-``Refused``. Magic and version come first and stay where they are in every later version, so that an old peer is told so.
+``unpack`` trusts nothing: for any list of bytes, it returns an envelope whose every field is valid, or raises ``Refused``. Magic
+and version come first and stay there in every later version, so that a peer with an old version gets a clear error.
 
-Nothing is copied that need not be. Sent tensors are handed to the link as they lie: *who has sent a tensor must not write to it any
-more*. Received tensors lie in the link's own buffer, which lives as long as they do: *copy before writing*.
+Tensors are not copied where that can be avoided. The link reads a sent tensor later: *do not write to a tensor after sending it*.
+Received tensors are views of the link's buffer, which lives as long as they do: *copy before writing*.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ MAGIC = b"HKT1"
 VERSION = 1
 JOB_BYTES = 16
 NO_JOB = bytes(JOB_BYTES)
-"""The job named in a refusal: whoever asked for the wrong one is not told the right one."""
-MOST_NOTE_BYTES = 64 * 1024
+"""The job id in a refusal: a peer that named the wrong job does not learn the right one."""
+MAX_METADATA_BYTES = 64 * 1024
 MOST_TENSORS = 4096
 MOST_DEPTH = 16
-"""How deep lists and objects of a note may be nested."""
+"""How deep lists and objects of metadata may be nested."""
 
 _HEAD = struct.Struct("<4sBBiiqq16sHI")
 _ROW = struct.Struct("<BQ")
@@ -45,7 +46,7 @@ _CHECK = struct.Struct("<I")
 _LEAST = _HEAD.size + _CHECK.size
 MOST_HEADER_BYTES = _LEAST + MOST_TENSORS * _ROW.size
 
-# The places are the codes on the wire: append, never reorder.
+# The index is the code on the wire: append, never reorder.
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -65,12 +66,12 @@ _SIZES = [dtype.itemsize for dtype in DTYPES]
 _NOT_NUMPYS = frozenset((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2))
 
 
-REASONS = ("magic", "version", "damaged", "job", "kind", "dtype", "size", "note")
-"""Why a message is refused, one word each for counting; ``magic``: not Hocket's at all. Listeners count ``key`` too."""
+REASONS = ("magic", "version", "damaged", "job", "kind", "dtype", "size", "metadata")
+"""Why a message is refused, one word each for counting; ``magic``: not a message of Hocket. Listeners count ``key`` too."""
 
 
 class Kind(IntEnum):
-    """What a message wants."""
+    """The kind of a message."""
 
     HELLO = 1
     WELCOME = 2
@@ -89,18 +90,18 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 class Refused(HocketError):
-    """A message that is not let in; ``reason`` is one of ``REASONS``, the text is a sentence."""
+    """A message that was refused; ``reason`` is one of ``REASONS``, the text is a sentence."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
         self.reason = reason
 
 
-@dataclass(eq=False, slots=True)  # not frozen: that makes one take three times as long to build
+@dataclass(eq=False, slots=True)  # not frozen: building a frozen one takes three times as long
 class Envelope:
-    """One message: who sends it, about what, and the tensors, which are 1-D, contiguous and on the CPU.
+    """One message: its sender, its kind, metadata, and tensors, which are 1-D, contiguous and on the CPU.
 
-    ``place`` is a shard or a bucket, ``step`` the sender's, ``number`` counts what must not be mixed up or taken twice.
+    ``place`` is a shard or a bucket, ``step`` the sender's, ``number`` numbers requests, so that none is applied twice.
     """
 
     kind: Kind
@@ -108,7 +109,7 @@ class Envelope:
     place: int = 0
     step: int = 0
     number: int = 0
-    note: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     tensors: tuple[Tensor, ...] = ()
 
     @property
@@ -123,14 +124,14 @@ def pack(envelope: Envelope, job: bytes) -> list[Frame]:
     >>> [len(bytes(f)) for f in frames], unpack(frames, bytes(16), 1000).tensors
     ([65, 2, 8], (tensor([1., 1.]),))
     """
-    note = _note(envelope.note)
+    metadata = _encoded(envelope.metadata)
     if len(envelope.tensors) > MOST_TENSORS:
         raise HocketError(f"A message holds at most {MOST_TENSORS} tensors, got {len(envelope.tensors)}: join them into fewer.")
     if len(job) != JOB_BYTES:
         raise HocketError(f"The id of a job has {JOB_BYTES} bytes, got {len(job)}.")
     e = envelope
     try:
-        head = _HEAD.pack(MAGIC, VERSION, int(e.kind), e.sender, e.place, e.step, e.number, job, len(e.tensors), len(note))
+        head = _HEAD.pack(MAGIC, VERSION, int(e.kind), e.sender, e.place, e.step, e.number, job, len(e.tensors), len(metadata))
     except struct.error:
         numbers = f"sender {e.sender}, place {e.place}, step {e.step}, number {e.number}"
         raise HocketError(f"Sender and place are whole numbers of 32 bits, step and number of 64 bits, got {numbers}.") from None
@@ -139,7 +140,7 @@ def pack(envelope: Envelope, job: bytes) -> list[Frame]:
         rows.append(_ROW.pack(_code(tensor), tensor.numel()))
         bodies.append(_body(tensor))
     head = head + b"".join(rows)
-    return [head + _CHECK.pack(zlib.crc32(note, zlib.crc32(head))), note, *bodies]
+    return [head + _CHECK.pack(zlib.crc32(metadata, zlib.crc32(head))), metadata, *bodies]
 
 
 def unpack(frames: Sequence[Frame], job: bytes, most_bytes: int) -> Envelope:
@@ -147,54 +148,54 @@ def unpack(frames: Sequence[Frame], job: bytes, most_bytes: int) -> Envelope:
     first = frames[0] if frames else b""
     head = bytes(first if len(first) <= MOST_HEADER_BYTES else memoryview(first)[: MOST_HEADER_BYTES + 1])
     if not head.startswith(MAGIC) or len(head) == len(MAGIC):
-        raise Refused("magic", "This is not a message of Hocket's.")
+        raise Refused("magic", "This is not a message of Hocket.")
     if head[len(MAGIC)] != VERSION:
-        theirs = f"The message is of version {head[len(MAGIC)]}, this side speaks {VERSION}"
-        raise Refused("version", f"{theirs}: use the same Hocket on both.")
+        theirs = f"The message is of version {head[len(MAGIC)]}, this side has version {VERSION}"
+        raise Refused("version", f"{theirs}: use the same version of Hocket on both sides.")
     if (total := sum(map(len, frames))) > most_bytes:
-        raise Refused("size", f"The message has {total} bytes, at most {most_bytes} are taken.")
+        raise Refused("size", f"The message has {total} bytes; the limit is {most_bytes}.")
     if len(head) < _LEAST or len(frames) < 2:
-        raise Refused("damaged", "The message is cut short.")
-    _, _, kind, sender, place, step, number, of_job, count, note_bytes = _HEAD.unpack_from(head)
-    if note_bytes > MOST_NOTE_BYTES:
-        raise Refused("size", f"The note is said to have {note_bytes} bytes, at most {MOST_NOTE_BYTES} are taken.")
+        raise Refused("damaged", "The message is truncated.")
+    _, _, kind, sender, place, step, number, of_job, count, metadata_bytes = _HEAD.unpack_from(head)
+    if metadata_bytes > MAX_METADATA_BYTES:
+        raise Refused("size", f"The metadata has {metadata_bytes} bytes by its header; the limit is {MAX_METADATA_BYTES}.")
     if count > MOST_TENSORS or len(head) != _LEAST + count * _ROW.size:
         raise Refused("size", f"A header of {len(head)} bytes is not one of {count} tensors.")
-    if len(frames[1]) != note_bytes:
-        raise Refused("size", f"The note has {len(frames[1])} bytes where {note_bytes} were said.")
+    if len(frames[1]) != metadata_bytes:
+        raise Refused("size", f"The metadata has {len(frames[1])} bytes, but its header says {metadata_bytes}.")
     text, checked = bytes(frames[1]), head[: -_CHECK.size]
     if zlib.crc32(text, zlib.crc32(checked)) != _CHECK.unpack_from(head, len(checked))[0]:
-        raise Refused("damaged", "The header or the note was damaged on its way.")
+        raise Refused("damaged", "The header or the metadata is damaged.")
     if of_job != job:
         raise Refused("job", "The message belongs to another job.")
     if (known := _KINDS.get(kind)) is None:
         raise Refused("kind", f"There is no message of kind {kind}.")
     if len(frames) != 2 + count:
-        raise Refused("size", f"The message has {len(frames) - 2} tensors where {count} were said.")
-    note = {} if text == b"{}" else _read_note(text)
-    return Envelope(known, sender, place, step, number, note, _tensors(frames[2:], checked) if count else ())
+        raise Refused("size", f"The message has {len(frames) - 2} tensors, but its header says {count}.")
+    metadata = {} if text == b"{}" else _read_metadata(text)
+    return Envelope(known, sender, place, step, number, metadata, _tensors(frames[2:], checked) if count else ())
 
 
 def _tensors(bodies: Sequence[Frame], head: bytes) -> tuple[Tensor, ...]:
-    """All sizes before any tensor: a message is taken whole or not at all."""
+    """Check all sizes before making any tensor: a message is accepted as a whole or refused."""
     rows = list(_ROW.iter_unpack(memoryview(head)[_HEAD.size :]))
     for k, (body, (code, values)) in enumerate(zip(bodies, rows, strict=True)):
         if code >= len(DTYPES):
-            raise Refused("dtype", f"Tensor {k} has a dtype of code {code}, which is not known here.")
+            raise Refused("dtype", f"Tensor {k} has a dtype of code {code}, which is unknown.")
         if len(body) != values * _SIZES[code]:
-            raise Refused("size", f"Tensor {k} has {len(body)} bytes where {values} values of {DTYPES[code]} were said.")
+            raise Refused("size", f"Tensor {k} has {len(body)} bytes, but the header says {values} values of {DTYPES[code]}.")
     return tuple([_tensor(memoryview(body), code) for body, (code, _) in zip(bodies, rows, strict=True)])
 
 
 def _code(tensor: Tensor) -> int:
     if tensor.dim() != 1 or not tensor.is_contiguous() or not tensor.is_cpu:
         raise HocketError(
-            f"Tensors travel 1-D, contiguous and from the CPU, got shape {list(tensor.shape)} with stride {list(tensor.stride())} "
+            f"Only 1-D, contiguous CPU tensors can be sent, got shape {list(tensor.shape)} with stride {list(tensor.stride())} "
             f"on {tensor.device}: use tensor.flatten().cpu()."
         )
     code = _CODES.get(tensor.dtype)
     if code is None:
-        raise HocketError(f"A tensor of {tensor.dtype} cannot travel: use one of {', '.join(str(d)[6:] for d in DTYPES)}.")
+        raise HocketError(f"A tensor of {tensor.dtype} cannot be sent: use one of {', '.join(str(d)[6:] for d in DTYPES)}.")
     return code
 
 
@@ -212,30 +213,30 @@ def _tensor(view: memoryview, code: int) -> Tensor:
     dtype = DTYPES[code]
     if not len(view):
         return torch.empty(0, dtype=dtype)
-    # A link's buffers may be written to. Others are copied, for torch has no tensors that may not be (and warns of it).
+    # A link's buffers are writable. Others are copied, since torch has no read-only tensors (and warns).
     tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype)
     if tensor.data_ptr() % _SIZES[code]:
-        tensor = torch.frombuffer(bytearray(view), dtype=dtype)  # small frames share a buffer and start anywhere in it
+        tensor = torch.frombuffer(bytearray(view), dtype=dtype)  # small frames share a buffer and may be unaligned in it
     if dtype == torch.bool and int(tensor.view(torch.uint8).max()) > 1:
-        raise Refused("damaged", "A tensor of truth values holds something else than 0 and 1.")
+        raise Refused("damaged", "A bool tensor holds values other than 0 and 1.")
     return tensor
 
 
-def _note(note: Mapping[str, Any]) -> bytes:
-    if note == {}:
+def _encoded(metadata: Mapping[str, Any]) -> bytes:
+    if metadata == {}:
         return b"{}"
-    _check_note(note)
-    text = _ENCODER.encode(dict(note)).encode()
-    if len(text) > MOST_NOTE_BYTES:
-        raise HocketError(f"A note has at most {MOST_NOTE_BYTES} bytes, got {len(text)}: send numbers as tensors.")
+    _check_metadata(metadata)
+    text = _ENCODER.encode(dict(metadata)).encode()
+    if len(text) > MAX_METADATA_BYTES:
+        raise HocketError(f"Metadata has at most {MAX_METADATA_BYTES} bytes, got {len(text)}: send numbers as tensors.")
     return text
 
 
-def _check_note(note: Mapping[str, Any]) -> None:
-    """Only what JSON can say, and gives back the same (a tuple comes back as a list)."""
-    if not isinstance(note, Mapping):
-        raise HocketError(f"A note is a mapping, got {type(note).__name__}.")
-    layer: list[Any] = [dict(note)]
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Refuse values that JSON does not give back unchanged (a tuple becomes a list)."""
+    if not isinstance(metadata, Mapping):
+        raise HocketError(f"Metadata is a mapping, got {type(metadata).__name__}.")
+    layer: list[Any] = [dict(metadata)]
     for _ in range(MOST_DEPTH + 1):
         inner: list[Any] = []
         for thing in layer:
@@ -243,7 +244,7 @@ def _check_note(note: Mapping[str, Any]) -> None:
                 continue
             if isinstance(thing, dict):
                 if wrong := [k for k in thing if not isinstance(k, str)]:
-                    raise HocketError(f"Names in a note are text, got {wrong[0]!r}.")
+                    raise HocketError(f"Keys of metadata are text, got {wrong[0]!r}.")
                 _check_text(*thing)
                 inner += thing.values()
             elif isinstance(thing, list | tuple):
@@ -251,11 +252,11 @@ def _check_note(note: Mapping[str, Any]) -> None:
             elif isinstance(thing, str):
                 _check_text(thing)
             elif not isinstance(thing, int | float):
-                raise HocketError(f"A note holds numbers, text, lists and mappings, got {type(thing).__name__}.")
+                raise HocketError(f"Metadata holds numbers, text, lists and mappings, got {type(thing).__name__}.")
         layer = inner
         if not layer:
             return
-    raise HocketError(f"A note is nested at most {MOST_DEPTH} deep.")
+    raise HocketError(f"Metadata is nested at most {MOST_DEPTH} deep.")
 
 
 def _check_text(*texts: str) -> None:
@@ -264,25 +265,25 @@ def _check_text(*texts: str) -> None:
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise HocketError("A note holds half a character (a lone surrogate), which no text can show.") from None
+                raise HocketError("Metadata holds a lone surrogate, which is not valid text.") from None
 
 
-def _read_note(text: bytes) -> dict[str, Any]:
-    # NaN and the infinities are spelt as Python's json spells them: a loss may be one, and both ends are ours.
+def _read_metadata(text: bytes) -> dict[str, Any]:
+    # NaN and the infinities are written as Python's json writes them: a loss may be one, and both ends are Hocket.
     try:
-        note = _DECODER.decode(str(text, "utf-8"))
-        # JSON gives nothing that a note may not hold but halves of characters, which are spelt with \\u, and what is too deep.
-        if not isinstance(note, dict) or b"\\u" in text or text.count(b"[") + text.count(b"{") > MOST_DEPTH:
-            _check_note(note)
+        metadata = _DECODER.decode(str(text, "utf-8"))
+        # Decoded JSON is valid metadata, except for lone surrogates, which are escaped with \\u, and deep nesting.
+        if not isinstance(metadata, dict) or b"\\u" in text or text.count(b"[") + text.count(b"{") > MOST_DEPTH:
+            _check_metadata(metadata)
     except (ValueError, RecursionError) as error:  # HocketError is a ValueError
-        raise Refused("note", f"The note cannot be read: {str(error).rstrip('.')}.") from None
-    return note
+        raise Refused("metadata", f"The metadata cannot be read: {str(error).rstrip('.')}.") from None
+    return metadata
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("it has a name twice")
+        raise ValueError("it has a key twice")
     return found
 
 
