@@ -222,7 +222,7 @@ def check_passes(binding: Binding, runtime: Runtime) -> None:
         )
 
 
-class SkippingJob(Protocol):
+class StepSkipper(Protocol):
     """What a GradScaler needs of a job."""
 
     @property
@@ -240,7 +240,7 @@ class SkippingJob(Protocol):
     def skip_step(self) -> None: ...
 
 
-def share_overflow(job: SkippingJob, scaler: Any) -> None:
+def share_overflow(job: StepSkipper, scaler: Any) -> None:
     """GradScaler finds overflow per process; all must skip together, or their exchanges no longer meet."""
     unscale = scaler._unscale_grads_
 

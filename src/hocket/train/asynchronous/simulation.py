@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
@@ -69,11 +69,11 @@ class AsyncSimulation:
         self._train = tuple(t.to(cluster.device) for t in data.train)
         self._test = tuple(t.to(cluster.device) for t in data.test)
         self.spec: ClusterSpec = PRESETS[DEFAULT_CLUSTER] if cluster.clock is None else cluster.clock.spec
-        self.step_s = self._step_seconds()
+        self.step_s = _step_seconds(self.spec, replicas.model, loss, data, plan.batch_size)
         if cluster.clock is not None:
             cluster.clock.step_s = self.step_s
         self._slowdown = self.spec.factors(size).tolist()
-        self._disturbed: dict[int, list[float]] = {}
+        self._disturbances = _Disturbances(self.spec, size, plan.seed)
         self.phases = [BATCH] * size
         self._begun = [0] * size  # mini-batches that each worker has begun
         self._numbers = [-1] * size
@@ -95,13 +95,6 @@ class AsyncSimulation:
     def step(self) -> int:
         """Rounds' worth of mini-batches that have had their effect."""
         return self.protocol.progress // self.cluster.size
-
-    def _step_seconds(self) -> float:
-        flops = 0.0
-        if self.spec.step_s is None:
-            x, y = (t[:2] for t in self.data.train)
-            flops = step_flops(self.replicas.model, self.loss, self.data.prepare(x), y, self.plan.batch_size)
-        return self.spec.seconds(flops)
 
     # --- a worker's step -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +141,7 @@ class AsyncSimulation:
         self._numbers[worker], self.phases[worker] = number, COMPUTING
         self.replicas.begin(worker, batch)
         share = len(batch.indices) / self.plan.batch_size
-        seconds = self.step_s * share * self._slowdown[worker] * self._disturbance(worker, self._begun[worker])
+        seconds = self.step_s * share * self._slowdown[worker] * self._disturbances.of(worker, self._begun[worker])
         self._begun[worker] += 1
         self._computing[worker] = now
         self.simulation.put(now + seconds, Call(_COMPUTED, worker))
@@ -179,13 +172,6 @@ class AsyncSimulation:
         """The learning rates of the optimiser's groups at the mini-batch that a worker took last."""
         at = self._factor(self.batch(worker).step)
         return [lr * at for lr in self._base_lrs]
-
-    def _disturbance(self, worker: int, step: int) -> float:
-        if step not in self._disturbed:
-            if len(self._disturbed) > 1000:
-                self._disturbed.clear()
-            self._disturbed[step] = self.spec.disturbance(self.cluster.size, step, self.plan.seed).tolist()
-        return self._disturbed[step][worker]
 
     # --- epochs --------------------------------------------------------------------------------------------------------------
 
@@ -311,6 +297,30 @@ class AsyncSimulation:
             if phase == LEFT:
                 self._do(worker, self.protocol.rejoin(worker))
                 self._advance(worker)
+
+
+class _Disturbances:
+    """How many times as long each worker takes for a step; drawn once for all workers."""
+
+    def __init__(self, spec: ClusterSpec, workers: int, seed: int) -> None:
+        self._spec, self._workers, self._seed = spec, workers, seed
+        self._drawn: dict[int, list[float]] = {}
+
+    def of(self, worker: int, step: int) -> float:
+        if step not in self._drawn:
+            if len(self._drawn) > 1000:
+                self._drawn.clear()
+            self._drawn[step] = self._spec.disturbance(self._workers, step, self._seed).tolist()
+        return self._drawn[step][worker]
+
+
+def _step_seconds(spec: ClusterSpec, model: nn.Module, loss: Loss, data: DataSet, batch_size: int) -> float:
+    """How long a worker of ordinary speed computes the gradient of a mini-batch."""
+    flops = 0.0
+    if spec.step_s is None:
+        x, y = (t[:2] for t in data.train)
+        flops = step_flops(model, loss, data.prepare(x), y, batch_size)
+    return spec.seconds(flops)
 
 
 def _order(entry: tuple[float, int, Any]) -> tuple[float, int]:
