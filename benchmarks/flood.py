@@ -41,7 +41,7 @@ from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import OBSERVER, job_config, link_bytes
 from hocket.strategy import Strategy
 from hocket.train.checks import layout_for
-from hocket.train.free_worker import WorkerConfig, work
+from hocket.train.free_worker import WorkerTask, work
 from hocket.train.settings import RunSettings
 from hocket.transport import Envelope, Kind, Listener, Refused, pack, unpack
 
@@ -160,7 +160,7 @@ def _serve(there: Any) -> None:
 def _work(worker: int, address: str) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    work(WorkerConfig(SETTINGS, worker, [address], JOB.hex(), liveness_timeout_s=120.0))
+    work(WorkerTask(SETTINGS, worker, [address], JOB.hex(), liveness_timeout_s=120.0))
 
 
 # --- strangers -----------------------------------------------------------------------------------------------------------------

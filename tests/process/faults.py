@@ -77,7 +77,7 @@ def different(rank: int, folder: str) -> None:
 
 def too_early(rank: int, folder: str, what: str) -> None:
     model = nn.Linear(3, 2)
-    if what == "shard":
+    if what == "distribute":
         list(hocket.distribute([1, 2, 3]))
     hocket.parallelize(model, sgd(model))
 

@@ -54,10 +54,10 @@ def main(mib: int, mesh: str, width: int, layers: int, steps: int) -> None:
         report["weights"] = sum(p.numel() * p.element_size() for p in model.parameters()) >> 20
         split = hocket.Mesh.parse(mesh)
         x, y = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), torch.arange(8)
-        options = (
-            {"loss": F.cross_entropy, "sample": x[:2], "num_microbatches": 2} if split.pipeline > 1 else {"loss": F.cross_entropy}
-        )
-        job = hocket.parallelize(model, optimizer, mesh=split, **options)
+        pipeline = hocket.Pipeline(loss=F.cross_entropy)
+        if split.pipeline > 1:
+            pipeline = hocket.Pipeline(loss=F.cross_entropy, sample=x[:2], num_microbatches=2)
+        job = hocket.parallelize(model, optimizer, mesh=split, pipeline=pipeline)
         report["set up"] = address_space("VmSize") - before
         for step in range(steps):
             report["stage"] = f"step {step + 1}"

@@ -135,7 +135,7 @@ def test_models_that_differ_end_all(nursery: Nursery, tmp_path: Path) -> None:
         assert "Worker 1's model or job differs from worker 0's: parameter weight (3, 3)" in last_line(group, rank)
 
 
-@pytest.mark.parametrize("what", ["parallelize", "shard"])
+@pytest.mark.parametrize("what", ["parallelize", "distribute"])
 def test_init_comes_first(nursery: Nursery, tmp_path: Path, what: str) -> None:
     group = nursery.start("process.faults:too_early", 1, tmp_path, what=what)
     assert group.wait(LIMIT_S) == [1]

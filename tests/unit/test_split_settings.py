@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([*SPLIT, "--plan", "empty.toml"], "names no module"),
         (["--zero", "2"], "shards the optimiser's state"),
         (["--zero", "1", "--strategy", "local(4)"], "needs equal replicas"),
-        (["--zero", "1", "--strategy", "async + server"], "do not go in step"),
+        (["--zero", "1", "--strategy", "async + server"], "workers are asynchronous"),
         (["--fsdp", "--strategy", "bulk + topk(0.1)"], "or ZeRO-1"),
         (["--zero", "1", "--virtual"], "leave it or --virtual out"),
         (["--fsdp", "--mesh", "data=2"], "leave --mesh out"),

@@ -55,10 +55,7 @@ def command(
     sys.path.insert(0, os.getcwd())  # for module:factory
     launcher = None if given["virtual"] else find_launcher(os.environ)
     settings = _settings(given, 1 if launcher is None else launcher.processes)
-    if snapshot < 0 or liveness_timeout <= 0:
-        times = f"--snapshot {snapshot:g} --liveness-timeout {liveness_timeout:g}"
-        raise HocketError(f"{times}: seconds are above 0 (--snapshot 0: none).")
-    policy = FaultPolicy(liveness_timeout, snapshot, replace, keys)
+    policy = GivenPolicy(liveness_timeout, snapshot, replace, keys)
     start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain)
     if explain and settings.split is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
@@ -73,6 +70,23 @@ def command(
         if settings.split is not None and processes is not None:
             raise HocketError(f"--mesh {settings.split.mesh} says how many processes there are; leave --processes out.")
         _start(settings, start)
+
+
+@dataclass(frozen=True)
+class GivenPolicy:
+    """What the command line says about faults; it counts only for runs whose processes a supervisor starts."""
+
+    liveness_timeout_s: float
+    snapshot_s: float
+    replace: bool
+    keys: Path | None
+
+    def parsed(self) -> FaultPolicy:
+        """The policy of a run."""
+        if self.snapshot_s < 0 or self.liveness_timeout_s <= 0:
+            given = f"--snapshot {self.snapshot_s:g} --liveness-timeout {self.liveness_timeout_s:g}"
+            raise HocketError(f"{given}: seconds are above 0 (--snapshot 0: none).")
+        return FaultPolicy(self.liveness_timeout_s, self.snapshot_s, self.replace, self.keys)
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,7 @@ def _train_on_batches(settings: RunSettings, start: Start) -> None:
         train_on_batches(settings, device_of(start.device if virtual else "cpu"), start.data_dir, start.out, start.resume)
 
 
-def _refuse_policy(what: str, policy: FaultPolicy) -> None:
+def _refuse_policy(what: str, policy: GivenPolicy) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
     given = {
         "--keys": policy.keys is not None,
@@ -144,17 +158,18 @@ def _start(settings: RunSettings, start: Start) -> None:
         cluster.close()
 
 
-def _supervise(settings: RunSettings, start: Start, policy: FaultPolicy) -> None:
+def _supervise(settings: RunSettings, start: Start, policy: GivenPolicy) -> None:
     """Shards and workers as processes, this one as their observer."""
     strategy, workers, out = settings.strategy, settings.workers.count, start.out
     if start.joined or start.resume or start.processes not in (None, workers):
         processes = f"with --processes {start.processes}"
         what = "under another launcher" if start.joined else "with --resume" if start.resume else processes
         raise HocketError(f"{strategy} starts its own shards and workers and cannot run {what}; leave that out.")
+    parsed = policy.parsed()
     if strategy.runtime == "peers" and policy.snapshot_s != SNAPSHOT_S:
         raise HocketError(f"{strategy} has no shards to take snapshots of; leave --snapshot out.")
     with interruptible():
-        supervised = prepare(settings, device_of(start.device), start.data_dir, out, policy)
+        supervised = prepare(settings, device_of(start.device), start.data_dir, out, parsed)
         with Display(str(strategy), True, settings.epochs) as display:
             metrics = supervised.train(display.step, display.epoch)
     steps = supervised.sequence.steps
