@@ -19,7 +19,7 @@ from hocket.errors import WorkerLost
 from hocket.programs.base import Address, Effects, Finished, Program, Snapshot, Task, Until
 from hocket.sandblaster.lbfgs import Ask, Evaluate, Settings, State, lbfgs
 from hocket.sandblaster.portions import Answer, Counts, Dispenser
-from hocket.sandblaster.protocol import RESEND_S, Outbox, message_bytes
+from hocket.sandblaster.protocol import RESEND_S, OrderQueue, message_bytes
 from hocket.sandblaster.vectors import Order, combine
 from hocket.transport.frame import Envelope, Kind
 
@@ -54,7 +54,7 @@ class _Peer:
 
     identity: bytes
     seen: float
-    outbox: Outbox = field(default_factory=Outbox)
+    order_queue: OrderQueue = field(default_factory=OrderQueue)
     address: str = ""
     incarnation: int = 0
     free: bool = True
@@ -123,7 +123,7 @@ class Dispatch(Program):
 
     def _order_shards(self, metadata: Mapping[str, Any]) -> None:
         for shard in self._shards.values():
-            self._send(shard.identity, shard.outbox.add(Envelope(Kind.ORDER, step=self._session, metadata=metadata), self.now))
+            self._send(shard.identity, shard.order_queue.add(Envelope(Kind.ORDER, step=self._session, metadata=metadata), self.now))
 
     def _from_shard(self, identity: bytes, message: Envelope) -> None:
         number, metadata = message.sender, message.metadata
@@ -140,12 +140,12 @@ class Dispatch(Program):
             self._staged(message)
         elif message.step == self._session:
             if message.kind == Kind.REPLY:
-                shard.outbox.acknowledge(message.number)
+                shard.order_queue.acknowledge(message.number)
                 self._moved[self._session, number] = metadata["moved"]
                 if message.number == self._asked:
                     self._answers[number] = metadata["answers"]
             elif number in self._answers:
-                shard.outbox.acknowledge(message.number)
+                shard.order_queue.acknowledge(message.number)
         if message.kind == Kind.HELLO:
             self._repeat(shard)
 
@@ -173,14 +173,14 @@ class Dispatch(Program):
         worker.seen = self.now
         current = (message.step, message.sender) == (self._evaluation, ticket)
         if current:
-            worker.outbox.acknowledge(message.number)
+            worker.order_queue.acknowledge(message.number)
         if message.kind == Kind.ANSWER and current and self._dispenser is not None:
             self._report(ticket, worker, message)
-        elif worker.outbox.sent == 0:  # it has nothing of this evaluation
+        elif worker.order_queue.sent == 0:  # it has nothing of this evaluation
             self._counts.wasted += message.kind == Kind.ANSWER and not worker.free
             worker.free = True
             self._wake()
-        elif current and message.number == worker.outbox.sent:
+        elif current and message.number == worker.order_queue.sent:
             self._resend_bundles(ticket, worker)
             if message.metadata.get("free") and not worker.free:
                 worker.free = True
@@ -208,7 +208,7 @@ class Dispatch(Program):
     def _tell(self, ticket: int, answer: Answer, more: Mapping[str, Any] | None = None) -> None:
         worker = self._workers[ticket]
         metadata = dict(more or {})
-        if not worker.outbox.sent:
+        if not worker.order_queue.sent:
             metadata["shards"] = [self._shards[shard].address for shard in sorted(self._shards)]
         if answer.bundle is not None:
             metadata["bundle"], worker.pushed, worker.resend_at = answer.bundle, self.now, self.now + RESEND_S
@@ -217,7 +217,8 @@ class Dispatch(Program):
         if worker.counted:
             metadata["counted"], worker.counted = worker.counted, []
         self._send(
-            worker.identity, worker.outbox.add(Envelope(Kind.ORDER, ticket, step=self._evaluation, metadata=metadata), self.now)
+            worker.identity,
+            worker.order_queue.add(Envelope(Kind.ORDER, ticket, step=self._evaluation, metadata=metadata), self.now),
         )
 
     def _resend_bundles(self, ticket: int, worker: _Peer) -> None:
@@ -238,7 +239,7 @@ class Dispatch(Program):
     # --- both ----------------------------------------------------------------------------------------------------------------
 
     def _repeat(self, peer: _Peer) -> None:
-        for order in peer.outbox.overdue(self.now):
+        for order in peer.order_queue.overdue(self.now):
             self._send(peer.identity, order)
 
     def _send(self, to: Address, message: Envelope) -> None:
@@ -318,7 +319,7 @@ class SandblasterCoordinator(Dispatch):
         self._session, self._restarted = self._session + 1, False
         self._evaluation = self._session << _NUMBERS
         for shard in self._shards.values():
-            shard.outbox = Outbox()
+            shard.order_queue = OrderQueue()
         yield from self._ask(() if self._saved is None else (("load", self._saved["state"]["iteration"]),))
 
     def _mark(self) -> Task:
@@ -339,7 +340,7 @@ class SandblasterCoordinator(Dispatch):
         """All shards carry out ``orders``; one scalar each."""
         self._answers = {}
         self._order_shards({"ask": orders})
-        self._asked = self._shards[0].outbox.sent
+        self._asked = self._shards[0].order_queue.sent
         yield from self._wait(lambda: len(self._answers) == len(self._shards))
         terms = zip(*(self._answers[shard] for shard in sorted(self._answers)), strict=True)
         return [combine(order, answers) for order, answers in zip(orders, terms, strict=True)]
@@ -348,7 +349,7 @@ class SandblasterCoordinator(Dispatch):
         """See :class:`Evaluate`."""
         self._evaluation, self._dispenser = self._evaluation + 1, None
         for worker in self._workers.values():
-            worker.outbox, worker.counted = Outbox(), []
+            worker.order_queue, worker.counted = OrderQueue(), []
         yield from self._ask((*request.first, ("begin", self._evaluation, request.at)))
         config = self.config
         dispenser = self._dispenser = Dispenser(config.portions, config.shards, config.backups, config.exact, self._counts)

@@ -34,15 +34,15 @@ RESEND_S = 5.0
 _HEADER_BYTES, _TENSOR_BYTES = 56, 9
 
 
-class Outbox:
+class OrderQueue:
     """A series of orders for one peer; those that it may not have obeyed are kept.
 
     >>> from hocket.transport.frame import Kind
-    >>> outbox = Outbox()
-    >>> [outbox.add(Envelope(Kind.ORDER), now=0.0).number for _ in range(3)]
+    >>> order_queue = OrderQueue()
+    >>> [order_queue.add(Envelope(Kind.ORDER), now=0.0).number for _ in range(3)]
     [1, 2, 3]
-    >>> outbox.acknowledge(2)
-    >>> [order.number for order in outbox.overdue(now=1.0)], outbox.overdue(now=1.1)
+    >>> order_queue.acknowledge(2)
+    >>> [order.number for order in order_queue.overdue(now=1.0)], order_queue.overdue(now=1.1)
     ([3], [])
     """
 

@@ -2,7 +2,7 @@
 
 >>> from hocket.supervisor import FaultPolicy, prepare
 >>> from hocket.train.settings import RunSettings
->>> run = prepare(RunSettings(strategy="async + gossip", workers=3), policy=FaultPolicy(replace=True))
+>>> run = prepare(RunSettings.of(strategy="async + gossip", workers=3), policy=FaultPolicy(replace=True))
 >>> run.description
 '3 workers'
 

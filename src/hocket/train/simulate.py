@@ -156,6 +156,6 @@ def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def mean_model(training: Training | AsyncSimulation) -> nn.Module:
-    """A copy of the mean model of all workers, or of the servers' truth."""
+    """A copy of the mean model of all workers, or of the servers' global weights."""
     with training.averaged() if isinstance(training, AsyncSimulation) else training.replicas.averaged() as model:
         return copy.deepcopy(model)
