@@ -1,7 +1,4 @@
-"""Laws of size: classes, functions and files that a reader can hold in mind.
-
-A package is checked once it keeps the limits; ``WHOLE`` checks everything, the total and the number of job classes included.
-"""
+"""Laws of size: classes, functions and files that a reader can hold in mind, and one class of jobs."""
 
 from __future__ import annotations
 
@@ -9,11 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = Path(__file__).parents[2] / "scripts" / "limits.py"
-WHOLE = False
-CHECKED = ("cluster", "compression", "data", "models", "report", "split", "study", "sync", "topology")
 
 spec = importlib.util.spec_from_file_location("limits", SCRIPT)
 assert spec is not None
@@ -23,14 +16,8 @@ sys.modules["limits"] = limits
 spec.loader.exec_module(limits)
 
 
-@pytest.mark.parametrize("package", CHECKED)
-def test_a_package_keeps_the_limits(package: str) -> None:
-    assert limits.problems(limits.SOURCE / package, None, None) == []
-
-
-@pytest.mark.skipif(not WHOLE, reason="several packages are still over the limits")
-def test_the_whole_source_keeps_the_limits() -> None:
-    assert limits.problems() == []
+def test_the_source_keeps_the_limits() -> None:
+    assert limits.problems(total=None) == []
 
 
 def test_what_is_over_a_limit_is_named(tmp_path: Path) -> None:
