@@ -857,7 +857,7 @@ def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_t
     settings = RunSettings.of(strategy="async + gossip", model="process.served:small", batch_size=32, workers=2, epochs=2)
     run = GossipRun(settings, torch.device("cpu"), policy=FaultPolicy(liveness_timeout_s=0.2))
     with Listener("tcp://127.0.0.1:0", JOB) as silent:
-        assert run.look([silent.address, None]) is None
+        assert run.look(lambda: [silent.address, None]) is None
         counts = {"lost": 0, "lost_exchanges": 3}
         metrics = run.epoch_ends(lambda: None, {"workers": {}, "ages": {"0": 4}, "counts": counts}, 1)
         assert (metrics["staleness"], metrics["lost_exchanges"]) == ({"0": 4}, 3)
@@ -892,8 +892,11 @@ def test_a_run_from_python_goes_on_when_a_worker_is_killed(
     assert run.description.startswith("3 workers")
     metrics = run.train(on_epoch=kill_first)
     assert [line["epoch"] for line in metrics] == list(range(1, 7))
-    assert all(line["accuracy"] == 0.25 for line in metrics)
-    assert seen == [sum(p.numel() for p in run.model.parameters())] * 6
+    # An epoch of gossip at which no worker answers in time has no accuracy; the last one is the mean that they agreed on.
+    evaluated = [line["accuracy"] for line in metrics if "gossip" not in text or line["accuracy"] is not None]
+    assert metrics[0]["accuracy"] == metrics[-1]["accuracy"] == 0.25
+    assert evaluated == [0.25] * len(seen)
+    assert set(seen) == {sum(p.numel() for p in run.model.parameters())}
     assert run.dead == {0}
     assert "worker 0 was ended by SIGKILL; the others go on" in capfd.readouterr().err
     assert not list(tmp_path.glob("hocket-*")), "no folder is left behind"

@@ -80,7 +80,7 @@ class GossipRun(SupervisedRun):
                 done = coordinator.dispatcher.counted // self.settings.workers.count
                 watch(Progress(self._epoch - 1, self.epochs, done, self.sequence.steps))
             while self._epoch < self.epochs and coordinator.dispatcher.counted >= self._epoch * self.sequence.per_epoch:
-                look = asking.submit(self.look, coordinator.worker_addresses)
+                look = asking.submit(self.look, lambda: coordinator.worker_addresses)
                 evaluated.append(evaluating.submit(self.epoch_ends, look.result, self._figures(), self._epoch))
                 self._epoch += 1
             while evaluated and evaluated[0].done():
@@ -119,18 +119,30 @@ class GossipRun(SupervisedRun):
 
     # --- epochs --------------------------------------------------------------------------------------------------------------
 
-    def look(self, addresses: list[str | None] | None) -> Mean | None:
-        """The mean of what all workers that answer hold now; None where no worker does."""
-        assert addresses is not None
+    def look(self, addresses: Callable[[], list[str | None] | None]) -> Mean | None:
+        """The mean of what all workers that answer hold now; None where no worker does.
+
+        ``addresses`` says where the workers are; it is asked again while answers are awaited, so no dead worker is waited for.
+        """
         if self._observer is None:
             program = PeerObserver(self.settings.workers.count, self._like, self.policy.liveness_timeout_s)
             self._observer = SocketDriver(program, connect=self._connect)
             self._observer.begin(program.start)
         observer = self._observer.program
         assert isinstance(observer, PeerObserver)
+        driver, known = self._observer, list[str | None]()
+
+        def is_ended() -> bool:
+            nonlocal known
+            if known != (found := addresses() or known):
+                known = found
+                driver.begin(observer.move, known)
+            return not observer.busy
+
         try:
-            self._observer.begin(observer.move, addresses)
-            self._observer.call(observer.look)
+            driver.run_until(is_ended)  # a look that was interrupted
+            driver.begin(observer.look)
+            driver.run_until(is_ended)
         except HocketError:  # another process has the port of a worker that has died
             return None
         return observer.looked
