@@ -11,26 +11,15 @@ from typing import Any
 
 import pytest
 
-from hocket.drivers.fault_runs import run_schedule
+from faults.schedules import STRATEGIES, run_schedule
 from hocket.drivers.faults import Outcome
 from hocket.programs.gossip.server import Decision, PeerServer
 from hocket.programs.server.shard import ParameterShard
 from hocket.programs.server.shard_server import ShardServer
-from hocket.sandblaster import fault_run as sandblaster
 
 SCHEDULES = 120
-FEWER = {"async + server + topk(0.2)": 60}
+FEWER = {"async + server(2) + topk(0.2)": 60}
 """Codes take longer."""
-STRATEGIES = (
-    "async + server(2)",
-    "ssp(2) + server(2)",
-    "bulk + server(2)",
-    "downpour(2, 3) + server(2)",
-    "stale(2) + server(2)",
-    "async + server + topk(0.2)",
-    "async + gossip",
-    "async + gossip(pushsum)",
-)
 
 
 def _first_violation(run: Callable[[int], Outcome], seeds: range) -> Outcome | None:
@@ -43,16 +32,10 @@ def test_every_schedule_keeps_the_invariants(strategy: str) -> None:
     assert outcome is None, f"python benchmarks/fault_schedules.py --strategy '{strategy}' --seed {outcome.seed} --trace: {outcome}"
 
 
-def test_every_schedule_of_sandblaster_keeps_the_invariants() -> None:
-    outcome = _first_violation(sandblaster.run_schedule, range(SCHEDULES))
-    assert outcome is None, f"python benchmarks/fault_schedules.py --strategy sandblaster --seed {outcome.seed} --trace: {outcome}"
-
-
 @pytest.mark.parametrize("strategy", ["async + server(2)", "async + gossip(pushsum)", "sandblaster"])
 def test_a_seed_replays_exactly(strategy: str) -> None:
-    run = sandblaster.run_schedule if strategy == "sandblaster" else partial(run_schedule, strategy)
     lines: list[list[str]] = [[], []]
-    first, second = (run(6, trace=own.append) for own in lines)  # type: ignore[operator]
+    first, second = (run_schedule(strategy, 6, trace=own.append) for own in lines)
     assert vars(first) == vars(second)
     assert lines[0] == lines[1]
     assert len(lines[0]) > 100

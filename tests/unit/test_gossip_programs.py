@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.drivers.gossip_world import LIVENESS_TIMEOUT_S, GossipWorld, PerfectNetwork
+from faults.gossip_world import LIVENESS_TIMEOUT_S, GossipWorld, PerfectNetwork
 from hocket.drivers.simulation import Call, Simulation
 from hocket.programs.coordinator import COORDINATOR, Coordinator, CoordinatorClient
 from hocket.programs.gossip.links import Request

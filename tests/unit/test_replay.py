@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from faults.gossip_world import GossipWorld
 from hocket.cluster.layout import layout_of
-from hocket.drivers.gossip_world import GossipWorld
 from hocket.drivers.record import Recorder, read_record
 from hocket.drivers.replay import ReplayNode, call_by_name, replay
 from hocket.drivers.server_runtime import ServerRuntime

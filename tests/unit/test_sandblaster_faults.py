@@ -1,4 +1,4 @@
-"""Sandblaster's programs under simulated faults (:mod:`hocket.sandblaster.fault_run`)."""
+"""Sandblaster's programs under simulated faults (tests/faults/sandblaster_run.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hocket.sandblaster.fault_run import SandblasterRun, losses
+from faults.sandblaster_run import SandblasterRun, losses
 from hocket.transport.frame import Envelope, Kind
 
 

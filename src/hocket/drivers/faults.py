@@ -2,8 +2,7 @@
 that crash, restart from snapshots, stop, or jump in time; all of it from one seed.
 
 A *schedule* is one seed: the faults, their times and the workers' speeds. It runs the very programs that real processes run, on
-tiny tensors, and checks invariants instead of examples: :mod:`hocket.drivers.fault_servers`, :mod:`hocket.drivers.fault_gossip` and
-:mod:`hocket.sandblaster.fault_run`. A schedule that violates one replays exactly from its seed.
+tiny tensors, and checks invariants instead of examples (tests/faults). A schedule that violates one replays exactly from its seed.
 """
 
 from __future__ import annotations

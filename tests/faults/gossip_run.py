@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from faults.gossip_world import GossipWorld
 from hocket.drivers.faults import Fault, FaultyNetwork, Outcome, Schedule
-from hocket.drivers.gossip_world import GossipWorld
 from hocket.drivers.simulation import Call
 from hocket.errors import HocketError
 from hocket.programs.gossip.links import Request

@@ -1,17 +1,32 @@
-"""One fault schedule of a strategy with servers or gossip; the same seed gives the same run."""
+"""One fault schedule of a strategy that talks by messages; the same seed gives the same run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from hocket.drivers.fault_gossip import GossipRun
-from hocket.drivers.fault_servers import ServerRun
+from faults import sandblaster_run
+from faults.gossip_run import GossipRun
+from faults.server_run import ServerRun
 from hocket.drivers.faults import Outcome, Schedule, trace_messages
 from hocket.strategy import Strategy
+
+STRATEGIES = (
+    "async + server(2)",
+    "ssp(2) + server(2)",
+    "bulk + server(2)",
+    "downpour(2, 3) + server(2)",
+    "stale(2) + server(2)",
+    "async + server(2) + topk(0.2)",
+    "async + gossip",
+    "async + gossip(pushsum)",
+    "sandblaster",
+)
 
 
 def run_schedule(strategy: str, seed: int, workers: int = 3, steps: int = 5, trace: Callable[[str], None] | None = None) -> Outcome:
     """Run ``strategy`` under the schedule of ``seed``; ``trace`` is told of every message."""
+    if strategy == "sandblaster":
+        return sandblaster_run.run_schedule(seed, trace)
     parsed = Strategy.parse(strategy)
     run: ServerRun | GossipRun
     if parsed.runtime == "peers":
