@@ -32,6 +32,15 @@ def test_every_schedule_keeps_the_invariants(strategy: str) -> None:
     assert outcome is None, f"python benchmarks/fault_schedules.py --strategy '{strategy}' --seed {outcome.seed} --trace: {outcome}"
 
 
+ONCE_VIOLATED = {"async + server(2)": (847, 4886, 5548, 6296, 6900)}
+"""Seeds that found a bug: mini-batches of a dead worker that a restarted shard forgot, and final weights that it had not saved."""
+
+
+@pytest.mark.parametrize(("strategy", "seed"), [(strategy, seed) for strategy, seeds in ONCE_VIOLATED.items() for seed in seeds])
+def test_a_schedule_that_once_found_a_bug_keeps_the_invariants(strategy: str, seed: int) -> None:
+    assert run_schedule(strategy, seed).violations == []
+
+
 @pytest.mark.parametrize("strategy", ["async + server(2)", "async + gossip(pushsum)", "sandblaster"])
 def test_a_seed_replays_exactly(strategy: str) -> None:
     lines: list[list[str]] = [[], []]

@@ -61,6 +61,8 @@ class BatchDispatcher:
     def __init__(self, total: int, following: int = 0, returned: Sequence[int] = (), counted: int = 0) -> None:
         self.total, self.following, self.returned, self.counted = total, following, list(returned), counted
         self._held: dict[int, set[int]] = {}
+        self._unlost: set[int] = set()
+        """Those in ``returned`` that no worker has lost."""
 
     def take(self, worker: int, count: int) -> list[int]:
         """The next ``count`` numbers, fewer near the end."""
@@ -68,6 +70,7 @@ class BatchDispatcher:
         for _ in range(count):
             if self.returned:
                 numbers.append(self.returned.pop(0))
+                self._unlost.discard(numbers[-1])
             elif self.following < self.total:
                 numbers.append(self.following)
                 self.following += 1
@@ -87,19 +90,42 @@ class BatchDispatcher:
         self.counted += counted
         return counted
 
-    def give_back(self, worker: int, numbers: Sequence[int] | None = None) -> int:
-        """A worker is gone, or these of its numbers are lost: what it held of them goes to others; how many that were."""
+    def give_back(self, worker: int, numbers: Sequence[int] | None = None, lost: bool = True) -> int:
+        """A worker is gone, or these of its numbers are lost: what it held of them goes to others; how many that were.
+
+        Not ``lost``: it leaves them to others of its own accord.
+        """
         held = self._held.setdefault(worker, set())
         returned = sorted(held if numbers is None else held.intersection(numbers))
         held.difference_update(returned)
         self.returned += returned
+        self._unlost.update(() if lost else returned)
         return len(returned)
 
     def recover(self, worker: int, numbers: Sequence[int]) -> int:
-        """A worker that was taken for gone has done these after all: those that nobody has taken since are its own; how many."""
-        found = [number for number in numbers if number in self.returned]
-        self.reclaim(worker, found)
-        return len(found)
+        """A worker has these after all: those that nobody has taken since are its own; how many of them were taken for lost.
+
+        After a restart from a snapshot a worker may hold numbers which this dispatcher has not handed out yet.
+
+        >>> dispatcher = BatchDispatcher(6)
+        >>> dispatcher.take(0, 2), dispatcher.give_back(0), dispatcher.recover(0, [1, 4]), dispatcher.take(1, 4)
+        ([0, 1], 2, 1, [0, 2, 3, 5])
+        """
+        lost = 0
+        for number in numbers:
+            if number in self.returned:
+                self.returned.remove(number)
+                lost += number not in self._unlost
+                self._unlost.discard(number)
+            elif self.following <= number < self.total:
+                skipped = range(self.following, number)
+                self.returned += skipped
+                self._unlost.update(skipped)
+                self.following = number + 1
+            else:
+                continue
+            self._held.setdefault(worker, set()).add(number)
+        return lost
 
     def held(self, worker: int) -> list[int]:
         """The numbers that a worker holds."""
@@ -108,31 +134,11 @@ class BatchDispatcher:
     def state_dict(self) -> dict[str, Any]:
         """To go on from, with who holds what."""
         held = {worker: sorted(numbers) for worker, numbers in self._held.items() if numbers}
-        return {"total": self.total, "following": self.following, "returned": self.returned, "counted": self.counted, "held": held}
+        numbers = {"returned": list(self.returned), "unlost": sorted(self._unlost), "held": held}
+        return {"total": self.total, "following": self.following, "counted": self.counted, **numbers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; ``total`` stays this one's, so that a run can be made longer."""
         self.following, self.returned, self.counted = state["following"], list(state["returned"]), state["counted"]
         self._held = {int(worker): set(numbers) for worker, numbers in state["held"].items()}
-
-    def return_all(self) -> None:
-        """After a restart from a snapshot: nobody holds anything until it says so (:meth:`reclaim`)."""
-        for worker in sorted(self._held):
-            self.give_back(worker)
-
-    def reclaim(self, worker: int, numbers: Sequence[int]) -> None:
-        """After a restart from a snapshot a worker says which numbers it holds; those that nobody else has are its own again.
-
-        >>> dispatcher = BatchDispatcher(6, following=2)
-        >>> dispatcher.reclaim(0, [1, 3]), dispatcher.held(0), dispatcher.take(1, 3)
-        (None, [3], [2, 4, 5])
-        """
-        for number in numbers:
-            if number in self.returned:
-                self.returned.remove(number)
-            elif self.following <= number < self.total:
-                self.returned += range(self.following, number)
-                self.following = number + 1
-            else:
-                continue
-            self._held.setdefault(worker, set()).add(number)
+        self._unlost = set(state["unlost"])

@@ -53,6 +53,7 @@ class Membership(Program):
         self._strategy = Strategy()
         self._copy: tuple[int, tuple[Tensor, ...]] | None = None
         self._checked = self._saved = 0.0
+        self._final = -1  # the version of the weights that were saved as the final ones
 
     # --- who comes and goes --------------------------------------------------------------------------------------------------
 
@@ -70,18 +71,20 @@ class Membership(Program):
         member = self._member(worker)
         if member.incarnation not in (b"", incarnation) and worker in self.shard.done and not metadata.get("replaces"):
             raise Rejected("taken", f"Worker {worker} is there already: give every worker a number of its own.")
-        if member.incarnation not in (b"", incarnation):
-            self._give_back(worker)
+        forgotten = max(pushed - member.reached, 0)  # by a restart
         if member.incarnation != incarnation:
             member.answered = -1
             if self.dispatcher is not None:
-                self.dispatcher.reclaim(worker, [int(n) for n in metadata.get("holds", [])])
+                holds = [int(n) for n in metadata.get("holds", [])]
+                others = [n for n in self.dispatcher.held(worker) if n not in holds]
+                forgotten = max(self.dispatcher.give_back(worker, others), forgotten)
+                self.lost -= self.dispatcher.recover(worker, holds)
         member.incarnation, member.seen, member.request = incarnation, self.now, None
         member.ended = member.left = False
         if metadata.get("resumes"):  # from a checkpoint: these were pushed to the shards that it was made with
             self.pushed += max(pushed - member.reached, 0)
         elif not self._strategy.sync.static_partition:  # otherwise they are found by counting what was skipped
-            self.lost += max(pushed - member.reached, 0)
+            self.lost += forgotten
         self._join(worker, pushed)
         welcome = {"weights": True, "at": self.now, "initializer": peer == self._initializer}
         self._answer(peer, Kind.WELCOME, message.number, welcome, step=member.reached)
@@ -141,12 +144,10 @@ class Membership(Program):
     def _gone(self, worker: int) -> None:
         """A worker is silent or known to be dead: nobody waits for it any longer."""
         assert self.shard is not None
-        self.lost += max(int(self.shard.leave(worker)), self._give_back(worker))
+        left = int(self.shard.leave(worker))
+        self.lost += max(left, 0 if self.dispatcher is None else self.dispatcher.give_back(worker))
         self.members[worker].request = None
         self._look_at_epoch()
-
-    def _give_back(self, worker: int) -> int:
-        return 0 if self.dispatcher is None else self.dispatcher.give_back(worker)
 
     def _beat(self, peer: bytes, message: Envelope) -> None:
         with contextlib.suppress(Rejected):  # it may come before the hello
@@ -156,7 +157,8 @@ class Membership(Program):
         shard, member = self._known(peer, message)
         member.ended, member.left, member.request = True, True, None
         shard.leave(message.sender)
-        self._give_back(message.sender)
+        if self.dispatcher is not None:
+            self.dispatcher.give_back(message.sender, lost=False)
         self._look_at_epoch()
 
     def _reject(self, peer: bytes, number: int, rejected: Rejected) -> None:

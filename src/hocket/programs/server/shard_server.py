@@ -66,8 +66,6 @@ class ShardServer(ObservedShard):
         self.now = self._checked = self._saved = now
         if state is not None:
             self.load_state_dict(state)
-            if self.dispatcher is not None:
-                self.dispatcher.return_all()
             for member in self.members.values():
                 member.incarnation, member.request, member.seen = b"", None, now
         self._set_timer(_CHECK, now + _CHECK_EVERY_S)
@@ -180,7 +178,8 @@ class ShardServer(ObservedShard):
         if request is not None and request.final:
             member.ended = True
             shard.leave(message.sender)
-            self._give_back(message.sender)
+            if self.dispatcher is not None:
+                self.dispatcher.give_back(message.sender, lost=False)
             self._look_at_epoch()
 
     def _open(self, peer: bytes, member: Member, message: Envelope) -> Request | None:
@@ -224,8 +223,16 @@ class ShardServer(ObservedShard):
             self.shard.give(worker)
             tensors = self._weights()
             if request.final:  # in full precision
+                self._save_final()
                 tensors = self._with_buffers(tuple(w.clone() for w in self.shard.weights), metadata)
         self._answer(request.peer, Kind.REPLY, request.number, metadata, tensors, member.reached)
+
+    def _save_final(self) -> None:
+        """What workers take for the final weights must survive a restart: nobody is left then to tell what was forgotten."""
+        assert self.shard is not None
+        if self.snapshot_s > 0 and self._final != self.shard.version:
+            self._final = self.shard.version
+            self._save()
 
     def _weights(self) -> tuple[Tensor, ...]:
         """A copy to send, made once per version: nobody writes to it."""
