@@ -136,7 +136,8 @@ class Membership(Program):
         assert self.shard is not None
         member, others = self.members[worker], self.shard.done
         step = max(member.reached, pushed)
-        if others and worker not in others and (self.shard.together or self._strategy.sync.max_staleness < math.inf):
+        in_step = self._strategy.sync.max_staleness < math.inf and not self._strategy.sync.averages_weights
+        if others and worker not in others and in_step:
             step = max(step, min(others.values()))
         member.reached = self.shard.join(worker, step)
         self._look_at_epoch()

@@ -119,6 +119,7 @@ class ParameterShard(Shard):
             return False
         self.done[worker] = step
         if self.together:
+            self._complete(worker, step)
             self._waiting[worker] = step, list(tensors)
             self._lrs = lrs
             self._step_together()
@@ -145,8 +146,7 @@ class ParameterShard(Shard):
 
     def join(self, worker: int, step: int | None = None) -> int:
         super().join(worker, step)
-        if worker in self._waiting and self._waiting[worker][0] < self.done[worker]:
-            del self._waiting[worker]  # from before a restart
+        self._complete(worker, self.done[worker])
         self._step_together()
         return self.done[worker]
 
@@ -162,7 +162,16 @@ class ParameterShard(Shard):
 
     def _step_together(self) -> None:
         """One step with the mean of all, once all who are here have come so far (a worker that joined may have no push there)."""
-        order = sorted(worker for worker, (step, _) in self._waiting.items() if step <= self.slowest)
+        self._step_up_to(self.slowest)
+
+    def _complete(self, worker: int, step: int) -> None:
+        """A worker is at ``step``, so all have pushed what it pushed before; a restart has forgotten pushes that are not here."""
+        if worker in self._waiting and self._waiting[worker][0] < step:
+            self._step_up_to(self._waiting[worker][0])
+
+    def _step_up_to(self, last: int) -> None:
+        """One step with the mean of all pushes that wait, up to step ``last``."""
+        order = sorted(worker for worker, (step, _) in self._waiting.items() if step <= last)
         if not order:
             return
         means = [g.clone() for g in self._waiting[order[0]][1]]
