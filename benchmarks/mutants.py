@@ -1,0 +1,368 @@
+"""Faults planted in the code, one at a time, and how many of them the fast tests notice.
+
+    python benchmarks/mutants.py --mutants 200 --processes 2
+    python benchmarks/mutants.py --area compression --show
+
+A *mutant* is the package with one small change: a comparison, an operator, a number, a condition or a statement. It is caught when
+a test fails, or takes far longer than usual. Only tests that run in this process count (tests/unit, virtual, golden, faults): those
+that call the function in question, the shortest first. Which test calls what is found out once and kept in
+``.mutants.json`` until a file changes. Mutants are drawn from a seed, evenly over the areas. Survivors are printed as a diff; those
+that change nothing that anyone could see stand in ``EQUIVALENT`` with the reason and are counted by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "hocket"
+CACHE = ROOT / ".mutants.json"
+TESTS = ("tests/unit", "tests/virtual", "tests/golden", "tests/faults")
+AREAS = {
+    "sync": ("sync/*.py", "programs/collective.py"),
+    "topology": ("topology/*.py",),
+    "compression": ("compression/*.py",),
+    "servers": ("programs/server/*.py", "programs/gossip/*.py", "programs/coordinator.py"),
+    "split": ("split/**/*.py",),
+    "train": ("train/**/*.py",),
+    "schedules": ("train/lr_schedule.py", "split/pipeline/schedules/*.py", "split/pipeline/simulate.py"),
+    "report": ("report/*.py",),
+    "cluster": ("cluster/*.py", "noise.py"),
+}
+EQUIVALENT: dict[str, str] = {}
+"""Mutants that nobody could notice, by their description, with the reason."""
+MOST_TESTS, MOST_S = 60, 90.0
+"""So many tests, of so many seconds in all, are tried on a mutant."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file."""
+
+    area: str
+    path: str
+    line: int
+    function: str
+    """Qualified name, and the line it begins at; empty for code that runs at import."""
+    index: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} {self.before} -> {self.after}"
+
+
+# --- planting ------------------------------------------------------------------------------------------------------------------
+
+SWAPS: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+}  # fmt: skip
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "add_": "sub_", "sub_": "add_", "mul_": "div_", "div_": "mul_"}
+
+
+def changes(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """What could be wrong at this node: pairs of a part and what stands in its place."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+        yield node, ast.Compare(node.left, [SWAPS[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+    elif isinstance(node, ast.BinOp) and type(node.op) in SWAPS and not _is_text(node.left) and not _is_text(node.right):
+        yield node, ast.BinOp(node.left, SWAPS[type(node.op)](), node.right)
+    elif isinstance(node, ast.BoolOp):
+        yield node, ast.BoolOp(SWAPS[type(node.op)](), node.values)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+        yield node, node.operand
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield node, ast.Constant(node.value + 1 if node.value in (0, 1) or isinstance(node.value, int) else node.value * 1.5)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield node, ast.Constant(not node.value)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAMES:
+        yield node, ast.Call(ast.Name(NAMES[node.func.id], ast.Load()), node.args, node.keywords)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in NAMES:
+        yield node, ast.Call(ast.Attribute(node.func.value, NAMES[node.func.attr], ast.Load()), node.args, node.keywords)
+    elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        yield node, ast.Pass()
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def places(tree: ast.Module) -> list[tuple[str, ast.AST, ast.AST]]:
+    """All changes of a file, in the order of its text; not in annotations, decorators, messages of errors, or checks by assert."""
+    found: list[tuple[str, ast.AST, ast.AST]] = []
+
+    def visit(node: ast.AST, function: str) -> None:
+        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)):
+            return
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if node.name in ("__repr__", "__str__", "citation"):
+                return
+            for default in (*node.args.defaults, *node.args.kw_defaults):
+                if default is not None:
+                    visit(default, "")
+            for child in node.body:
+                visit(child, f"{node.name}:{node.lineno}")
+            return
+        if isinstance(node, ast.If) and _is_type_checking(node.test):
+            return
+        found.extend((function, part, other) for part, other in changes(node))
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "decorator_list", "returns", "bases"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    visit(child, function)
+
+    visit(tree, "")
+    return found
+
+
+def _is_type_checking(test: ast.AST) -> bool:
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
+
+
+def mutants(area: str) -> list[Mutant]:
+    """All mutants of an area."""
+    found = []
+    for path in sorted({path for pattern in AREAS[area] for path in PACKAGE.glob(pattern)}):
+        for index, (function, part, other) in enumerate(places(ast.parse(path.read_text()))):
+            before, after = (ast.unparse(ast.fix_missing_locations(copy.deepcopy(x))) for x in (part, other))
+            found.append(Mutant(area, str(path.relative_to(ROOT)), part.lineno, function, index, before[:100], after[:100]))  # type: ignore[attr-defined]
+    return found
+
+
+def planted(mutant: Mutant) -> CodeType:
+    """The code of the changed file."""
+    path = ROOT / mutant.path
+    tree = ast.parse(path.read_text())
+    _, target, other = places(tree)[mutant.index]
+
+    class Plant(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> Any:
+            return ast.copy_location(other, node) if node is target else self.generic_visit(node)
+
+    return compile(ast.fix_missing_locations(Plant().visit(tree)), str(path), "exec")
+
+
+class Planted(importlib.machinery.SourceFileLoader):
+    """Loads the mutant instead of the file."""
+
+    code: CodeType
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.code
+
+
+class Finder:
+    """Finds the mutant's module before anyone else does."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.path = str(ROOT / mutant.path)
+        self.name = mutant.path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        self.code = planted(mutant)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        loader = Planted(name, self.path)
+        loader.code = self.code
+        return importlib.util.spec_from_file_location(name, self.path, loader=loader)
+
+
+# --- which test calls what -----------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """A plugin of pytest that writes down which functions of the package each test calls, and how long it takes."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, dict[str, Any]] = {}
+        self._seen: set[CodeType] = set()
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            self._seen.add(frame.f_code)
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._seen, begun = set(), time.perf_counter()
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+        yield
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+        prefix = str(PACKAGE)
+        called = {
+            f"{Path(c.co_filename).relative_to(ROOT)}:{c.co_firstlineno}" for c in self._seen if c.co_filename.startswith(prefix)
+        }
+        self.tests[item.nodeid] = {"seconds": time.perf_counter() - begun, "calls": sorted(called), "passed": True}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome != "passed" and report.nodeid in self.tests:
+            self.tests[report.nodeid]["passed"] = False
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        pass
+
+
+def call_map(processes: int) -> dict[str, dict[str, Any]]:
+    """Every fast test: its seconds, and the functions that it calls."""
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    key = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+    if CACHE.exists() and (kept := json.loads(CACHE.read_text()))["key"] == key:
+        return kept["tests"]
+    names = sorted(str(path) for folder in TESTS for path in (ROOT / folder).glob("test_*.py"))
+    tests: dict[str, dict[str, Any]] = {}
+    with ThreadPoolExecutor(processes) as pool:
+        for name, text in zip(names, pool.map(_calls_of, names), strict=True):
+            print(f"  {Path(name).relative_to(ROOT)}: {len(json.loads(text))} tests", file=sys.stderr, flush=True)
+            tests.update(json.loads(text))
+    CACHE.write_text(json.dumps({"key": key, "tests": tests}))
+    return tests
+
+
+def _calls_of(name: str) -> str:
+    return in_child(lambda: _run_calls(name), 1200.0) or "{}"
+
+
+def _run_calls(name: str) -> str:
+    calls = Calls()
+    pytest.main(["-q", "-p", "no:cacheprovider", name], plugins=[calls])
+    return json.dumps({test: found for test, found in calls.tests.items() if found.pop("passed")})
+
+
+# --- trying --------------------------------------------------------------------------------------------------------------------
+
+
+def in_child(work: Any, most_s: float) -> str | None:
+    """What ``work()`` returns in a child process (which has torch, and not yet Hocket); None where it takes too long or dies."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        with contextlib.suppress(BaseException):
+            os.write(write, b"")
+            with os.fdopen(write, "w") as pipe:
+                pipe.write(work())
+        os._exit(0)
+    os.close(write)
+    text: list[str] = []
+    with os.fdopen(read) as pipe:
+        reader = threading.Thread(target=lambda: text.append(pipe.read()))
+        reader.start()
+        reader.join(most_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        reader.join()
+    return text[0] if text and text[0] else None
+
+
+def tests_of(mutant: Mutant, calls: dict[str, dict[str, Any]]) -> tuple[list[str], float]:
+    """The tests that call the mutant's function (or any of its file's), the shortest first, and their seconds."""
+    line = mutant.function.partition(":")[2]
+    names = {f"{mutant.path}:{line}"} if line else None
+    found = [
+        (test["seconds"], name)
+        for name, test in calls.items()
+        if any(c in names if names else c.startswith(mutant.path + ":") for c in test["calls"])
+    ]
+    chosen, total = [], 0.0
+    for seconds, name in sorted(found)[:MOST_TESTS]:
+        if total + seconds > MOST_S and chosen:
+            break
+        chosen, total = [*chosen, name], total + seconds
+    return chosen, total
+
+
+def trial(mutant: Mutant, calls: dict[str, dict[str, Any]]) -> str:
+    """``caught``, ``survived``, ``not called`` (by no fast test) or ``equivalent``."""
+    if str(mutant) in EQUIVALENT:
+        return "equivalent"
+    chosen, seconds = tests_of(mutant, calls)
+    if not chosen:
+        return "not called"
+
+    def run() -> str:
+        sys.meta_path.insert(0, Finder(mutant))  # type: ignore[arg-type]
+        return str(int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *chosen])))
+
+    return "survived" if in_child(run, 30.0 + 5 * seconds) == "0" else "caught"
+
+
+def draw(areas: list[str], count: int, seed: int) -> list[Mutant]:
+    """``count`` mutants, evenly over the areas."""
+    chosen: list[Mutant] = []
+    for place, area in enumerate(areas):
+        every = mutants(area)
+        share = count // len(areas) + (place < count % len(areas))
+        chosen += random.Random(f"{seed}{area}").sample(every, min(share, len(every)))
+    return chosen
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutants", type=int, default=200, help="how many (default 200)")
+    parser.add_argument("--area", choices=AREAS, help="only this area")
+    parser.add_argument("--seed", type=int, default=0, help="which ones (default 0)")
+    parser.add_argument("--processes", type=int, default=2, help="so many are tried at once (default 2)")
+    parser.add_argument("--show", action="store_true", help="only print the mutants")
+    options = parser.parse_args()
+    areas = list(AREAS) if options.area is None else [options.area]
+    chosen = draw(areas, options.mutants, options.seed)
+    if options.show:
+        print(*chosen, sep="\n")
+        return
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    print("Which test calls what:", file=sys.stderr, flush=True)
+    calls = call_map(options.processes)
+    results: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    survivors: list[tuple[str, Mutant]] = []
+    with ThreadPoolExecutor(options.processes) as pool:
+        for number, (mutant, result) in enumerate(zip(chosen, pool.map(lambda m: trial(m, calls), chosen), strict=True), 1):
+            results[mutant.area][result] += 1
+            print(f"\r{number}/{len(chosen)}", end="", file=sys.stderr, flush=True)
+            if result in ("survived", "not called"):
+                survivors.append((result, mutant))
+                print(f"\r{result:10} {mutant}", flush=True)
+    kinds = ("caught", "survived", "not called", "equivalent")
+    print(f"\n{'area':12} {'mutants':>8}" + "".join(f"{kind:>12}" for kind in kinds))
+    totals = {kind: sum(found[kind] for found in results.values()) for kind in kinds}
+    for area, found in [*results.items(), ("all", totals)]:
+        print(f"{area:12} {sum(found.values()):8}" + "".join(f"{found[kind]:12}" for kind in kinds))
+    real = sum(totals.values()) - totals["equivalent"]
+    print(f"{totals['caught'] / max(real, 1):.1%} of {real} are caught")
+    raise SystemExit(totals["caught"] < 0.95 * real)
+
+
+if __name__ == "__main__":
+    main()
