@@ -138,6 +138,7 @@ def parallelize(
     cluster = _Session.cluster
     if cluster is None:
         raise HocketError("Call hocket.init() before hocket.parallelize(…).")
+    _refuse_twice(model, optimizer)
     parsed, placed = Strategy.parse(strategy), None if mesh is None else Mesh.parse(mesh)
     if sharding not in (None, *SHARDINGS):
         raise HocketError(f"sharding={sharding!r}: use 'zero1' (a part of the optimiser's state) or 'fsdp' (a part of everything).")
@@ -161,8 +162,23 @@ def parallelize(
 
             refuse_split_options(None, pipeline)
         job = _unsplit(model, optimizer, parsed, sharding, options)
-    _Session.jobs.append(job)
+    _Session.jobs = [*(other for other in _Session.jobs if other.attached), job]
     return job
+
+
+def _refuse_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse parameters of another job. (Several jobs may share a model if their optimisers share no parameter.)"""
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        return  # the job refuses these
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for job in _Session.jobs:
+        taken = {id(p) for group in job.optimizer.param_groups for p in group["params"]} if job.attached else set()
+        name = next((name for name, p in model.named_parameters() if id(p) in own & taken), None)
+        if name is not None:
+            raise HocketError(
+                f"Parameter {name} is trained by another job ({job.strategy}); call detach() of that job first, or give each job "
+                "an optimiser of other parameters."
+            )
 
 
 def _unsplit(
@@ -183,7 +199,7 @@ def _unsplit(
     if fsdp and cluster.has_process_group:
         from hocket.train.runtimes.fsdp import FsdpRuntime  # loaded only where it is needed
 
-        runtime = FsdpRuntime(cluster)
+        runtime = FsdpRuntime(cluster.for_job())
     elif strategy.runtime == "peers" and _Session.world > 1:
         from hocket.train.runtimes.peers import peer_runtime
 
@@ -193,8 +209,12 @@ def _unsplit(
 
         runtime = server_runtime(lambda layout: _connect(strategy, layout, cluster), cluster)
     else:
-        runtime = CollectiveRuntime(cluster, zero)
-    return Job(model, optimizer, strategy, runtime, **options)
+        runtime = CollectiveRuntime(cluster.for_job(), zero)
+    try:
+        return Job(model, optimizer, strategy, runtime, **options)
+    except BaseException:
+        runtime.cluster.release()
+        raise
 
 
 def _split(

@@ -25,6 +25,7 @@ MODULES = (
     "hocket.split.pipeline.simulate",
     "hocket.train.split_job",
     "hocket.train.runtimes.fsdp",
+    "loops.harness",
     "process.command",
     "process.equality",
     "process.faults",

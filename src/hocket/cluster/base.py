@@ -7,7 +7,7 @@ process hosts one row (or several), a virtual cluster hosts all of them; the cod
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -149,8 +149,13 @@ class Cluster(ABC):
         """A process silent for so many seconds is lost."""
         return 10.0
 
-    def subcluster(self, group: ProcessGroup | None, host_size: int | None = None) -> Cluster:
-        """The processes of ``group``, with this cluster's settings; this cluster where there is no process group."""
+    def for_job(self) -> Cluster:
+        """The same workers with process groups, an order of exchanges and a ledger for one job alone; this cluster where there is
+        no process group. All processes must call it."""
+        return self
+
+    def subcluster(self, group: ProcessGroup | None, partition: Sequence[Sequence[int]], host_size: int | None = None) -> Cluster:
+        """The same for the processes of ``group``, one part of the ``partition`` of all."""
         return self
 
     def explain(self, error: BaseException) -> BaseException:
@@ -247,6 +252,9 @@ class Cluster(ABC):
 
     def create_groups(self, subgroups: Subgroups) -> None:  # noqa: B027 - clusters without set-up cost need not override
         """Called by every process in the same order before the subgroups are first used."""
+
+    def release(self) -> None:  # noqa: B027
+        """The job is over: :meth:`close` what :meth:`for_job` or :meth:`subcluster` made; nothing where others use this cluster."""
 
     def close(self) -> None:  # noqa: B027
         """End the cluster's threads, connections and attached servers."""

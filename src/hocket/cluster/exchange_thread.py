@@ -72,6 +72,7 @@ class ExchangeThread:
         self.working = False
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Ticket] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
         _THREADS.add(self)
 
     @property
@@ -85,6 +86,7 @@ class ExchangeThread:
             self._thread = threading.Thread(target=self._run, name="hocket-exchange", daemon=True)
             self._thread.start()
         ticket = Ticket(explain)
+        self._tickets.add(ticket)
         self._queue.put((work, ticket))
         return ticket
 
@@ -94,6 +96,9 @@ class ExchangeThread:
             self._queue.put(None)
             self._thread.join(timeout=timeout_s)
             self._thread = None
+        for ticket in self._tickets:  # a collective that nobody waits for would keep connections open
+            if ticket.done.is_set() and isinstance(ticket.result, Pending):
+                ticket.result, ticket.error = None, HocketError("The cluster was closed before this exchange was waited for.")
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -1,8 +1,9 @@
 """Real processes over torch.distributed: Gloo or NCCL, one worker each or several.
 
-On Gloo one thread launches all exchanges, strictly in the order of submission: collectives that start in another order on another
-process give wrong sums without an error. On NCCL the calling thread launches them, they overlap on the device, and time stamps are
-CUDA events.
+On Gloo one thread per cluster launches its exchanges, strictly in the order of submission: collectives of one group that start in
+another order on another process give wrong sums without an error. So each job has a cluster of its own (:meth:`for_job`), with
+process groups that neither other jobs nor the user's own collectives use. On NCCL the calling thread launches exchanges, they
+overlap on the device, and time stamps are CUDA events.
 
 ``exact=True`` gathers and sums in worker order instead of using the backend's ring: slower, and equal bit for bit to virtual
 workers. (The ledger counts the ring's bytes then, too: it says what the strategy costs.)
@@ -10,6 +11,9 @@ workers. (The ledger counts the ring's bytes then, too: it says what the strateg
 
 from __future__ import annotations
 
+import atexit
+import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -23,6 +27,7 @@ from torch import Tensor
 from hocket.cluster.base import Cluster, ServerReduction, Subgroups
 from hocket.cluster.clock_offset import clock_offset
 from hocket.cluster.exchange_thread import ExchangeThread, Pending, explained, finished
+from hocket.cluster.groups import Partition, ProcessGroups
 from hocket.cluster.heartbeat import Heartbeat
 from hocket.cluster.ledger import CudaClock
 from hocket.cluster.message import Message, ordered_mean, ring_bytes, summed_bytes
@@ -41,6 +46,14 @@ def split_workers(workers: int, processes: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(starts)]
 
 
+def _close_at_exit(cluster: weakref.ref[ProcessCluster]) -> None:
+    """A loop that ended early closes its connections before process 0 waits for the others (see :class:`Heartbeat`), so that they
+    hear of it and end. After an exception the process exits at once. NCCL closes with all others alone."""
+    found = cluster()
+    if found is not None and found._thread is not None and not hasattr(sys, "last_value"):
+        found.close()
+
+
 class ProcessCluster(Cluster):
     """The workers of an initialised ``torch.distributed`` process group, or of one of its subgroups."""
 
@@ -55,10 +68,13 @@ class ProcessCluster(Cluster):
         liveness_timeout_s: float = 10.0,
         keys: Path | None = None,
         group: dist.ProcessGroup | None = None,
-        heartbeat: Heartbeat | None = None,
+        parent: ProcessCluster | None = None,
+        partition: Partition | None = None,
     ) -> None:
-        """``keys``: see :class:`Cluster`. ``group``: some of the job's processes, which share the job's ``heartbeat``."""
-        self._some = group
+        """``keys``: see :class:`Cluster`. A cluster derived from ``parent`` has the processes of ``group`` (all, if it is None) and
+        makes groups of its own for each part of ``partition``, of which this process's part is that of ``group``."""
+        device, self.backend = torch.device(device), str(dist.get_backend())
+        self._groups = ProcessGroups(group, partition, device if "nccl" in self.backend else torch.device("cpu"))
         self.rank, self.processes = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
         self._whole = group is None
@@ -68,18 +84,24 @@ class ProcessCluster(Cluster):
                 f"{size} workers on {self.processes} processes leave some without work: start {size} processes or fewer."
             )
         self.hosting = split_workers(size, self.processes)
-        super().__init__(size, self.hosting[self.rank], torch.device(device), timed=True)
-        self.exact, self.keys, self.backend = exact, keys, str(dist.get_backend())
+        super().__init__(size, self.hosting[self.rank], device, timed=True)
+        self.exact, self.keys = exact, keys
         self._messages = PointToPoint(self.rank, self._ranks, self.hosting, self.backend, self.device)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._derived: weakref.WeakSet[ProcessCluster] = weakref.WeakSet()
         self._reductions: dict[int, ServerReduction] = {}
         self._host_size = host_size or size
         self._thread = ExchangeThread() if "gloo" in self.backend and "nccl" not in self.backend else None
         if self.device.type == "cuda" and "nccl" in self.backend:
             self.ledger.clock = CudaClock()
-        self.ledger.clock.offset_s = clock_offset(self.rank, self._ranks, self.group, self._messages.device)
-        self._heartbeat = heartbeat or Heartbeat(self.rank, self.processes, self.hosting, liveness_timeout_s)
-        self._shares_heartbeat = heartbeat is not None
+        self._shares_heartbeat = parent is not None
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
+        if parent is not None and self._whole:
+            self.ledger.clock.offset_s = parent.ledger.clock.offset_s
+        else:
+            self.ledger.clock.offset_s = clock_offset(self.rank, self._ranks, self.group, self._messages.device)
+        self._heartbeat: Heartbeat = (
+            parent._heartbeat if parent else Heartbeat(self.rank, self.processes, self.hosting, liveness_timeout_s)
+        )
 
     @property
     def host_size(self) -> int:
@@ -87,8 +109,7 @@ class ProcessCluster(Cluster):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; the job's own is looked up at each use, since no reference to it may outlive the job."""
-        return dist.group.WORLD if self._some is None else self._some
+        return self._groups.group
 
     @property
     def scope(self) -> str:
@@ -98,10 +119,21 @@ class ProcessCluster(Cluster):
     def liveness_timeout_s(self) -> float:
         return self._heartbeat.liveness_timeout_s
 
-    def subcluster(self, group: dist.ProcessGroup | None, host_size: int | None = None) -> ProcessCluster:
-        return ProcessCluster(
-            device=self.device, exact=self.exact, host_size=host_size, keys=self.keys, group=group, heartbeat=self._heartbeat
+    def for_job(self) -> ProcessCluster:
+        return self._derive(None, [self._ranks], self.size, self._host_size)
+
+    def subcluster(self, group: dist.ProcessGroup | None, partition: Partition, host_size: int | None = None) -> ProcessCluster:
+        return self._derive(group, partition, None, host_size)
+
+    def _derive(
+        self, group: dist.ProcessGroup | None, partition: Partition, workers: int | None, host_size: int | None
+    ) -> ProcessCluster:
+        derived = ProcessCluster(
+            workers, self.device, self.exact, host_size, keys=self.keys, group=group, parent=self, partition=partition
         )
+        self._derived.add(derived)
+        atexit.register(derived._at_exit)
+        return derived
 
     def explain(self, error: BaseException) -> BaseException:
         return self._heartbeat.explain(error)
@@ -238,22 +270,31 @@ class ProcessCluster(Cluster):
     def create_groups(self, subgroups: Subgroups) -> None:
         if subgroups.whole or self.rows > 1 or self.size != self.processes:
             return
-        for members in subgroups.members.tolist():
-            if tuple(members) not in self._groups and (self._whole or self.rank in members):
-                ranks = [self._ranks[r] for r in members]
-                make = partial(dist.new_group, ranks, use_local_synchronization=not self._whole)
-                self._groups[tuple(members)] = self._now(make)
+        self._groups.create(subgroups.members.tolist(), int(subgroups.group_of[self.workers.start]))
+
+    def release(self) -> None:
+        if not self._shares_heartbeat:
+            return
+        atexit.unregister(self._at_exit)
+        self._end_exchanges()
+        if self._thread is None or not self._thread.working:
+            self._groups.destroy()
 
     def close(self) -> None:
+        for derived in list(self._derived):
+            derived.close()
+        self.release()
         if not self._shares_heartbeat:
             self._heartbeat.stop()
+            self._end_exchanges()
+        self._groups.forget()
+
+    def _end_exchanges(self) -> None:
         for reduction in self._reductions.values():
             reduction.close()
         self._reductions.clear()
         if self._thread is not None:
             self._thread.close(self.liveness_timeout_s)
-        self._groups.clear()  # or they would outlive destroy_process_group
-        self._some = None
 
     def _group(self, subgroups: Subgroups) -> dist.ProcessGroup | None:
         """The process group of this process's subgroup; None where there is none, because a process hosts several workers."""
@@ -261,4 +302,4 @@ class ProcessCluster(Cluster):
             return self.group
         if self.rows > 1:
             return None
-        return self._groups.get(tuple(subgroups.members[subgroups.group_of[self.workers.start]].tolist()))
+        return self._groups.find(subgroups.members[subgroups.group_of[self.workers.start]].tolist())

@@ -3,7 +3,8 @@
 ``C(x) = (‖x‖₁/n) · sign(x)`` on blocks of ``block`` values: the scale makes it a contraction, and error feedback makes it
 converge. (One scale for a whole model would make steps of one size in all layers; the paper takes one per layer.) With
 ``vote=True`` the second phase of an all-reduce sends the majority's sign of each value (signSGD with majority vote, Bernstein
-2018) with the mean scale.
+2018) with the mean scale. A tie, which an even number of workers may have, is decided by chance: a bit cannot say zero, and a fixed
+sign would be a bias.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hocket.cluster.message import Message, ordered_mean
+from hocket.cluster.message import Message, ordered_mean, there
 from hocket.compression.base import Context, Precision, State, flag
 from hocket.compression.bitpack import pack, unpack
 from hocket.errors import HocketError
+from hocket.noise import bits
 
 
 @dataclass(frozen=True)
@@ -77,4 +79,7 @@ class Sign(Precision):
             return ordered_mean(self.decode(message, size, context).view(-1, senders, size).transpose(0, 1))
         scale, packed = message.parts
         signs = unpack(packed, 1, size).to(torch.float32).mul_(2).sub_(1).view(-1, senders, size).sum(1)
+        if senders % 2 == 0:
+            chance = bits(there(context.keys(3), signs), size)  # of the slice's owner, so the same whoever hosts it
+            signs = torch.where(signs == 0, chance, signs)
         return torch.where(signs >= 0, 1.0, -1.0) * self._spread(scale.view(-1, senders, scale.shape[1]).mean(1), size)

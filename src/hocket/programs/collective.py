@@ -42,7 +42,7 @@ class CollectiveProgram:
         topology = AllReduce() if self.alone else strategy.topology
         self.channel = topology.bind(cluster, cluster.world, seed)
         self._workers = torch.arange(cluster.workers.start, cluster.workers.stop)
-        self._shapes = [slot_shapes(b) for b in layout.buckets]
+        self._shapes = [tuple((*s, 2) for s in slot_shapes(b)) if b.dtype.is_complex else slot_shapes(b) for b in layout.buckets]
         # The share of the gradients that the backward pass has produced when a bucket is complete.
         self._produced = [done / layout.parameters for done in accumulate(b.size for b in layout.buckets)]
         self._exchange: Exchange | None = None
@@ -50,7 +50,7 @@ class CollectiveProgram:
         self._mixed: list[Tensor] | None = None
         self._plain = not strategy.compression.compresses
         self.gradient_state: list[State] = [{} for _ in layout.buckets]
-        self.weight_state: list[State] = [self.channel.init_state(strategy.compression, _f32(w)) for w in weights]
+        self.weight_state: list[State] = [self.channel.init_state(strategy.compression, _wide(w)) for w in weights]
         self.outer_state: list[State] = [strategy.sync.init_state(w) for w in weights]
 
     # --- gradients ---------------------------------------------------------------------------------------------------------
@@ -59,6 +59,12 @@ class CollectiveProgram:
     def linear(self) -> bool:
         """Whether an exchange is a plain mean over all workers."""
         return self._plain and self.channel.uniform
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether a mean of gradients may hold residuals of earlier ones, also where nobody has used a parameter since."""
+        compression = self.strategy.compression
+        return compression.uses_error_feedback or compression.carries_momentum
 
     @property
     def mixes_gradients(self) -> bool:
@@ -92,8 +98,9 @@ class CollectiveProgram:
         context = self._context(bucket)
         if self.linear:
             return self.channel.mean_later(rows, context)
+        rows = _real(rows)
         mixed, self.gradient_state[bucket] = self.channel.gradients(
-            self.strategy.compression, rows if self._plain else _f32(rows), self.gradient_state[bucket], context
+            self.strategy.compression, rows if self._plain else rows.to(torch.float32), self.gradient_state[bucket], context
         )
         return rows.copy_(mixed) if mixed is not rows else rows
 
@@ -119,7 +126,7 @@ class CollectiveProgram:
         if moment is Moment.AFTER:
             self._exchange_now(weights)
         if self.strategy.sync.rebases(self.step) and self.channel.uniform:
-            self.weight_state = [self.channel.rebase(m, _f32(w)) for m, w in zip(self.weight_state, weights, strict=True)]
+            self.weight_state = [self.channel.rebase(m, _wide(w)) for m, w in zip(self.weight_state, weights, strict=True)]
         if not self.alone and self.strategy.moment(self.step + 1) is Moment.BEFORE:
             self._launch(weights)
 
@@ -161,9 +168,10 @@ class CollectiveProgram:
         if self.linear:
             return self.channel.mean_later(rows, context)
         mixed, self.weight_state[bucket] = self.channel.weights(
-            self.strategy.compression, rows if self._plain else _f32(rows), self.weight_state[bucket], context
+            self.strategy.compression, _real(rows) if self._plain else _wide(rows), self.weight_state[bucket], context
         )
-        return mixed.to(rows.dtype)
+        mixed = mixed.to(rows.dtype.to_real())
+        return torch.view_as_complex(mixed.view(*rows.shape, 2)) if rows.is_complex() else mixed
 
     # --- state -------------------------------------------------------------------------------------------------------------
 
@@ -223,9 +231,15 @@ class CollectiveProgram:
         )
 
 
-def _f32(rows: Tensor) -> Tensor:
-    """Compression works in float32 (float64 rows keep theirs only without it)."""
-    return rows if rows.dtype == torch.float32 else rows.to(torch.float32)
+def _real(rows: Tensor) -> Tensor:
+    """Complex values as pairs of real ones (no copy): codes and sums know real ones alone."""
+    return torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+
+
+def _wide(rows: Tensor) -> Tensor:
+    """Weights as channels with compression take them: float32, or float64 where they are."""
+    rows = _real(rows)
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -14,10 +14,11 @@ def data_cluster(place: MeshCoordinate, world: Cluster) -> Cluster:
     if place.data.size == 1:
         return VirtualCluster(1, world.device, timed=True)
     if not place.mesh.splits:
-        return world
+        return world.for_job()
     one = place.mesh.pipeline * place.mesh.tensor  # processes of a replica
     here = max(1, world.host_size // one) if world.host_size % one == 0 or world.host_size < one else 1
-    return world.subcluster(place.data.group, here if place.data.size % here == 0 else None)
+    parts = [range(k, place.mesh.size, one) for k in range(one)]
+    return world.subcluster(place.data.group, parts, here if place.data.size % here == 0 else None)
 
 
 def broadcast_model(model: nn.Module, world: Cluster) -> None:

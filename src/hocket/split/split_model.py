@@ -139,8 +139,7 @@ class SplitModel:
         """The job is over."""
         for handle in self._handles:
             handle.remove()
-        if self.cluster is not self.world:
-            self.cluster.close()
+        self.cluster.release()
 
     # --- training ------------------------------------------------------------------------------------------------------------
 

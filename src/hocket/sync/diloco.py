@@ -2,7 +2,8 @@
 
 After ``p`` local steps from the outer weights ``o``, the mean displacement ``Δ = o − mean_i w_i`` is the gradient of an outer
 Nesterov optimiser: ``v ← m·v + Δ``, ``o ← o − lr·(Δ + m·v)``, and all workers continue from ``o``. Where workers receive different
-means (gossip), each has outer weights of its own and ``mean_i w_i`` is its mix.
+means (gossip), each has outer weights of its own and ``mean_i w_i`` is its mix. Outer weights and velocity are float32 also where
+the model is not: in bfloat16 most of ``lr·Δ`` would be rounded away.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class DiLoCo(Sync):
         return step % self.p == 0
 
     def init_state(self, rows: Tensor) -> dict[str, Tensor]:
-        return {"outer": rows.clone(), "velocity": torch.zeros_like(rows)}
+        outer = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+        return {"outer": outer, "velocity": torch.zeros_like(outer)}
 
     def apply(self, mixed: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         outer = state["outer"]
-        delta = outer - mixed
+        delta = outer.to(mixed.dtype).to(outer.dtype) - mixed  # from the weights that the workers began with, rounded as theirs
         velocity = state["velocity"] * self.momentum + delta
         outer = outer - self.lr * (delta + self.momentum * velocity)
         return outer, {"outer": outer, "velocity": velocity}

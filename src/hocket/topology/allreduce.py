@@ -23,7 +23,7 @@ from hocket.cluster.message import Message, ordered_mean, there
 from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.feedback import mean_with_feedback, with_feedback
 from hocket.compression.sign import Sign
-from hocket.topology.base import Channel, Topology, slice_keys, without_shapes
+from hocket.topology.base import Channel, Topology, narrowed, slice_keys, without_shapes
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class AllReduceChannel(Channel):
             return self.mean(rows, context), state
         reference, inner = state["reference"], state.get("inner", {})
         if context.residual_stays:
-            heard, sent, inner = compressor.mean(rows - reference, self, inner, context)
+            heard, sent, inner = compressor.mean(narrowed(rows - reference), self, inner, context)
             return rows + (heard - sent), {"reference": reference + heard, "inner": inner}
-        heard, _, inner = mean_with_feedback(compressor, rows - reference, self, inner, context)
+        heard, _, inner = mean_with_feedback(compressor, narrowed(rows - reference), self, inner, context)
         mixed = reference + heard
         return mixed, {"reference": mixed.clone(), "inner": inner}
 

@@ -140,6 +140,11 @@ def slice_keys(keys: Tensor, slices: int) -> Tensor:
     return bits(keys, slices).to(torch.int64).flatten()
 
 
+def narrowed(rows: Tensor) -> Tensor:
+    """Rows as codes take them: in float32. What codes add to (weights, public copies) may be float64."""
+    return rows.to(torch.float32)
+
+
 def without_shapes(context: Context) -> Context:
     """The context of rows that are not whole buckets."""
     return replace(context, shapes=None)

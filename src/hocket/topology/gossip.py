@@ -28,7 +28,7 @@ from hocket.compression.damped import Damped
 from hocket.compression.sign import Sign
 from hocket.errors import HocketError, nearest
 from hocket.noise import bits, fold
-from hocket.topology.base import Channel, Topology
+from hocket.topology.base import Channel, Topology, narrowed
 
 KINDS = ("rotating", "ring", "exponential", "random")
 _ALL = (*KINDS, "pushsum")
@@ -196,7 +196,7 @@ class GossipChannel(Channel):
         slots, (count, size) = table.sources.shape[0], rows.shape
         codec = compressor if compressor.contracts else Damped(compressor)
         old = state.get(entry) or {"own": state["start"], "heard": state["start"].expand(slots, -1, -1), "codec": {}}
-        message, codec_memory = codec.encode(rows - old["own"], there(context.keys(1), rows), old["codec"], context)
+        message, codec_memory = codec.encode(narrowed(rows - old["own"]), there(context.keys(1), rows), old["codec"], context)
         own = old["own"] + codec.decode(message, size, context)
         news = self.cluster.neighbor_exchange(message, table.sources)
         heard = old["heard"] + codec.decode(news, size, context).view(slots, count, size)

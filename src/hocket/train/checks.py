@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
 from hocket.errors import HocketError
 from hocket.split.offload import refuse_offloaded
 from hocket.strategy import Strategy
+
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes an optimiser of parameters."""
 
 
 def layout_for(
@@ -39,6 +43,8 @@ def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Stra
     """Refuse what cannot work, in one sentence each."""
     if not isinstance(model, nn.Module):
         raise HocketError(f"parallelize needs an nn.Module, got {type(model).__name__}.")
+    if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+        raise HocketError(f"The model is wrapped in {type(model).__name__}, which exchanges gradients itself; give its .module.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise HocketError(f"parallelize needs a torch.optim optimiser, got {type(optimizer).__name__}.")
     refuse_offloaded(model)
@@ -54,8 +60,16 @@ def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Stra
         raise HocketError(
             f"nonfinite={nonfinite!r}: use 'raise' (end with the parameter's name) or 'skip' (leave that gradient out)."
         )
-    if strategy.compression.carries_momentum and any(g.get("momentum", 0) for g in optimizer.param_groups):
-        raise HocketError("dgc carries the momentum itself: use SGD(momentum=0) and dgc(…, momentum=0.9).")
+    refuse_momentum(optimizer, strategy)
+
+
+def refuse_momentum(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Refuse an optimiser with a momentum of its own (Adam's is its first beta) where the compression carries one."""
+    if strategy.compression.carries_momentum and any(g.get("momentum", 0) or "betas" in g for g in optimizer.param_groups):
+        raise HocketError(
+            f"dgc carries the momentum itself, and {type(optimizer).__name__} has one, too: use SGD(momentum=0) and "
+            "dgc(…, momentum=0.9)."
+        )
 
 
 def needs_servers(strategy: Strategy) -> bool:
@@ -105,6 +119,18 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"The optimiser holds a parameter of shape {tuple(strange.shape)} that this model lacks, so it would not be exchanged; "
             "build the optimiser from model.parameters(), after the model is complete."
         )
+
+
+def optimizer_for(factory: Factory, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimiser that ``factory`` makes of ``params``; one of other parameters would train nothing."""
+    optimizer = factory(params)
+    given, groups = {id(p) for p in params}, getattr(optimizer, "param_groups", [])
+    if any(id(p) not in given for group in groups for p in group["params"]):
+        raise HocketError(
+            "The function that makes the optimiser gave one with parameters of its own, so nothing would be trained; use those it "
+            "is given: optimizer=lambda params: torch.optim.SGD(params, 0.1)."
+        )
+    return optimizer
 
 
 def check_equal(model: nn.Module, layout: Layout, cluster: Cluster, terms: Sequence[str] = ()) -> None:

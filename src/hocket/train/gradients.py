@@ -3,19 +3,20 @@
 :class:`BucketedGradients` take them bucket by bucket, while the backward pass goes on:
 
 - A post-accumulate-grad hook per parameter fills the buckets; full ones are launched in bucket order, during the backward pass.
-- Exchanges of gradients end in the end-of-backward callback, before ``backward()`` returns, so that gradient clipping sees mixed
-  values.
+- Exchanges of gradients end in a callback at the end of the backward pass, before ``backward()`` returns, so that gradient clipping
+  sees mixed values. Where several jobs have gradients in one pass, each launches all of its buckets before any of them waits: the
+  order of the jobs' callbacks may differ from worker to worker.
 
-A gradient stays None only if the parameter was unused by all workers. Reentrant checkpointing would fire the callback too early
-and is refused. :class:`StepGradients` take them when the optimiser is about to step, clipped or accumulated as the loop did it; an
-unused parameter counts as zeros.
+A gradient stays None only if the parameter was unused by all workers, and no residual of an earlier gradient arrived. Reentrant
+checkpointing would fire the callback too early and is refused. :class:`StepGradients` take them when the optimiser is about to
+step, clipped or accumulated as the loop did it; an unused parameter counts as zeros.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch.utils.checkpoint
@@ -27,20 +28,26 @@ from hocket.train.runtimes.base import Binding, Runtime
 from hocket.train.watch import NonFinite
 
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.backward.__code__
+_NESTED = torch.autograd.function.BackwardCFunction.apply.__code__
+"""Of a custom function's backward: a backward pass that begins inside it is a part of the one around it."""
 SPARSE = "A gradient is sparse; exchanges are dense, so build the embedding with sparse=False."
 
 
 class BucketedGradients:
     """Takes gradients of ``binding``'s parameters and hands them to ``runtime`` in buckets."""
 
-    def __init__(self, binding: Binding, runtime: Runtime, nonfinite: NonFinite) -> None:
-        self._binding, self._runtime, self._nonfinite = binding, runtime, nonfinite
+    def __init__(self, binding: Binding, runtime: Runtime, nonfinite: NonFinite, scaler: Any = None) -> None:
+        """``scaler``: the GradScaler that scaled the loss; codes and their residuals see gradients without its factor."""
+        self._binding, self._runtime, self._nonfinite, self._scaler = binding, runtime, nonfinite, scaler
+        self._scale = 1.0
         buckets = binding.layout.buckets
         self._grads = [b.empty(1) for b in buckets]
         self._views = [b.views(g, 0) for b, g in zip(buckets, self._grads, strict=True)]
         self._ready: list[set[int]] = [set() for _ in buckets]
+        self._used: list[list[bool]] = []
         self._launched = 0
-        self._called_back = False
+        self._sent = 0
+        self._pass: int | None = None
         self.overflow = False
         """Whether any worker's gradient of the last pass was not finite, as far as somebody looked."""
         self.done_at = 0.0
@@ -75,21 +82,39 @@ class BucketedGradients:
             for s, p in enumerate(params):
                 if p.grad is not None:
                     self._take(b, s, p)
-        self._end_of_backward()
+        if self._end_of_backward():
+            self._finish_exchange()
 
     def _on_gradient(self, bucket: int, slot: int, p: nn.Parameter) -> None:
-        if not self._called_back:
-            self._called_back = True
-            Variable._execution_engine.queue_callback(self._end_of_backward)
+        current = torch._C._current_graph_task_id()
+        if current != self._pass and not (self._pass is not None and _inside(sys._getframe(), _NESTED)):
+            if self._pass is not None:
+                self._abandon()
+            self._pass = current
+            Variable._execution_engine.queue_callback(self._on_end_of_backward)
         if self._binding.backwards + 1 < self._binding.accumulate or not self._runtime.mixes_gradients:
             return
         self._take(bucket, slot, p)
+
+    def _abandon(self) -> None:
+        """The pass before ended with an exception, which the loop caught. Buckets that it launched are with the other workers: they
+        count, as this step's; the others come from the pass that begins."""
+        self._sent = self._launched
+        for ready in self._ready[self._sent :]:
+            ready.clear()
 
     def _take(self, bucket: int, slot: int, p: nn.Parameter) -> None:
         view, params = self._views[bucket][slot], self._binding.params
         assert p.grad is not None
         if p.grad.is_sparse:
             raise HocketError(SPARSE)
+        if bucket < self._sent:
+            if p.grad.data_ptr() == view.data_ptr():
+                raise HocketError(
+                    "The last backward pass ended with an exception when some of its gradients were on their way; to skip such a "
+                    "batch, call optimizer.zero_grad(set_to_none=True) before the next one."
+                )
+            return
         if slot in self._ready[bucket]:
             raise HocketError(
                 f"The gradient of {self._binding.layout.buckets[bucket].slots[slot].name} came twice in one backward pass, as "
@@ -113,27 +138,45 @@ class BucketedGradients:
             self._nonfinite.look(self._launched, rows, self._runtime.step + 1)
         if binding.weight != 1.0 and binding.accumulate == 1:
             rows.mul_(binding.weight)
+        if self._scaler is not None and not self._runtime.linear:
+            if self._launched == 0:
+                self._scale = self._scaler.get_scale()
+            rows.div_(self._scale)
         self._runtime.gradient_ready(self._launched, rows)
         self._launched += 1
 
-    def _end_of_backward(self) -> None:
-        self._called_back = False
+    def _on_end_of_backward(self) -> None:
+        if self._end_of_backward():
+            Variable._execution_engine.queue_callback(self._finish_exchange)
+
+    def _end_of_backward(self) -> bool:
+        """Launch what has not been launched; whether there is an exchange to wait for."""
+        self._pass = None
         self.done_at = time.perf_counter()
         _refuse_reentrant(sys._getframe())
         self._binding.backwards += 1
         if self._binding.backwards < self._binding.accumulate or not self._runtime.mixes_gradients:
-            return
-        params = self._binding.params
-        used = [[p.grad is not None for p in row] for row in params]
+            return False
+        used = [[b < self._sent or p.grad is not None for p in row] for b, row in enumerate(self._binding.params)]
         while self._launched < len(self._ready):
             self._fill_unused(self._launched)
             self._launch()
         self._ready = [set() for _ in self._ready]
         self._launched = 0
-        used = self._agree(used)
-        for views, row, flags in zip(self._views, params, used, strict=True):
+        self._used = used
+        if self._binding.check:
+            self._runtime.flags_ready([*(f for row in used for f in row), self._nonfinite.found])
+        return True
+
+    def _finish_exchange(self) -> None:
+        used, residuals = self._agreed(), self._runtime.keeps_residuals
+        if self._scale != 1.0:  # the scaler takes it out of them
+            for rows in self._grads:
+                rows.mul_(self._scale)
+        sent, self._sent = self._sent, 0
+        for bucket, (views, row, flags) in enumerate(zip(self._views, self._binding.params, used, strict=True)):
             for view, p, flag in zip(views, row, flags, strict=True):
-                if p.grad is None and flag:
+                if (p.grad is None or bucket < sent) and (flag or (residuals and bool(view.any()))):
                     p.grad = view
 
     def _fill_unused(self, bucket: int) -> None:
@@ -147,16 +190,14 @@ class BucketedGradients:
                 view.copy_(p.grad)
                 p.grad = view
 
-    def _agree(self, used: list[list[bool]]) -> list[list[bool]]:
+    def _agreed(self) -> list[list[bool]]:
         """Which parameters anybody used, and whether anybody's gradient was not finite: agreed in one small message."""
+        agreed = self._runtime.gradients_done()
         if not self._binding.check:
-            self._runtime.gradients_done(None)
-            return used
-        agreed = self._runtime.gradients_done([*(f for row in used for f in row), self._nonfinite.found])
-        assert agreed is not None
+            return self._used
         self.overflow = agreed.pop()
         self._nonfinite.judge(self.overflow)
-        return [[agreed.pop(0) for _ in row] for row in used]
+        return [[agreed.pop(0) for _ in row] for row in self._used]
 
 
 class StepGradients:
@@ -210,9 +251,41 @@ class StepGradients:
         self._hidden = []
 
 
-def check_passes(binding: Binding, runtime: Runtime) -> None:
-    """Refuse a step after another number of backward passes than ``accumulate``, where that matters."""
+Gradients = BucketedGradients | StepGradients
+
+
+def gradients_for(binding: Binding, runtime: Runtime, nonfinite: NonFinite, scaler: Any) -> Gradients:
+    """During the backward pass where all workers step together, otherwise before the step."""
+    if runtime.synchronous:
+        return BucketedGradients(binding, runtime, nonfinite, scaler)
+    return StepGradients(binding, runtime, nonfinite)
+
+
+def call_closure(runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """``optimizer.step(closure)``: whether there is a closure, and arguments in which it was replaced by its result.
+
+    Its gradients must be there before the step's exchange, so it is called here. An optimiser that is not PyTorch's own may call it
+    more than once, and calls it itself.
+    """
+    optimizer, *given = args
+    closure = given[0] if given else kwargs.get("closure")
+    if closure is None or not (runtime.takes_gradients or type(optimizer).__module__.startswith("torch.optim.")):
+        return closure is not None, None
+    with torch.enable_grad():
+        loss = closure()
+    if given:
+        return True, ((optimizer, lambda: loss, *given[1:]), kwargs)
+    return True, (args, {**kwargs, "closure": lambda: loss})
+
+
+def check_passes(binding: Binding, runtime: Runtime, closure: bool = False) -> None:
+    """Refuse a step after another number of backward passes than ``accumulate``, where that matters; a closure may make some."""
     passes, accumulate = binding.backwards, binding.accumulate
+    if not passes and not closure and runtime.mixes_gradients and any(p.grad is not None for own in binding.params for p in own):
+        raise HocketError(
+            "optimizer.step() without a backward pass since the last step, so its gradients were not exchanged; call backward() "
+            "before each step, or job.exchange() where gradients come from elsewhere."
+        )
     if passes and passes < accumulate:
         raise HocketError(f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}; make them agree.")
     if passes > accumulate and runtime.mixes_gradients and not runtime.linear:
@@ -259,8 +332,13 @@ def share_overflow(job: StepSkipper, scaler: Any) -> None:
     scaler._unscale_grads_ = agreed
 
 
-def _refuse_reentrant(frame: FrameType | None) -> None:
-    while frame is not None:
-        if frame.f_code is _REENTRANT:
-            raise HocketError("Reentrant checkpointing ends the backward pass early; use checkpoint(…, use_reentrant=False).")
+def _refuse_reentrant(frame: FrameType) -> None:
+    if _inside(frame, _REENTRANT):
+        raise HocketError("Reentrant checkpointing ends the backward pass early; use checkpoint(…, use_reentrant=False).")
+
+
+def _inside(frame: FrameType | None, code: CodeType) -> bool:
+    """Whether a function was called, directly or not, by the one with that code."""
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
+    return frame is not None

@@ -29,7 +29,7 @@ from hocket.train.checks import (
     mention_period,
     refuse_newcomers,
 )
-from hocket.train.gradients import BucketedGradients, StepGradients, check_passes, share_overflow
+from hocket.train.gradients import call_closure, check_passes, gradients_for, share_overflow
 from hocket.train.runtimes.base import Binding, Runtime
 from hocket.train.watch import NonFinite
 
@@ -79,10 +79,7 @@ class Job:
         self._ours = _adopt(self._binding, runtime.cluster) if runtime.in_rows else set()
         runtime.join(self._binding)
         self._nonfinite = NonFinite(policy, self.layout, runtime.where)
-        self._gradients: BucketedGradients | StepGradients | None = None
-        if self._binding.params:
-            kind = BucketedGradients if runtime.synchronous else StepGradients
-            self._gradients = kind(self._binding, runtime, self._nonfinite)
+        self._gradients = gradients_for(self._binding, runtime, self._nonfinite, scaler) if self._binding.params else None
         self._handles = self._hook(passes_hooked)
         runtime.hooked()
         if scaler is not None:
@@ -131,6 +128,7 @@ class Job:
         """
         if self.split is not None:
             self.split.drain()
+        self._binding.reclaim()
         with self.runtime.averaged() as model:
             yield model if self.split is None else self.split.averaged()
 
@@ -140,6 +138,7 @@ class Job:
             return self.model
         if self.split is not None:
             self.split.drain()
+        self._binding.reclaim()
         model = self.runtime.finish()
         if self.split is not None:
             self.split.averaged()
@@ -208,10 +207,7 @@ class Job:
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`full_state`, or from an unsplit model's and optimiser's; every process is given the whole."""
-        if self.split is None:
-            self.runtime.load_full_state(state)
-        else:
-            self.split.load_full_state(state)
+        (self.runtime if self.split is None else self.split).load_full_state(state)
 
     @property
     def _split(self) -> SplitModel:
@@ -260,15 +256,17 @@ class Job:
         handles: list[Any] = []
         if passes_hooked and self._gradients is not None and not self.runtime.alone:
             handles += self._gradients.hook()
-        handles.append(self.optimizer.register_step_pre_hook(lambda *_: self._before_step()))
+        handles.append(self.optimizer.register_step_pre_hook(self._before_step))
         handles.append(self.optimizer.register_step_post_hook(lambda *_: self._after_step()))
         return handles
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
-    def _before_step(self) -> None:
+    def _before_step(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         runtime, binding = self.runtime, self._binding
-        check_passes(binding, runtime)
+        closure, replaced = call_closure(runtime, args, kwargs)
+        binding.reclaim()
+        check_passes(binding, runtime, closure)
         if self._ours and not runtime.alone:
             refuse_newcomers(self.optimizer, self._ours)
         if binding.check and runtime.steps_locally and not runtime.mixes_gradients:  # the worker's own optimiser will read them
@@ -276,9 +274,11 @@ class Job:
         runtime.before_update(self._gradients.rows() if runtime.takes_gradients and self._gradients is not None else [])
         if not runtime.steps_locally and self._gradients is not None:
             self._gradients.hide()
+        return replaced
 
     def skip_step(self) -> None:
         """Count a step whose update is zero; a mix under way is applied, and the next one is launched."""
+        self._binding.reclaim()
         self.runtime.before_update([])
         self._after_step()
 

@@ -21,7 +21,7 @@ from hocket.cluster.layout import Buckets, Layout
 from hocket.errors import HocketError, NonFiniteGradient
 from hocket.programs.collective import CollectiveProgram
 from hocket.strategy import Strategy
-from hocket.train.checks import check_equal, check_job, layout_for
+from hocket.train.checks import Factory, check_equal, check_job, layout_for, optimizer_for
 from hocket.train.engines import Engine, choose, stack_buffers
 from hocket.train.engines.loop import forked, random_modules
 from hocket.train.job import Job
@@ -30,7 +30,6 @@ from hocket.train.stacked import StackedOptimizer, clip_rows_
 from hocket.train.throttle import Throttle
 from hocket.train.watch import NonFinite
 
-Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, Tensor], Tensor]
 
 
@@ -179,7 +178,7 @@ class StackedReplicas:
         """``engine``: a name, or what gives an engine for a layout."""
         self.cluster, self.clip, self.strategy = cluster, clip, strategy
         self.model = model.to(cluster.device)
-        template = optimizer(list(model.parameters()))
+        template = optimizer_for(optimizer, list(model.parameters()))
         check_job(model, template, strategy, 1, nonfinite)
         self.layout = layout_for(model, template, strategy, bucket_cap_bytes, first_bucket_cap_bytes)
         check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
@@ -226,6 +225,8 @@ class StackedReplicas:
             self.program.flags_ready(self._flags(used))
             agreed = self.program.gradients_done()[-1]
             used = agreed[:-1].view(1, -1).expand(self.cluster.rows, -1)
+            if self.program.keeps_residuals and not bool(used.all()):
+                used = used | self._arrived()
             if self._watch is not None:
                 self._watch.judge(bool(agreed[-1]))
         elif self._watch is not None:
@@ -309,6 +310,11 @@ class StackedReplicas:
             scale = (max_norm / (torch.nn.utils.get_total_norm(grads) + 1e-6)).clamp(max=1.0)
             for grad in grads:
                 grad.mul_(scale.to(grad.dtype))
+
+    def _arrived(self) -> Tensor:
+        """Which slots have gradients other than zero, ``[rows, slots]``: residuals arrive also where nobody used a parameter."""
+        pairs = zip(self.layout.buckets, self.grads, strict=True)
+        return torch.stack([(g[:, s.offset : s.offset + s.size] != 0).any(1) for b, g in pairs for s in b.slots], 1).cpu()
 
     def _flags(self, used: Tensor) -> Tensor:
         found = self._watch is not None and self._watch.found

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from hocket.cluster.layout import Bucket, Layout
 from hocket.errors import HocketError
+from hocket.train.checks import optimizer_for
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -70,7 +71,7 @@ class StackedOptimizer:
         self._factory, self._layout, self._weights, self._grads = factory, layout, weights, grads
         self._slots = [s.name for b in layout.buckets for s in b.slots]
         self._order = _model_order(self._slots, names)
-        template = factory(self._row(0))
+        template = optimizer_for(factory, self._row(0))
         if isinstance(template, torch.optim.LBFGS):
             raise HocketError("LBFGS needs a closure and cannot run on virtual workers; use SGD, Adam or another one without.")
         self.stacked = type(template) in ELEMENTWISE and not any(g.get("fused") for g in template.param_groups)

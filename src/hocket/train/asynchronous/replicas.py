@@ -21,7 +21,7 @@ from hocket.data.base import DataSet
 from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.noise import step_keys
 from hocket.strategy import Strategy
-from hocket.train.checks import check_job, layout_for
+from hocket.train.checks import check_job, layout_for, optimizer_for
 from hocket.train.engines import Engine, VmapEngine, stack_buffers
 from hocket.train.replicas import Factory, swapped_weights
 from hocket.train.watch import NonFinite
@@ -45,7 +45,7 @@ class AsyncReplicas:
     ) -> None:
         self.model, self.strategy, self.cluster, self.clip = model.to(cluster.device), strategy, cluster, clip
         self.factory = optimizer
-        self.optimizer = optimizer(list(model.parameters()))
+        self.optimizer = optimizer_for(optimizer, list(model.parameters()))
         check_job(model, self.optimizer, strategy, 1, nonfinite)
         self.layout: Layout = layout_for(model, self.optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes)
         rows = cluster.size
@@ -182,7 +182,7 @@ class AsyncReplicas:
             parameters = [nn.Parameter(v) for b, w in zip(buckets, self.weights, strict=True) for v in b.views(w, row)]
             gradients = [v for b, g in zip(buckets, self.grads, strict=True) for v in b.views(g, row)]
             named = dict(zip((s.name for b in buckets for s in b.slots), parameters, strict=True))
-            optimizer = self.factory([named[n] for n, _ in self.model.named_parameters() if n in named])
+            optimizer = optimizer_for(self.factory, [named[n] for n, _ in self.model.named_parameters() if n in named])
             self._alone[worker] = optimizer, parameters, gradients
         return self._alone[worker]
 

@@ -2,8 +2,8 @@
 
 A job has the hooks on model and optimiser. It makes a :class:`Binding`, calls :meth:`Runtime.join` with it, and then, per step:
 
-1. where ``mixes_gradients``: ``gradient_ready(bucket, rows)`` for every bucket in order, then ``gradients_done(flags)``; the
-   gradients of all workers are mixed, in place, when it returns;
+1. where ``mixes_gradients``: ``gradient_ready(bucket, rows)`` for every bucket in order, ``flags_ready(flags)``, then
+   ``gradients_done()``; the gradients of all workers are mixed, in place, when it returns;
 2. ``before_update(gradients)``, with this step's gradients as rows of their own where ``takes_gradients``;
 3. the optimiser's update, if ``steps_locally`` (read after ``before_update``);
 4. ``after_update()``.
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
+from hocket.errors import HocketError
 from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import JobLedger
@@ -49,6 +51,30 @@ class Binding:
     """This worker's share of the next exchange: its samples × N / all samples."""
     backwards: int = 0
     """Backward passes since the last step, where they are counted."""
+
+    @cached_property
+    def _homes(self) -> tuple[list[nn.Parameter], list[Tensor], list[int]]:
+        views = [view for b, rows in zip(self.layout.buckets, self.weights, strict=True) for view in b.views(rows, 0)]
+        return [p for own in self.params for p in own], views, [view.data_ptr() for view in views]
+
+    def reclaim(self) -> None:
+        """Parameters whose ``data`` the loop has replaced (``p.data = p.data.clamp(…)``) are views of their rows again, with the
+        new values."""
+        if not self.params:
+            return
+        params, views, addresses = self._homes
+        if [p.data_ptr() for p in params] == addresses:
+            return
+        names = [slot.name for b in self.layout.buckets for slot in b.slots]
+        for name, p, view in zip(names, params, views, strict=True):
+            if (p.dtype, p.shape, p.device) != (view.dtype, view.shape, view.device):
+                raise HocketError(
+                    f"Parameter {name} is {_kind(p)} now, but was {_kind(view)} when the job began, so it cannot be exchanged; "
+                    "convert the model before hocket.parallelize(…), or call job.detach() and parallelize again."
+                )
+            if p.data_ptr() != view.data_ptr():
+                view.copy_(p.data)
+                p.data = view
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -79,6 +105,10 @@ class Binding:
         finally:
             for tensor, old in zip(tensors, kept, strict=True):
                 tensor.data.copy_(old)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
 
 
 class Runtime(Protocol):
@@ -117,6 +147,10 @@ class Runtime(Protocol):
         """Whether gradients that are mixed twice are as those that are mixed once."""
 
     @property
+    def keeps_residuals(self) -> bool:
+        """Whether mixed gradients may hold residuals of earlier ones, also of a parameter that no worker used."""
+
+    @property
     def steps_locally(self) -> bool:
         """Whether the worker's own optimiser makes the step under way."""
 
@@ -151,8 +185,11 @@ class Runtime(Protocol):
     def gradient_ready(self, bucket: int, rows: Tensor) -> None:
         """The gradients of one bucket are complete; called in bucket order."""
 
-    def gradients_done(self, flags: list[bool] | None) -> list[bool] | None:
-        """Wait until all gradients are mixed; the flags that any worker has set, where flags are given."""
+    def flags_ready(self, flags: list[bool]) -> None:
+        """Flags to be combined with those of other workers, as the last part of the exchange of gradients."""
+
+    def gradients_done(self) -> list[bool]:
+        """Wait until all gradients are mixed; the flags that any worker has set, where flags were given."""
 
     def any_worker(self, flag: bool) -> bool:
         """Whether any worker has set the flag (a collective)."""

@@ -31,6 +31,7 @@ class CollectiveRuntime:
         self.cluster, self.zero, self.axes = cluster, zero, axes
         self.alone = cluster.size == 1
         self.sharded: ShardedState | None = None
+        self._flagged = False
 
     def terms(self) -> list[str]:
         return [f"zero={self.zero}"]
@@ -72,6 +73,10 @@ class CollectiveRuntime:
         return self.program.linear
 
     @property
+    def keeps_residuals(self) -> bool:
+        return self.program.keeps_residuals
+
+    @property
     def mixes_gradients(self) -> bool:
         return self.program.mixes_gradients
 
@@ -82,13 +87,14 @@ class CollectiveRuntime:
     def gradient_ready(self, bucket: int, rows: Tensor) -> None:
         self.program.gradient_ready(bucket, rows)
 
-    def gradients_done(self, flags: list[bool] | None) -> list[bool] | None:
-        if flags is None:
-            self.program.gradients_done()
-            return None
+    def flags_ready(self, flags: list[bool]) -> None:
+        self._flagged = True
         self.program.flags_ready(torch.tensor([flags], device=self.cluster.device))
-        agreed: list[bool] = self.program.gradients_done()[-1].tolist()
-        return agreed
+
+    def gradients_done(self) -> list[bool]:
+        results, flagged = self.program.gradients_done(), self._flagged
+        self._flagged = False
+        return results[-1].tolist() if flagged else []
 
     def any_worker(self, flag: bool) -> bool:
         return bool(self.cluster.all_reduce_any(torch.tensor([[flag]], device=self.cluster.device)))
@@ -125,6 +131,7 @@ class CollectiveRuntime:
         if self.sharded is not None:
             self.sharded.detach()
         self.cluster.ledger.pause()
+        self.cluster.release()
 
     def _average(self) -> None:
         """Mean weights, where replicas differ, and mean float buffers."""

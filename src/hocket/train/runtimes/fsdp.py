@@ -36,6 +36,7 @@ class FsdpRuntime:
     mixes_gradients = True
     weighs_gradients = True
     linear = True
+    keeps_residuals = False
     steps_locally = True
     sharded = None
 
@@ -90,7 +91,10 @@ class FsdpRuntime:
     def gradient_ready(self, bucket: int, rows: Tensor) -> None:
         raise AssertionError("FSDP2 exchanges gradients")
 
-    def gradients_done(self, flags: list[bool] | None) -> list[bool] | None:
+    def flags_ready(self, flags: list[bool]) -> None:
+        raise AssertionError("FSDP2 exchanges gradients itself")
+
+    def gradients_done(self) -> list[bool]:
         raise AssertionError("FSDP2 exchanges gradients")
 
     def any_worker(self, flag: bool) -> bool:

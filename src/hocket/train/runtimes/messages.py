@@ -93,6 +93,7 @@ class MessageRuntime:
     alone = False
     mixes_gradients = False
     linear = True
+    keeps_residuals = False
     sharded = None
 
     def __init__(
@@ -133,7 +134,10 @@ class MessageRuntime:
     def gradient_ready(self, bucket: int, rows: Tensor) -> None:
         raise AssertionError("gradients travel after the backward pass")
 
-    def gradients_done(self, flags: list[bool] | None) -> list[bool] | None:
+    def flags_ready(self, flags: list[bool]) -> None:
+        raise AssertionError("gradients travel after the backward pass")
+
+    def gradients_done(self) -> list[bool]:
         raise AssertionError("gradients travel after the backward pass")
 
     def any_worker(self, flag: bool) -> bool:

@@ -1,0 +1,262 @@
+"""Loops that do more between two steps than the plain one: closures, replaced data, exceptions, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hocket
+from loops.harness import Loop, Start, flat, refusal
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def sgd(model: nn.Module, lr: float = 0.1, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr, **options)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 12, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+# --- closures --------------------------------------------------------------------------------------------------------------------
+
+
+def closures(rank: int, strategy: str) -> dict[str, Any]:
+    """The same loop with ``optimizer.step()`` and with ``optimizer.step(closure)``, as Lightning calls it."""
+    found: dict[str, Any] = {"start": flat(net())}
+    for closed in (False, True):
+        model = net()
+        optimizer = sgd(model)
+        job = hocket.parallelize(model, optimizer, strategy)
+        losses = []
+        for step in range(6):
+
+            def closure(step: int = step, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(batch(rank, step)).square().mean()
+                loss.backward()
+                return loss
+
+            losses.append(float(optimizer.step(closure) if closed else (closure(), optimizer.step())[0]))
+        job.finish()
+        found[str(closed)] = flat(model)
+        found[f"{closed} losses"] = losses
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "local(2)", "diloco(2)", "bulk + server"])
+def test_a_step_with_a_closure_is_the_same_step(loop: Loop, strategy: str) -> None:
+    for worker in loop(closures, strategy=strategy):
+        assert torch.allclose(worker["True"], worker["False"], atol=1e-7)
+        assert worker["True losses"] == pytest.approx(worker["False losses"])
+        assert float((worker["True"] - worker["start"]).norm()) > 0.01
+
+
+@pytest.mark.parametrize("strategy", ["async + server", "downpour(2) + server"])
+def test_a_closures_gradient_is_the_one_that_is_pushed(loop: Loop, strategy: str) -> None:
+    """One worker, whose steps are then in an order of their own."""
+    for worker in loop(closures, 1, strategy=f"{strategy}(optimizer=sgd)"):
+        assert torch.allclose(worker["True"], worker["False"], atol=1e-7)
+        assert float((worker["True"] - worker["start"]).norm()) > 0.01
+
+
+# --- replaced data ---------------------------------------------------------------------------------------------------------------
+
+
+def clamped(rank: int, strategy: str, replaced: bool) -> dict[str, Any]:
+    """WGAN's clamping, in place or by a new tensor."""
+    model = net()
+    optimizer = sgd(model)
+    job = hocket.parallelize(model, optimizer, strategy)
+    for step in range(8):
+        optimizer.zero_grad()
+        (model(batch(rank, step)) - rank).square().mean().backward()
+        optimizer.step()
+        for p in model.parameters():
+            if replaced:
+                p.data = p.data.clamp(-0.2, 0.2)
+            else:
+                p.data.clamp_(-0.2, 0.2)
+    with job.averaged() as mean:
+        averaged = flat(mean)
+    own = flat(model)
+    model.to(torch.float64)
+    return {"own": own, "averaged": averaged, "sentence": refusal(optimizer.step)}
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "local(2)", "local(1) + gossip", "diloco(2)"])
+def test_replaced_data_is_exchanged(loop: Loop, strategy: str) -> None:
+    in_place = loop(clamped, strategy=strategy, replaced=False)
+    replaced = loop(clamped, strategy=strategy, replaced=True)
+    for one, other in zip(in_place, replaced, strict=True):
+        assert torch.equal(one["own"], other["own"])
+        assert torch.equal(one["averaged"], other["averaged"])
+        assert one["sentence"].startswith(
+            "Parameter 2.bias is float64 (4,) on cpu now, but was float32 (4,) on cpu when the job began"
+        )
+    assert torch.equal(replaced[0]["averaged"], replaced[1]["averaged"])
+
+
+# --- an exception in a backward pass ---------------------------------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    """Raises in its backward pass, when told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, now: bool) -> Tensor:
+        ctx.now = now
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.now:
+            raise torch.OutOfMemoryError("out of memory")
+        return gradient, None
+
+
+def skipping(rank: int, strategy: str, failing: list[int]) -> dict[str, Any]:
+    """In the fourth step some workers run out of memory in the backward pass, before the first layer, and take another batch."""
+    model = net()
+    optimizer = sgd(model)
+    job = hocket.parallelize(model, optimizer, strategy, buckets=hocket.Buckets(1, 1))
+    caught = 0
+    for step in range(6):
+        for attempt in range(2):
+            optimizer.zero_grad()
+            try:
+                x = batch(rank, 10 * attempt + step)
+                for k, layer in enumerate(model):
+                    x = Fails.apply(layer(x), step == 3 and rank in failing and attempt == 0 and k == 0)
+                x.square().mean().backward()
+            except torch.OutOfMemoryError:
+                caught += 1
+                continue
+            break
+        optimizer.step()
+    with job.averaged() as mean:
+        averaged = flat(mean)
+    steps = job.step
+    job.detach()
+    return {"own": flat(model), "averaged": averaged, "caught": caught, "steps": steps}
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "bulk + topk(0.5)", "local(2)", "local(2) + gossip"])
+@pytest.mark.parametrize("failing", [[0], [0, 1]])
+def test_a_batch_whose_backward_pass_fails_can_be_skipped(loop: Loop, strategy: str, failing: list[int]) -> None:
+    workers = loop(skipping, strategy=strategy, failing=failing)
+    assert [worker["caught"] for worker in workers] == [int(rank in failing) for rank in (0, 1)]
+    assert [worker["steps"] for worker in workers] == [6, 6]
+    assert torch.equal(workers[0]["averaged"], workers[1]["averaged"])
+    if strategy.startswith("bulk"):
+        assert torch.equal(workers[0]["own"], workers[1]["own"])
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int) -> dict[str, str]:
+    found = {}
+    model = net()
+    optimizer = sgd(model)
+    job = hocket.parallelize(model, optimizer, "bulk")
+    found["twice"] = refusal(hocket.parallelize, model, sgd(model), "bulk")
+    model(batch(rank, 0)).sum().backward()
+    optimizer.step()
+    found["step"] = refusal(optimizer.step)
+    job.detach()
+    found["again"] = refusal(hocket.parallelize, model, sgd(model), "bulk")
+
+    periodic = net()
+    optimizer = sgd(periodic)
+    hocket.parallelize(periodic, optimizer, "local(2) + exchange=gradients")
+    periodic(batch(rank, 0)).sum().backward()
+    found["first"] = refusal(optimizer.step)
+    found["second"] = refusal(optimizer.step)
+
+    for name, make in (("adam", torch.optim.Adam), ("rmsprop", torch.optim.RMSprop)):
+        other = net()
+        found[name] = refusal(hocket.parallelize, other, make(other.parameters(), 1e-3), "bulk + dgc(0.1)")
+    other = net()
+    wrapped = DistributedDataParallel(other)
+    found["ddp"] = refusal(hocket.parallelize, wrapped, sgd(wrapped), "bulk")
+    return found
+
+
+def test_what_would_train_wrongly_is_refused(loop: Loop) -> None:
+    first, second = loop(refused)
+    assert first == second
+    assert first["twice"].startswith("Parameter 0.weight is trained by another job (bulk + allreduce); call detach()")
+    assert first["step"].startswith("optimizer.step() without a backward pass since the last step")
+    assert first["second"] == first["step"]
+    assert first["adam"].startswith("dgc carries the momentum itself, and Adam has one, too")
+    assert first["ddp"].startswith("The model is wrapped in DistributedDataParallel")
+    assert first["ddp"].endswith("give its .module.")
+    assert first["again"] == first["first"] == first["rmsprop"] == ""
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "async + server", "local(2) + gossip"])
+def test_an_optimiser_of_other_parameters_is_refused_by_simulate(strategy: str) -> None:
+    model = nn.Linear(3, 2)
+    data = torch.randn(8, 3), torch.randint(2, (8,))
+    sentence = refusal(
+        hocket.simulate,
+        lambda: model,
+        nn.functional.cross_entropy,
+        data,
+        strategy=strategy,
+        workers=2,
+        batch_size=2,
+        optimizer=lambda _: torch.optim.SGD(nn.Linear(3, 2).parameters(), 0.1),
+    )
+    assert sentence.startswith("The function that makes the optimiser gave one with parameters of its own")
+
+
+def test_an_optimiser_of_the_models_own_parameters_is_refused_by_simulate() -> None:
+    model = nn.Linear(3, 2)
+    data = torch.randn(8, 3), torch.randint(2, (8,))
+    sentence = refusal(
+        hocket.simulate,
+        lambda: model,
+        nn.functional.cross_entropy,
+        data,
+        workers=2,
+        batch_size=2,
+        optimizer=lambda _: torch.optim.SGD(model.parameters(), 0.1),
+    )
+    assert sentence.startswith("The function that makes the optimiser gave one with parameters of its own")
+
+
+# --- an early end ----------------------------------------------------------------------------------------------------------------
+
+
+def uneven(rank: int, strategy: str, early: int) -> int:
+    model = net()
+    optimizer = sgd(model)
+    job = hocket.parallelize(model, optimizer, strategy)
+    for step in range(4 if rank == early else 8):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    return job.step
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "local(1)", "bulk + topk(0.5)"])
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_loop_that_ends_early_ends_the_others(start: Start, strategy: str, early: int) -> None:
+    group = start(uneven, 3, strategy=strategy, early=early)
+    codes = group.wait(60)
+    assert codes[early] == 0
+    for rank in {0, 1, 2} - {early}:
+        assert codes[rank] != 0
+    assert f"Worker {early} (process {early}) died, ended early" in group.said()
