@@ -23,8 +23,8 @@ Each line is a training loop as people publish it, run on two real processes wit
 *Equal to DDP* compares the weights after `bulk` with those after `DistributedDataParallel`. What cannot work is refused in one
 sentence at the first step it concerns; the last column has it.
 
-The loops are in `tests/loops/published.py`; `python -m pytest tests/loops/test_published.py` runs them, `python scripts/loops_page.py`
-writes this page.
+The loops are in `tests/loops/published.py`; `python -m pytest tests/loops/test_published.py` runs them,
+`python scripts/loops_page.py` writes this page.
 
 | loop | `bulk` equal to DDP | refused |
 |---|---|---|

@@ -228,3 +228,25 @@ def test_the_outer_weights_of_diloco_are_float32(loop: Loop) -> None:
         went = {dtype: 1.0 - float(w.mean()) for dtype, w in worker.items()}
         assert went["torch.float32"] == pytest.approx(40 * 0.1 * 2.0**-8, rel=1e-3)
         assert went["torch.bfloat16"] == pytest.approx(went["torch.float32"], abs=2.0**-8)
+
+
+def discarding(rank: int, discards: bool) -> Tensor:
+    """A step's loss, and, where ``discards``, a backward pass of another network's loss, whose gradients are thrown away."""
+    model = nn.Linear(12, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    job = hocket.parallelize(model, optimizer, "bulk + topk(0.1)")
+    own = torch.Generator().manual_seed(rank)
+    for _ in range(8):
+        batch, other = torch.randn(2, 5, 12, generator=own)
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        if discards:
+            model(other).sum().backward()
+    job.finish()
+    return flat(model)
+
+
+def test_discarded_gradients_leave_no_residual(loop: Loop) -> None:
+    for plain, other in zip(loop(discarding, discards=False), loop(discarding, discards=True), strict=True):
+        assert torch.equal(plain, other)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from loops.harness import Loop
 
 import hocket
+from loops.harness import Loop
 from loops.published import LOOPS, Parallel
 from loops.strategies import STRATEGIES
 

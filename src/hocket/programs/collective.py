@@ -29,6 +29,9 @@ from hocket.strategy import Strategy
 from hocket.sync import Moment
 from hocket.topology import AllReduce
 
+_WATCHED = 4
+"""In so many steps a loop shows whether it discards gradients."""
+
 
 class CollectiveProgram:
     """``strategy`` bound to a cluster and a layout, starting from ``weights`` that are equal on all workers."""
@@ -50,6 +53,8 @@ class CollectiveProgram:
         self._mixed: list[Tensor] | None = None
         self._plain = not strategy.compression.compresses
         self.gradient_state: list[State] = [{} for _ in layout.buckets]
+        self._discards = False  # whether the loop has discarded mixed gradients
+        self._kept: list[State] | None = None
         self.weight_state: list[State] = [self.channel.init_state(strategy.compression, _wide(w)) for w in weights]
         self.outer_state: list[State] = [strategy.sync.init_state(w) for w in weights]
 
@@ -77,6 +82,8 @@ class CollectiveProgram:
             return
         if self._exchange is None:
             self._exchange = self.cluster.exchange()
+            if self._kept is None and (self._discards or self.step < _WATCHED):
+                self._kept = list(self.gradient_state)
         self._exchange.submit(partial(self._mix_gradients, bucket, rows), self._produced[bucket])
 
     def flags_ready(self, flags: Tensor) -> None:
@@ -93,6 +100,15 @@ class CollectiveProgram:
             self.exchanges += 1
             self._wait_on_clock()
         return results
+
+    def discard_gradients(self) -> None:
+        """The loop has discarded the gradients mixed since the last update: residuals are again as they were before them.
+
+        They are kept for that in the first steps, and later in loops that did it once, since it costs memory.
+        """
+        self._discards = True
+        if self._kept is not None:
+            self.gradient_state, self._kept = self._kept, None
 
     def _mix_gradients(self, bucket: int, rows: Tensor) -> Any:
         context = self._context(bucket)
@@ -122,6 +138,7 @@ class CollectiveProgram:
     def after_update(self, weights: list[Tensor]) -> None:
         """Count the step; exchange updated weights where the strategy does; launch the next step's mix."""
         self.step += 1
+        self._kept = None
         moment = self.strategy.moment(self.step)
         if moment is Moment.AFTER:
             self._exchange_now(weights)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -91,10 +92,25 @@ class BucketedGradients:
             if self._pass is not None:
                 self._abandon()
             self._pass = current
+            self._look_for_discarded()
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
         if self._binding.backwards + 1 < self._binding.accumulate or not self._runtime.mixes_gradients:
             return
         self._take(bucket, slot, p)
+
+    def _look_for_discarded(self) -> None:
+        """A pass begins after an exchange that no step used: was it discarded (``zero_grad()``), as in the loop of a GAN?"""
+        binding = self._binding
+        if binding.backwards < binding.accumulate or self._runtime.linear or not self._runtime.mixes_gradients:
+            return
+        kept = (p.grad is not None and p.grad.data_ptr() == view.data_ptr() for p, view in self._pairs())
+        if not any(kept):
+            binding.backwards = 0
+            self._runtime.discard_gradients()
+
+    def _pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for params, views in zip(self._binding.params, self._views, strict=True):
+            yield from zip(params, views, strict=True)
 
     def _abandon(self) -> None:
         """The pass before ended with an exception, which the loop caught. Buckets that it launched are with the other workers: they
@@ -291,7 +307,8 @@ def check_passes(binding: Binding, runtime: Runtime, closure: bool = False) -> N
     if passes > accumulate and runtime.mixes_gradients and not runtime.linear:
         raise HocketError(
             f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}: each was exchanged, "
-            f"and {binding.strategy} mixes what it mixed before; say accumulate={passes}."
+            f"and {binding.strategy} mixes what it mixed before; say accumulate={passes}, or discard gradients that are not for "
+            "this optimiser with zero_grad(set_to_none=True)."
         )
 
 

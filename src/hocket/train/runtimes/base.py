@@ -191,6 +191,9 @@ class Runtime(Protocol):
     def gradients_done(self) -> list[bool]:
         """Wait until all gradients are mixed; the flags that any worker has set, where flags were given."""
 
+    def discard_gradients(self) -> None:
+        """The loop has discarded the gradients mixed since the last step: they leave nothing behind."""
+
     def any_worker(self, flag: bool) -> bool:
         """Whether any worker has set the flag (a collective)."""
 

@@ -96,6 +96,9 @@ class CollectiveRuntime:
         self._flagged = False
         return results[-1].tolist() if flagged else []
 
+    def discard_gradients(self) -> None:
+        self.program.discard_gradients()
+
     def any_worker(self, flag: bool) -> bool:
         return bool(self.cluster.all_reduce_any(torch.tensor([[flag]], device=self.cluster.device)))
 

@@ -97,6 +97,9 @@ class FsdpRuntime:
     def gradients_done(self) -> list[bool]:
         raise AssertionError("FSDP2 exchanges gradients")
 
+    def discard_gradients(self) -> None:
+        raise AssertionError("FSDP2 exchanges gradients")
+
     def any_worker(self, flag: bool) -> bool:
         return bool(self.cluster.all_reduce_any(torch.tensor([[flag]], device=self.cluster.device)))
 

@@ -140,6 +140,9 @@ class MessageRuntime:
     def gradients_done(self) -> list[bool]:
         raise AssertionError("gradients travel after the backward pass")
 
+    def discard_gradients(self) -> None:
+        raise AssertionError("gradients travel after the backward pass")
+
     def any_worker(self, flag: bool) -> bool:
         raise AssertionError("workers do not step together")
 
