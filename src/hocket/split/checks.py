@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
@@ -84,9 +83,3 @@ def refuse_cut(cut: Cut, strategy: Strategy, schedule: str, zero: int, served: b
             f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which hear shards of their own, and under "
             f"{ASYNCHRONOUS} never stand still together to be made equal; use another schedule, or a strategy without servers."
         )
-
-
-def all_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter, for all names that it has."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}

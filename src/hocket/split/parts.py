@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Part:
         for a, b in self.ranges:
             whole.narrow(self.dim, a, b - a).copy_(part.narrow(self.dim, start, b - a))
             start += b - a
+
+
+def all_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter, for all names that it has."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 Parts = Mapping[str, Part]

@@ -18,22 +18,22 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
-from hocket.split.checks import ASYNCHRONOUS, all_names, refuse_cut
+from hocket.split.checks import ASYNCHRONOUS, refuse_cut
 from hocket.split.dropout import Draws, prepare_dropout
 from hocket.split.full_state import WholeOptimizer
 from hocket.split.materialize import materialize
 from hocket.split.mesh import Mesh, MeshCoordinate, init_mesh
 from hocket.split.options import Pipeline
-from hocket.split.parts import Part
+from hocket.split.parts import Part, all_names
 from hocket.split.picture import gather_picture, held_bytes, in_flight, saved_bytes
 from hocket.split.pipeline import Cut, PipelineRunner, cut_model
 from hocket.split.pipeline.schedules import find
+from hocket.split.pipeline.tied import Tied
 from hocket.split.pipeline.timeline import Span, Timeline, gather
 from hocket.split.replica import broadcast_model, data_cluster, free_others
 from hocket.split.sharded import ShardedState
 from hocket.split.split_state import SplitState
 from hocket.split.tensor import explain_plan, split_tensor
-from hocket.split.tied import Tied
 from hocket.strategy import Strategy
 
 

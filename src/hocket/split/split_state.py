@@ -14,8 +14,8 @@ from hocket.errors import HocketError
 from hocket.split.full_state import WholeOptimizer, gather_full_state, take_parts
 from hocket.split.mesh import MeshCoordinate
 from hocket.split.parts import Part
+from hocket.split.pipeline.tied import Tied
 from hocket.split.sharded import ShardedState
-from hocket.split.tied import Tied
 
 
 @dataclass

@@ -10,7 +10,7 @@ import operator
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,32 +31,19 @@ TRIALS = 3
 MEASURES = ("flops", "seconds")
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Of one unit, for the sample."""
-
-    forward_s: float
-    backward_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.backward_s
-
-
 Values = dict[fx.Node, Any]
 """The output of each node."""
-_Work = Callable[[], Any]
+Costs = dict[fx.Node, tuple[float, float]]
+"""Seconds of each unit for the sample, forward and backward."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The outputs and costs of a model's units."""
+    """The outputs of a model's units for the sample, mostly only shapes without values; those with one more sample; the costs."""
 
     values: Values
-    """The output of each node for the sample; mostly only shapes, without values."""
     more: Values
-    """The same with one more sample."""
-    costs: dict[fx.Node, Cost]
+    costs: Costs
 
 
 def study(model: nn.Module, graph: fx.Graph, sample: Tensor, measure: str) -> Found:
@@ -66,23 +53,16 @@ def study(model: nn.Module, graph: fx.Graph, sample: Tensor, measure: str) -> Fo
     tensors = [sample, *model.parameters(), *model.buffers()]
     if measure == "seconds" and any(t.is_meta for t in tensors):
         raise HocketError("A model on the meta device cannot be run, so seconds cannot be measured: use measure='flops'.")
-    more = torch.cat([sample, sample[:1]])
+    fake, more = _Probe(model, graph, fake=True), torch.cat([sample, sample[:1]])
     try:
-        found = _walked(_Probe(model, graph, fake=True), sample, more, measure)
-    except Exception as error:
+        found = fake.study(sample, more, measure)
+    except Exception as error:  # a unit depends on values
         if any(t.is_meta for t in tensors):
             raise HocketError(
                 f"{type(model).__name__} cannot be cut without values, on which its forward depends: build it with its weights."
             ) from error
-        found = _walked(_Probe(model, graph, fake=False), sample, more, measure)  # a unit depends on values
-    if measure == "flops":
-        return found
-    return Found(found.values, found.more, _Probe(model, graph, fake=False).walk(sample, measure)[1])
-
-
-def _walked(probe: _Probe, sample: Tensor, more: Tensor, measure: str) -> Found:
-    values, costs = probe.walk(sample, measure if measure == "flops" else None)
-    return Found(values, probe.walk(more)[0], costs)
+        found = _Probe(model, graph, fake=False).study(sample, more, measure)
+    return found if measure == "flops" else replace(found, costs=_Probe(model, graph, fake=False).walk(sample, measure)[1])
 
 
 class _Probe:
@@ -102,9 +82,13 @@ class _Probe:
             copy = value.detach() if isinstance(value, nn.Parameter) else value.detach().clone()
         return copy.requires_grad_(value.requires_grad)
 
-    def walk(self, sample: Tensor, measure: str | None = None) -> tuple[Values, dict[fx.Node, Cost]]:
+    def study(self, sample: Tensor, more: Tensor, measure: str) -> Found:
+        values, costs = self.walk(sample, measure if measure == "flops" else None)
+        return Found(values, self.walk(more)[0], costs)
+
+    def walk(self, sample: Tensor, measure: str | None = None) -> tuple[Values, Costs]:
         values: Values = {}
-        found: dict[fx.Node, Cost] = {}
+        found: Costs = {}
         # Attention by plain products: only these are counted.
         kernel = nullcontext() if measure == "seconds" else sdpa_kernel(SDPBackend.MATH)
         with self.device, torch.random.fork_rng(), torch.enable_grad(), kernel:
@@ -148,35 +132,37 @@ class _Probe:
         prefix = f"{node.target}."
         return {name.removeprefix(prefix): value for name, value in self.state.items() if name.startswith(prefix)}
 
-    def _cost(self, node: fx.Node, values: Values, measure: str) -> Cost:
+    def _cost(self, node: fx.Node, values: Values, measure: str) -> tuple[float, float]:
         weights = [v for v in self._state_of(node).values() if v.requires_grad] if node.op == "call_module" else []
         weights += [values[n] for n in node.all_input_nodes if n.op == "get_attr" and values[n].requires_grad]
-        done: list[Any] = [None, []]
+        output: Any = None
+        leaves: list[Tensor] = []
 
         def forward() -> None:
-            done[1] = []
-            done[0] = self._run(node, values, done[1])
+            nonlocal output
+            leaves.clear()
+            output = self._run(node, values, leaves)
 
         def backward() -> None:
-            outputs = [t for t in _tensors(done[0]) if t.requires_grad]
+            outputs = [t for t in _tensors(output) if t.requires_grad]
             if outputs:
-                torch.autograd.grad(outputs, done[1] + weights, [torch.ones_like(t) for t in outputs], allow_unused=True)
+                torch.autograd.grad(outputs, leaves + weights, [torch.ones_like(t) for t in outputs], allow_unused=True)
 
         touched = [t for n in (node, *node.all_input_nodes) for t in _tensors(values[n])]
         num_bytes = sum(t.numel() * t.element_size() for t in touched)
         if measure == "flops":
-            return Cost(_estimate(forward, num_bytes), _estimate(backward, 2 * num_bytes))
+            return _estimate(forward, num_bytes), _estimate(backward, 2 * num_bytes)
         trials = [(_seconds(forward), _seconds(backward)) for _ in range(TRIALS)]
-        return Cost(min(f for f, _ in trials), min(b for _, b in trials))
+        return min(f for f, _ in trials), min(b for _, b in trials)
 
 
-def _estimate(work: _Work, num_bytes: int) -> float:
+def _estimate(work: Callable[[], Any], num_bytes: int) -> float:
     with FlopCounterMode(display=False) as counter:
         work()
     return counter.get_total_flops() / FLOPS + num_bytes / MEMORY
 
 
-def _seconds(work: _Work) -> float:
+def _seconds(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     if torch.cuda.is_available():
@@ -188,9 +174,7 @@ def _apart(value: Any) -> Any:
     """The same values without their history; whether they require a gradient is kept."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
-    if isinstance(value, tuple | list):
-        return type(value)(_apart(v) for v in value) if type(value) in (tuple, list) else value
-    return value
+    return type(value)(_apart(v) for v in value) if type(value) in (tuple, list) else value
 
 
 def _tensors(value: Any) -> list[Tensor]:
