@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
 from hocket.split.checks import ASYNCHRONOUS, refuse_cut
-from hocket.split.dropout import Draws, prepare_dropout
+from hocket.split.draws import Draws
+from hocket.split.dropout import prepare_dropout
 from hocket.split.full_state import WholeOptimizer
 from hocket.split.materialize import materialize
 from hocket.split.mesh import Mesh, MeshCoordinate, init_mesh
