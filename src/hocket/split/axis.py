@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,28 +48,22 @@ class CommStats:
         return taken
 
 
+@dataclass(eq=False, repr=False)
 class Axis:
     """The processes that differ from this one in one coordinate alone."""
 
-    def __init__(
-        self,
-        name: str,
-        ranks: tuple[int, ...] = (0,),
-        place: int = 0,
-        group: dist.ProcessGroup | None = None,
-        cluster: Cluster | None = None,
-    ) -> None:
-        """``ranks`` are those of the whole job, in order of the coordinate; ``place`` is this process's own coordinate.
-
-        ``cluster`` is the whole job's; it names the lost worker where a connection breaks.
-        """
-        self.name, self.ranks, self.place, self.group = name, ranks, place, group
-        self._cluster = cluster
-        self.comm_stats = CommStats()
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    """Those of the whole job, in order of the coordinate."""
+    place: int = 0
+    """This process's own coordinate."""
+    group: dist.ProcessGroup | None = None
+    cluster: Cluster | None = None
+    """The whole job's; it names the lost worker where a connection breaks."""
+    comm_stats: CommStats = field(default_factory=CommStats)
 
     @property
     def size(self) -> int:
-        """The number of processes along the axis."""
         return len(self.ranks)
 
     def __repr__(self) -> str:
@@ -139,7 +133,7 @@ class Axis:
         try:
             work()
         except RuntimeError as error:
-            raise (error if self._cluster is None else self._cluster.explain(error)) from error
+            raise (error if self.cluster is None else self.cluster.explain(error)) from error
         self.comm_stats.seconds += time.perf_counter() - start
 
 

@@ -10,7 +10,6 @@ optimizer.step()
 """
 
 from hocket.split.pipeline.cut import BATCH_STATISTICS, Cut, cut_model
-from hocket.split.pipeline.pipedream import PipeDream
 from hocket.split.pipeline.runner import PipelineRunner
 from hocket.split.pipeline.schedules import SCHEDULES, Action, Schedule, make
 from hocket.split.pipeline.timeline import Costs, Span, Timeline, bubble, simulate
@@ -20,7 +19,6 @@ __all__ = [
     "BATCH_STATISTICS",
     "Costs",
     "Cut",
-    "PipeDream",
     "PipelineRunner",
     "SCHEDULES",
     "Schedule",

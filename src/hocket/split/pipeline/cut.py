@@ -35,8 +35,6 @@ BATCH_STATISTICS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One unit in the table."""
-
     name: str
     parameters: int
     forward_s: float
@@ -221,7 +219,6 @@ def _agreed(bounds: list[int], measure: str, device: torch.device) -> list[int]:
 
 
 def _given(model: nn.Module, work: list[fx.Node], points: Sequence[str], stages: int, able: list[bool]) -> list[int]:
-    """The borders after the modules of these names."""
     if len(points) != stages - 1:
         raise HocketError(f"{stages} stages need {stages - 1} points to cut at; got {len(points)}: {', '.join(points) or 'none'}.")
     last = {name: i for i, node in enumerate(work) for name in scopes(node) if name}

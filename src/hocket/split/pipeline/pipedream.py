@@ -70,7 +70,6 @@ class PipeDream:
 
     @property
     def versions(self) -> int:
-        """How many versions of its weights the stage keeps at the moment, its newest included."""
         return self._stage.versions
 
     def feed(self, x: Tensor, y: Tensor) -> Tensor | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from hocket.errors import HocketError
@@ -96,18 +97,13 @@ class _Probe:
                 if node.op == "placeholder":
                     values[node] = self._own(sample)
                 elif node.op == "get_attr":
-                    values[node] = self._attribute(str(node.target))
+                    attribute = operator.attrgetter(str(node.target))(self.model)
+                    values[node] = self.state.get(str(node.target), tree_map_only(Tensor, self._own, attribute))
                 elif node.op != "output":
-                    values[node] = _apart(self._run(node, values))
+                    values[node] = tree_map_only(Tensor, _apart, self._run(node, values))
                     if measure is not None:
                         found[node] = self._cost(node, values, measure)
         return values, found
-
-    def _attribute(self, name: str) -> Any:
-        if name in self.state:
-            return self.state[name]
-        value: Any = operator.attrgetter(name)(self.model)
-        return self._own(value) if isinstance(value, Tensor) else value
 
     def _run(self, node: fx.Node, values: Values, leaves: list[Tensor] | None = None) -> Any:
         writes = in_place(node, self.model)
@@ -116,7 +112,7 @@ class _Probe:
             value = values[n]
             if n.op == "get_attr" or not isinstance(value, Tensor):
                 return value
-            value = value.detach().requires_grad_(value.requires_grad)
+            value = _apart(value)
             if leaves is not None and value.requires_grad:
                 leaves.append(value)
             return value.clone() if writes else value
@@ -148,8 +144,7 @@ class _Probe:
             if outputs:
                 torch.autograd.grad(outputs, leaves + weights, [torch.ones_like(t) for t in outputs], allow_unused=True)
 
-        touched = [t for n in (node, *node.all_input_nodes) for t in _tensors(values[n])]
-        num_bytes = sum(t.numel() * t.element_size() for t in touched)
+        num_bytes = sum(t.nbytes for n in (node, *node.all_input_nodes) for t in _tensors(values[n]))
         if measure == "flops":
             return _estimate(forward, num_bytes), _estimate(backward, 2 * num_bytes)
         trials = [(_seconds(forward), _seconds(backward)) for _ in range(TRIALS)]
@@ -170,14 +165,10 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def _apart(value: Any) -> Any:
+def _apart(value: Tensor) -> Tensor:
     """The same values without their history; whether they require a gradient is kept."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    return type(value)(_apart(v) for v in value) if type(value) in (tuple, list) else value
+    return value.detach().requires_grad_(value.requires_grad)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, tuple | list) else []
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]

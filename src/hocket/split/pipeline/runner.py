@@ -141,7 +141,7 @@ class PipelineRunner:
 
     def _perform(self, actions: Sequence[Action], batch: _Batch) -> None:
         comm = StageComm(self.axis, batch.loss.device)
-        self.spans = []
+        before, self.spans = self.spans, []
         if hasattr(self.draws, "begin"):
             self.draws.begin(self.draws.step)
         for i, action in enumerate(actions):
@@ -152,6 +152,7 @@ class PipelineRunner:
             else:
                 self._backward(comm, action)
         comm.settle()
+        self.spans = self.spans if batch.y else before
 
     def _expect(self, comm: StageComm, action: Action, batch: _Batch) -> None:
         kind, k, j = action

@@ -57,7 +57,6 @@ def before(action: Action, known: Collection[Action]) -> list[Action]:
 
 
 def find(name: str) -> Method:
-    """The method of that name."""
     if name not in SCHEDULES:
         hint = nearest(name, SCHEDULES) or ": choose one of these."
         raise HocketError(f"There is no schedule '{name}' among {', '.join(SCHEDULES)}{hint}")

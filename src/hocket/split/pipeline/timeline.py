@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hocket.errors import HocketError
 from hocket.split.axis import Axis
@@ -112,20 +113,18 @@ def gather(axis: Axis, spans: Collection[Span]) -> Timeline:
     message.
     """
     axis.all_reduce(torch.zeros(1))
-    meeting = axis.all_gather(torch.tensor([time.perf_counter()], dtype=torch.float64)).tolist()
-    shift = meeting[axis.place] - meeting[0]
-    shift = shift if abs(shift) > _ANOTHER_CLOCK_S else 0.0
-    own = torch.full((1, int(axis.all_gather(torch.tensor([float(len(spans))])).max()), 5), -1.0, dtype=torch.float64)
-    for i, span in enumerate(spans):
-        kind, stage, microbatch = span.action
-        own[0, i] = torch.tensor([KINDS.index(kind), stage, microbatch, span.start - shift, span.end - shift], dtype=torch.float64)
-    everyone = [[line for line in row if line[0] >= 0] for row in axis.all_gather(own, 0).tolist()]
-    origin = min((line[3] for row in everyone for line in row), default=0.0)
-
-    def read(kind: float, stage: float, microbatch: float, start: float, end: float) -> Span:
-        return Span(Action(KINDS[int(kind)], int(stage), int(microbatch)), start - origin, end - origin)
-
-    return Timeline(tuple(tuple(read(*line) for line in row) for row in everyone))
+    own = time.perf_counter(), tuple(spans)
+    everyone = [own] * axis.size
+    if axis.size > 1:
+        dist.all_gather_object(everyone, own, group=axis.group)
+    shifts = [now - everyone[0][0] if abs(now - everyone[0][0]) > _ANOTHER_CLOCK_S else 0.0 for now, _ in everyone]
+    origin = min((span.start - shift for shift, (_, row) in zip(shifts, everyone, strict=True) for span in row), default=0.0)
+    return Timeline(
+        tuple(
+            tuple(Span(span.action, span.start - shift - origin, span.end - shift - origin) for span in row)
+            for shift, (_, row) in zip(shifts, everyone, strict=True)
+        )
+    )
 
 
 # --- simulated -------------------------------------------------------------------------------------------------------------
@@ -136,25 +135,19 @@ class Costs:
     """Units of time of an action on one stage, and of a transfer between two processes.
 
     A backward takes twice a forward: it makes two products, for the inputs (I) and for the weights (W), where a forward makes one.
-    ``input`` and ``weight`` are by default half of ``backward``.
     """
 
     forward: float = 1.0
     backward: float = 2.0
-    input: float | None = None
-    weight: float | None = None
     transfer: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and not (value > 0 or (value == 0 and name == "transfer")):
+            if not (value > 0 or (value == 0 and name == "transfer")):
                 raise HocketError(f"The cost of {name} is a number of units of time above 0; got {value}.")
 
     def of(self, kind: Kind) -> float:
-        """The cost of an action of this kind."""
-        half = self.backward / 2
-        halves = {"I": half if self.input is None else self.input, "W": half if self.weight is None else self.weight}
-        return {"F": self.forward, "B": self.backward, **halves}[kind]
+        return {"F": self.forward, "B": self.backward}.get(kind, self.backward / 2)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:

@@ -19,8 +19,6 @@ from hocket.errors import HocketError
 
 
 class _Opaque(Exception):
-    """A module that cannot be traced."""
-
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(reason)
         self.name, self.reason = name, reason
@@ -80,7 +78,6 @@ def scopes(node: fx.Node) -> Iterator[str]:
 
 
 def title(node: fx.Node) -> str:
-    """A unit's name for display."""
     if node.op == "call_module":
         return str(node.target)
     inside = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path]
@@ -108,7 +105,6 @@ class Wire:
     """Whether its gradient comes back."""
 
     def shape(self, batch: int) -> tuple[int, ...]:
-        """Its shape for a batch of that size."""
         return tuple(slope * batch + constant for slope, constant in self.dims)
 
     def num_bytes(self, batch: int) -> int:

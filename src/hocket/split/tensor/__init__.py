@@ -88,7 +88,6 @@ def split_tensor(model: nn.Module, axis: Axis, plan: Mapping[str, str] | None = 
     for name in found.dropouts:
         modules[name].lies = (axis.place, axis.size)
     without_fast_path(model)
-    cut.forget_wholes()
     return {name: cut.lies.get(id(p), Part(tuple(p.shape))) for name, p in model.named_parameters()}
 
 

@@ -64,7 +64,6 @@ class SplitMultihead(SplitLayer, nn.MultiheadAttention):
             self.draw(self.drop.layer, self.drop.draws)
 
     def draw(self, layer: str, draws: Draws) -> None:
-        """Make its dropout draw from ``draws``."""
         self.drop = Dropout(self.dropout, layer, draws, dim=1, lies=self.lies).train(self.training)
 
     def forward(

@@ -30,10 +30,6 @@ class ParameterSlicer:
             self.lies[id(own)] = part
         return self._made[id(whole), part][1]
 
-    def forget_wholes(self) -> None:
-        """Release the whole parameters."""
-        self._made.clear()
-
 
 class Entry:
     """The entry of a whole tensor into one or several split layers: it is copied once, so that its gradient is summed once."""
@@ -61,6 +57,8 @@ class SplitLayer(nn.Module):
         """``dims``: along which dimension parameters are split, by name; others stay whole. Along it they consist of ``blocks``
         consecutive blocks, such as query, key and value; each is split."""
         vars(self).update(vars(layer), _modules=dict(layer._modules))
+        for own in ("forward", "_compiled_call_impl"):  # set on the layer itself, they would compute with the whole one
+            vars(self).pop(own, None)
         self._parameters = {
             name: cut(p, dims[name], blocks) if p is not None and name in dims else p for name, p in layer._parameters.items()
         }
