@@ -20,7 +20,7 @@ from hocket.data.distribute import distribute_loader, distributed_length
 from hocket.errors import HocketError
 from hocket.split.materialize import materialize
 from hocket.split.mesh import Mesh, forget
-from hocket.split.options import Pipeline
+from hocket.split.options import Pipeline, refuse_split_options
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.checks import needs_servers
@@ -157,10 +157,7 @@ def parallelize(
     if placed is not None:
         job = _split(model, optimizer, parsed, placed, pipeline, sharding, options)
     else:
-        if pipeline.about_stages:
-            from hocket.split.checks import refuse_split_options
-
-            refuse_split_options(None, pipeline)
+        refuse_split_options(None, pipeline)
         job = _unsplit(model, optimizer, parsed, sharding, options)
     _Session.jobs = [*(other for other in _Session.jobs if other.attached), job]
     return job

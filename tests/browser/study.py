@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.split.pipeline.schedules import make
-from hocket.split.pipeline.simulate import Costs, simulate
+from hocket.split.pipeline.timeline import Costs, simulate
 
 TEN = (
     "bulk + allreduce",

@@ -22,7 +22,7 @@ import torch._dynamo  # optimisers import it at their first step
 MODULES = (
     "hocket.supervisor.worker_process",
     "hocket.cli.launch",
-    "hocket.split.pipeline.simulate",
+    "hocket.split.pipeline.timeline",
     "hocket.train.split_job",
     "hocket.train.runtimes.fsdp",
     "loops.harness",

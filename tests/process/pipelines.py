@@ -16,7 +16,7 @@ from hocket.cluster.join import join
 from hocket.models import cnn, cross_entropy, gpt, mlp, vgg11
 from hocket.split import Mesh, MeshCoordinate, init_mesh
 from hocket.split.pipeline import Cut, PipelineRunner, cut_model
-from hocket.split.tied import Tied
+from hocket.split.pipeline.tied import Tied
 
 SIZES = (5, 8, 3, 5, 6)
 """Samples of each of five steps: four micro-batches do not divide them, and three samples are fewer than four."""

@@ -16,7 +16,8 @@ from hocket.cluster.join import join
 from hocket.models import cnn, cross_entropy, gpt, mlp, vgg11
 from hocket.split import Axis, Mesh, init_mesh
 from hocket.split.branches import Branches
-from hocket.split.dropout import Draws, prepare_dropout
+from hocket.split.draws import Draws
+from hocket.split.dropout import prepare_dropout
 from hocket.split.tensor import split_tensor
 
 STEPS = 5

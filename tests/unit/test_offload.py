@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hocket.errors import HocketError
 from hocket.models import cross_entropy, gpt, mlp
-from hocket.split.blocks import blocks_of
 from hocket.split.materialize import deferred, materialize
 from hocket.split.offload import Offload, offload, refuse_offloaded
+from hocket.split.parts import blocks_of
 
 STEPS = 5
 MODELS: dict[str, Callable[[], nn.Module]] = {

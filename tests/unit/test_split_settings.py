@@ -11,9 +11,9 @@ import torch
 from hocket.cli import main as cli
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
-from hocket.split.sharded import refuse_fsdp_on
 from hocket.train.plan_file import read_plan
 from hocket.train.run import describe_run
+from hocket.train.runtimes.fsdp import refuse_fsdp_on
 from hocket.train.settings import RunSettings
 
 STAGED, SPLIT = ["--mesh", "pipeline=2"], ["--mesh", "tensor=2"]

@@ -14,8 +14,8 @@ from hocket.errors import HocketError
 from hocket.models import cnn, gpt, mlp, resnet20, vgg11
 from hocket.split import Axis, Part
 from hocket.split.branches import Branches
-from hocket.split.draws import Dropout, lay
-from hocket.split.dropout import Draws, prepare_dropout
+from hocket.split.draws import Draws, Dropout
+from hocket.split.dropout import prepare_dropout
 from hocket.split.tensor import explain_plan, find_plan, split_tensor
 
 
@@ -265,8 +265,7 @@ def test_slices_draw_what_the_whole_draws(dim: int, samples: int) -> None:
     x = torch.ones(4, 6, 8)
 
     def drawn(own: Tensor, place: int, size: int) -> Tensor:
-        layer = Dropout(0.3, "layer", Draws(seed=1), dim=dim, samples=samples)
-        lay(layer, place, size)
+        layer = Dropout(0.3, "layer", Draws(seed=1), dim=dim, samples=samples, lies=(place, size))
         return layer(own)
 
     pieces = [drawn(own, place, 2) for place, own in enumerate(x.chunk(2, dim))]

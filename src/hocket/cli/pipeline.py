@@ -12,7 +12,7 @@ import typer
 from hocket.errors import HocketError
 from hocket.split.pipeline.draw import picture, text
 from hocket.split.pipeline.schedules import SCHEDULES, find, make
-from hocket.split.pipeline.simulate import Costs, bubble, simulate
+from hocket.split.pipeline.timeline import Costs, bubble, simulate
 
 app = typer.Typer(help="How the stages of a model take turns.", no_args_is_help=True)
 _LIST = "; ".join(f"{method.name}: {method.about}" for method in SCHEDULES.values())
@@ -46,9 +46,9 @@ def show(
         _write(out, picture(timeline, title, form=_form(out)))
     try:
         print(_bands(text(timeline), shutil.get_terminal_size((10**6, 24)).columns if sys.stdout.isatty() else 10**6))
-    except HocketError:
+    except HocketError as error:
         if out is None:
-            raise
+            raise HocketError(str(error).replace("use picture(…)", "a picture with --out")) from None
     print(f"{title}, {method.about}" + (f" ({method.paper})." if method.paper else "."))
     halves = f"{backward / 2:g} for I and {backward / 2:g} for W" if schedule == "zero-bubble" else f"{backward:g} for a backward"
     print(f"Costs: 1 for a forward, {halves}, {transfer:g} for a transfer.")

@@ -2,18 +2,32 @@
 
 Everything that tensor or pipeline parallelism sends goes through an axis, so all bytes are counted. Bytes are those
 of the wire, as in the ledger of the data axis: payload, packet headers and frames. Seconds are those in which this process waited.
+
+Exchanges as autograd functions:
+
+========== ==================== =======================
+function   forward              backward
+========== ==================== =======================
+copied     the same tensor      the sum over the axis
+summed     the sum over it      the same gradient
+gathered   all slices, joined   this process's own slice
+========== ==================== =======================
+
+Every process computes the same loss from what was summed or gathered, so these gradients are already whole and need no sum. Where
+a whole tensor enters split layers, each process has the gradient of its own paths alone: there ``copied`` adds them up.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.message import framed, ring_bytes
@@ -29,33 +43,27 @@ class CommStats:
 
     def take(self) -> CommStats:
         """The figures so far; counting restarts from zero."""
-        taken = CommStats(self.bytes_sent, self.exchanges, self.seconds)
+        taken = replace(self)
         self.bytes_sent, self.exchanges, self.seconds = 0, 0, 0.0
         return taken
 
 
+@dataclass(eq=False, repr=False)
 class Axis:
     """The processes that differ from this one in one coordinate alone."""
 
-    def __init__(
-        self,
-        name: str,
-        ranks: tuple[int, ...] = (0,),
-        place: int = 0,
-        group: dist.ProcessGroup | None = None,
-        cluster: Cluster | None = None,
-    ) -> None:
-        """``ranks`` are those of the whole job, in order of the coordinate; ``place`` is this process's own coordinate.
-
-        ``cluster`` is the whole job's; it names the lost worker where a connection breaks.
-        """
-        self.name, self.ranks, self.place, self.group = name, ranks, place, group
-        self._cluster = cluster
-        self.comm_stats = CommStats()
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    """Those of the whole job, in order of the coordinate."""
+    place: int = 0
+    """This process's own coordinate."""
+    group: dist.ProcessGroup | None = None
+    cluster: Cluster | None = None
+    """The whole job's; it names the lost worker where a connection breaks."""
+    comm_stats: CommStats = field(default_factory=CommStats)
 
     @property
     def size(self) -> int:
-        """The number of processes along the axis."""
         return len(self.ranks)
 
     def __repr__(self) -> str:
@@ -72,7 +80,8 @@ class Axis:
         if self.size == 1 or values.is_meta:
             return values
         self._count(ring_bytes(values.numel() * values.element_size(), self.size))
-        return self._blocked(lambda: _reduced(values, self.group))
+        self._blocked(lambda: dist.all_reduce(values, group=self.group))
+        return values
 
     def all_gather(self, values: Tensor, dim: int = -1) -> Tensor:
         """The ``values`` of all processes, concatenated along ``dim`` in the order of the axis."""
@@ -119,14 +128,13 @@ class Axis:
         self.comm_stats.bytes_sent += sent
         self.comm_stats.exchanges += 1
 
-    def _blocked(self, work: Any) -> Any:
+    def _blocked(self, work: Callable[[], object]) -> None:
         start = time.perf_counter()
         try:
-            result = work()
+            work()
         except RuntimeError as error:
-            raise (error if self._cluster is None else self._cluster.explain(error)) from error
+            raise (error if self.cluster is None else self.cluster.explain(error)) from error
         self.comm_stats.seconds += time.perf_counter() - start
-        return result
 
 
 @dataclass
@@ -147,6 +155,62 @@ def wire() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else torch.device("cpu")
 
 
-def _reduced(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    dist.all_reduce(values, group=group)
-    return values
+# --- autograd functions ------------------------------------------------------------------------------------------------------
+
+
+def copied(x: Tensor, axis: Axis) -> Tensor:
+    """A whole tensor that enters split layers."""
+    return x if axis.size == 1 else _Copied.apply(x, axis)
+
+
+def summed(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over all processes."""
+    return x if axis.size == 1 else _Summed.apply(x, axis)
+
+
+def gathered(x: Tensor, axis: Axis, dim: int = -1, widths: Sequence[int] | None = None) -> Tensor:
+    """The concatenation of all processes' slices along ``dim``; ``widths`` says how wide each is where they differ."""
+    return x if axis.size == 1 else _Gathered.apply(x, axis, dim % x.dim(), widths)
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.all_reduce(_own(grad)), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return axis.all_reduce(_own(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, widths: Sequence[int] | None) -> Tensor:
+        widths = widths or [x.shape[dim]] * axis.size
+        ctx.dim, ctx.start, ctx.width = dim, sum(widths[: axis.place]), x.shape[dim]
+        widest = max(widths)
+        if min(widths) == widest:
+            return axis.all_gather(x, dim)
+        padding = [0, 0] * (x.dim() - 1 - dim) + [0, widest - x.shape[dim]]
+        everyone = axis.all_gather(F.pad(x, padding), dim)
+        return torch.cat([everyone.narrow(dim, k * widest, width) for k, width in enumerate(widths)], dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.narrow(ctx.dim, ctx.start, ctx.width), None, None, None
+
+
+def _own(values: Tensor) -> Tensor:
+    """A copy that may be overwritten: sums are computed in place, and the caller may still use the input."""
+    return values.clone(memory_format=torch.contiguous_format)

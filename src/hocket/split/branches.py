@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.errors import HocketError, nearest
-from hocket.split.axis import Axis
-from hocket.split.functions import copied, gathered, summed
+from hocket.split.axis import Axis, copied, gathered, summed
 from hocket.split.parts import Part
 
 _JOINS = ("sum", "mean", "cat")
@@ -57,13 +56,11 @@ class Branches(nn.Module):
                 f"'{name}' has {self.count} branches for {axis.size} processes: every process needs one; use at most {self.count}."
             )
         owners: dict[int, int] = {}
-        for i, branch in enumerate(self.children()):
-            if any(
-                owners.setdefault(id(p), i * axis.size // self.count) != i * axis.size // self.count for p in branch.parameters()
-            ):
+        for i, branch in list(enumerate(self.children())):
+            owner = i * axis.size // self.count
+            if any(owners.setdefault(id(p), owner) != owner for p in branch.parameters()):
                 raise HocketError(f"'{name}': branch {i} shares a parameter with another process's: give each its own.")
-        for i in range(self.count):
-            if i * axis.size // self.count != axis.place:
+            if owner != axis.place:
                 delattr(self, str(i))
         self.axis, self.widths = axis, []
         return {id(p): Part(tuple(p.shape), 0, ((0, p.shape[0]),)) for p in self.parameters() if p.dim()}

@@ -53,26 +53,32 @@ class Dropout(nn.Module):
     """``nn.Dropout`` (with ``channels``: ``nn.Dropout1d`` to ``3d``) that draws from ``Draws``."""
 
     whole = True
-    lies = (0, 1)
-    """This process's slice of the activation along ``dim``: its number, and how many there are."""
 
-    def __init__(self, p: float, layer: str, draws: Draws, dim: int = -1, samples: int = 0, channels: bool = False) -> None:
-        """``samples`` is the dimension that counts samples, ``dim`` the one along which an activation may be split."""
+    def __init__(
+        self,
+        p: float,
+        layer: str,
+        draws: Draws,
+        dim: int = -1,
+        samples: int = 0,
+        channels: bool = False,
+        lies: tuple[int, int] = (0, 1),
+    ) -> None:
+        """``samples`` is the dimension that counts samples, ``dim`` the one along which an activation may be split; ``lies`` is
+        this process's slice along it: its number, and how many there are."""
         super().__init__()
         self.p, self.layer, self.draws, self.dim, self.samples, self.channels = p, layer, draws, dim, samples, channels
+        self.lies = lies
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        return x * self._mask(x)
-
-    def _mask(self, x: Tensor) -> Tensor:
         shape = [*x.shape[:2], *[1] * (x.dim() - 2)] if self.channels else [*x.shape]
         keys = self.draws.keys(self.layer, shape[self.samples], x.device)
         drawn = (bits_at(keys, self._places(shape, x.device)) >> 8) & 0xFFFFFF
         kept = (drawn >= round(self.p * 2**24)).to(x.dtype).div_(max(1 - self.p, 1e-9))
         rest = [n for k, n in enumerate(shape) if k != self.samples]
-        return kept.view(shape[self.samples], *rest).movedim(0, self.samples)
+        return x * kept.view(shape[self.samples], *rest).movedim(0, self.samples)
 
     def _places(self, shape: list[int], device: torch.device) -> Tensor:
         """The positions of this process's values in one sample's whole activation."""
@@ -85,8 +91,3 @@ class Dropout(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
-
-
-def lay(module: nn.Module, place: int, size: int) -> None:
-    """Tell a dropout, prepared or not, that its input is one slice of several."""
-    module.lies = (place, size)  # type: ignore[assignment]

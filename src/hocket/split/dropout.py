@@ -6,11 +6,10 @@ from torch import nn
 
 from hocket.errors import HocketError
 from hocket.models.gpt import Attention
+from hocket.split.axis import Axis
 from hocket.split.draws import Draws, Dropout
-from hocket.split.tensor.attention import DrawnAttention, SplitMultihead, common, drawn_multihead
-from hocket.split.tensor.swap import swap, without_fast_path
-
-__all__ = ["Draws", "Dropout", "prepare_dropout"]
+from hocket.split.tensor.attention import DrawnAttention, SplitMultihead, common, without_fast_path
+from hocket.split.tensor.layers import ParameterSlicer, swap
 
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _OTHER = (nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU)
@@ -23,11 +22,12 @@ def prepare_dropout(model: nn.Module, draws: Draws) -> None:
     counted along the first dimension, in transformer layers with ``batch_first=False`` along the second. Functional
     dropout (``F.dropout``) cannot be found and draws from torch's generator.
     """
-    second = _sequence_first(model)
+    layers = (m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer))
+    second = {id(child) for layer in layers if not layer.self_attn.batch_first for child in layer.children()}
     for name, module in list(model.named_modules()):
         if isinstance(module, (nn.Dropout, *_CHANNELS)):
-            new = Dropout(module.p, name, draws, samples=int(id(module) in second), channels=isinstance(module, _CHANNELS))
-            new.lies = getattr(module, "lies", (0, 1))
+            lies, channels = getattr(module, "lies", (0, 1)), isinstance(module, _CHANNELS)
+            new = Dropout(module.p, name, draws, samples=int(id(module) in second), channels=channels, lies=lies)
             swap(model, module, new.train(module.training))
         elif type(module) is Attention and module.dropout:
             swap(model, module, DrawnAttention(module, name, draws))
@@ -36,13 +36,9 @@ def prepare_dropout(model: nn.Module, draws: Draws) -> None:
                 raise HocketError(
                     f"'{name}' has dropout inside attention of an unusual form, whose mask would depend on the split: set it to 0."
                 )
-            swap(model, module, drawn_multihead(module, name, draws))
+            drawn = module if isinstance(module, SplitMultihead) else SplitMultihead(module, ParameterSlicer(Axis("tensor")))
+            drawn.draw(name, draws)
+            swap(model, module, drawn)
         elif isinstance(module, _OTHER) and module.training and getattr(module, "p", True):
             raise HocketError(f"'{name}' is {type(module).__name__}, whose random mask would depend on the split: use nn.Dropout.")
     without_fast_path(model)
-
-
-def _sequence_first(model: nn.Module) -> set[int]:
-    """Dropouts of transformer layers that take the sequence first and samples second."""
-    layers = (m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer))
-    return {id(child) for layer in layers if not layer.self_attn.batch_first for child in layer.children()}

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from hocket import noise
 from hocket.errors import HocketError
-from hocket.split.parts import Part, Parts
+from hocket.split.parts import Parts, part_of
 
 
 @contextmanager
@@ -67,6 +67,7 @@ def materialize(
     Names in ``module``, after its own, ``prefix``, and in ``parts`` are those of the whole ``model`` (unless given: ``module``),
     which is asked for ``init_parameter``. A name without a part is held whole.
 
+    >>> from hocket.split import Part
     >>> with deferred():
     ...     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     >>> materialize(model, {"0.weight": Part((4, 4), 0, ((0, 2),)), "0.bias": Part((4,), 0, ((0, 2),))})
@@ -82,7 +83,7 @@ def materialize(
             continue
         full_state = _made(name, child, unborn, parts or {}, seed, model)
         for key, tensor in unborn.items():
-            value = _part(parts or {}, _joined(name, key), tensor).take(full_state.pop(key)).to(device)
+            value = part_of(parts or {}, f"{name}.{key}".lstrip("."), tensor).take(full_state.pop(key)).to(device)
             if isinstance(tensor, nn.Parameter):
                 if weakref.getweakrefs(tensor):
                     raise HocketError(f"{type(child).__name__} '{name}' watches its weights; build it without hocket.deferred().")
@@ -96,9 +97,9 @@ def _made(
     name: str, child: nn.Module, unborn: Mapping[str, Tensor], parts: Parts, seed: int, model: nn.Module
 ) -> dict[str, Tensor]:
     """The whole values of one module, drawn from the seed and its name."""
-    body = copy.copy(_able(child, name, model))
+    body, prefix = copy.copy(_able(child, name, model)), f"{name}." if name else ""
     own = {**body._parameters, **body._buffers, **unborn}
-    full_state = {key: _whole(tensor, _joined(name, key), parts) for key, tensor in own.items() if tensor is not None}
+    full_state = {key: _whole(tensor, prefix + key, parts) for key, tensor in own.items() if tensor is not None}
     body._parameters = {k: None if p is None else nn.Parameter(full_state[k], False) for k, p in body._parameters.items()}
     body._buffers = {k: full_state.get(k) for k in body._buffers}
     reset: Any = getattr(body, "reset_parameters", None) or getattr(body, "_reset_parameters", None)
@@ -107,12 +108,12 @@ def _made(
             with _drawing(seed, name):
                 reset()
         for key in unborn:
-            with _drawing(seed, _joined(name, key)):
-                _by_model(model, _joined(name, key), full_state[key])
+            with _drawing(seed, prefix + key):
+                _by_model(model, prefix + key, full_state[key])
     missing = next((key for key in unborn if _is_blank(full_state[key])), None)
     if missing is not None:
         raise HocketError(
-            f"'{_joined(name, missing)}' of {type(child).__name__} cannot be given a value: the module has no reset_parameters() "
+            f"'{prefix}{missing}' of {type(child).__name__} cannot be given a value: the module has no reset_parameters() "
             "that fills it; write one, give the model init_parameter(name, weight), or build it without hocket.deferred()."
         )
     return full_state
@@ -120,17 +121,15 @@ def _made(
 
 def _able(child: nn.Module, name: str, model: nn.Module) -> nn.Module:
     """A module that can initialise itself: ``child``, or the one of its name in ``model`` (a stage may hold only its weight)."""
-    for _, module in (("", child), *((n, m) for n, m in model.named_modules() if n == name)):
-        if hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters"):
-            return module
-    return child
+    same = (child, *(m for n, m in model.named_modules() if n == name))
+    return next((m for m in same if hasattr(m, "reset_parameters") or hasattr(m, "_reset_parameters")), child)
 
 
 def _whole(tensor: Tensor, name: str, parts: Parts) -> Tensor:
     """A tensor of the whole's shape that shows whether it was filled; a copy, if it has values already."""
     if not tensor.is_meta:
         return tensor.detach().clone()
-    shape, dtype = _part(parts, name, tensor).shape, tensor.dtype
+    shape, dtype = part_of(parts, name, tensor).shape, tensor.dtype
     if dtype is torch.bool or dtype.is_complex:
         raise HocketError(f"'{name}' is of {dtype} and its values were lost; build that module without hocket.deferred().")
     try:
@@ -167,15 +166,5 @@ def _drawing(seed: int, name: str) -> Iterator[None]:
         torch.default_generator.set_state(before)
 
 
-def _part(parts: Parts, name: str, tensor: Tensor) -> Part:
-    return parts.get(name) or Part(tuple(tensor.shape))
-
-
-def _joined(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
 def _is_blank(tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
-        return bool(torch.isnan(tensor).any())
-    return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+    return bool((tensor.isnan() if tensor.is_floating_point() else tensor == torch.iinfo(tensor.dtype).min).any())

@@ -10,12 +10,14 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.virtual import VirtualCluster
 from hocket.errors import HocketError, nearest
 from hocket.split.axis import Axis
 
@@ -109,7 +111,6 @@ class MeshCoordinate:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """All three by name."""
         return {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}
 
     @contextmanager
@@ -122,18 +123,26 @@ class MeshCoordinate:
             for name, axis in self.axes.items():
                 axis.comm_stats = comm_stats[name]
 
-    @property
-    def first(self) -> bool:
-        """Whether this process is at the origin of its replica: stage 0, tensor part 0."""
-        return self.pipeline.place == 0 and self.tensor.place == 0
+    def data_cluster(self, world: Cluster) -> Cluster:
+        """The replicas' processes that hold the same part as this one."""
+        if self.data.size == 1:
+            return VirtualCluster(1, world.device, timed=True)
+        if not self.mesh.splits:
+            return world.for_job()
+        one = self.mesh.pipeline * self.mesh.tensor  # processes of a replica
+        here = max(1, world.host_size // one) if world.host_size % one == 0 or world.host_size < one else 1
+        parts = [range(k, self.mesh.size, one) for k in range(one)]
+        return world.subcluster(self.data.group, parts, here if self.data.size % here == 0 else None)
 
 
-_MADE: dict[tuple[Mesh, str], Any] = {}
+@cache
+def _device_mesh(mesh: Mesh, device_type: str) -> Any:
+    return init_device_mesh(device_type, (mesh.data, mesh.pipeline, mesh.tensor), mesh_dim_names=AXES)
 
 
 def forget() -> None:
     """Let go of all groups, before the job they belong to is left."""
-    _MADE.clear()
+    _device_mesh.cache_clear()
 
 
 def init_mesh(mesh: Mesh, device_type: str = "cpu", cluster: Cluster | None = None) -> MeshCoordinate:
@@ -142,11 +151,7 @@ def init_mesh(mesh: Mesh, device_type: str = "cpu", cluster: Cluster | None = No
     mesh.check(processes)
     if processes == 1:
         return MeshCoordinate(mesh, *(Axis(name) for name in AXES))
-    key = (mesh, device_type)
-    if key not in _MADE:
-        _MADE[key] = init_device_mesh(device_type, (mesh.data, mesh.pipeline, mesh.tensor), mesh_dim_names=AXES)
-    found = _MADE[key]
-    own = mesh.coordinates(dist.get_rank())
+    found, own = _device_mesh(mesh, device_type), mesh.coordinates(dist.get_rank())
     axes = []
     for k, name in enumerate(AXES):
         places = [(*own[:k], i, *own[k + 1 :]) for i in range(getattr(mesh, name))]

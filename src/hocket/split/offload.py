@@ -1,6 +1,6 @@
 """Offload: weights are kept in slow memory and loaded block by block, for a model larger than fast memory.
 
-The weights and the optimiser state of each block (:mod:`hocket.split.blocks`) are in a file, or in the CPU's memory if the model is
+The weights and the optimiser state of each block (``parts.blocks_of``) are in a file, or in the CPU's memory if the model is
 on a GPU. A block's weights are loaded before its forward and its backward pass, while the block before it computes, and dropped
 afterwards. As soon as all gradients of a block are computed, the block is updated, written back and dropped: gradients of different
 blocks are never in memory together. So at most ``keep + 1`` blocks are in fast memory; parameters of no block, and frozen ones,
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_map_only
 
 from hocket.errors import HocketError
-from hocket.split.blocks import blocks_of
 from hocket.split.materialize import materialize
-from hocket.split.slow import Disk, Pinned, Slow, return_memory_at_once
+from hocket.split.parts import blocks_of, only
+from hocket.split.slow import Block, Disk, Pinned, return_memory_at_once
 
 _OFFLOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -75,7 +75,7 @@ class Offload:
         self.model, self.optimizer, self.keep = model, optimizer, keep
         self.peak_bytes = 0
         """The most bytes of blocks' weights that were in fast memory at once."""
-        self._slow: Slow = Disk(folder) if to == "disk" else Pinned()
+        self._slow = Disk(folder) if to == "disk" else Pinned()
         return_memory_at_once()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hocket-offload")
         self._here: list[Block] = []
@@ -120,17 +120,15 @@ class Offload:
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Give parameters these values (a checkpoint opened with ``torch.load(…, mmap=True)``, say), one block at a time."""
         named = dict(self.model.named_parameters())
-        for name in values:
-            if name not in named:
-                raise HocketError(f"There is no parameter '{name}' in this model: the values are of another one.")
+        if foreign := values.keys() - named.keys():
+            raise HocketError(f"There is no parameter '{min(foreign)}' in this model: the values are of another one.")
         for block in self.blocks:
             self._need(block, state=True)
             for name, p in block.module.named_parameters(prefix=block.name):
                 p.data.copy_(values.get(name, p.data))
             self._store(block)
-        rest = {id(p) for p in self._rest}
         for name, value in values.items():
-            if id(named[name]) in rest:
+            if any(named[name] is p for p in self._rest):
                 named[name].data.copy_(value)
 
     def close(self, bring_back: bool = True) -> None:
@@ -164,7 +162,10 @@ class Offload:
 
         def on_gradient(p: Tensor) -> None:
             if (offloaded := own()) is not None:
-                offloaded._on_gradient(offloaded.blocks[index], p)
+                block = offloaded.blocks[index]
+                block.waiting.discard(id(p))
+                if not block.waiting:
+                    offloaded._finish(block)
 
         self._handles += [
             block.module.register_forward_pre_hook(lambda *_: self._before_forward(block)),
@@ -200,11 +201,6 @@ class Offload:
         self._need(block, state=True)
         self._ahead(self.blocks[: block.index][::-1], state=True)
 
-    def _on_gradient(self, block: Block, p: Tensor) -> None:
-        block.waiting.discard(id(p))
-        if not block.waiting:
-            self._finish(block)
-
     def _finish(self, block: Block) -> None:
         """Update a block whose gradients are complete, and drop it."""
         self._step(block.params)
@@ -220,15 +216,9 @@ class Offload:
         self._drop_all()
 
     def _step(self, params: list[nn.Parameter]) -> None:
-        groups, own = self.optimizer.param_groups, {id(p) for p in params}
-        wholes = [group["params"] for group in groups]
-        try:
-            for group in groups:
-                group["params"] = [p for p in group["params"] if id(p) in own]
+        own = {id(p) for p in params}
+        with only(self.optimizer, lambda p: id(p) in own):
             self.optimizer.step()
-        finally:
-            for group, whole in zip(groups, wholes, strict=True):
-                group["params"] = whole
         for p in params:
             p.grad = None
 
@@ -250,13 +240,13 @@ class Offload:
                 self._fetch(block, state)
 
     def _fetch(self, block: Block, state: bool) -> None:
+        def come() -> None:
+            block.fetch(self._slow, state)
+            self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+
         if block not in self._here:
             self._here.append(block)
-        block.coming.append(self._thread.submit(self._come, block, state))
-
-    def _come(self, block: Block, state: bool) -> None:
-        block.fetch(self._slow, state)
-        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+        block.coming.append(self._thread.submit(come))
 
     def _store(self, block: Block) -> None:
         """Write a block back and drop it. One thread does all of this in order, so the next block finds room."""
@@ -273,80 +263,6 @@ class Offload:
     def _drop_all(self) -> None:
         for block in list(self._here):
             self._drop(block)
-
-
-class Block:
-    """The tensors of one block. Each keeps its storage, empty or filled, so that what autograd has saved of it stays right.
-
-    While a tensor is in slow memory, its place holds a single NaN expanded to its shape, so that a premature read gives NaN.
-    """
-
-    def __init__(self, index: int, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.index, self.name, self.module, self.optimizer = index, name, module, optimizer
-        self.key = f"{index:05d}"
-        self.params = list(module.parameters())
-        self.weights = [p.data.clone() for p in self.params]
-        self.bytes = sum(w.untyped_storage().nbytes() for w in self.weights)
-        """Of its weights."""
-        self.states: list[tuple[dict[str, Any], str, Tensor]] = []
-        self.busy = False
-        """Whether its backward pass is running."""
-        self.waiting: set[int] = set()
-        self.coming: list[Future[None]] = []
-
-    def fetch(self, slow: Slow, state: bool) -> None:
-        """Fill what is empty."""
-        states = [t for _, _, t in self.states] if state else []
-        for start, tensors in ((0, self.weights), (self.bytes, states)):
-            if tensors and tensors[0].untyped_storage().nbytes() == 0:
-                for tensor in tensors:
-                    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-                slow.read(self.key, tensors, start)
-
-    def store(self, slow: Slow) -> None:
-        """Write everything and empty it."""
-        slow.write(self.key, [*self.weights, *(t for _, _, t in self.states)])
-        self.empty()
-
-    def empty(self) -> None:
-        """Let go of the memory."""
-        for tensor in (*self.weights, *(t for _, _, t in self.states)):
-            tensor.untyped_storage().resize_(0)
-
-    def settle(self) -> None:
-        """Wait until the thread has finished with this block."""
-        for future in self.coming:
-            future.result()
-        self.coming.clear()
-
-    def show(self) -> None:
-        """Parameters and state are the real ones."""
-        for p, weight in zip(self.params, self.weights, strict=True):
-            p.data = weight
-        for state, key, tensor in self.states:
-            if tensor.untyped_storage().nbytes():
-                state[key] = tensor
-
-    def hide(self) -> None:
-        """Parameters and state become placeholders; state that the optimiser has just made is included."""
-        known = {(id(state), key) for state, key, _ in self.states}
-        for p, weight in zip(self.params, self.weights, strict=True):
-            p.data = _absent(weight)
-            state = self.optimizer.state.get(p, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.numel() > 1 and (id(state), key) not in known:
-                    self.states.append((state, key, _alone(value)))
-        for state, key, tensor in self.states:
-            state[key] = _absent(tensor)
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """A tensor that shares its storage with no other."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
-
-
-def _absent(tensor: Tensor) -> Tensor:
-    return tensor.new_full((), float("nan") if tensor.is_floating_point() else 0).expand(tensor.shape)
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, to: str, folder: object, keep: object) -> torch.device:

@@ -1,4 +1,4 @@
-"""How a pipeline runs: what belongs together, as one frozen object."""
+"""How a pipeline runs, as one frozen object; and what cannot work on a mesh, refused in one sentence before anything is split."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
+from hocket.split.mesh import Mesh
+from hocket.split.sharded import SEES_WHOLE, refuse_sharding
+from hocket.strategy import Strategy
 
-DEFAULT_SCHEDULE = "1f1b"
+DEFAULT_SCHEDULE, ASYNCHRONOUS = "1f1b", "pipedream"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +45,57 @@ class Pipeline:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise HocketError(f"Pipeline(num_microbatches={value!r}): it must be a whole number of at least 1.")
 
-    @property
-    def about_stages(self) -> dict[str, Any]:
-        """The options that mean something only where there are stages, as far as they are given."""
-        given = {name: getattr(self, name) for name in ("num_microbatches", "stages_per_rank", "cut", "measure")}
-        given["schedule"] = None if self.schedule == DEFAULT_SCHEDULE else self.schedule
-        return {name: value for name, value in given.items() if value is not None}
+
+def refuse_split_options(mesh: Mesh | None, pipeline: Pipeline) -> None:
+    """Refuse options that say how to split what is not split.
+
+    >>> refuse_split_options(Mesh(tensor=2), Pipeline(num_microbatches=4))
+    Traceback (most recent call last):
+    hocket.errors.HocketError: num_microbatches= is about stages, but the mesh tensor=2 has one; add pipeline=2, for example.
+    """
+    if mesh is None or mesh.pipeline == 1:
+        given = [n for n in ("num_microbatches", "stages_per_rank", "cut", "measure") if getattr(pipeline, n) is not None]
+        where = "there is no mesh" if mesh is None else f"the mesh {mesh} has one"
+        for name in given + ["schedule"] * (pipeline.schedule != DEFAULT_SCHEDULE):
+            raise HocketError(f"{name}= is about stages, but {where}; add pipeline=2, for example.")
+        return
+    from hocket.split.pipeline.schedules import find  # what splits a model is loaded only where a model is split
+
+    find(pipeline.schedule)
+    if pipeline.schedule == ASYNCHRONOUS and pipeline.num_microbatches is not None:
+        raise HocketError(f"{ASYNCHRONOUS} takes whole mini-batches, one after another; leave num_microbatches= out.")
+
+
+def refuse_on_mesh(
+    mesh: Mesh,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    world: Cluster,
+    pipeline: Pipeline,
+    zero: int,
+    fsdp: bool,
+    accumulate: int = 1,
+    nonfinite: str = "raise",
+    scaler: Any = None,
+) -> None:
+    refuse_split_options(mesh, pipeline)
+    if accumulate != 1 or scaler is not None or nonfinite != "raise":
+        raise HocketError(
+            f"On the mesh {mesh} a step is one backward pass, and gradients that are not finite end it; leave accumulate=, "
+            "scaler= and nonfinite= out (micro-batches are num_microbatches=)."
+        )
+    if mesh.pipeline > 1 and (pipeline.loss is None or pipeline.sample is None):
+        raise HocketError(
+            f"The mesh {mesh} cuts the model into stages, which needs pipeline=hocket.Pipeline(loss=…, sample=…): a function "
+            "of output and target, and some inputs."
+        )
+    refuse_sharding(strategy, zero, fsdp)
+    if fsdp and mesh.splits:
+        raise HocketError(f"FSDP2 cuts every parameter, and so does the mesh {mesh}; use ZeRO-1, or data= alone.")
+    if mesh.tensor > 1 and type(optimizer).__name__ in SEES_WHOLE:
+        raise HocketError(
+            f"{type(optimizer).__name__} looks at whole matrices, of which the mesh {mesh} leaves each process a part; use AdamW "
+            "or SGD."
+        )
+    if mesh.pipeline > 1 and "nccl" in (world.backend or ""):
+        raise HocketError("Stages talk through host memory, which NCCL does not reach; call hocket.init(backend='gloo').")

@@ -1,12 +1,16 @@
-"""The part of a parameter that a process holds: its position in the whole parameter, for cutting and gathering."""
+"""Parts of a model: the part of a parameter that a process holds, for cutting and gathering; and the blocks of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,6 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of it."""
         return self.dim is None
 
     def take(self, whole: Tensor) -> Tensor:
@@ -51,11 +54,66 @@ class Part:
         if self.dim is None:
             whole.copy_(part)
             return
-        start = 0
-        for a, b in self.ranges:
-            whole.narrow(self.dim, a, b - a).copy_(part.narrow(self.dim, start, b - a))
-            start += b - a
+        for (a, b), own in zip(self.ranges, part.split([b - a for a, b in self.ranges], self.dim), strict=True):
+            whole.narrow(self.dim, a, b - a).copy_(own)
 
 
 Parts = Mapping[str, Part]
 """Parameters by their names in the whole model."""
+
+
+def part_of(parts: Parts, name: str, tensor: Tensor) -> Part:
+    """The part of that name; a name without a part is held whole."""
+    return parts.get(name) or Part(tuple(tensor.shape))
+
+
+def all_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter, for all names that it has."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], cluster: Cluster) -> None:
+    """Every worker starts from worker 0's values (a tensor without values has none)."""
+    for tensor in tensors:
+        if cluster.size > 1 and not tensor.is_meta:
+            rows = tensor.data.reshape(1, -1).clone()
+            cluster.synchronize(rows)
+            tensor.data.copy_(rows.view(tensor.shape))
+
+
+@contextmanager
+def only(optimizer: torch.optim.Optimizer, steps: Callable[[nn.Parameter], bool]) -> Iterator[None]:
+    """Inside, the groups of ``optimizer`` hold only those of their parameters that ``steps`` wants."""
+    wholes = [group["params"] for group in optimizer.param_groups]
+    for group, whole in zip(optimizer.param_groups, wholes, strict=True):
+        group["params"] = [p for p in whole if steps(p)]
+    try:
+        yield
+    finally:
+        for group, whole in zip(optimizer.param_groups, wholes, strict=True):
+            group["params"] = whole
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name, in the order of registration: the modules whose weights are gathered, or fetched from slow
+    memory, one after another.
+
+    They are the children of the outermost ``nn.Sequential`` and ``nn.ModuleList`` modules, such as the layers of a perceptron or
+    the blocks of a transformer. Their weights are used in their own forward pass alone; everything else (embeddings, a last norm,
+    weights that several modules share) stays in memory.
+
+    >>> list(blocks_of(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))))
+    ['0', '2']
+    >>> blocks_of(nn.Linear(4, 3))
+    {}
+    """
+    holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Sequential, nn.ModuleList)) and not any(f"{name}.".startswith(f"{block}.") for block in found):
+            for child, block in module.named_children():
+                params = list(block.parameters())
+                if params and all(holders[id(p)] == 1 for p in params) and block not in found.values():
+                    found[f"{name}.{child}".lstrip(".")] = block
+    return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,12 +28,7 @@ class HeldBytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.weights + self.gradients + self.state + self.activations
-
-    def sharded(self, sharded: ShardedState, optimizer: torch.optim.Optimizer) -> HeldBytes:
-        """The same where the optimiser's state lies in parts."""
-        return replace(self, state=sharded.owned_bytes * state_copies(optimizer))
 
 
 def gather_picture(mesh: Mesh, own: HeldBytes) -> str:
@@ -43,14 +39,16 @@ def gather_picture(mesh: Mesh, own: HeldBytes) -> str:
     return draw(mesh, everyone)
 
 
-def held_bytes(module: nn.Module, optimizer: torch.optim.Optimizer, activations: int) -> HeldBytes:
-    """What this process holds of a model and its optimiser."""
-    named = [(name, p) for name, p in module.named_parameters()]
-    weights = sum(p.numel() * p.element_size() for _, p in named)
-    trained = sum(p.numel() * p.element_size() for _, p in named if p.requires_grad)
-    layers = [name.rsplit(".", 1)[0] for name, _ in named] or ["nothing to train"]
+def held_bytes(
+    module: nn.Module, optimizer: torch.optim.Optimizer, activations: int, sharded: ShardedState | None = None
+) -> HeldBytes:
+    """What this process holds of a model and its optimiser, whose state may lie in parts."""
+    weights = sum(p.nbytes for p in module.parameters())
+    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    layers = [name.rsplit(".", 1)[0] for name, _ in module.named_parameters()] or ["nothing to train"]
     what = layers[0] if layers[0] == layers[-1] else f"{layers[0]} … {layers[-1]}"
-    return HeldBytes(what, weights, trained, trained * state_copies(optimizer), activations)
+    stepped = trained if sharded is None else sharded.owned_bytes
+    return HeldBytes(what, weights, trained, stepped * state_copies(optimizer), activations)
 
 
 def state_copies(optimizer: torch.optim.Optimizer) -> int:
@@ -76,11 +74,7 @@ def in_flight(actions: Iterable[Action]) -> int:
     >>> [in_flight(row) for row in make("1f1b", 4, 8)], [in_flight(row) for row in make("gpipe", 4, 8)]
     ([4, 3, 2, 1], [8, 8, 8, 8])
     """
-    most = now = 0
-    for action in actions:
-        now += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
-        most = max(most, now)
-    return most
+    return max(accumulate({"F": 1, "I": 0}.get(action.kind, -1) for action in actions), default=0)
 
 
 def saved_bytes(module: nn.Module, sample: Tensor) -> int:
@@ -94,14 +88,14 @@ def saved_bytes(module: nn.Module, sample: Tensor) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    training = {name: part.training for name, part in module.named_modules()}
+    training = [(part, part.training) for part in module.modules()]
     module.eval()  # running statistics and random draws must not change
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             module(sample)
     finally:
-        for name, part in module.named_modules():
-            part.training = training[name]
+        for part, before in training:
+            part.training = before
     return sum(kept.values())
 
 
@@ -119,10 +113,10 @@ def draw(mesh: Mesh, held: Sequence[HeldBytes]) -> str:
     └─────────────────────┴─────────────────────┘
     KiB; optimiser state as it will be after the first step, activations as estimated for one mini-batch.
     """
-    unit, scale = _unit(max(h.total for h in held))
-    lines = [f"mesh {mesh}: {mesh.size} processes, the largest with {max(h.total for h in held) / scale:.1f} {unit}"]
-    width = max([19, *(len(_title(mesh, rank)) for rank in range(mesh.size)), *(len(h.what) for h in held)])
-    width = min(width, 44)
+    most = max(h.total for h in held)
+    unit, scale = next((u, s) for u, s in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)) if most < 1024 * s or u == "GiB")
+    lines = [f"mesh {mesh}: {mesh.size} processes, the largest with {most / scale:.1f} {unit}"]
+    width = min(44, max([19, *(len(_title(mesh, rank)) for rank in range(mesh.size)), *(len(h.what) for h in held)]))
     for data in range(mesh.data):
         if mesh.data > 1:
             lines.append(f"replica {data}")
@@ -135,7 +129,8 @@ def draw(mesh: Mesh, held: Sequence[HeldBytes]) -> str:
 
 def _row(titles: list[str], held: list[HeldBytes], width: int, scale: float) -> list[str]:
     lines = ["┌" + "┬".join(f" {title} ".ljust(width + 2, "─") for title in titles) + "┐"]
-    lines.append("│" + "│".join(f" {_short(h.what, width).ljust(width)} " for h in held) + "│")
+    whats = (h.what if len(h.what) <= width else h.what[: width - 1] + "…" for h in held)
+    lines.append("│" + "│".join(f" {what.ljust(width)} " for what in whats) + "│")
     for name in ("weights", "gradients", "state", "activations"):
         cells = (f" {name.ljust(width - 8)}{getattr(h, name) / scale:8.1f} " for h in held)
         lines.append("│" + "│".join(cells) + "│")
@@ -146,14 +141,3 @@ def _title(mesh: Mesh, rank: int) -> str:
     _, stage, tensor = mesh.coordinates(rank)
     where = [f"stage {stage}"] * (mesh.pipeline > 1) + [f"part {tensor}"] * (mesh.tensor > 1)
     return " · ".join([f"process {rank}", *where])
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def _unit(most: int) -> tuple[str, float]:
-    for unit, scale in (("KiB", 2**10), ("MiB", 2**20)):
-        if most < 1024 * scale:
-            return unit, float(scale)
-    return "GiB", float(2**30)

@@ -5,37 +5,33 @@ every worker holds all weights and all mixed gradients, but steps only the param
 then it sends the new weights to all workers. ``N`` workers keep ``1/N`` of the state each and at most one parameter more. The
 result is that of unsharded training bit for bit, since the update of one parameter does not depend on another.
 
-**Everything** (FSDP2: Zhao et al., "PyTorch FSDP", VLDB 2023): weights, gradients and state lie in ``N`` parts; a block's
-weights are gathered when it computes.
+**Everything** (FSDP2: :mod:`hocket.train.runtimes.fsdp`): weights and gradients, too.
 
 Both need replicas that are equal after every step.
 """
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
-from hocket.cluster.message import Message, framed
+from hocket.cluster.message import Message
 from hocket.errors import HocketError
-from hocket.split.blocks import blocks_of
+from hocket.split.parts import only
 from hocket.strategy import Strategy
 
 SEES_WHOLE = ("Adafactor", "Muon")
 """Optimisers that need a whole matrix to update a part of it."""
-_NOT_IN_PARTS = {
-    **dict.fromkeys(SEES_WHOLE, "looks at whole matrices, of which FSDP2 leaves each worker a part"),
-    "Adagrad": "has state before its first step, which FSDP2 does not cut",
-    "Rprop": "writes into places of a gradient, which PyTorch does not do in parts",
-}
 
 
 def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = None) -> None:
@@ -66,15 +62,6 @@ def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = Non
         )
     if scaler is not None:
         raise HocketError("FSDP2 shards gradients, which a GradScaler judges one by one; use bfloat16, or ZeRO-1.")
-
-
-def refuse_fsdp_on(cluster: Cluster) -> None:
-    """Refuse FSDP2 on CUDA over Gloo: its exchanges of CUDA tensors end the process without an error."""
-    if cluster.device.type == "cuda" and "nccl" not in (cluster.backend or ""):
-        raise HocketError(
-            f"FSDP2 on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
-            "ZeRO-1, or hocket.init(backend='nccl')."
-        )
 
 
 def _differs(strategy: Strategy) -> str | None:
@@ -129,7 +116,7 @@ class ShardedState:
         """Which worker owns each parameter."""
         self._others = {id(named[name]) for name, owner in self.owners.items() if owner not in cluster.workers}
         self._pieces = list(_pieces(layout, weights, self.owners))
-        self._whole: list[list[nn.Parameter]] | None = None
+        self._step = ExitStack()
         self._gathering = False
         for p in list(optimizer.state):
             if id(p) in self._others:
@@ -144,13 +131,7 @@ class ShardedState:
     @property
     def owned_bytes(self) -> int:
         """Bytes of the parameters that this worker steps."""
-        return sum(rows.numel() * rows.element_size() for owner, rows in self._pieces if owner in self.cluster.workers)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of optimiser state that this worker holds."""
-        held = (t for state in self.optimizer.state.values() for t in state.values())
-        return sum(t.numel() * t.element_size() for t in held if isinstance(t, Tensor))
+        return sum(rows.nbytes for owner, rows in self._pieces if owner in self.cluster.workers)
 
     def consolidate(self) -> dict[str, Any] | None:
         """All state on worker 0, in the form of the unsharded optimiser's ``state_dict``; None elsewhere. All must call it.
@@ -164,7 +145,7 @@ class ShardedState:
             for owner in range(1, self.cluster.size):
                 heard = self._heard_by_first(own, owner, sizes[owner])
                 if heard is not None:
-                    packed["state"].update(_state(heard))
+                    packed["state"].update(torch.load(io.BytesIO(heard.cpu().numpy().tobytes()), weights_only=True))
         if self.cluster.workers.start != 0:
             return None
         packed["state"] = dict(sorted(packed["state"].items()))
@@ -179,7 +160,7 @@ class ShardedState:
 
     def detach(self) -> None:
         """Remove all hooks. The optimiser keeps the state of its own part alone: call consolidate() first to keep all of it."""
-        self._restore()
+        self._step.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -191,25 +172,17 @@ class ShardedState:
             raise HocketError(
                 "ZeRO-1 steps a part of the parameters, which a closure would not know; call optimizer.step() without one."
             )
-        self._restore()
-        self._whole = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) not in self._others]
+        self._step.close()  # of a step that ended with an error
+        self._step.enter_context(only(optimizer, lambda p: id(p) not in self._others))
 
     def _after_step(self) -> None:
-        self._restore()
+        self._step.close()
         if self.cluster.size == 1:
             return
         exchange = self.cluster.exchange()
         for owner, rows in self._pieces:
             exchange.submit(partial(self.cluster.broadcast, rows, owner))
         exchange.wait()
-
-    def _restore(self) -> None:
-        if self._whole is not None:
-            for group, params in zip(self.optimizer.param_groups, self._whole, strict=True):
-                group["params"] = params
-            self._whole = None
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------------
 
@@ -251,103 +224,9 @@ def _pieces(layout: Layout, weights: Sequence[Tensor], owners: dict[str, int]) -
 
 
 def _blob(state: dict[int, dict[str, Any]]) -> Tensor:
-    """State as bytes: the length of a table in JSON, the table, then all tensors as they are."""
-    table: list[list[Any]] = []
-    tensors: list[Tensor] = []
-    for index, entries in state.items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                table.append([index, key, str(value.dtype).removeprefix("torch."), list(value.shape)])
-                tensors.append(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                table.append([index, key, value])
-            else:
-                raise HocketError(
-                    f"The optimiser keeps a {type(value).__name__} as '{key}', which cannot be sent; leave zero=1 out."
-                )
-    text = torch.tensor(list(json.dumps(table).encode()), dtype=torch.uint8)
-    return torch.cat([torch.tensor([text.numel()]).view(torch.uint8), text, *tensors])
-
-
-def _state(blob: Tensor) -> dict[int, dict[str, Any]]:
-    """The state of :func:`_blob`."""
-    start = 8 + int(blob[:8].clone().view(torch.int64))
-    state: dict[int, dict[str, Any]] = {}
-    for index, key, *rest in json.loads(bytes(blob[8:start].tolist())):
-        value: Any = rest[0]
-        if len(rest) == 2:
-            value = torch.empty(rest[1], dtype=getattr(torch, rest[0]))
-            end = start + value.numel() * value.element_size()
-            value.view(-1).view(torch.uint8).copy_(blob[start:end])
-            start = end
-        state.setdefault(index, {})[key] = value
-    return state
-
-
-# --- everything --------------------------------------------------------------------------------------------------------------
-
-
-class FullShards:
-    """``model`` under FSDP2, block by block, and ``optimizer`` over the parts of its parameters."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, cluster: Cluster) -> None:
-        from torch.distributed.device_mesh import DeviceMesh  # these take a second to load
-        from torch.distributed.fsdp import fully_shard
-
-        if reason := _NOT_IN_PARTS.get(type(optimizer).__name__):
-            raise HocketError(f"{type(optimizer).__name__} {reason}; use AdamW or SGD, or ZeRO-1.")
-        if any(optimizer.state.values()):
-            raise HocketError(
-                "FSDP2 cuts the optimiser's state, too, and this one has some; call hocket.parallelize before the first step."
-            )
-        self.model, self.optimizer, self.cluster = model, optimizer, cluster
-        for tensor in (*model.parameters(), *model.buffers()):
-            rows = tensor.data.reshape(1, -1).clone()
-            cluster.synchronize(rows)
-            tensor.data.copy_(rows.view(tensor.shape))
-        assert cluster.group is not None
-        self.mesh = DeviceMesh.from_group(cluster.group, cluster.device.type)
-        names = {id(p): name for name, p in model.named_parameters()}
-        held = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        blocks = list(blocks_of(model).values())
-        for block in blocks:
-            fully_shard(block, mesh=self.mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=self.mesh, reshard_after_forward=False)
-        named = dict(model.named_parameters())
-        for group, own in zip(optimizer.param_groups, held, strict=True):
-            group["params"] = [named[name] for name in own]
-        inside = {id(p) for block in blocks for p in block.parameters()}
-        self._units = [list(block.parameters()) for block in blocks]
-        self._rest = [p for p in model.parameters() if id(p) not in inside]
-
-    @property
-    def gather_bytes(self) -> tuple[int, int]:
-        """What this worker sends so that all workers have all weights, in a forward and in a backward pass; by formula.
-
-        In a ring each worker forwards ``N−1`` parts. Weights of no block are kept from the forward to the backward pass.
-        """
-        blocks, rest = sum(self._ring(unit) for unit in self._units), self._ring(self._rest)
-        return blocks + rest, blocks
-
-    @property
-    def scatter_bytes(self) -> int:
-        """What this worker sends so that all workers have their part of the mean gradient; by formula."""
-        return sum(self._ring(unit, trained=True) for unit in (*self._units, self._rest))
-
-    def _ring(self, params: Sequence[nn.Parameter], trained: bool = False) -> int:
-        parts = self.cluster.size
-        cut = [p for p in params if p.requires_grad or not trained]
-        part = sum(-(-p.shape[0] // parts) * (p.numel() // max(p.shape[0], 1)) * p.element_size() for p in cut)
-        return (parts - 1) * framed(part) if part else 0
-
-
-def gathered(value: Any) -> Any:
-    """A tensor that may be distributed, gathered whole on every worker (a collective)."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def part_like(whole: Tensor, like: Any) -> Tensor:
-    """This worker's part of ``whole``, cut like the distributed tensor ``like``, as a tensor of its own; nothing is sent."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).clone()
+    for key, value in (item for entries in state.values() for item in entries.items()):
+        if not isinstance(value, Tensor | bool | int | float | str | None):
+            raise HocketError(f"The optimiser keeps a {type(value).__name__} as '{key}', which cannot be sent; leave zero=1 out.")
+    file = io.BytesIO()
+    torch.save(tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), state), file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Slow memory for offload: it keeps the bytes of a block while the block does not compute."""
+"""Slow memory for offload, and the blocks whose bytes it keeps while they do not compute."""
 
 from __future__ import annotations
 
@@ -9,27 +9,15 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hocket.errors import HocketError
-
-
-class Slow(Protocol):
-    """Keeps the bytes of tensors, one after another, under a key."""
-
-    def write(self, key: str, tensors: Sequence[Tensor]) -> None:
-        """Keep all of ``tensors``; the previous content of ``key`` is removed only when this is complete."""
-
-    def read(self, key: str, tensors: Sequence[Tensor], start: int) -> None:
-        """Fill ``tensors`` with what was kept from byte ``start`` on."""
-
-    def close(self) -> None:
-        """Forget everything."""
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -57,23 +45,22 @@ _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h: larger blocks are mapped o
 
 
 class Disk:
-    """A file per key in a temporary folder, which is removed with the process."""
+    """Keeps the bytes of tensors under keys: a file per key in a temporary folder, which is removed with the process."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         if folder is not None and not Path(folder).is_dir():
             raise HocketError(f"offload(folder={str(folder)!r}): there is no such folder; make it, or leave folder= out.")
         self.folder = Path(tempfile.mkdtemp(prefix="hocket-offload-", dir=folder))
-        self._end = weakref.finalize(self, shutil.rmtree, str(self.folder), ignore_errors=True)
+        self.close = weakref.finalize(self, shutil.rmtree, str(self.folder), ignore_errors=True)
 
     def write(self, key: str, tensors: Sequence[Tensor]) -> None:
+        """Keep all of ``tensors``; the previous content of ``key`` is removed only when this is complete."""
         path = self.folder / key
         try:
-            with open(path.with_suffix(".new"), "wb", buffering=0) as file:
+            with open(path.with_suffix(".new"), "wb") as file:
                 for tensor in tensors:
                     there = tensor if tensor.device.type == "cpu" else raw(tensor).cpu()
-                    view = _window(there)
-                    while view:
-                        view = view[file.write(view) or 0 :]
+                    file.write(_window(there))
             os.replace(path.with_suffix(".new"), path)
         except OSError as error:
             if error.errno != errno.ENOSPC:
@@ -82,31 +69,24 @@ class Disk:
                 f"No space is left for offloaded weights in {self.folder}; give offload(folder=…) with room."
             ) from error
 
-    def read(self, key: str, tensors: Sequence[Tensor], start: int) -> None:
-        with open(self.folder / key, "rb", buffering=0) as file:
-            file.seek(start)
+    def read(self, key: str, tensors: Sequence[Tensor]) -> None:
+        """Fill ``tensors`` with what was kept."""
+        with open(self.folder / key, "rb") as file:
             for tensor in tensors:
                 there = tensor if tensor.device.type == "cpu" else torch.empty(raw(tensor).shape, dtype=torch.uint8)
                 view = _window(there)
-                while view:
-                    got = file.readinto(view)
-                    if not got:
-                        raise HocketError(
-                            f"The file {file.name} of offloaded weights was truncated by another program; start again."
-                        )
-                    view = view[got:]
+                if file.readinto(view) < len(view):
+                    raise HocketError(f"The file {file.name} of offloaded weights was truncated by another program; start again.")
                 if there is not tensor:
                     raw(tensor).copy_(there)
 
-    def close(self) -> None:
-        self._end()
-
 
 class Pinned:
-    """Page-locked memory of the CPU, for models on a GPU."""
+    """The same in page-locked memory of the CPU, for models on a GPU."""
 
     def __init__(self) -> None:
         self._kept: dict[str, list[Tensor]] = {}
+        self.close = self._kept.clear
 
     def write(self, key: str, tensors: Sequence[Tensor]) -> None:
         kept = self._kept.setdefault(key, [])
@@ -115,14 +95,80 @@ class Pinned:
                 kept.append(torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, pin_memory=True))
             kept[k].copy_(raw(tensor))
 
-    def read(self, key: str, tensors: Sequence[Tensor], start: int) -> None:
-        kept = self._kept[key]
-        first = 0
-        while start > 0:
-            start -= kept[first].numel()
-            first += 1
-        for tensor, values in zip(tensors, kept[first:], strict=False):
+    def read(self, key: str, tensors: Sequence[Tensor]) -> None:
+        for tensor, values in zip(tensors, self._kept[key], strict=True):
             raw(tensor).copy_(values)
 
-    def close(self) -> None:
-        self._kept.clear()
+
+class Block:
+    """The tensors of one block. Each keeps its storage, empty or filled, so that what autograd has saved of it stays right.
+
+    While a tensor is in slow memory, its place holds a single NaN expanded to its shape, so that a premature read gives NaN.
+    """
+
+    def __init__(self, index: int, name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.index, self.name, self.module, self.optimizer = index, name, module, optimizer
+        self.params = list(module.parameters())
+        self.weights = [p.data.clone() for p in self.params]
+        self.states: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.busy = False
+        """Whether its backward pass is running."""
+        self.waiting: set[int] = set()
+        self.coming: list[Future[None]] = []
+
+    def _kept(self) -> dict[str, list[Tensor]]:
+        return {f"{self.index:05d}-weights": self.weights, f"{self.index:05d}-state": [t for _, _, t in self.states]}
+
+    def fetch(self, slow: Disk | Pinned, state: bool) -> None:
+        """Fill what is empty: the weights, and the optimiser's state if that is wanted, too."""
+        for key, tensors in list(self._kept().items())[: 1 + state]:
+            if tensors and tensors[0].untyped_storage().nbytes() == 0:
+                for tensor in tensors:
+                    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+                slow.read(key, tensors)
+
+    def store(self, slow: Disk | Pinned) -> None:
+        for key, tensors in self._kept().items():
+            if tensors:
+                slow.write(key, tensors)
+        self.empty()
+
+    def empty(self) -> None:
+        """Let go of the memory."""
+        for tensor in (t for tensors in self._kept().values() for t in tensors):
+            tensor.untyped_storage().resize_(0)
+
+    def settle(self) -> None:
+        """Wait until the thread has finished with this block."""
+        for future in self.coming:
+            future.result()
+        self.coming.clear()
+
+    def show(self) -> None:
+        """Parameters and state are the real ones."""
+        for p, weight in zip(self.params, self.weights, strict=True):
+            p.data = weight
+        for state, key, tensor in self.states:
+            if tensor.untyped_storage().nbytes():
+                state[key] = tensor
+
+    def hide(self) -> None:
+        """Parameters and state become placeholders; state that the optimiser has just made is included."""
+        known = {(id(state), key) for state, key, _ in self.states}
+        for p, weight in zip(self.params, self.weights, strict=True):
+            p.data = _absent(weight)
+            state = self.optimizer.state.get(p, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() > 1 and (id(state), key) not in known:
+                    self.states.append((state, key, _alone(value)))
+        for state, key, tensor in self.states:
+            state[key] = _absent(tensor)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor that shares its storage with no other."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
+
+
+def _absent(tensor: Tensor) -> Tensor:
+    return tensor.new_full((), float("nan") if tensor.is_floating_point() else 0).expand(tensor.shape)

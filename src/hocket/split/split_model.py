@@ -18,22 +18,20 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
-from hocket.split.checks import ASYNCHRONOUS, all_names, refuse_cut
-from hocket.split.dropout import Draws, prepare_dropout
-from hocket.split.full_state import WholeOptimizer
+from hocket.split.draws import Draws
+from hocket.split.dropout import prepare_dropout
 from hocket.split.materialize import materialize
 from hocket.split.mesh import Mesh, MeshCoordinate, init_mesh
-from hocket.split.options import Pipeline
-from hocket.split.parts import Part
+from hocket.split.options import ASYNCHRONOUS, Pipeline
+from hocket.split.parts import Part, broadcast_tensors
 from hocket.split.picture import gather_picture, held_bytes, in_flight, saved_bytes
 from hocket.split.pipeline import Cut, PipelineRunner, cut_model
 from hocket.split.pipeline.schedules import find
-from hocket.split.pipeline.timeline import Span, Timeline, gather
-from hocket.split.replica import broadcast_model, data_cluster, free_others
+from hocket.split.pipeline.tied import Tied
+from hocket.split.pipeline.timeline import Timeline
 from hocket.split.sharded import ShardedState
-from hocket.split.split_state import SplitState
+from hocket.split.state import SplitState
 from hocket.split.tensor import explain_plan, split_tensor
-from hocket.split.tied import Tied
 from hocket.strategy import Strategy
 
 
@@ -43,11 +41,9 @@ class Exchanger(Protocol):
     weight: float
 
     @property
-    def sharded(self) -> ShardedState | None:
-        """The optimiser's state, where each replica has a part of it."""
+    def sharded(self) -> ShardedState | None: ...
 
-    def exchange(self) -> None:
-        """Exchange the gradients, which are complete."""
+    def exchange(self) -> None: ...
 
 
 class SplitModel:
@@ -68,11 +64,10 @@ class SplitModel:
     ) -> None:
         self.place: MeshCoordinate = init_mesh(mesh, world.device.type, world)
         self.mesh, self.loss, self.optimizer, self.world = mesh, pipeline.loss, optimizer, world
-        broadcast_model(model, world)
-        self.whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        broadcast_tensors((*model.parameters(), *model.buffers()), world)
+        self.whole_bytes = sum(p.nbytes for p in model.parameters())
         """Of the model's parameters before it was split."""
-        saved, first = set(model.state_dict()), all_names(model)
-        whole_optimizer = WholeOptimizer(model, optimizer)
+        self.state = SplitState(model, optimizer, self.place)
         self.draws = Draws(seed=seed, replica=self.place.data.place)
         self._plan = "" if mesh.tensor == 1 else explain_plan(model, mesh.tensor, mesh.plan)
         self.parts: dict[str, Part] = split_tensor(model, self.place.tensor, mesh.plan)
@@ -80,14 +75,18 @@ class SplitModel:
         self.cut: Cut | None = None
         self.pipe: PipelineRunner | None = None
         self.module = model
-        self._sample, self._spans = pipeline.sample, list[Span]()
+        self._sample = pipeline.sample
         if mesh.pipeline > 1:
             self._cut(model, strategy, pipeline, served, zero)
-        free_others(model, self.module)
+        held = {id(t) for t in (*self.module.parameters(), *self.module.buffers())}
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in held and not tensor.is_meta:  # other stages hold it
+                tensor.data = tensor.data.new_empty(0)
         materialize(self.module, self.parts, seed, model, world.device)
-        self.state = SplitState(self.module, self.parts, self.place, whole_optimizer, saved, first)
+        self.state.hold(self.module, self.parts)
+        gc.collect()  # traces hold whole weights in cycles
         self._tie(strategy, served)
-        self.cluster = data_cluster(self.place, world)
+        self.cluster = self.place.data_cluster(world)
         """The processes of other replicas that hold the same part."""
         self._weights: deque[float] = deque()
         """Of the mini-batches in an asynchronous pipe."""
@@ -105,28 +104,25 @@ class SplitModel:
         measure = pipeline.measure or ("flops" if unborn or mesh.tensor > 1 else "seconds")
         part = sample if schedule == ASYNCHRONOUS else sample[: max(1, len(sample) // num_microbatches)]
         self.cut = cut_model(model, part, mesh.pipeline * stages, measure, points=pipeline.cut)
-        refuse_cut(self.cut, strategy, schedule, zero, served)
+        _refuse_cut(self.cut, strategy, schedule, zero, served)
         self.pipe = PipelineRunner(self.cut, self.place.pipeline, loss, schedule, num_microbatches, draws=self.draws)
         self.module = self.pipe.module
         if schedule == ASYNCHRONOUS:
             self.pipe.update = self._update
 
     def _tie(self, strategy: Strategy, served: bool) -> None:
-        """Point the optimiser at what is held here, and find what several processes of a replica hold."""
-        mesh, held = self.mesh, self.state.parameters()
-        self.state.whole_optimizer.point_at(held)
-        gc.collect()  # traces hold whole weights in cycles
+        """Find what several processes of a replica hold."""
+        split, held = self.mesh.tensor > 1, self.state.parameters()
         self.tied = Tied(held, {} if self.cut is None else self.cut.tied, self.place.pipeline)
         # Compression rounds a tied parameter differently in each stage that has it, and each part has shards of its own, which
         # receive pushes in an order of their own.
-        self._parts_drift = mesh.data > 1 and (served or strategy.compression.compresses)
-        self._alike = [p for name, p in held.items() if served and self.parts[name].whole] if mesh.tensor > 1 else []
+        self._parts_drift = self.mesh.data > 1 and (served or strategy.compression.compresses)
+        self._alike = [p for name, p in held.items() if split and served and self.parts[name].whole]
         """Held by all processes along the tensor axis, of which each has its own shards."""
         self.apart: dict[str, str] = {}
         """Kinds of parameters that share no bucket with others."""
-        for own, _ in self.module.named_parameters():
-            name = self.state.first_name(own)
-            if name in self.tied or (mesh.tensor > 1 and self.parts[name].whole):
+        for (own, _), name in zip(self.module.named_parameters(), held, strict=True):
+            if name in self.tied or (split and self.parts[name].whole):
                 self.apart[own] = "tied" if name in self.tied else "whole"
 
     def attach(self, job: Exchanger) -> None:
@@ -136,7 +132,6 @@ class SplitModel:
             self._handles = [self.optimizer.register_step_post_hook(lambda *_: self._after_step())]
 
     def close(self) -> None:
-        """The job is over."""
         for handle in self._handles:
             handle.remove()
         self.cluster.release()
@@ -149,10 +144,7 @@ class SplitModel:
         return self.pipe is not None and self.pipe.update is not None
 
     def backward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Forward and backward passes of this replica's mini-batch, gradients exchanged; the mean loss, on all its processes.
-
-        All processes of a replica are given the same mini-batch.
-        """
+        """The mean loss, on all processes of the replica, which are given the same mini-batch."""
         if self.pipe is None:
             if self.loss is None:
                 raise HocketError("job.backward(x, y) needs pipeline=hocket.Pipeline(loss=…), a function of output and target.")
@@ -162,13 +154,11 @@ class SplitModel:
         if self.asynchronous:
             raise HocketError(f"{ASYNCHRONOUS} updates inside the pipe: call job.train(x, y), which makes the whole step.")
         loss = self.pipe.run(x, y)
-        self._spans = self.pipe.spans
         self.tied.sum_gradients()
         self._exchanger.exchange()
         return loss
 
     def train(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """One whole step; its loss. Under ``pipedream`` that of the mini-batch which has just left the pipe, None at first."""
         if self.pipe is not None and self.asynchronous:
             self._weights.append(self._exchanger.weight)
             found = self.pipe.feed(x, y)
@@ -180,7 +170,6 @@ class SplitModel:
         return loss
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale all gradients of this replica so that their norm is at most ``max_norm``; the norm before."""
         if self.asynchronous:
             raise HocketError(f"{ASYNCHRONOUS} updates each stage by itself, so no process sees the whole gradient; use 1f1b.")
         norm = self.state.gradient_norm(self.tied, self.world.device)
@@ -191,7 +180,6 @@ class SplitModel:
         return norm
 
     def predict(self, x: Tensor) -> Tensor:
-        """The model's output, on all processes of the replica; all of them must ask together."""
         self.drain()
         if self.pipe is None:
             out: Tensor = self.module(x)
@@ -200,7 +188,6 @@ class SplitModel:
             return self.pipe.forward(x)
 
     def drain(self) -> list[Tensor]:
-        """Let what is in the pipe leave it (``pipedream``); the losses that had not been told."""
         return self.pipe.drain() if self.pipe is not None and self.asynchronous else []
 
     def averaged(self) -> nn.Module:
@@ -237,46 +224,37 @@ class SplitModel:
     # --- what was split, and how ---------------------------------------------------------------------------------------------
 
     def explain(self) -> list[str]:
-        """Tables that say how the model was split, and why."""
         found = [f"Operations over {self.mesh.tensor} processes\n{self._plan}"] if self._plan else []
         return found + ([] if self.cut is None else [self.cut.explain()])
 
     def timeline(self) -> Timeline | None:
-        """When every stage did what in the latest mini-batch, of this replica; None without stages. All processes must ask."""
         if self.pipe is None:
             return None
         with self.place.uncounted():
-            return self.pipe.timeline() if self.asynchronous else gather(self.place.pipeline, self._spans)
+            return self.pipe.timeline()
 
     def picture(self) -> str:
-        """The mesh as text: who holds what, and how many bytes of it."""
-        own = held_bytes(self.module, self.optimizer, self._activation_bytes())
-        sharded = self._exchanger.sharded
-        return gather_picture(self.mesh, own if sharded is None else own.sharded(sharded, self.optimizer))
+        own = held_bytes(self.module, self.optimizer, self._activation_bytes(), self._exchanger.sharded)
+        return gather_picture(self.mesh, own)
 
     def _activation_bytes(self) -> int:
         """What forward passes keep for backward passes here at most: outputs of layers, as far as a sample tells."""
         if self.cut is None or self.pipe is None:
             with self.place.uncounted():
                 return 0 if self._sample is None else saved_bytes(self.module, self._sample)
-        place, size = self.place.pipeline.place, self.place.pipeline.size
+        place, size = self.place.pipeline.place, self.mesh.pipeline
         kept = sum(row.crossing_bytes for row in self.cut.rows if row.stage % size == place)
         return kept * (size - place if self.asynchronous else in_flight(self.pipe.schedule[place]))
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------------
 
     def full_state(self) -> dict[str, Any] | None:
-        """Model and optimiser as if they had never been split, on the first process of each replica; ``None`` elsewhere.
-
-        It loads into the unsplit model and optimiser: ``{"model": …, "optimizer": …}``; under ZeRO-1 only the first replica has
-        the optimiser's. All processes must call it.
-        """
+        """Under ZeRO-1 only the first replica has the optimiser's."""
         self.drain()
         found = self.state.gather(self._exchanger.sharded)
         return None if found is None else {**found, "draws": self.draws.step}
 
     def load_full_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`full_state`, or from an unsplit model's and optimiser's; every process is given the whole."""
         self.drain()
         self.state.load(state)
         self.draws.step = int(state.get("draws", self.draws.step))
@@ -291,8 +269,22 @@ class SplitModel:
         self.state.check(state)
         self.drain()
         self.draws.step = int(state["step"])
-        job: dict[str, Any] = state["job"]
-        return job
+        return dict(state["job"])
+
+
+def _refuse_cut(cut: Cut, strategy: Strategy, schedule: str, zero: int, served: bool) -> None:
+    """Refuse stages that a strategy cannot serve; all processes know all stages, so all refuse together."""
+    empty = [k for k, stage in enumerate(cut.stages) if not any(p.requires_grad for p in stage.parameters())]
+    if empty and (served or zero):
+        what = str(strategy) if served else "ZeRO-1"
+        raise HocketError(
+            f"{what} needs something to train in every stage, but stage {empty[0]} has nothing; cut elsewhere (cut=)."
+        )
+    if cut.tied and served and schedule == ASYNCHRONOUS:
+        raise HocketError(
+            f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which hear shards of their own, and under "
+            f"{ASYNCHRONOUS} never stand still together to be made equal; use another schedule, or a strategy without servers."
+        )
 
 
 class Facade(nn.Module):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Buckets, Layout
 from hocket.errors import HocketError
+from hocket.split.parts import broadcast_tensors
 from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
 from hocket.train.checks import (
@@ -308,8 +309,5 @@ def adopt(
             p.data = view
         cluster.synchronize(rows)
     ours = {id(p) for own in params for p in own}
-    for tensor in (*(p for p in model.parameters() if id(p) not in ours), *model.buffers()):
-        rows = tensor.data.reshape(1, -1).clone()
-        cluster.synchronize(rows)
-        tensor.data.copy_(rows.view(tensor.shape))
+    broadcast_tensors((*(p for p in model.parameters() if id(p) not in ours), *model.buffers()), cluster)
     return ours

@@ -82,7 +82,7 @@ def _on_mesh(
     options: dict[str, Any],
 ) -> Training:
     """Replicas that are split; the workers of the loop are the replicas."""
-    from hocket.train.mesh_replica import MeshReplica  # loaded only where a model is split
+    from hocket.train.split_replicas import MeshReplica  # loaded only where a model is split
 
     sample = data.prepare(data.train[0][: settings.data.batch_size].to(world.device))
     buckets = Buckets(options.pop("bucket_cap_bytes"), options.pop("first_bucket_cap_bytes"))
@@ -95,7 +95,7 @@ def _on_mesh(
 
 def _sharded(settings: RunSettings, cluster: Cluster, model: nn.Module, loss: Loss, options: dict[str, Any]) -> Replicas:
     """Workers that keep a part each of what would be the same on all."""
-    from hocket.train.sharded_replica import FullReplica  # loaded only where something is sharded
+    from hocket.train.split_replicas import FullReplica  # loaded only where something is sharded
 
     sharding, strategy = settings.sharding, settings.strategy
     if cluster.rows != 1 or not cluster.has_process_group:

@@ -11,9 +11,8 @@ from torch import nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.drivers.server_runtime import ServerRuntime
-from hocket.split.checks import refuse_on_mesh, refuse_split_options
 from hocket.split.mesh import Mesh
-from hocket.split.options import Pipeline
+from hocket.split.options import Pipeline, refuse_on_mesh
 from hocket.split.split_model import SplitModel
 from hocket.strategy import Strategy
 from hocket.train.checks import check_equal, check_job, layout_for
@@ -46,7 +45,6 @@ def split_job(
     """Split ``model`` over ``mesh`` and train this process's part; ``connect`` makes the link to the shards of this part, where the
     strategy has some. All processes must call it."""
     check_job(model, optimizer, strategy, accumulate, nonfinite)
-    refuse_split_options(mesh, pipeline)
     refuse_on_mesh(mesh, optimizer, strategy, world, pipeline, zero, fsdp, accumulate, nonfinite, scaler)
     terms = [str(strategy), f"mesh={mesh}", f"{pipeline.schedule} {pipeline.num_microbatches}"]
     check_equal(model, layout_for(model, optimizer, strategy), world, terms)

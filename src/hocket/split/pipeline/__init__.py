@@ -10,18 +10,15 @@ optimizer.step()
 """
 
 from hocket.split.pipeline.cut import BATCH_STATISTICS, Cut, cut_model
-from hocket.split.pipeline.pipedream import PipeDream
 from hocket.split.pipeline.runner import PipelineRunner
 from hocket.split.pipeline.schedules import SCHEDULES, Action, Schedule, make
-from hocket.split.pipeline.simulate import Costs, bubble, simulate
-from hocket.split.pipeline.timeline import Span, Timeline
+from hocket.split.pipeline.timeline import Costs, Span, Timeline, bubble, simulate
 
 __all__ = [
     "Action",
     "BATCH_STATISTICS",
     "Costs",
     "Cut",
-    "PipeDream",
     "PipelineRunner",
     "SCHEDULES",
     "Schedule",

@@ -8,7 +8,6 @@ by dynamic programming over all places where only tensors cross. Parameters keep
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,8 +19,9 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hocket.errors import HocketError, nearest
+from hocket.split.parts import all_names
 from hocket.split.pipeline import probe
-from hocket.split.pipeline.trace import Wire, in_place, scopes, title, trace, units
+from hocket.split.pipeline.trace import Wire, affine, in_place, scopes, title, trace
 
 BANDWIDTH = 1.25e9
 """The default bytes per second between two stages: 10 Gbit/s."""
@@ -35,8 +35,6 @@ BATCH_STATISTICS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One unit in the table."""
-
     name: str
     parameters: int
     forward_s: float
@@ -67,27 +65,26 @@ class Cut:
 
     def explain(self) -> str:
         """The table of units: what each costs, what would cross a cut after it, and its stage."""
-        lines = [("unit", "parameters", "forward ms", "backward ms", "kB after it", "stage")]
-        for row in self.rows:
-            crossing = f"{row.crossing_bytes / 1e3:,.1f}" if row.can_cut else "–"
-            times = f"{row.forward_s * 1e3:.3f}", f"{row.backward_s * 1e3:.3f}"
-            lines.append((row.name, f"{row.parameters:,}", *times, crossing, str(row.stage)))
+        lines: list[tuple[str, ...]] = [("unit", "parameters", "forward ms", "backward ms", "kB after it", "stage")]
+        lines += [_line(row.name, [row], row.crossing_bytes if row.can_cut else None, row.stage) for row in self.rows]
         for k in range(len(self.stages)):
-            own = [row for row in self.rows if row.stage == k]
-            forward, backward = sum(r.forward_s for r in own), sum(r.backward_s for r in own)
-            sent = f"{sum(w.num_bytes(self.batch) for w in self.wires[k]) / 1e3:,.1f}" if k < len(self.wires) else "–"
-            count = f"{sum(r.parameters for r in own):,}"
-            lines.append((f"stage {k}", count, f"{forward * 1e3:.3f}", f"{backward * 1e3:.3f}", sent, str(k)))
+            sent = sum(w.num_bytes(self.batch) for w in self.wires[k]) if k < len(self.wires) else None
+            lines.append(_line(f"stage {k}", [row for row in self.rows if row.stage == k], sent, k))
         widths = [max(len(line[c]) for line in lines) for c in range(6)]
         text = [f"{line[0]:<{widths[0]}}  " + "  ".join(f"{line[c]:>{widths[c]}}" for c in range(1, 6)) for line in lines]
         rule = "─" * len(text[0])
         text = [text[0], rule, *text[1 : len(self.rows) + 1], rule, *text[len(self.rows) + 1 :]]
         how = "measured here" if self.measure == "seconds" else "estimated from operations and bytes"
         text.append(f"For {self.batch} sample{'s' * (self.batch != 1)}; times are {how}.")
-        text += [
-            f"{name} is held by stages {', '.join(map(str, held))}; its gradients are summed." for name, held in self.tied.items()
-        ]
+        for name, held in self.tied.items():
+            text.append(f"{name} is held by stages {', '.join(map(str, held))}; its gradients are summed.")
         return "\n".join(text + [BATCH_STATISTICS] * self.batch_statistics)
+
+
+def _line(name: str, rows: Sequence[Row], crossing_bytes: int | None, stage: int) -> tuple[str, ...]:
+    count, *seconds = (sum(getattr(row, key) for row in rows) for key in ("parameters", "forward_s", "backward_s"))
+    times = (f"{s * 1e3:.3f}" for s in seconds)
+    return name, f"{count:,}", *times, "–" if crossing_bytes is None else f"{crossing_bytes / 1e3:,.1f}", str(stage)
 
 
 def cut_model(
@@ -115,36 +112,37 @@ def cut_model(
     """
     if stages < 1:
         raise HocketError(f"A model is cut into at least one stage; got {stages}.")
-    graph = trace(model)
-    work = units(graph)
+    graph, batch = trace(model), len(sample)
+    work = [node for node in graph.nodes if node.op.startswith("call_")]
     known = probe.study(model, graph, sample, measure)
-    values, more, found = known.values, known.more, known.costs
     crossing = [_crossing(work, i) for i in range(len(work) + 1)]
-    able = [_can_cut(model, work, i, crossing[i], values) for i in range(len(work) + 1)]
-    wires = [_wires(nodes, values, more, len(sample)) if able[i] else [] for i, nodes in enumerate(crossing)]
-    ahead = [sum(w.num_bytes(len(sample)) for w in lines) / bandwidth for lines in wires]
-    back = [sum(w.num_bytes(len(sample)) * w.grad for w in lines) / bandwidth for lines in wires]
+    able = [_can_cut(model, work, i, crossing[i], known.values) for i in range(len(work) + 1)]
+    wires = [_wires(nodes, known, batch) if able[i] else () for i, nodes in enumerate(crossing)]
+    ahead = [sum(w.num_bytes(batch) for w in lines) / bandwidth for lines in wires]
+    back = [sum(w.num_bytes(batch) * w.grad for w in lines) / bandwidth for lines in wires]
     if points is None:
-        total = [found[node].total_s for node in work]
-        bounds = _agreed(_best(model, total, ahead, back, able, stages), measure, sample.device)
+        bounds = _agreed(_best(model, [sum(known.costs[n]) for n in work], ahead, back, able, stages), measure, sample.device)
     else:
         bounds = _given(model, work, points, stages, able)
-    ends = [0, *bounds, len(work)]
-    ranges = list(pairwise(ends))
+    ranges = list(pairwise([0, *bounds, len(work)]))
     parts = []
     for a, b in ranges:
-        sizes = {n: _Size.of(values[n], more[n], len(sample)) for n in crossing[a] if not isinstance(values[n], Tensor)}
-        parts.append(_stage(model, graph, work[a:b], wires[a], sizes, wires[b]))
+        sizes = {n: (known.values[n], known.more[n]) for n in crossing[a] if not isinstance(known.values[n], Tensor)}
+        parts.append(_stage(model, graph, work[a:b], wires[a], sizes, wires[b], batch))
     rows = []
     for i, node in enumerate(work):
-        stage = next(k for k, (a, b) in enumerate(ranges) if a <= i < b)
-        moved = sum(w.num_bytes(len(sample)) for w in wires[i + 1])
-        cost = found[node]
-        rows.append(Row(title(node), _own_parameters(model, node), cost.forward_s, cost.backward_s, moved, able[i + 1], stage))
-    tied, names = _tied(model, parts)
-    lines = [tuple(wires[b]) for b in bounds]
+        own = model.get_submodule(str(node.target)).parameters() if node.op == "call_module" else ()
+        moved, stage = sum(w.num_bytes(batch) for w in wires[i + 1]), sum(b <= i for b in bounds)
+        rows.append(Row(title(node), sum(p.numel() for p in own), *known.costs[node], moved, able[i + 1], stage))
+    names, held = all_names(model), dict[str, list[int]]()
+    for k, part in enumerate(parts):
+        for name in {names[n] for n, _ in part.named_parameters(remove_duplicate=False)}:
+            held.setdefault(name, []).append(k)
+    tied = {name: tuple(held[name]) for name in sorted(held) if len(held[name]) > 1}
+    out = next(n for n in graph.nodes if n.op == "output").args[0]
+    output = next(iter(_wires([out], known, batch)), None) if isinstance(out, fx.Node) else None
     statistics = any(isinstance(m, _BatchNorm) for m in model.modules())
-    return Cut(parts, lines, _output(graph, values, more, len(sample)), tied, names, rows, measure, len(sample), statistics)
+    return Cut(parts, [wires[b] for b in bounds], output, tied, names, rows, measure, batch, statistics)
 
 
 # --- where a cut can be ----------------------------------------------------------------------------------------------------
@@ -152,10 +150,8 @@ def cut_model(
 
 def _crossing(work: list[fx.Node], border: int) -> list[fx.Node]:
     """The nodes before a border whose values are used behind it, in order. Attributes of the model are available on both sides."""
-    before = set(work[:border])
-    behind = set(work[border:])
-    graph = work[0].graph
-    early = [n for n in graph.nodes if n in before or n.op == "placeholder"]
+    before, behind = set(work[:border]), set(work[border:])
+    early = [n for n in work[0].graph.nodes if n in before or n.op == "placeholder"]
     return [n for n in early if any(user in behind or user.op == "output" for user in n.users)]
 
 
@@ -165,45 +161,13 @@ def _can_cut(model: nn.Module, work: list[fx.Node], border: int, crossing: list[
         return False
     written = {n for node in work[border:] if in_place(node, model) for n in node.all_input_nodes}
     tensors = [n for n in crossing if isinstance(values[n], Tensor)]
-    others = [values[n] for n in crossing if not isinstance(values[n], Tensor)]
-    plain = all(isinstance(v, int | torch.Size) for v in others)
+    plain = all(isinstance(values[n], int | torch.Size | Tensor) for n in crossing)
     return bool(tensors) and plain and not written.intersection(tensors)
 
 
-def _wires(crossing: list[fx.Node], values: probe.Values, more: probe.Values, batch: int) -> list[Wire]:
-    return [Wire.between(n.name, batch, values[n], more[n]) for n in crossing if isinstance(values[n], Tensor)]
-
-
-@dataclass(frozen=True)
-class _Size:
-    """Numbers that are multiples of the batch size plus constants; ``whole``: one number, not a shape."""
-
-    dims: tuple[tuple[int, int], ...]
-    whole: bool
-
-    @classmethod
-    def of(cls, value: Any, next_value: Any, batch: int) -> _Size:
-        pairs = [(value, next_value)] if isinstance(value, int) else list(zip(value, next_value, strict=True))
-        return cls(tuple((b - a, a - (b - a) * batch) for a, b in pairs), isinstance(value, int))
-
-    def node(self, part: fx.Graph, enter: dict[fx.Node, Wire]) -> Any:
-        """The same numbers from the size of a tensor that enters the stage."""
-        found = [self._number(part, enter, slope, constant) for slope, constant in self.dims]
-        return found[0] if self.whole else tuple(found)
-
-    def _number(self, part: fx.Graph, enter: dict[fx.Node, Wire], slope: int, constant: int) -> Any:
-        grown = [(n, d, dim) for n, wire in enter.items() for d, dim in enumerate(wire.dims) if dim[0]]
-        if not slope or not grown:
-            return constant
-        node, d, (own_slope, own_constant) = grown[0]
-        batch = part.call_function(operator.sub, (part.call_method("size", (node, d)), own_constant))
-        batch = part.call_function(operator.floordiv, (batch, own_slope))
-        return part.call_function(operator.add, (part.call_function(operator.mul, (batch, slope)), constant))
-
-
-def _output(graph: fx.Graph, values: probe.Values, more: probe.Values, batch: int) -> Wire | None:
-    node = next(n for n in graph.nodes if n.op == "output").args[0]
-    return next(iter(_wires([node], values, more, batch)), None) if isinstance(node, fx.Node) else None
+def _wires(nodes: list[fx.Node], known: probe.Found, batch: int) -> tuple[Wire, ...]:
+    values = known.values
+    return tuple(Wire.between(n.name, batch, values[n], known.more[n]) for n in nodes if isinstance(values[n], Tensor))
 
 
 # --- which cuts are best ---------------------------------------------------------------------------------------------------
@@ -255,14 +219,13 @@ def _agreed(bounds: list[int], measure: str, device: torch.device) -> list[int]:
 
 
 def _given(model: nn.Module, work: list[fx.Node], points: Sequence[str], stages: int, able: list[bool]) -> list[int]:
-    """The borders after the modules of these names."""
     if len(points) != stages - 1:
         raise HocketError(f"{stages} stages need {stages - 1} points to cut at; got {len(points)}: {', '.join(points) or 'none'}.")
     last = {name: i for i, node in enumerate(work) for name in scopes(node) if name}
     bounds = []
     for name in points:
         if name not in last:
-            hint = nearest(name, last) or ": --explain shows the units."
+            hint = nearest(name, last) or f": its modules are {', '.join(list(last)[:12])}{', …' * (len(last) > 12)}."
             raise HocketError(f"'{name}' is not a module of {type(model).__name__} to cut after{hint}")
         bounds.append(last[name] + 1)
         if not able[bounds[-1]]:
@@ -278,7 +241,13 @@ def _given(model: nn.Module, work: list[fx.Node], points: Sequence[str], stages:
 
 
 def _stage(
-    model: nn.Module, graph: fx.Graph, work: list[fx.Node], enter: list[Wire], sizes: dict[fx.Node, _Size], leave: list[Wire]
+    model: nn.Module,
+    graph: fx.Graph,
+    work: list[fx.Node],
+    enter: Sequence[Wire],
+    sizes: dict[fx.Node, tuple[Any, Any]],
+    leave: Sequence[Wire],
+    batch: int,
 ) -> fx.GraphModule:
     """A module of the units ``work``. It takes what ``enter`` names, computes ``sizes`` anew, and returns what ``leave`` names as a
     tuple; the first stage takes the model's input, the last one returns its output."""
@@ -286,7 +255,8 @@ def _stage(
     old = {node.name: node for node in graph.nodes}
     first = next(n for n in graph.nodes if n.op == "placeholder")
     new: dict[fx.Node, Any] = {old[name]: part.placeholder(name) for name in [wire.name for wire in enter] or [first.name]}
-    new |= {node: size.node(part, {new[old[w.name]]: w for w in enter}) for node, size in sizes.items()}
+    entered = {new[old[wire.name]]: wire for wire in enter}
+    new |= {node: _size(entered, *pair, batch) for node, pair in sizes.items()}
 
     def mapped(node: fx.Node) -> Any:
         if node not in new:  # an attribute of the model
@@ -302,17 +272,14 @@ def _stage(
     return fx.GraphModule(model, part, f"{type(model).__name__}Stage")
 
 
-def _own_parameters(model: nn.Module, node: fx.Node) -> int:
-    if node.op != "call_module":
-        return 0
-    return sum(p.numel() for p in model.get_submodule(str(node.target)).parameters())
-
-
-def _tied(model: nn.Module, parts: list[fx.GraphModule]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    first = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    held: dict[str, list[int]] = {}
-    for k, part in enumerate(parts):
-        for name in {names[n] for n, _ in part.named_parameters(remove_duplicate=False)}:
-            held.setdefault(name, []).append(k)
-    return {name: tuple(held[name]) for name in sorted(held) if len(held[name]) > 1}, names
+def _size(entered: dict[fx.Node, Wire], value: Any, next_value: Any, batch: int) -> Any:
+    """A number or a shape, multiples of the batch size plus constants, from the size of a tensor that enters the stage."""
+    if not isinstance(value, int):
+        return tuple(_size(entered, a, b, batch) for a, b in zip(value, next_value, strict=True))
+    slope, constant = affine(value, next_value, batch)
+    grown = [(n, d, dim) for n, wire in entered.items() for d, dim in enumerate(wire.dims) if dim[0]]
+    if not slope or not grown:
+        return constant
+    node, d, (own_slope, own_constant) = grown[0]
+    tensor: Any = fx.Proxy(node)
+    return ((tensor.size(d) - own_constant) // own_slope * slope + constant).node

@@ -8,7 +8,6 @@ from math import gcd
 from typing import Any
 
 from hocket.errors import HocketError
-from hocket.split.pipeline.schedules import Action
 from hocket.split.pipeline.timeline import Timeline
 
 _COLOURS = {"F": "#0072B2", "B": "#009E73", "I": "#3A9AD9", "W": "#B07A00"}
@@ -22,18 +21,19 @@ def text(timeline: Timeline) -> str:
     """Rows are processes, columns are units of time; dots are idle.
 
     >>> from hocket.split.pipeline.schedules import make
-    >>> from hocket.split.pipeline.simulate import simulate
+    >>> from hocket.split.pipeline.timeline import simulate
     >>> print(text(simulate(make("gpipe", stages=2, num_microbatches=2))))
      0 │ F0 F1 ·  ·  ·  B0─── B1───
      1 │ ·  F0 F1 B0─── B1─── ·  ·
     """
     unit = _unit(timeline)
     several = len({span.action.stage for row in timeline.rows for span in row}) > len(timeline.rows)
-    names = {span.action: _name(span.action, several) for row in timeline.rows for span in row}
+    actions = [span.action for row in timeline.rows for span in row]
+    names = {action: str(action) if several else f"{action.kind}{action.microbatch}" for action in actions}
     width = max(map(len, names.values()), default=1) + 1
     columns = round(timeline.length / unit)
     if columns * width > _WIDEST * 4:
-        raise HocketError(f"{columns} columns are too wide for a terminal: draw fewer micro-batches, or a picture with --out.")
+        raise HocketError(f"{columns} columns are too wide for a terminal: draw fewer micro-batches, or use picture(…).")
     lines = []
     for process, row in enumerate(timeline.rows):
         line, at = "", 0
@@ -43,10 +43,6 @@ def text(timeline: Timeline) -> str:
             at = end
         lines.append(f"{process:>2} │ {line}{'·'.ljust(width) * (columns - at)}".rstrip())
     return "\n".join(lines)
-
-
-def _name(action: Action, several: bool) -> str:
-    return str(action) if several else f"{action.kind}{action.microbatch}"
 
 
 def _unit(timeline: Timeline) -> Fraction:

@@ -10,13 +10,14 @@ import operator
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from hocket.errors import HocketError
@@ -31,32 +32,19 @@ TRIALS = 3
 MEASURES = ("flops", "seconds")
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Of one unit, for the sample."""
-
-    forward_s: float
-    backward_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.backward_s
-
-
 Values = dict[fx.Node, Any]
 """The output of each node."""
-_Work = Callable[[], Any]
+Costs = dict[fx.Node, tuple[float, float]]
+"""Seconds of each unit for the sample, forward and backward."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The outputs and costs of a model's units."""
+    """The outputs of a model's units for the sample, mostly only shapes without values; those with one more sample; the costs."""
 
     values: Values
-    """The output of each node for the sample; mostly only shapes, without values."""
     more: Values
-    """The same with one more sample."""
-    costs: dict[fx.Node, Cost]
+    costs: Costs
 
 
 def study(model: nn.Module, graph: fx.Graph, sample: Tensor, measure: str) -> Found:
@@ -66,23 +54,16 @@ def study(model: nn.Module, graph: fx.Graph, sample: Tensor, measure: str) -> Fo
     tensors = [sample, *model.parameters(), *model.buffers()]
     if measure == "seconds" and any(t.is_meta for t in tensors):
         raise HocketError("A model on the meta device cannot be run, so seconds cannot be measured: use measure='flops'.")
-    more = torch.cat([sample, sample[:1]])
+    fake, more = _Probe(model, graph, fake=True), torch.cat([sample, sample[:1]])
     try:
-        found = _walked(_Probe(model, graph, fake=True), sample, more, measure)
-    except Exception as error:
+        found = fake.study(sample, more, measure)
+    except Exception as error:  # a unit depends on values
         if any(t.is_meta for t in tensors):
             raise HocketError(
                 f"{type(model).__name__} cannot be cut without values, on which its forward depends: build it with its weights."
             ) from error
-        found = _walked(_Probe(model, graph, fake=False), sample, more, measure)  # a unit depends on values
-    if measure == "flops":
-        return found
-    return Found(found.values, found.more, _Probe(model, graph, fake=False).walk(sample, measure)[1])
-
-
-def _walked(probe: _Probe, sample: Tensor, more: Tensor, measure: str) -> Found:
-    values, costs = probe.walk(sample, measure if measure == "flops" else None)
-    return Found(values, probe.walk(more)[0], costs)
+        found = _Probe(model, graph, fake=False).study(sample, more, measure)
+    return found if measure == "flops" else replace(found, costs=_Probe(model, graph, fake=False).walk(sample, measure)[1])
 
 
 class _Probe:
@@ -102,9 +83,13 @@ class _Probe:
             copy = value.detach() if isinstance(value, nn.Parameter) else value.detach().clone()
         return copy.requires_grad_(value.requires_grad)
 
-    def walk(self, sample: Tensor, measure: str | None = None) -> tuple[Values, dict[fx.Node, Cost]]:
+    def study(self, sample: Tensor, more: Tensor, measure: str) -> Found:
+        values, costs = self.walk(sample, measure if measure == "flops" else None)
+        return Found(values, self.walk(more)[0], costs)
+
+    def walk(self, sample: Tensor, measure: str | None = None) -> tuple[Values, Costs]:
         values: Values = {}
-        found: dict[fx.Node, Cost] = {}
+        found: Costs = {}
         # Attention by plain products: only these are counted.
         kernel = nullcontext() if measure == "seconds" else sdpa_kernel(SDPBackend.MATH)
         with self.device, torch.random.fork_rng(), torch.enable_grad(), kernel:
@@ -112,18 +97,13 @@ class _Probe:
                 if node.op == "placeholder":
                     values[node] = self._own(sample)
                 elif node.op == "get_attr":
-                    values[node] = self._attribute(str(node.target))
+                    attribute = operator.attrgetter(str(node.target))(self.model)
+                    values[node] = self.state.get(str(node.target), tree_map_only(Tensor, self._own, attribute))
                 elif node.op != "output":
-                    values[node] = _apart(self._run(node, values))
+                    values[node] = tree_map_only(Tensor, _apart, self._run(node, values))
                     if measure is not None:
                         found[node] = self._cost(node, values, measure)
         return values, found
-
-    def _attribute(self, name: str) -> Any:
-        if name in self.state:
-            return self.state[name]
-        value: Any = operator.attrgetter(name)(self.model)
-        return self._own(value) if isinstance(value, Tensor) else value
 
     def _run(self, node: fx.Node, values: Values, leaves: list[Tensor] | None = None) -> Any:
         writes = in_place(node, self.model)
@@ -132,7 +112,7 @@ class _Probe:
             value = values[n]
             if n.op == "get_attr" or not isinstance(value, Tensor):
                 return value
-            value = value.detach().requires_grad_(value.requires_grad)
+            value = _apart(value)
             if leaves is not None and value.requires_grad:
                 leaves.append(value)
             return value.clone() if writes else value
@@ -148,35 +128,36 @@ class _Probe:
         prefix = f"{node.target}."
         return {name.removeprefix(prefix): value for name, value in self.state.items() if name.startswith(prefix)}
 
-    def _cost(self, node: fx.Node, values: Values, measure: str) -> Cost:
+    def _cost(self, node: fx.Node, values: Values, measure: str) -> tuple[float, float]:
         weights = [v for v in self._state_of(node).values() if v.requires_grad] if node.op == "call_module" else []
         weights += [values[n] for n in node.all_input_nodes if n.op == "get_attr" and values[n].requires_grad]
-        done: list[Any] = [None, []]
+        output: Any = None
+        leaves: list[Tensor] = []
 
         def forward() -> None:
-            done[1] = []
-            done[0] = self._run(node, values, done[1])
+            nonlocal output
+            leaves.clear()
+            output = self._run(node, values, leaves)
 
         def backward() -> None:
-            outputs = [t for t in _tensors(done[0]) if t.requires_grad]
+            outputs = [t for t in _tensors(output) if t.requires_grad]
             if outputs:
-                torch.autograd.grad(outputs, done[1] + weights, [torch.ones_like(t) for t in outputs], allow_unused=True)
+                torch.autograd.grad(outputs, leaves + weights, [torch.ones_like(t) for t in outputs], allow_unused=True)
 
-        touched = [t for n in (node, *node.all_input_nodes) for t in _tensors(values[n])]
-        num_bytes = sum(t.numel() * t.element_size() for t in touched)
+        num_bytes = sum(t.nbytes for n in (node, *node.all_input_nodes) for t in _tensors(values[n]))
         if measure == "flops":
-            return Cost(_estimate(forward, num_bytes), _estimate(backward, 2 * num_bytes))
+            return _estimate(forward, num_bytes), _estimate(backward, 2 * num_bytes)
         trials = [(_seconds(forward), _seconds(backward)) for _ in range(TRIALS)]
-        return Cost(min(f for f, _ in trials), min(b for _, b in trials))
+        return min(f for f, _ in trials), min(b for _, b in trials)
 
 
-def _estimate(work: _Work, num_bytes: int) -> float:
+def _estimate(work: Callable[[], Any], num_bytes: int) -> float:
     with FlopCounterMode(display=False) as counter:
         work()
     return counter.get_total_flops() / FLOPS + num_bytes / MEMORY
 
 
-def _seconds(work: _Work) -> float:
+def _seconds(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     if torch.cuda.is_available():
@@ -184,16 +165,10 @@ def _seconds(work: _Work) -> float:
     return time.perf_counter() - start
 
 
-def _apart(value: Any) -> Any:
+def _apart(value: Tensor) -> Tensor:
     """The same values without their history; whether they require a gradient is kept."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    if isinstance(value, tuple | list):
-        return type(value)(_apart(v) for v in value) if type(value) in (tuple, list) else value
-    return value
+    return value.detach().requires_grad_(value.requires_grad)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, tuple | list) else []
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from hocket.errors import HocketError
 from hocket.split.axis import Axis
 from hocket.split.pipeline.cut import Cut
-from hocket.split.pipeline.hold import held
 from hocket.split.pipeline.pipedream import PipeDream
 from hocket.split.pipeline.schedules import Action, make
-from hocket.split.pipeline.stage import LossFunction, Stage
-from hocket.split.pipeline.stage_comm import StageComm
+from hocket.split.pipeline.stage import LossFunction, Stage, StageComm, held
 from hocket.split.pipeline.timeline import Span, Timeline, gather
 
 _AHEAD = 2
@@ -31,7 +29,7 @@ _AHEAD = 2
 
 @dataclass
 class _Batch:
-    """The state of one mini-batch in the pipe."""
+    """The state of one mini-batch in the pipe; ``y`` is empty where nothing is trained."""
 
     x: tuple[Tensor, ...]
     y: tuple[Tensor, ...]
@@ -39,16 +37,12 @@ class _Batch:
     loss: Tensor
     outputs: list[Tensor] = field(default_factory=list)
 
-    @property
-    def total(self) -> int:
-        return sum(self.sizes)
-
 
 class PipelineRunner:
     """A model in stages along an axis of processes, of which each holds its own in ``module``, under the names of the whole model.
 
     ``run`` leaves the gradients of a parameter of several stages (``cut.tied``) apart: sum them before a step, by
-    ``hocket.split.tied``.
+    ``hocket.split.pipeline.tied``.
     """
 
     def __init__(
@@ -70,14 +64,9 @@ class PipelineRunner:
             )
         self.axis, self.loss_fn, self.num_microbatches, self.draws = axis, loss_fn, num_microbatches, draws
         self._output, self._last = cut.output, len(cut.stages) - 1  # not the cut itself, which holds all stages
-        asynchronous = schedule == "pipedream"
-        self._pipedream = PipeDream(cut, axis, loss_fn, draws=draws) if asynchronous else None
-        self.schedule = make(
-            schedule,
-            axis.size,
-            max(num_microbatches, axis.size) if asynchronous else num_microbatches,
-            len(cut.stages) // axis.size,
-        )
+        self._pipedream = PipeDream(cut, axis, loss_fn, draws) if schedule == "pipedream" else None
+        count = num_microbatches if self._pipedream is None else max(num_microbatches, axis.size)
+        self.schedule = make(schedule, axis.size, count, len(cut.stages) // axis.size)
         self._actions = self.schedule[axis.place]
         own = range(axis.place, len(cut.stages), axis.size)
         borders = [(), *cut.wires, ()]
@@ -121,94 +110,7 @@ class PipelineRunner:
 
     def forward(self, x: Tensor) -> Tensor:
         """The output for ``x`` on all processes, without gradients."""
-        return self._shown(self.forward_last(x), x)
-
-    def forward_last(self, x: Tensor) -> Tensor | None:
-        """The output for ``x`` on the process of the last stage, and None elsewhere, without gradients."""
-        batch = self._split(x, None)
-        actions = [Action("F", k, j) for k in self._stages for j, size in enumerate(batch.sizes) if size]
-        with torch.no_grad():
-            self._perform(actions, batch, keep=False)
-        return torch.cat(batch.outputs) if batch.outputs else None
-
-    def timeline(self) -> Timeline:
-        """The timeline of all processes in the latest ``run``; all processes must call it."""
-        return gather(self.axis, self.spans if self._pipedream is None else self._pipedream.spans)
-
-    # --- actions -----------------------------------------------------------------------------------------------------------
-
-    def _perform(self, actions: Sequence[Action], batch: _Batch, keep: bool = True) -> None:
-        comm = StageComm(self.axis, batch.loss.device)
-        self.spans = []
-        if hasattr(self.draws, "begin"):
-            self.draws.begin(self.draws.step)
-        for i, action in enumerate(actions):
-            for coming in actions[i : i + 1 + _AHEAD]:
-                self._expect(comm, coming, batch)
-            if action.kind == "F":
-                self._forward(comm, action, batch, keep)
-            elif action.kind == "W":
-                start = time.perf_counter()
-                self._stages[action.stage].backward_weight(action.microbatch)
-                self._done(action, start)
-            else:
-                self._backward(comm, action)
-        comm.settle()
-
-    def _expect(self, comm: StageComm, action: Action, batch: _Batch) -> None:
-        kind, k, j = action
-        stage = self._stages[k]
-        if kind == "F" and k > 0:
-            comm.expect(k - 1, "ahead", j, stage.enter, batch.sizes[j])
-        elif kind in "BI" and k < self._last:
-            comm.expect(k, "back", j, [w for w in stage.leave if w.grad], batch.sizes[j])
-
-    def _forward(self, comm: StageComm, action: Action, batch: _Batch, keep: bool) -> None:
-        _, k, j = action
-        stage = self._stages[k]
-        values = comm.take(k - 1, "ahead", j) if k else [batch.x[j]]
-        if self.draws is not None:
-            self.draws.first_sample = sum(batch.sizes[:j])
-        start = time.perf_counter()
-        if not keep:
-            outputs = stage.only_forward(values, k == self._last)
-        elif k < self._last:
-            outputs = stage.forward(j, values)
-        else:
-            share = batch.sizes[j] / batch.total
-            outputs = stage.forward(j, values, lambda output: self.loss_fn(output, batch.y[j]) * share)
-        self._done(action, start)
-        if k < self._last:
-            comm.send(k, "ahead", j, outputs)
-        elif keep:
-            batch.loss += outputs[0]
-        else:
-            batch.outputs += outputs
-
-    def _backward(self, comm: StageComm, action: Action) -> None:
-        kind, k, j = action
-        stage = self._stages[k]
-        grads = comm.take(k, "back", j) if k < self._last else []
-        comm.sent(k, "ahead", j)
-        start = time.perf_counter()
-        back = stage.backward(j, grads) if kind == "B" else stage.backward_input(j, grads)
-        self._done(action, start)
-        if k:
-            comm.send(k - 1, "back", j, back)
-
-    def _done(self, action: Action, start: float) -> None:
-        self.spans.append(Span(action, start, time.perf_counter()))
-
-    def _split(self, x: Tensor, y: Tensor | None) -> _Batch:
-        if not len(x) or (y is not None and len(y) != len(x)):
-            found = f"{len(x)} inputs" if y is None else f"{len(x)} inputs and {len(y)} targets"
-            raise HocketError(f"A batch has at least one sample, and as many targets as inputs; got {found}.")
-        parts = x.tensor_split(self.num_microbatches)
-        targets = () if y is None else y.tensor_split(self.num_microbatches)
-        return _Batch(parts, targets, [len(part) for part in parts], torch.zeros((), device=x.device))
-
-    def _shown(self, output: Tensor | None, x: Tensor) -> Tensor:
-        """The output on all processes: the last stage's process sends it to all others."""
+        output = self.forward_last(x)
         wire, source = self._output, self._last % self.axis.size
         if wire is None:
             raise HocketError(
@@ -223,3 +125,84 @@ class PipelineRunner:
         for work in works:
             self.axis.wait(work)
         return common.to(x.device)
+
+    def forward_last(self, x: Tensor) -> Tensor | None:
+        """The output for ``x`` on the process of the last stage, and None elsewhere, without gradients."""
+        batch = self._split(x, None)
+        with torch.no_grad():
+            self._perform([Action("F", k, j) for k in self._stages for j, size in enumerate(batch.sizes) if size], batch)
+        return torch.cat(batch.outputs) if batch.outputs else None
+
+    def timeline(self) -> Timeline:
+        """The timeline of all processes in the latest ``run`` (pipedream: since it was first fed); all processes must call it."""
+        return gather(self.axis, self.spans if self._pipedream is None else self._pipedream.spans)
+
+    # --- actions -----------------------------------------------------------------------------------------------------------
+
+    def _perform(self, actions: Sequence[Action], batch: _Batch) -> None:
+        comm = StageComm(self.axis, batch.loss.device)
+        before, self.spans = self.spans, []
+        if hasattr(self.draws, "begin"):
+            self.draws.begin(self.draws.step)
+        for i, action in enumerate(actions):
+            for coming in actions[i : i + 1 + _AHEAD]:
+                self._expect(comm, coming, batch)
+            if action.kind == "F":
+                self._forward(comm, action, batch)
+            else:
+                self._backward(comm, action)
+        comm.settle()
+        self.spans = self.spans if batch.y else before
+
+    def _expect(self, comm: StageComm, action: Action, batch: _Batch) -> None:
+        kind, k, j = action
+        stage = self._stages[k]
+        if kind == "F" and k > 0:
+            comm.expect(k - 1, "ahead", j, stage.enter, batch.sizes[j])
+        elif kind in "BI" and k < self._last:
+            comm.expect(k, "back", j, [w for w in stage.leave if w.grad], batch.sizes[j])
+
+    def _forward(self, comm: StageComm, action: Action, batch: _Batch) -> None:
+        _, k, j = action
+        stage = self._stages[k]
+        values = comm.take(k - 1, "ahead", j) if k else [batch.x[j]]
+        if self.draws is not None:
+            self.draws.first_sample = sum(batch.sizes[:j])
+        start = time.perf_counter()
+        if not batch.y:
+            outputs = stage.only_forward(values, k == self._last)
+        elif k < self._last:
+            outputs = stage.forward(j, values)
+        else:
+            share = batch.sizes[j] / sum(batch.sizes)
+            outputs = stage.forward(j, values, lambda output: self.loss_fn(output, batch.y[j]) * share)
+        self.spans.append(Span(action, start, time.perf_counter()))
+        if k < self._last:
+            comm.send(k, "ahead", j, outputs)
+        elif batch.y:
+            batch.loss += outputs[0]
+        else:
+            batch.outputs += outputs
+
+    def _backward(self, comm: StageComm, action: Action) -> None:
+        kind, k, j = action
+        stage = self._stages[k]
+        back: list[Tensor] = []
+        grads = comm.take(k, "back", j) if k < self._last and kind != "W" else []
+        comm.sent(k, "ahead", j)
+        start = time.perf_counter()
+        if kind == "W":
+            stage.backward_weight(j)
+        else:
+            back = stage.backward(j, grads) if kind == "B" else stage.backward_input(j, grads)
+        self.spans.append(Span(action, start, time.perf_counter()))
+        if k and kind != "W":
+            comm.send(k - 1, "back", j, back)
+
+    def _split(self, x: Tensor, y: Tensor | None) -> _Batch:
+        if not len(x) or (y is not None and len(y) != len(x)):
+            found = f"{len(x)} inputs" if y is None else f"{len(x)} inputs and {len(y)} targets"
+            raise HocketError(f"A batch has at least one sample, and as many targets as inputs; got {found}.")
+        parts = x.tensor_split(self.num_microbatches)
+        targets = () if y is None else y.tensor_split(self.num_microbatches)
+        return _Batch(parts, targets, [len(part) for part in parts], torch.zeros((), device=x.device))

@@ -1,4 +1,4 @@
-"""The timeline of all processes: simulated from a schedule, or measured in a run.
+"""The timeline of all processes: simulated from a schedule whose actions have known costs, or measured in a run.
 
 Idle time before an action is of two kinds. Until the action it waits for has *ended* on the other process, the process is idle:
 that is the bubble. From then on the result is being sent: that is communication. The *bubble share* is bubble / (bubble +
@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from hocket.errors import HocketError
 from hocket.split.axis import Axis
-from hocket.split.pipeline.schedules import Action, Kind, before
+from hocket.split.pipeline.schedules import Action, Kind, Schedule, before
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _ANOTHER_CLOCK_S = 1.0
@@ -44,14 +46,12 @@ class Shares:
     @property
     def bubble_share(self) -> float:
         """The share of the time without communication."""
-        total = self.computing + self.bubble
-        return self.bubble / total if total else 0.0
+        return self.bubble / ((self.computing + self.bubble) or 1.0)
 
     @property
     def communication_share(self) -> float:
         """Of all the time."""
-        total = self.computing + self.bubble + self.communication
-        return self.communication / total if total else 0.0
+        return self.communication / ((self.computing + self.bubble + self.communication) or 1.0)
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,11 @@ class Timeline:
     def shares(self) -> Shares:
         """How the processes spent their time."""
         ends = {span.action: span.end for row in self.rows for span in row}
-        known = frozenset(ends)
         computing = bubble = communication = 0.0
         for row in self.rows:
             free = 0.0
             for span in row:
-                ready = max((ends[a] for a in before(span.action, known)), default=0.0)
+                ready = max((ends[a] for a in before(span.action, ends)), default=0.0)
                 ready = min(max(free, ready), span.start)
                 bubble += ready - free
                 communication += span.start - ready
@@ -114,19 +113,80 @@ def gather(axis: Axis, spans: Collection[Span]) -> Timeline:
     message.
     """
     axis.all_reduce(torch.zeros(1))
-    meeting = axis.all_gather(torch.tensor([time.perf_counter()], dtype=torch.float64)).tolist()
-    shift = meeting[axis.place] - meeting[0]
-    shift = shift if abs(shift) > _ANOTHER_CLOCK_S else 0.0
-    longest = int(axis.all_gather(torch.tensor([float(len(spans))])).max())
-    own = torch.full((1, longest, 5), -1.0, dtype=torch.float64)
-    for i, span in enumerate(spans):
-        kind, stage, microbatch = span.action
-        own[0, i] = torch.tensor([KINDS.index(kind), stage, microbatch, span.start - shift, span.end - shift], dtype=torch.float64)
-    everyone = axis.all_gather(own, 0).tolist()
-    origin = min((line[3] for row in everyone for line in row if line[0] >= 0), default=0.0)
-    return Timeline(tuple(tuple(_span(line, origin) for line in row if line[0] >= 0) for row in everyone))
+    own = time.perf_counter(), tuple(spans)
+    everyone = [own] * axis.size
+    if axis.size > 1:
+        dist.all_gather_object(everyone, own, group=axis.group)
+    shifts = [now - everyone[0][0] if abs(now - everyone[0][0]) > _ANOTHER_CLOCK_S else 0.0 for now, _ in everyone]
+    origin = min((span.start - shift for shift, (_, row) in zip(shifts, everyone, strict=True) for span in row), default=0.0)
+    return Timeline(
+        tuple(
+            tuple(Span(span.action, span.start - shift - origin, span.end - shift - origin) for span in row)
+            for shift, (_, row) in zip(shifts, everyone, strict=True)
+        )
+    )
 
 
-def _span(line: list[float], origin: float) -> Span:
-    kind, stage, microbatch, start, end = line
-    return Span(Action(KINDS[int(kind)], int(stage), int(microbatch)), start - origin, end - origin)
+# --- simulated -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Units of time of an action on one stage, and of a transfer between two processes.
+
+    A backward takes twice a forward: it makes two products, for the inputs (I) and for the weights (W), where a forward makes one.
+    """
+
+    forward: float = 1.0
+    backward: float = 2.0
+    transfer: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (value > 0 or (value == 0 and name == "transfer")):
+                raise HocketError(f"The cost of {name} is a number of units of time above 0; got {value}.")
+
+    def of(self, kind: Kind) -> float:
+        return {"F": self.forward, "B": self.backward}.get(kind, self.backward / 2)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """When each action runs if it starts as soon as its process and its inputs are ready.
+
+    >>> from hocket.split.pipeline.schedules import make
+    >>> simulate(make("gpipe", stages=4, num_microbatches=8)).length  # (8 + 3) · (1 + 2)
+    33.0
+    """
+    costs = costs or Costs()
+    place = {action: process for process, row in enumerate(schedule) for action in row}
+    ends: dict[Action, float] = {}
+    rows: list[list[Span]] = [[] for _ in schedule]
+    while len(ends) < len(place):
+        known = len(ends)
+        for process, (done, row) in enumerate(zip(rows, schedule, strict=True)):
+            for action in row[len(done) :]:
+                needed = before(action, place)
+                if not all(a in ends for a in needed):
+                    break
+                free = done[-1].end if done else 0.0
+                start = max([free, *(ends[a] + costs.transfer * (place[a] != process) for a in needed)])
+                ends[action] = start + costs.of(action.kind)
+                done.append(Span(action, start, ends[action]))
+        if len(ends) == known:
+            stuck = ", ".join(str(row[len(done)]) for done, row in zip(rows, schedule, strict=True) if len(done) < len(row))
+            raise HocketError(f"This schedule has a deadlock at {stuck}: put each action after those it needs.")
+    return Timeline(tuple(tuple(row) for row in rows))
+
+
+def bubble(schedule: Schedule, costs: Costs | None = None) -> float:
+    """The share of time in which processes are idle, from the first start to the last end.
+
+    For GPipe and 1F1B it is ``(S−1)/(m+S−1)`` whatever a backward costs.
+
+    >>> from hocket.split.pipeline.schedules import make
+    >>> f"{bubble(make('1f1b', stages=4, num_microbatches=8)):.1%}"
+    '27.3%'
+    """
+    timeline = simulate(schedule, costs)
+    busy = sum(span.end - span.start for row in timeline.rows for span in row)
+    return (timeline.length * len(timeline.rows) - busy) / (timeline.length * len(timeline.rows))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from hocket.errors import HocketError
 
 
 class _Opaque(Exception):
-    """A module that cannot be traced."""
-
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(reason)
         self.name, self.reason = name, reason
@@ -71,11 +70,6 @@ def trace(model: nn.Module) -> fx.Graph:
     return graph
 
 
-def units(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that compute something."""
-    return [node for node in graph.nodes if node.op.startswith("call_")]
-
-
 def scopes(node: fx.Node) -> Iterator[str]:
     """The names of all modules that a node is part of."""
     yield from (path for path, _ in node.meta.get("nn_module_stack", {}).values())
@@ -84,7 +78,6 @@ def scopes(node: fx.Node) -> Iterator[str]:
 
 
 def title(node: fx.Node) -> str:
-    """A unit's name for display."""
     if node.op == "call_module":
         return str(node.target)
     inside = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path]
@@ -112,22 +105,22 @@ class Wire:
     """Whether its gradient comes back."""
 
     def shape(self, batch: int) -> tuple[int, ...]:
-        """Its shape for a batch of that size."""
         return tuple(slope * batch + constant for slope, constant in self.dims)
 
     def num_bytes(self, batch: int) -> int:
         """Its payload for a batch of that size."""
-        size = self.dtype.itemsize
-        for dim in self.shape(batch):
-            size *= dim
-        return size
+        return self.dtype.itemsize * prod(self.shape(batch))
 
     @classmethod
     def between(cls, name: str, batch: int, value: Tensor, next_value: Tensor) -> Wire:
         """From the values for ``batch`` and for ``batch + 1`` samples."""
-        slopes = [b - a for a, b in zip(value.shape, next_value.shape, strict=True)]
-        dims = tuple((slope, size - slope * batch) for slope, size in zip(slopes, value.shape, strict=True))
+        dims = tuple(affine(a, b, batch) for a, b in zip(value.shape, next_value.shape, strict=True))
         return cls(name, value.dtype, dims, value.requires_grad)
+
+
+def affine(size: int, next_size: int, batch: int) -> tuple[int, int]:
+    """Slope and constant of a size in the number of samples, of which there are ``batch`` and one more."""
+    return next_size - size, size - (next_size - size) * batch
 
 
 def _first_line(error: Exception) -> str:

@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from hocket.models.gpt import Attention
 from hocket.split.axis import Axis
-from hocket.split.branches import Branches
-from hocket.split.draws import lay
 from hocket.split.parts import Part
-from hocket.split.tensor.attention import SplitMultihead, split_heads
+from hocket.split.tensor.attention import SplitMultihead, split_heads, without_fast_path
 from hocket.split.tensor.layers import (
     ColumnLinear,
     GatheredConv2d,
@@ -26,12 +25,22 @@ from hocket.split.tensor.layers import (
     RowLinear,
     SplitEmbedding,
     SplitLogits,
+    swap,
 )
 from hocket.split.tensor.plan import KINDS, TensorPlan, automatic, explicit
 from hocket.split.tensor.rotate import RotatingLinear
-from hocket.split.tensor.swap import swap, without_fast_path
 
 __all__ = ["KINDS", "explain_plan", "find_plan", "split_tensor"]
+
+_FORMS: dict[str, Any] = {
+    "columns": ColumnLinear,
+    "rows": RowLinear,
+    "gather": GatheredLinear,
+    "rotate": RotatingLinear,
+    "heads": SplitMultihead,
+    "vocabulary": SplitEmbedding,
+    "logits": SplitLogits,
+}
 
 
 def find_plan(model: nn.Module, size: int) -> dict[str, str]:
@@ -71,41 +80,24 @@ def split_tensor(model: nn.Module, axis: Axis, plan: Mapping[str, str] | None = 
     for name, kind in found.kinds.items():
         if kind != "whole":
             _split(model, name, modules[name], kind, cut, found)
-    for first, *others in found.together:
-        _enter_together(model, first, others)
+    for names in found.together:  # all enter as the first does
+        layers: list[Any] = [model.get_submodule(name) for name in names]
+        layers[0].enter.layers = len(layers)
+        for layer in layers[1:]:
+            layer.enter = layers[0].enter
     for name in found.dropouts:
-        lay(modules[name], axis.place, axis.size)
+        modules[name].lies = (axis.place, axis.size)
     without_fast_path(model)
-    cut.forget_wholes()
     return {name: cut.lies.get(id(p), Part(tuple(p.shape))) for name, p in model.named_parameters()}
 
 
-def _enter_together(model: nn.Module, first: str, others: list[str]) -> None:
-    enter: Any = model.get_submodule(first).enter
-    enter.layers += len(others)
-    for name in others:
-        model.get_submodule(name).enter = enter
-
-
-def _split(model: nn.Module, name: str, module: nn.Module, kind: str, cut: ParameterSlicer, plan: TensorPlan) -> None:
-    match kind, module:
-        case "branches", Branches():
-            cut.lies |= module.split(cut.axis, name)
-        case "heads", nn.MultiheadAttention():
-            swap(model, module, SplitMultihead(module, cut))
-        case "heads", _:
-            split_heads(module, cut)  # type: ignore[arg-type]
-        case "columns", nn.Linear():
-            swap(model, module, ColumnLinear(module, cut))
-        case "rows", nn.Linear():
-            swap(model, module, RowLinear(module, cut))
-        case "rotate", nn.Linear():
-            swap(model, module, RotatingLinear(module, cut, name in plan.closing))
-        case "gather", nn.Linear():
-            swap(model, module, GatheredLinear(module, cut))
-        case "gather", nn.Conv2d():
-            swap(model, module, GatheredConv2d(module, cut))
-        case "vocabulary", nn.Embedding():
-            swap(model, module, SplitEmbedding(module, cut))
-        case "logits", _:
-            swap(model, module, SplitLogits(cut.axis))
+def _split(model: nn.Module, name: str, module: Any, kind: str, cut: ParameterSlicer, plan: TensorPlan) -> None:
+    if kind == "branches":
+        cut.lies |= module.split(cut.axis, name)
+    elif isinstance(module, Attention):
+        split_heads(module, cut)
+    else:
+        new = (GatheredConv2d if isinstance(module, nn.Conv2d) else _FORMS[kind])(module, cut)
+        if isinstance(new, RotatingLinear):
+            new.closing = name in plan.closing
+        swap(model, module, new)

@@ -11,10 +11,9 @@ from torch.nn import functional as F
 
 from hocket.errors import HocketError
 from hocket.models.gpt import Attention
-from hocket.split.axis import Axis
+from hocket.split.axis import copied, gathered, summed
 from hocket.split.draws import Draws, Dropout
-from hocket.split.functions import copied, gathered, summed
-from hocket.split.tensor.layers import ColumnLinear, ParameterSlicer, RowLinear
+from hocket.split.tensor.layers import ColumnLinear, ParameterSlicer, RowLinear, SplitLayer
 
 
 def attend(
@@ -35,8 +34,7 @@ class DrawnAttention(Attention):
     def __init__(self, attention: Attention, layer: str, draws: Draws) -> None:
         nn.Module.__init__(self)
         self.heads, self.dropout, self.into, self.out = attention.heads, attention.dropout, attention.into, attention.out
-        self.drop = Dropout(attention.dropout, layer, draws, dim=1)
-        self.drop.lies = getattr(attention, "lies", (0, 1))
+        self.drop = Dropout(attention.dropout, layer, draws, dim=1, lies=getattr(attention, "lies", (0, 1)))
         self.train(attention.training)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -47,38 +45,26 @@ class DrawnAttention(Attention):
 
 def split_heads(attention: Attention, cut: ParameterSlicer) -> None:
     """Reduce gpt's attention, in place, to this process's heads."""
-    axis = cut.axis
     attention.into, attention.out = ColumnLinear(attention.into, cut, blocks=3), RowLinear(attention.out, cut)
-    attention.heads //= axis.size
+    attention.heads //= cut.axis.size
     for module in (attention, getattr(attention, "drop", attention)):
-        module.lies = (axis.place, axis.size)
+        module.lies = (cut.axis.place, cut.axis.size)
 
 
-class SplitMultihead(nn.MultiheadAttention):
+class SplitMultihead(SplitLayer, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with this process's heads; on an axis of one process, all of them."""
 
-    whole = True
-
     def __init__(self, attention: nn.MultiheadAttention, cut: ParameterSlicer) -> None:
-        bias = attention.in_proj_bias is not None
-        super().__init__(attention.embed_dim, attention.num_heads, bias=bias, batch_first=attention.batch_first, device="meta")
-        self.axis, self.dropout, self.heads = cut.axis, attention.dropout, attention.num_heads // cut.axis.size
-        self.lies = (cut.axis.place, cut.axis.size)
-        self.drop: Dropout | None = None
-        alone = cut.axis.size == 1
-        self.in_proj_weight = attention.in_proj_weight if alone else cut(attention.in_proj_weight, 0, blocks=3)
-        if bias:
-            self.in_proj_bias = attention.in_proj_bias if alone else cut(attention.in_proj_bias, 0, blocks=3)
-        self.out_proj = attention.out_proj if alone else RowLinear(attention.out_proj, cut)  # type: ignore[assignment]
-        if isinstance(attention, SplitMultihead) and attention.drop is not None:
-            self.draw(attention.drop.layer, attention.drop.draws)
-        self.train(attention.training)
+        super().__init__(attention, cut, {"in_proj_weight": 0, "in_proj_bias": 0}, blocks=3)
+        self.heads, self.lies = attention.num_heads // cut.axis.size, (cut.axis.place, cut.axis.size)
+        if cut.axis.size > 1:
+            self.out_proj = RowLinear(attention.out_proj, cut)  # type: ignore[assignment]
+        self.drop: Dropout | None = getattr(attention, "drop", None)
+        if self.drop is not None:
+            self.draw(self.drop.layer, self.drop.draws)
 
     def draw(self, layer: str, draws: Draws) -> None:
-        """Make its dropout draw from ``draws``."""
-        self.drop = Dropout(self.dropout, layer, draws, dim=1)
-        self.drop.lies = self.lies
-        self.drop.train(self.training)
+        self.drop = Dropout(self.dropout, layer, draws, dim=1, lies=self.lies).train(self.training)
 
     def forward(
         self,
@@ -102,26 +88,26 @@ class SplitMultihead(nn.MultiheadAttention):
             F.linear(entered[id(t)], w, b).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for t, w, b in zip((query, key, value), weights, biases, strict=True)
         )
-        mixed, looked = self._mix(q, k, v, self._mask(attn_mask, key_padding_mask, q), need_weights)
+        mask, looked = self._mask(attn_mask, key_padding_mask, q), None
+        if need_weights or (self.training and self.dropout > 0):
+            drop = self.drop or (lambda weights: F.dropout(weights, self.dropout, self.training))
+            mixed, looked = attend(q, k, v, mask, False, drop)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, mask)
         out = self.out_proj(mixed.transpose(1, 2).flatten(-2))
         if not batched:
             out = out.squeeze(0)
         elif not self.batch_first:
             out = out.transpose(0, 1)
-        return out, self._shown(looked, average_attn_weights, batched) if looked is not None else None
+        if looked is None or not need_weights:
+            return out, None
+        shown = summed(looked.sum(1), self.axis) / self.num_heads if average_attn_weights else gathered(looked, self.axis, 1)
+        return out, shown if batched else shown.squeeze(0)
 
     def _samples_first(self, x: Tensor, batched: bool) -> Tensor:
         if not batched:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
-
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool) -> tuple[Tensor, Tensor | None]:
-        if need_weights or (self.training and self.dropout > 0):
-            return attend(q, k, v, mask, False, self.drop or self._drop_by_torch)
-        return F.scaled_dot_product_attention(q, k, v, mask), None
-
-    def _drop_by_torch(self, weights: Tensor) -> Tensor:
-        return F.dropout(weights, self.dropout, self.training)
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor) -> Tensor | None:
         """One additive mask that fits ``[N, heads, L, S]``."""
@@ -135,10 +121,6 @@ class SplitMultihead(nn.MultiheadAttention):
             masks.append(_additive(padding, query).view(-1, 1, 1, padding.shape[-1]))
         return sum(masks[1:], masks[0]) if masks else None
 
-    def _shown(self, weights: Tensor, average: bool, batched: bool) -> Tensor:
-        shown = summed(weights.sum(1), self.axis) / self.num_heads if average else gathered(weights, self.axis, 1)
-        return shown if batched else shown.squeeze(0)
-
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype is not torch.bool:
@@ -151,8 +133,10 @@ def common(attention: nn.MultiheadAttention) -> bool:
     return attention._qkv_same_embed_dim and attention.bias_k is None and attention.bias_v is None and not attention.add_zero_attn
 
 
-def drawn_multihead(attention: nn.MultiheadAttention, layer: str, draws: Draws) -> SplitMultihead:
-    """The same attention, not split (unless it is already), drawing from ``draws``."""
-    drawn = attention if isinstance(attention, SplitMultihead) else SplitMultihead(attention, ParameterSlicer(Axis("tensor")))
-    drawn.draw(layer, draws)
-    return drawn
+def without_fast_path(model: nn.Module) -> None:
+    """Let transformer layers call their attention: in evaluation, torch would else compute a layer directly from its weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.self_attn, SplitMultihead):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False

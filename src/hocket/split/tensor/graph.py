@@ -10,6 +10,7 @@ import inspect
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -111,22 +112,11 @@ def _graphs(module: nn.Module, prefix: str) -> Iterator[tuple[str, fx.Graph]]:
     """Graphs of the largest modules that can be traced, with the beginning of their modules' names."""
     if getattr(module, "whole", False) or (prefix and not any(True for _ in module.children())):
         return
-    graph = _trace(module, root=not prefix)
-    if graph is not None:
-        yield prefix, graph
-        return
+    given = inspect.signature(module.forward).parameters.values()
+    optional = {p.name: p.default for p in given if p.default is not inspect.Parameter.empty}
+    if not optional or not prefix:  # optional inputs may change the graph, and only a root is known to be called without them
+        with suppress(Exception):  # user code may raise anything on a proxy
+            yield prefix, _Tracer().trace(module, optional or None)
+            return
     for name, child in module.named_children():
         yield from _graphs(child, f"{prefix}{name}.")
-
-
-def _trace(module: nn.Module, root: bool) -> fx.Graph | None:
-    """The graph of a module as it is called; optional inputs may change it, and only a root is known to be called without them."""
-    optional = {
-        p.name: p.default for p in inspect.signature(module.forward).parameters.values() if p.default is not inspect.Parameter.empty
-    }
-    if optional and not root:
-        return None
-    try:
-        return _Tracer().trace(module, optional or None)
-    except Exception:  # user code may raise anything on a proxy
-        return None

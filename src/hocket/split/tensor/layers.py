@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hocket.errors import HocketError
-from hocket.split.axis import Axis
-from hocket.split.functions import copied, gathered, summed
+from hocket.split.axis import Axis, copied, gathered, summed
 from hocket.split.parts import Part
 
 
@@ -20,18 +19,16 @@ class ParameterSlicer:
         self.lies: dict[int, Part] = {}
         self._made: dict[tuple[int, Part], tuple[Tensor, nn.Parameter]] = {}
 
-    def __call__(self, whole: Tensor, dim: int, blocks: int = 1) -> nn.Parameter:
+    def __call__(self, whole: nn.Parameter, dim: int, blocks: int = 1) -> nn.Parameter:
         """This process's part along ``dim`` of each of ``blocks`` blocks; the same parameter twice gives the same part twice."""
+        if self.axis.size == 1:
+            return whole
         part = Part.even(whole, dim, self.axis.place, self.axis.size, blocks)
         if (id(whole), part) not in self._made:
             own = nn.Parameter(part.take(whole.detach()).contiguous(), whole.requires_grad)
             self._made[id(whole), part] = whole, own  # keeps the whole alive: its id must not be reused
             self.lies[id(own)] = part
         return self._made[id(whole), part][1]
-
-    def forget_wholes(self) -> None:
-        """Release the whole parameters."""
-        self._made.clear()
 
 
 class Entry:
@@ -51,19 +48,29 @@ class Entry:
         return entered
 
 
-class ColumnLinear(nn.Linear):
-    """``Y_p = X A_p + b_p``: some of the outputs of a whole input. ``X`` is whole; its gradient is summed."""
+class SplitLayer(nn.Module):
+    """A layer like another one, with this process's part of its parameters."""
 
     whole = True
 
-    def __init__(self, linear: nn.Linear, cut: ParameterSlicer, blocks: int = 1) -> None:
-        """The outputs consist of ``blocks`` consecutive blocks, such as query, key and value; each is split."""
-        super().__init__(linear.in_features, linear.out_features // cut.axis.size, linear.bias is not None, device="meta")
+    def __init__(self, layer: nn.Module, cut: ParameterSlicer, dims: dict[str, int], blocks: int = 1) -> None:
+        """``dims``: along which dimension parameters are split, by name; others stay whole. Along it they consist of ``blocks``
+        consecutive blocks, such as query, key and value; each is split."""
+        vars(self).update(vars(layer), _modules=dict(layer._modules))
+        for own in ("forward", "_compiled_call_impl"):  # set on the layer itself, they would compute with the whole one
+            vars(self).pop(own, None)
+        self._parameters = {
+            name: cut(p, dims[name], blocks) if p is not None and name in dims else p for name, p in layer._parameters.items()
+        }
         self.axis, self.enter = cut.axis, Entry(cut.axis)
-        self.weight = cut(linear.weight, 0, blocks)
-        if linear.bias is not None:
-            self.bias = cut(linear.bias, 0, blocks)
-        self.train(linear.training)
+
+
+class ColumnLinear(SplitLayer, nn.Linear):
+    """``Y_p = X A_p + b_p``: some of the outputs of a whole input. ``X`` is whole; its gradient is summed."""
+
+    def __init__(self, linear: nn.Linear, cut: ParameterSlicer, blocks: int = 1) -> None:
+        super().__init__(linear, cut, {"weight": 0, "bias": 0}, blocks)
+        self.out_features //= self.axis.size
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.enter(x), self.weight, self.bias)
@@ -76,18 +83,12 @@ class GatheredLinear(ColumnLinear):
         return gathered(super().forward(x), self.axis)
 
 
-class RowLinear(nn.Linear):
+class RowLinear(SplitLayer, nn.Linear):
     """``Y = Σ_p X_p A_p + b``: the input is split, as ``ColumnLinear`` returns it; the bias is added once, to the sum."""
 
-    whole = True
-
     def __init__(self, linear: nn.Linear, cut: ParameterSlicer) -> None:
-        super().__init__(linear.in_features // cut.axis.size, linear.out_features, linear.bias is not None, device="meta")
-        self.axis = cut.axis
-        self.weight = cut(linear.weight, 1)
-        if linear.bias is not None:
-            self.bias = linear.bias
-        self.train(linear.training)
+        super().__init__(linear, cut, {"weight": 1})
+        self.in_features //= self.axis.size
 
     def forward(self, x: Tensor) -> Tensor:
         check_split_input(x, self.in_features, self.axis)
@@ -95,46 +96,26 @@ class RowLinear(nn.Linear):
         return total if self.bias is None else total + self.bias
 
 
-class GatheredConv2d(nn.Conv2d):
+class GatheredConv2d(SplitLayer, nn.Conv2d):
     """The classical intra-layer scheme: ``K/P`` channels each, and all processes gather all channels."""
 
-    whole = True
-
     def __init__(self, conv: nn.Conv2d, cut: ParameterSlicer) -> None:
-        super().__init__(
-            conv.in_channels,
-            conv.out_channels // cut.axis.size,
-            conv.kernel_size,  # type: ignore[arg-type]
-            conv.stride,  # type: ignore[arg-type]
-            conv.padding,  # type: ignore[arg-type]
-            conv.dilation,  # type: ignore[arg-type]
-            bias=conv.bias is not None,
-            padding_mode=conv.padding_mode,
-            device="meta",
-        )
-        self.axis, self.enter = cut.axis, Entry(cut.axis)
-        self.weight = cut(conv.weight, 0)
-        if conv.bias is not None:
-            self.bias = cut(conv.bias, 0)
-        self.train(conv.training)
+        super().__init__(conv, cut, {"weight": 0, "bias": 0})
+        self.out_channels //= self.axis.size
 
     def forward(self, x: Tensor) -> Tensor:
         return gathered(super().forward(self.enter(x)), self.axis, dim=-3)
 
 
-class SplitEmbedding(nn.Embedding):
+class SplitEmbedding(SplitLayer, nn.Embedding):
     """``V/P`` rows of the vocabulary each: a process looks up its own tokens, and the sum over processes is the whole embedding."""
 
-    whole = True
-
     def __init__(self, embedding: nn.Embedding, cut: ParameterSlicer) -> None:
-        super().__init__(embedding.num_embeddings // cut.axis.size, embedding.embedding_dim, device="meta")
-        self.axis, self.first = cut.axis, cut.axis.place * self.num_embeddings
-        self.weight = cut(embedding.weight, 0)
-        padding = embedding.padding_idx
-        if padding is not None and 0 <= padding - self.first < self.num_embeddings:
-            self.padding_idx = padding - self.first
-        self.train(embedding.training)
+        super().__init__(embedding, cut, {"weight": 0})
+        self.num_embeddings //= self.axis.size
+        self.first = self.axis.place * self.num_embeddings
+        padding = -1 if self.padding_idx is None else self.padding_idx - self.first
+        self.padding_idx = padding if 0 <= padding < self.num_embeddings else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         own = tokens - self.first
@@ -143,17 +124,24 @@ class SplitEmbedding(nn.Embedding):
         return summed(found.masked_fill(foreign.unsqueeze(-1), 0.0), self.axis)
 
 
-class SplitLogits(nn.Module):
+class SplitLogits(SplitLayer):
     """The vocabulary projection: logits of this process's part of the vocabulary, gathered on all processes."""
 
-    whole = True
-
-    def __init__(self, axis: Axis) -> None:
-        super().__init__()
-        self.axis = axis
+    def __init__(self, logits: nn.Module, cut: ParameterSlicer) -> None:
+        super().__init__(logits, cut, {})
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         return gathered(F.linear(copied(x, self.axis), embedding), self.axis)
+
+
+def swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace ``old`` wherever ``model`` has it, at the same place in its parent, so that names and their order stay."""
+    if model is old:
+        raise HocketError(f"The model is a single {type(old).__name__}, which cannot replace itself: wrap it in nn.Sequential.")
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if child is old:
+                parent._modules[key] = new
 
 
 def check_split_input(x: Tensor, width: int, axis: Axis) -> None:
@@ -170,8 +158,5 @@ def spared(module: nn.Module) -> bool:
     hooked = bool(module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
     if isinstance(module, nn.Embedding):
         return hooked or module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-    return hooked or (isinstance(module, nn.Conv2d) and module.groups != 1) or any(not _plain(p) for p in module.parameters())
-
-
-def _plain(parameter: nn.Parameter) -> bool:
-    return type(parameter.data) is torch.Tensor
+    grouped = isinstance(module, nn.Conv2d) and module.groups != 1
+    return hooked or grouped or any(type(p.data) is not torch.Tensor for p in module.parameters())

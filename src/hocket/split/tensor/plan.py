@@ -69,9 +69,12 @@ def automatic(model: nn.Module, size: int) -> TensorPlan:
             continue
         if type(module) is Branches:
             plan.kinds[name] = "branches"
+        elif isinstance(module, nn.MultiheadAttention) and type(module) in _ATTENTIONS and not common(module):
+            plan.kinds[name], plan.reasons[name] = "whole", "it has inputs of several widths or adds to the sequence"
         elif type(module) in _ATTENTIONS:
-            _find_heads(name, module, size, plan)
-        elif type(module) in _LAYERS and _elementwise(module):
+            _check(name, module, "heads", size)
+            plan.kinds[name] = "heads"
+        elif type(module) in _LAYERS and (module.activation in (F.relu, F.gelu) or type(module.activation) in ELEMENTWISE):
             _pair([f"{name}.linear1"], f"{name}.linear2", [f"{name}.dropout"], flow, size, shared, plan)
     for node, name in flow.linears():
         if not _inside(name, plan.kinds) and (found := flow.sources(node)):
@@ -82,7 +85,7 @@ def automatic(model: nn.Module, size: int) -> TensorPlan:
         if name not in plan.kinds and not _inside(name, plan.kinds):
             _find_left_over(name, module, flow, size, plan)
     plan.kinds = {name: plan.kinds[name] for name in flow.modules if name in plan.kinds}
-    plan.together = flow.together(_entered(plan))
+    plan.together = flow.together([name for name, kind in plan.kinds.items() if kind in ("columns", "gather")])
     _check_shared(model, plan.kinds)
     if not set(plan.kinds.values()) - {"whole"}:
         why = next((f": '{name}' {reason}" for name, reason in plan.reasons.items()), "")
@@ -105,23 +108,11 @@ def explicit(model: nn.Module, size: int, given: Mapping[str, str]) -> TensorPla
     _check_shared(model, kinds)
     _check_readers(flow, kinds)
     _check_flow(flow, plan)
-    plan.together = flow.together(_entered(plan))
+    plan.together = flow.together([name for name, kind in kinds.items() if kind in ("columns", "gather")])
     return plan
 
 
-def _entered(plan: TensorPlan) -> set[str]:
-    return {name for name, kind in plan.kinds.items() if kind in ("columns", "gather")}
-
-
 # --- finding ---------------------------------------------------------------------------------------------------------------
-
-
-def _find_heads(name: str, module: nn.Module, size: int, plan: TensorPlan) -> None:
-    if isinstance(module, nn.MultiheadAttention) and not common(module):
-        plan.kinds[name], plan.reasons[name] = "whole", "it has inputs of several widths or adds to the sequence"
-        return
-    _check(name, module, "heads", size)
-    plan.kinds[name] = "heads"
 
 
 def _pair(first: list[str], second: str, dropouts: list[str], flow: Flow, size: int, shared: _Shared, plan: TensorPlan) -> None:
@@ -134,12 +125,6 @@ def _pair(first: list[str], second: str, dropouts: list[str], flow: Flow, size: 
     if len(layers) == len(first) + 1 and not names & taken and equal and width % size == 0:
         plan.kinds |= dict.fromkeys(first, "columns") | {second: "rows"}
         plan.dropouts |= set(dropouts)
-
-
-def _elementwise(layer: nn.Module) -> bool:
-    """Whether a transformer layer's activation is elementwise; its forward pass is known."""
-    activation = getattr(layer, "activation", None)
-    return activation in (F.relu, F.gelu) or type(activation) in ELEMENTWISE
 
 
 def _find_tied(users: list[str], flow: Flow, size: int, plan: TensorPlan) -> None:
@@ -215,23 +200,23 @@ def _fits(module: nn.Module, kind: str) -> bool:
 def _check(name: str, module: nn.Module, kind: str, size: int) -> None:
     width, what = _width(module, kind)
     if width % size:
-        instead = (
-            "use a tensor axis that divides them" if kind == "heads" else "change the width, or leave the module out of the plan"
-        )
+        other = "change the width, or leave the module out of the plan"
+        instead = "use a tensor axis that divides them" if kind == "heads" else other
         raise HocketError(f"'{name}' has {width} {what}, which do not divide by {size} processes: {instead}.")
     if kind == "rotate" and module.in_features % size:  # type: ignore[operator]
         raise HocketError(f"'{name}' has {module.in_features} inputs, which do not divide by {size} processes: change the width.")
 
 
 def _width(module: nn.Module, kind: str) -> tuple[int, str]:
-    if isinstance(module, nn.Linear):
-        return (module.in_features, "inputs") if kind == "rows" else (module.out_features, "outputs")
-    if isinstance(module, nn.Conv2d):
-        return module.out_channels, "channels"
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, "tokens"
-    if isinstance(module, nn.MultiheadAttention):
-        return module.num_heads, "heads"
+    match module:
+        case nn.Linear():
+            return (module.in_features, "inputs") if kind == "rows" else (module.out_features, "outputs")
+        case nn.Conv2d():
+            return module.out_channels, "channels"
+        case nn.Embedding():
+            return module.num_embeddings, "tokens"
+        case nn.MultiheadAttention():
+            return module.num_heads, "heads"
     return (module.heads, "heads") if isinstance(module, Attention) else (0, "")
 
 

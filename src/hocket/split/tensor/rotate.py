@@ -15,19 +15,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hocket.split.axis import Axis
-from hocket.split.functions import gathered
-from hocket.split.tensor.layers import ColumnLinear, ParameterSlicer, check_split_input
+from hocket.split.axis import Axis, gathered
+from hocket.split.tensor.layers import ColumnLinear, check_split_input
 
 
 class RotatingLinear(ColumnLinear):
     """A Linear between split activations, without an all-reduce; ``closing``: its output is gathered at the end."""
 
-    def __init__(self, linear: nn.Linear, cut: ParameterSlicer, closing: bool = False) -> None:
-        super().__init__(linear, cut)
-        self.closing = closing
+    closing = False
 
     def forward(self, x: Tensor) -> Tensor:
         check_split_input(x, self.in_features // self.axis.size, self.axis)

@@ -1,4 +1,5 @@
-"""PyTorch's FSDP2: weights, gradients and optimiser state lie in parts, and FSDP2 makes all exchanges by itself.
+"""PyTorch's FSDP2 (Zhao et al., "PyTorch FSDP", VLDB 2023): weights, gradients and optimiser state lie in ``N`` parts, a block's
+weights are gathered when it computes, and FSDP2 makes all exchanges by itself.
 
 They happen inside the forward and the backward pass. So the ledger knows the seconds of training as a whole, not what of it was
 spent waiting; and bytes are computed by formula, not counted at each message. Each backward pass is exchanged, also where several
@@ -18,12 +19,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.message import framed
 from hocket.errors import HocketError, NonFiniteGradient
-from hocket.split.sharded import FullShards, gathered, part_like, refuse_fsdp_on, refuse_sharding
+from hocket.split.parts import blocks_of, broadcast_tensors
+from hocket.split.sharded import SEES_WHOLE, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import ClusterLedger
 from hocket.train.runtimes.base import Binding
 from hocket.train.watch import Where
+
+_NOT_IN_PARTS = {
+    **dict.fromkeys(SEES_WHOLE, "looks at whole matrices, of which FSDP2 leaves each worker a part"),
+    "Adagrad": "has state before its first step, which FSDP2 does not cut",
+    "Rprop": "writes into places of a gradient, which PyTorch does not do in parts",
+}
 
 
 class FsdpRuntime:
@@ -59,9 +68,46 @@ class FsdpRuntime:
     def join(self, binding: Binding) -> None:
         self.binding, model = binding, binding.model
         self._skeleton = _without_values(model)
-        self.shards = FullShards(model, binding.optimizer, self.cluster)
+        self._shard(model, binding.optimizer)
         self.ledger = ClusterLedger(self.cluster, computed=True)
         self._handles = [model.register_forward_hook(lambda _, __, out: self._after_forward(out))]
+
+    def _shard(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Shard the model block by block; the optimiser steps the parts of its parameters."""
+        from torch.distributed.device_mesh import DeviceMesh  # these take a second to load
+        from torch.distributed.fsdp import fully_shard
+
+        if reason := _NOT_IN_PARTS.get(type(optimizer).__name__):
+            raise HocketError(f"{type(optimizer).__name__} {reason}; use AdamW or SGD, or ZeRO-1.")
+        if any(optimizer.state.values()):
+            raise HocketError(
+                "FSDP2 cuts the optimiser's state, too, and this one has some; call hocket.parallelize before the first step."
+            )
+        broadcast_tensors((*model.parameters(), *model.buffers()), self.cluster)
+        assert self.cluster.group is not None
+        mesh = DeviceMesh.from_group(self.cluster.group, self.cluster.device.type)
+        names = {id(p): name for name, p in model.named_parameters()}
+        held = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        blocks = list(blocks_of(model).values())
+        for block in blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        named = dict(model.named_parameters())
+        for group, own in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = [named[name] for name in own]
+        inside = {id(p) for block in blocks for p in block.parameters()}
+        units = [list(block.parameters()) for block in blocks]
+        rest = [p for p in model.parameters() if id(p) not in inside]
+        # Bytes that this worker sends, by formula. Weights of no block are kept from the forward to the backward pass.
+        self._backward_bytes = sum(self._ring(unit) for unit in units)
+        self._forward_bytes = self._backward_bytes + self._ring(rest)
+        self._backward_bytes += sum(self._ring([p for p in unit if p.requires_grad]) for unit in (*units, rest))
+
+    def _ring(self, params: Sequence[nn.Parameter]) -> int:
+        """What a worker sends where it forwards ``N − 1`` parts of these parameters, or of their gradients."""
+        parts = self.cluster.size
+        part = sum(-(-p.shape[0] // parts) * (p.numel() // max(p.shape[0], 1)) * p.element_size() for p in params)
+        return (parts - 1) * framed(part) if part else 0
 
     def hooked(self) -> None:
         self.cluster.ledger.resume()
@@ -71,14 +117,14 @@ class FsdpRuntime:
     def _after_forward(self, out: Any) -> Any:
         if not torch.is_grad_enabled():
             return out
-        self.ledger.computed_bytes += self.shards.gather_bytes[0]
+        self.ledger.computed_bytes += self._forward_bytes
         passed = [False]
 
         def weigh(gradient: Tensor) -> Tensor:
             if not passed[0]:
                 passed[0] = True
                 self.binding.backwards += 1
-                self.ledger.computed_bytes += self.shards.gather_bytes[1] + self.shards.scatter_bytes
+                self.ledger.computed_bytes += self._backward_bytes
             return gradient if self.binding.weight == 1.0 else gradient * self.binding.weight
 
         def hooked(tensor: Tensor) -> Tensor:
@@ -142,7 +188,7 @@ class FsdpRuntime:
         own = self.binding.model
         model = copy.deepcopy(self._skeleton)
         with self.cluster.uncounted():
-            values = {name: gathered(value).detach().clone() for name, value in own.state_dict().items()}
+            values = {name: _gathered(value).detach().clone() for name, value in own.state_dict().items()}
             for name, buffer in own.named_buffers():
                 if name in values and buffer.is_floating_point():
                     rows = buffer.detach().reshape(1, -1).clone()
@@ -188,7 +234,7 @@ class FsdpRuntime:
         model, target = self.binding.model, self.binding.optimizer
         own = model.state_dict()
         parts = {
-            name: part_like(v, own[name]) if hasattr(own.get(name), "full_tensor") else v for name, v in state["model"].items()
+            name: _part_like(v, own[name]) if hasattr(own.get(name), "full_tensor") else v for name, v in state["model"].items()
         }
         model.load_state_dict(parts)
         params = [p for group in target.param_groups for p in group["params"]]
@@ -196,7 +242,7 @@ class FsdpRuntime:
         for index, entries in state["optimizer"]["state"].items():
             like = params[index]
             optimizer["state"][index] = {
-                key: part_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else copy.deepcopy(value)
+                key: _part_like(value, like) if isinstance(value, Tensor) and value.shape == like.shape else copy.deepcopy(value)
                 for key, value in entries.items()
             }
         target.load_state_dict(optimizer)
@@ -208,6 +254,27 @@ class FsdpRuntime:
         self.step = int(state["step"])
 
 
+def refuse_fsdp_on(cluster: Cluster) -> None:
+    """Refuse FSDP2 on CUDA over Gloo: its exchanges of CUDA tensors end the process without an error."""
+    if cluster.device.type == "cuda" and "nccl" not in (cluster.backend or ""):
+        raise HocketError(
+            f"FSDP2 on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
+            "ZeRO-1, or hocket.init(backend='nccl')."
+        )
+
+
+def _gathered(value: Any) -> Any:
+    """A tensor that may be distributed, gathered whole on every worker (a collective)."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _part_like(whole: Tensor, like: Any) -> Tensor:
+    """This worker's part of ``whole``, cut like the distributed tensor ``like``, as a tensor of its own; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None).clone()
+
+
 def _without_values(model: nn.Module) -> nn.Module:
     """A copy of ``model`` whose parameters have shapes and no values."""
     memo: dict[int, Any] = {
@@ -217,7 +284,7 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 
 def _kept(value: Any, keep: bool) -> Any:
-    whole = gathered(value)
+    whole = _gathered(value)
     if not keep:
         return None
     return whole.detach().cpu().clone() if isinstance(whole, Tensor) else whole
