@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from itertools import count
 
-from hocket.report.figures import NONE, around, percent, plain
-from hocket.report.read import FINISHED
+from hocket.report.figures import NONE, percent, plain
+from hocket.report.read import FINISHED, Measured
 from hocket.report.rows import Figure, Row
-from hocket.report.timelines import LOOKS, MOST_TIMELINES, Measured
 from hocket.split.pipeline.timeline import KINDS, Span, Timeline
 
+LOOKS = {"F": ("forward", 0), "B": ("backward", 2), "I": ("backward, inputs", 5), "W": ("backward, weights", 4)}
+"""What each kind of action is called, and which of the charts' colours it has (page.css says the same)."""
+MOST_TIMELINES = 12
+"""How many timelines are drawn; the others are reported in figures only."""
 _LANE, _BAR, _FOOT = 26, 20, 20
 """Heights in pixels: of a process, of its bars, and of the axis below."""
 _WIDE, _NARROW = 480, 280
@@ -65,9 +69,7 @@ def _comm_stats(row: Row) -> str:
 
 
 def _told(figure: Figure | None, scale: float, unit: str) -> str:
-    if figure is None:
-        return NONE
-    return f"{around(figure.mean * scale, None if figure.spread is None else figure.spread * scale)} {unit}"
+    return NONE if figure is None else f"{figure.scaled(scale).text()} {unit}"
 
 
 def _figure(row: Row, measured: Measured, drawn: bool) -> str:
@@ -90,13 +92,13 @@ def _figure(row: Row, measured: Measured, drawn: bool) -> str:
 
 def _words(row: Row, measured: Measured) -> list[str]:
     """The timeline in sentences."""
-    pipe, micro, count = row.settings.get("pipe"), row.settings.get("micro"), len(measured.timeline.rows)
+    pipe, micro, processes = row.settings.get("pipe"), row.settings.get("micro"), len(measured.timeline.rows)
     parts = [f"schedule {pipe}"] * isinstance(pipe, str) + [f"{micro} micro-batches"] * (type(micro) is int)
     how = f" ({', '.join(parts)})" if parts else ""
     scale, unit = _unit(measured.timeline)
     bubble, communication = (percent(s).replace(" ", "\u00a0") for s in (measured.bubble_share, measured.communication_share))
     return [
-        f"Measured: {plain(measured.timeline.length * scale)} {unit} of {count} process{'es' * (count != 1)}{how}.",
+        f"Measured: {plain(measured.timeline.length * scale)} {unit} of {processes} process{'es' * (processes != 1)}{how}.",
         f"The bubble is {bubble}: the share of time, communication excluded, in which processes were idle.",
         f"Communication is {communication} of all the time.",
     ]
@@ -159,10 +161,6 @@ def _ticks(length: float) -> list[float]:
     >>> _ticks(23.4), _ticks(1.0), _ticks(0.003)
     ([0.0, 5.0, 10.0, 15.0, 20.0], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.0, 0.001, 0.002, 0.003])
     """
-    exponent = -12
-    while True:
-        for factor in (1, 2, 5):
-            if factor * 10.0**exponent * 5.5 >= length:
-                step = factor * 10.0**exponent
-                return [float(f"{k * step:.10g}") for k in range(int(length / step + 1e-9) + 1)]
-        exponent += 1
+    steps = (factor * 10.0**exponent for exponent in count(-12) for factor in (1, 2, 5))
+    step = next(step for step in steps if step * 5.5 >= length)
+    return [float(f"{k * step:.10g}") for k in range(int(length / step + 1e-9) + 1)]
