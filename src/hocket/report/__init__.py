@@ -68,12 +68,14 @@ def build(folders: Sequence[Path], out: Path, title: str | None = None, png: boo
 
 def _write(out: Path, files: dict[str, bytes]) -> None:
     """Put ``files`` (by their path below ``out``) into place: all are written first, then all are renamed."""
-    temporary = {out / f"{name}.tmp": out / name for name in files}
+    temporary: dict[Path, Path] = {}
     path = out
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for (written, path), content in zip(temporary.items(), files.values(), strict=True):
+        for name, content in files.items():
+            path, written = out / name, out / f"{name}.tmp"
             path.parent.mkdir(exist_ok=True)
+            temporary[written] = path
             written.write_bytes(content)
         for written, path in temporary.items():
             os.replace(written, path)
