@@ -16,7 +16,7 @@ from hocket.cli import demo, keys, pipeline, report, study, train
 from hocket.cli.options import Commands
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.study.carry_out import Interrupted
-from hocket.supervisor.signals import quit_at_once
+from hocket.supervisor.processes import quit_at_once
 
 app = typer.Typer(
     name="hocket",
@@ -26,11 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command("train")(train.command)
-app.command("study")(study.command)
-app.command("report")(report.command)
-app.command("demo")(demo.command)
-app.command("keys")(keys.command)
+for _name, _module in {"train": train, "study": study, "report": report, "demo": demo, "keys": keys}.items():
+    app.command(_name)(_module.command)
 app.add_typer(pipeline.app, name="pipeline")
 
 

@@ -161,7 +161,6 @@ def _called(base: Row) -> str:
 
 
 def _predicted(facet: Facet) -> str:
-    """The label of a statement about seconds that were not measured."""
     return f" ({facet.predicted})" if facet.cluster else ""
 
 
@@ -183,7 +182,6 @@ def _gain(row: Row, base: Row) -> float:
 
 
 def _spreads(*rows: Row) -> list[float]:
-    """The spreads of their accuracies over seeds, and 0."""
     return [0.0, *(r.accuracy.spread for r in rows if r.accuracy and r.accuracy.spread is not None)]
 
 

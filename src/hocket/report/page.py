@@ -79,7 +79,6 @@ def _facet_answers(index: int, facet: Facet, answers: list[Answer], rows: Sequen
 
 
 def _table_note(rows: Sequence[Row]) -> str:
-    """Notes on the columns that only some reports have."""
     note = ""
     if any(r.staleness for r in rows):
         note += (
@@ -114,7 +113,6 @@ def _answer(answer: Answer) -> str:
 
 
 def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
-    """What the charts are drawn from."""
     looks = styles(rows)
     labels = sorted(looks, key=lambda label: looks[label].number)
     place = {label: i for i, label in enumerate(labels)}
@@ -160,7 +158,6 @@ def _point(point: Point, workers: int) -> list[float | None]:
 
 
 def _staleness(found: Staleness | None, edges: list[int]) -> dict[str, Any] | None:
-    """The histogram of staleness."""
     if found is None:
         return None
     middle = column_of(found.middle, edges)
@@ -168,7 +165,6 @@ def _staleness(found: Staleness | None, edges: list[int]) -> dict[str, Any] | No
 
 
 def _tip(row: Row) -> list[list[str]]:
-    """A row's figures as the tooltip shows them."""
 
     def share(figure: Figure | None) -> str:
         return "–" if figure is None else f"{figure.scaled(100).text(1)} %"
@@ -201,6 +197,7 @@ def _provenance(rows: Sequence[Row], reading: Reading) -> str:
     unfinished = [f"{r.label} ({r.facet}): {r.reason or r.state}" for r in rows if r.state not in (FINISHED, FAILED)]
     notes = [n for study in reading.studies for n in study.notes] + reading.notes
     commands = dict.fromkeys(s.command for s in reading.studies if s.command)
+    versions = [found for run in reading.runs if isinstance(found := run.settings.get("versions"), dict)]
     blocks = {
         "Commands": "".join(f"<pre><code>{html.escape(c)}</code></pre>" for c in commands),
         "Failed runs": _list(failed),
@@ -209,7 +206,7 @@ def _provenance(rows: Sequence[Row], reading: Reading) -> str:
         "Settings common to all runs": _common(reading),
         "Clusters that seconds are predicted for": _list(_clusters(rows)),
         "Learning rates": _rates(rows),
-        "Versions": _list(_versions(reading)),
+        "Versions": _list(dict.fromkeys(", ".join(f"{name} {value}" for name, value in found.items()) for found in versions)),
     }
     return "\n".join(f"<div><h3>{html.escape(title)}</h3>{content}</div>" for title, content in blocks.items() if content)
 
@@ -224,7 +221,6 @@ def _common(reading: Reading) -> str:
 
 
 def _clusters(rows: Sequence[Row]) -> list[str]:
-    """Each described cluster with the values it sets."""
     found = []
     for row in rows:
         spec = row.settings.get("spec")
@@ -251,7 +247,6 @@ def _rates(rows: Sequence[Row]) -> str:
 
 
 def _sweep(found: dict[str, Any]) -> str:
-    """The rate chosen, and the result of each rate tried."""
     tried, losses = (part if isinstance(part := found.get(name), dict) else {} for name in ("tried", "losses"))
     shown = []
     for name in dict.fromkeys((*losses, *tried)):
@@ -263,11 +258,6 @@ def _sweep(found: dict[str, Any]) -> str:
     ends = [f"{name} ({'diverged' if number(loss) is None else f'loss {plain(number(loss))}'})" for name, loss in lost.items()]
     left = f"; given up after a whole training: {', '.join(ends)}" if ends else ""
     return f"{_said(found.get('chosen'))}; tried: {', '.join(shown)}{length}{left}"
-
-
-def _versions(reading: Reading) -> list[str]:
-    found = [versions for run in reading.runs if isinstance(versions := run.settings.get("versions"), dict)]
-    return list(dict.fromkeys(", ".join(f"{name} {value}" for name, value in versions.items()) for versions in found))
 
 
 def _said(value: Any) -> str:

@@ -123,9 +123,7 @@ class Study:
     """The content of study.json besides its runs."""
 
     title: str
-    folder: str
     command: str = ""
-    preset: str | None = None
     notes: tuple[str, ...] = ()
     within: float | None = None
     """Points of accuracy that may be given up for fewer bytes, if the study names any."""
@@ -185,7 +183,7 @@ class Reading:
                     studies[place] = before
                 continue
             if "study.json" in files and (content := self._load(place / "study.json", _name(place, top))) is not None:
-                study = self._study(content, place, _name(place, top))
+                study = self._study(content, place.resolve().name)
                 self._seen[resolved] = studies[place] = study
                 planned += [(place / folder, study, settings) for folder, settings in _entries(content)]
             if "run.json" in files:
@@ -199,21 +197,13 @@ class Reading:
                 self._seen[place.resolve()] = None
                 self.runs.append(RunRecord(_name(place, top), _settings(entry), study=study.title, state=PLANNED))
 
-    def _study(self, content: dict[str, Any], place: Path, name: str) -> Study:
-        title, taken = str(content.get("title") or place.resolve().name), {s.title for s in self.studies}
-        while title in taken:
-            title += f" ({place.resolve().name})"
-        preset, notes = content.get("preset"), content.get("notes")
-        study = Study(
-            title,
-            name,
-            str(content.get("command") or ""),
-            preset if isinstance(preset, str) else None,
-            tuple(str(n) for n in notes) if isinstance(notes, list) else (),
-            number(content.get("within")),
-        )
-        self.studies.append(study)
-        return study
+    def _study(self, content: dict[str, Any], name: str) -> Study:
+        title, notes = str(content.get("title") or name), content.get("notes")
+        while title in {study.title for study in self.studies}:
+            title += f" ({name})"
+        told = tuple(str(n) for n in notes) if isinstance(notes, list) else ()
+        self.studies.append(Study(title, str(content.get("command") or ""), told, number(content.get("within"))))
+        return self.studies[-1]
 
     def _read_run(self, place: Path, name: str, study: str, planned: dict[str, Any]) -> None:
         content = self._load(place / "run.json", name)
@@ -276,7 +266,6 @@ class Reading:
 
 
 def _entries(content: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The folders of a study's runs with their settings."""
     runs = content.get("runs")
     entries = [e for e in runs if isinstance(e, dict) and isinstance(e.get("folder"), str)] if isinstance(runs, list) else []
     return [(e["folder"], settings if isinstance(settings := e.get("settings"), dict) else {}) for e in entries]

@@ -194,7 +194,9 @@ def make_rows(runs: Iterable[RunRecord]) -> list[Row]:
     times: Counter[tuple[str, str]] = Counter()
     for run in runs:
         # Seeds of one configuration make a row; the same seed again is another measurement of it, and makes another.
-        configuration = _configuration(run)
+        # A setting that is None counts as one that an older version did not have.
+        settings = {k: v for k, v in run.settings.items() if k not in NOT_CONFIGURATION and v is not None}
+        configuration = json.dumps([run.study, run.state, settings], sort_keys=True, default=str)
         again = configuration, str(run.settings.get("seed"))
         groups[configuration, times[again]].append(run)
         times[again] += 1
@@ -235,14 +237,11 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
     """The rows of one facet that no other beats in both accuracy and bytes, by bytes."""
     known = [(r.bytes_sent.mean, -r.final, r) for r in rows if r.ranked and r.bytes_sent]
 
-    def beaten(a: tuple[float, float, Row]) -> bool:
-        return any(b[0] <= a[0] and b[1] <= a[1] and (b[0] < a[0] or b[1] < a[1]) for b in known)
-
-    return [r for _, _, r in sorted((k for k in known if not beaten(k)), key=lambda k: k[:2])]
+    best = [a for a in known if not any(b[0] <= a[0] and b[1] <= a[1] and b[:2] != a[:2] for b in known)]
+    return [r for _, _, r in sorted(best, key=lambda k: k[:2])]
 
 
 def _compared(rows: list[Row]) -> list[Row]:
-    """The same with the figures that need a comparison."""
     best = {id(row) for facet in {r.facet for r in rows} for row in frontier([r for r in rows if r.facet == facet])}
 
     def fewer(row: Row) -> float | None:
@@ -251,12 +250,6 @@ def _compared(rows: list[Row]) -> list[Row]:
         return base.bytes_sent.mean / row.bytes_sent.mean if known else None  # type: ignore[union-attr]
 
     return [replace(row, times_fewer=fewer(row), on_frontier=id(row) in best) for row in rows]
-
-
-def _configuration(run: RunRecord) -> str:
-    # A setting that is None counts as one that an older version did not have.
-    settings = {k: v for k, v in run.settings.items() if k not in NOT_CONFIGURATION and v is not None}
-    return json.dumps([run.study, run.state, settings], sort_keys=True, default=str)
 
 
 def _row(runs: list[RunRecord]) -> Row:
@@ -270,6 +263,8 @@ def _row(runs: list[RunRecord]) -> Row:
         lines = [run.lines[-1] if run.lines else {} for run in runs]
         return Figure.of([number(next((line[name] for name in names if name in line), None)) for line in lines])
 
+    parts = ("bytes_sent", "seconds")
+    axes = {axis: CommFigures(*(Figure.of([run.total(part, axis) for run in runs]) for part in parts)) for axis in AXES if mesh}
     return Row(
         facet=Facet(
             str(settings.get("data", "?")),
@@ -298,20 +293,10 @@ def _row(runs: list[RunRecord]) -> Row:
         curve=_curve(runs),
         staleness=Staleness.of(line for run in runs for line in run.lines),
         lost=total("lost"),
-        comm_stats=_comm_stats(runs) if mesh else {},
+        comm_stats={axis: found for axis, found in axes.items() if found.bytes_sent or found.seconds},
         bubble=Figure.of([run.measured.bubble_share if run.measured else None for run in runs]),
         measured=next((run.measured for run in runs if run.measured), None),
     )
-
-
-def _comm_stats(runs: list[RunRecord]) -> dict[str, CommFigures]:
-    """The axes with recorded figures."""
-    found = {}
-    for axis in AXES:
-        figures = CommFigures(*(Figure.of([run.total(name, axis) for run in runs]) for name in ("bytes_sent", "seconds")))
-        if figures.bytes_sent or figures.seconds:
-            found[axis] = figures
-    return found
 
 
 def _curve(runs: list[RunRecord]) -> tuple[Point, ...]:
@@ -352,7 +337,6 @@ def _apart(rows: list[Row]) -> list[Row]:
 
 
 def _labelled(rows: list[Row]) -> list[Row]:
-    """Labels that are unique within each facet."""
     alike: dict[tuple[Facet, str], list[Row]] = defaultdict(list)
     for row in rows:
         alike[row.facet, row.label].append(row)

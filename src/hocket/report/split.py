@@ -82,16 +82,20 @@ def _figure(row: Row, measured: Measured, drawn: bool) -> str:
         words.append(f"The first {told:,} of {measured.actions:,} actions are drawn.")
     kinds = [kind for kind in KINDS if any(span.action.kind == kind for lane in timeline.rows for span in lane)]
     keys = "".join(f'<span><i class="{kind}"></i>{LOOKS[kind][0]}</span>' for kind in kinds)
-    names = "".join(f"<span>process {process}</span>" for process in range(len(timeline.rows)))
+    processes = range(len(timeline.rows))
+    names = "".join(f"<span>process {process}</span>" for process in processes)
+    height, look = _LANE * len(processes), "pipe fine" if told > _MANY else "pipe"
+    drawing = "".join(_lane(timeline, process) for process in processes) + _axis(timeline, height)
     return (
         f"<figure><figcaption><p>{html.escape(' '.join(words))}</p></figcaption>"
         f'<div class="parts" aria-hidden="true">{keys}<span><i class="idle"></i>idle</span></div>'
-        f'<div class="timeline"><div class="lanes" aria-hidden="true">{names}</div>{_svg(timeline)}</div></figure>'
+        f'<div class="timeline"><div class="lanes" aria-hidden="true">{names}</div>'
+        f'<svg class="{look}" role="img" aria-label="Timeline of the processes" width="100%" height="{height + _FOOT}">'
+        f"{drawing}</svg></div></figure>"
     )
 
 
 def _words(row: Row, measured: Measured) -> list[str]:
-    """The timeline in sentences."""
     pipe, micro, processes = row.settings.get("pipe"), row.settings.get("micro"), len(measured.timeline.rows)
     parts = [f"schedule {pipe}"] * isinstance(pipe, str) + [f"{micro} micro-batches"] * (type(micro) is int)
     how = f" ({', '.join(parts)})" if parts else ""
@@ -106,16 +110,6 @@ def _words(row: Row, measured: Measured) -> list[str]:
 
 def _unit(timeline: Timeline) -> tuple[float, str]:
     return (1000, "ms") if timeline.length < 1 else (1, "s")
-
-
-def _svg(timeline: Timeline) -> str:
-    height = _LANE * len(timeline.rows)
-    fine = " fine" if sum(map(len, timeline.rows)) > _MANY else ""
-    lanes = "".join(_lane(timeline, process) for process in range(len(timeline.rows)))
-    return (
-        f'<svg class="pipe{fine}" role="img" aria-label="Timeline of the processes" width="100%" height="{height + _FOOT}">'
-        f"{lanes}{_axis(timeline, height)}</svg>"
-    )
 
 
 def _lane(timeline: Timeline, process: int) -> str:
@@ -144,7 +138,6 @@ def _number(span: Span, length: float, top: int, pale: bool) -> str:
 
 
 def _axis(timeline: Timeline, height: int) -> str:
-    """Round times below the bars, the first with the unit."""
     scale, unit = _unit(timeline)
     length = timeline.length * scale
     marks = []

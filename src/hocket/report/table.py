@@ -129,7 +129,6 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def _exact(value: float | str | None) -> str:
-    """A value with all its digits."""
     return "" if value is None else f"{value:.10g}" if isinstance(value, float) else value
 
 
@@ -141,10 +140,14 @@ def _inert(text: str) -> str:
 def as_markdown(rows: Sequence[Row]) -> str:
     """A table for people."""
     shown = columns(rows)
-    lines = ["| " + " | ".join(f"{c.title} ({c.unit})" if c.unit else c.title for c in shown) + " |"]
-    lines.append("|" + "|".join("---:" if c.numeric else "---" for c in shown) + "|")
-    for row in rows:
-        lines.append("| " + " | ".join(_escaped(c.text(row)) for c in shown) + " |")
+
+    def cell(text: str) -> str:
+        """Text that cannot break out of a Markdown cell or become HTML."""
+        return html.escape(text.replace("\\", "\\\\"), quote=False).replace("|", "\\|").replace("\n", " ")
+
+    titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in shown]
+    lines = [f"| {' | '.join(cells)} |" for cells in (titles, *([cell(c.text(row)) for c in shown] for row in rows))]
+    lines.insert(1, f"|{'|'.join('---:' if c.numeric else '---' for c in shown)}|")
     return "\n".join(lines) + "\n"
 
 
@@ -175,8 +178,3 @@ def _cell(column: Column, row: Row) -> str:
 def _class(column: Column) -> str:
     names = ["number"] * column.numeric + ["word"] * (column.name in ("state", "study")) + ["of-facet"] * (column.name in _FACET)
     return f' class="{" ".join(names)}"' if names else ""
-
-
-def _escaped(text: str) -> str:
-    """Text that cannot break out of a Markdown cell or become HTML."""
-    return html.escape(text.replace("\\", "\\\\"), quote=False).replace("|", "\\|").replace("\n", " ")
