@@ -72,8 +72,8 @@ def init(
 
     Strategies with servers start them as children, unless ``servers`` names some that run already (``python -m
     hocket.drivers.shard_process``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were
-    given one. Then no launcher is needed: this is worker ``rank`` of ``world_size``. ``keys`` is the file made by `hocket keys`, for
-    links between machines.
+    given one. Then no launcher is needed: this is worker ``rank`` of ``world_size``. ``keys`` is the file made by `hocket keys`,
+    for links between machines.
     """
     shutdown()
     _Session.keys = None if keys is None else Path(keys)

@@ -192,7 +192,7 @@ def _tip(row: Row) -> list[list[str]]:
 
 
 def _provenance(rows: Sequence[Row], reading: Reading) -> str:
-    """How it was run: commands, versions, common settings, how rates were chosen, and what failed or was not finished."""
+    """How it was run: commands, versions, common settings, how learning rates were chosen, and what failed or was not finished."""
     failed = [f"{r.label} ({r.facet}): {r.reason}" for r in rows if r.state == FAILED]
     unfinished = [f"{r.label} ({r.facet}): {r.reason or r.state}" for r in rows if r.state not in (FINISHED, FAILED)]
     notes = [n for study in reading.studies for n in study.notes] + reading.notes
@@ -205,7 +205,7 @@ def _provenance(rows: Sequence[Row], reading: Reading) -> str:
         "Notes": _list(dict.fromkeys(notes)),
         "Settings common to all runs": _common(reading),
         "Clusters that seconds are predicted for": _list(_clusters(rows)),
-        "Learning rates": _rates(rows),
+        "Learning rates": _lrs(rows),
         "Versions": _list(dict.fromkeys(", ".join(f"{name} {value}" for name, value in found.items()) for found in versions)),
     }
     return "\n".join(f"<div><h3>{html.escape(title)}</h3>{content}</div>" for title, content in blocks.items() if content)
@@ -230,8 +230,8 @@ def _clusters(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _rates(rows: Sequence[Row]) -> str:
-    """Searched rates one by one, given rates in one sentence."""
+def _lrs(rows: Sequence[Row]) -> str:
+    """Those that were searched one by one, those that were given in one sentence."""
     swept = [(row, row.settings["rate"]) for row in rows if isinstance(row.settings.get("rate"), dict)]
     given = sorted({row.lr for row in rows if not isinstance(row.settings.get("rate"), dict) and row.lr is not None})
     text = ""
