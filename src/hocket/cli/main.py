@@ -74,14 +74,12 @@ class _Interruption:
 
 
 def _end(error: Exception, code: int) -> None:
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # Started by a launcher: it prints one sentence for all workers.
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
         message = {"message": str(error), "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
         with open(path, "w") as file:
             json.dump({"message": message, "kind": type(error).__name__}, file)
-        if not os.environ.get("HOCKET_LAUNCHED"):
-            _say(str(error))
-    else:
+    if not path or not os.environ.get("HOCKET_LAUNCHED"):  # our own launcher prints one sentence for all workers
         _say(str(error))
     quit_at_once(code)
 
