@@ -17,7 +17,7 @@ from hocket.report.answers import Answer, basis
 from hocket.report.charts import styles
 from hocket.report.figures import lr_text, percent, plain, times, whole
 from hocket.report.read import FAILED, FINISHED, Reading, number
-from hocket.report.rows import NOT_CONFIGURATION, Facet, Figure, Point, Row
+from hocket.report.rows import NOT_CONFIGURATION, Facet, Figure, Row
 from hocket.report.split import split_section
 from hocket.report.staleness import Staleness, column_edges, column_of
 from hocket.report.table import as_html, columns
@@ -132,7 +132,7 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
                 "accuracy": row.accuracy and row.accuracy.mean,
                 "mb": row.mb_per_worker,
                 **{name: figure and figure.mean for name, figure in row.clock.items()},
-                "curve": [_point(p, row.facet.workers) for p in _thinned(row.curve)],
+                "curve": _curve(row),
                 "staleness": _staleness(row.staleness, edges[row.facet]),
                 "tip": _tip(row),
                 "text": " ".join(c.text(row) for c in shown if not c.numeric).lower(),
@@ -142,19 +142,16 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
     }
 
 
-def _thinned(curve: Sequence[Point]) -> list[Point]:
-    """At most as many epochs as a plot can show, with the first and the last."""
-    count = len(curve)
-    places = range(count) if count <= _MOST_POINTS else {round(i * (count - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)}
-    return [curve[i] for i in sorted(places)]
-
-
-def _point(point: Point, workers: int) -> list[float | None]:
-    """epoch, accuracy, spread, seconds, MB per worker; digits beyond what a plot shows are left out."""
-    accuracy = point.accuracy
-    sent = None if point.bytes_sent is None else point.bytes_sent / max(1, workers) / 1e6
-    figures = (point.epoch, accuracy and accuracy.mean, accuracy and accuracy.spread, point.seconds, sent)
-    return [None if f is None else float(f"{f:.7g}") for f in figures]
+def _curve(row: Row) -> list[list[float | None]]:
+    """By epoch: its number, accuracy, spread, seconds, MB per worker; at most as many epochs and digits as a plot can show."""
+    last, points = len(row.curve) - 1, []
+    places = {round(i * last / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)} if last >= _MOST_POINTS else range(last + 1)
+    for point in (row.curve[place] for place in sorted(places)):
+        accuracy = point.accuracy
+        sent = None if point.bytes_sent is None else point.bytes_sent / max(1, row.facet.workers) / 1e6
+        figures = (point.epoch, accuracy and accuracy.mean, accuracy and accuracy.spread, point.seconds, sent)
+        points.append([None if f is None else float(f"{f:.7g}") for f in figures])
+    return points
 
 
 def _staleness(found: Staleness | None, edges: list[int]) -> dict[str, Any] | None:
@@ -165,7 +162,6 @@ def _staleness(found: Staleness | None, edges: list[int]) -> dict[str, Any] | No
 
 
 def _tip(row: Row) -> list[list[str]]:
-
     def share(figure: Figure | None) -> str:
         return "–" if figure is None else f"{figure.scaled(100).text(1)} %"
 

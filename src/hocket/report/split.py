@@ -12,7 +12,7 @@ from itertools import count
 from hocket.report.figures import NONE, percent, plain
 from hocket.report.read import FINISHED, Measured
 from hocket.report.rows import Figure, Row
-from hocket.split.pipeline.timeline import KINDS, Span, Timeline
+from hocket.split.pipeline.timeline import KINDS, Timeline
 
 LOOKS = {"F": ("forward", 0), "B": ("backward", 2), "I": ("backward, inputs", 5), "W": ("backward, weights", 4)}
 """What each kind of action is called, and which of the charts' colours it has (page.css says the same)."""
@@ -121,20 +121,15 @@ def _lane(timeline: Timeline, process: int) -> str:
         look = span.action.kind + f" pale{pale}" * (pale > 0)
         left, width = (f"{100 * part / timeline.length:.4g}" for part in (span.start, span.end - span.start))
         bars.append(f'<rect class="{look}" x="{left}%" y="{top}" width="{width}%" height="{_BAR}"/>')
-        numbers.append(_number(span, timeline.length, top, pale > 0))
+        share, text = (span.end - span.start) / timeline.length, str(span.action.microbatch)
+        needed = _DIGIT * len(text) + _AROUND
+        if share * _WIDE >= needed:
+            names = " ".join(["ink"] * (pale > 0) + ["roomy"] * (share * _NARROW < needed))
+            middle = f"{50 * (span.start + span.end) / timeline.length:.4g}"
+            look = f' class="{names}"' if names else ""
+            numbers.append(f'<text{look} x="{middle}%" y="{top + _BAR // 2 + 4}">{text}</text>')
     idle = f'<rect class="idle" x="0" y="{top}" width="100%" height="{_BAR}"/>'
     return f"<g>{idle}{''.join(bars)}{''.join(numbers)}</g>"
-
-
-def _number(span: Span, length: float, top: int, pale: bool) -> str:
-    share, text = (span.end - span.start) / length, str(span.action.microbatch)
-    needed = _DIGIT * len(text) + _AROUND
-    if share * _WIDE < needed:
-        return ""
-    names = " ".join(["ink"] * pale + ["roomy"] * (share * _NARROW < needed))
-    look = f' class="{names}"' if names else ""
-    middle = f"{50 * (span.start + span.end) / length:.4g}"
-    return f'<text{look} x="{middle}%" y="{top + _BAR // 2 + 4}">{text}</text>'
 
 
 def _axis(timeline: Timeline, height: int) -> str:

@@ -154,18 +154,15 @@ def as_markdown(rows: Sequence[Row]) -> str:
 def as_html(rows: Sequence[Row]) -> tuple[str, str]:
     """The head and the body; ``data-v`` holds what a cell sorts by."""
     shown = columns(rows)
-    head = "".join(_head(c) for c in shown)
+    head = ""
+    for column in shown:
+        unit = f' <span class="unit">{html.escape(column.unit)}</span>' if column.unit else ""
+        head += f'<th scope="col" data-name="{column.name}"{_class(column)}>{html.escape(column.title)}{unit}</th>'
     body = []
     for index, row in enumerate(rows):
-        cells = "".join(_cell(column, row) for column in shown)
         unranked = "" if row.ranked else ' class="unranked"'
-        body.append(f'<tr data-row="{index}"{unranked}>{cells}</tr>')
+        body.append(f'<tr data-row="{index}"{unranked}>{"".join(_cell(column, row) for column in shown)}</tr>')
     return f"<tr>{head}</tr>", "\n".join(body)
-
-
-def _head(column: Column) -> str:
-    unit = f' <span class="unit">{html.escape(column.unit)}</span>' if column.unit else ""
-    return f'<th scope="col" data-name="{column.name}"{_class(column)}>{html.escape(column.title)}{unit}</th>'
 
 
 def _cell(column: Column, row: Row) -> str:
