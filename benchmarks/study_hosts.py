@@ -27,7 +27,7 @@ from hocket.errors import HocketError
 from hocket.report import build
 from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check
 from hocket.study.folder import Folder
-from hocket.study.plan import expand, of_preset
+from hocket.study.plan import expand
 from hocket.study.presets import PRESETS, preset
 from hocket.train.settings import RunSettings
 
@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     data = Data(options.data_dir)
     given = {name: getattr(options, name) for name in ("data", "model", "epochs", "max_steps")}
-    outline = of_preset(preset(options.preset)).changed((options.hosts,), lr=options.lr, virtual=False, **given)
+    outline = preset(options.preset).changed((options.hosts,), lr=options.lr, virtual=False, **given)
     places = []
     for rate in options.rates:
         words = "unlimited links" if rate == "unlimited" else f"{rate.replace('mbit', ' Mbit/s').replace('gbit', ' Gbit/s')} links"

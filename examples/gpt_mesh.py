@@ -11,8 +11,7 @@ import argparse
 import torch
 
 import hocket
-from hocket.models.gpt import gpt
-from hocket.models.loss import cross_entropy
+from hocket.models import cross_entropy, gpt
 
 
 def main() -> None:

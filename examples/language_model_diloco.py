@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 import hocket
-from hocket.models.gpt import gpt
-from hocket.models.loss import cross_entropy
+from hocket.models import cross_entropy, gpt
 
 
 def text() -> str:

@@ -14,8 +14,7 @@ import time
 import torch
 
 import hocket
-from hocket.models.loss import cross_entropy
-from hocket.models.mlp import mlp
+from hocket.models import cross_entropy, mlp
 
 
 def seconds_per_step(mesh: hocket.Mesh, hidden: int, batch: int, steps: int) -> tuple[float, float, float]:

@@ -12,8 +12,7 @@ import time
 import torch
 
 import hocket
-from hocket.models.loss import cross_entropy
-from hocket.models.vgg import vgg11
+from hocket.models import cross_entropy, vgg11
 
 
 def train(mesh: hocket.Mesh, batch: int, steps: int) -> tuple[float, float]:

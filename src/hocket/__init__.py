@@ -25,63 +25,20 @@ if TYPE_CHECKING:
     from hocket.sandblaster import Sandblaster, SandblasterRun
     from hocket.train.simulate import Run, simulate
 
-_LATER = {
-    "Run": "hocket.train.simulate",
-    "Sandblaster": "hocket.sandblaster",
-    "SandblasterRun": "hocket.sandblaster",
-    "simulate": "hocket.train.simulate",
-}
+_LATER = dict.fromkeys(("Run", "simulate"), "hocket.train.simulate")
+_LATER |= dict.fromkeys(("Sandblaster", "SandblasterRun"), "hocket.sandblaster")
 """Names that are loaded when they are first used: a training script may need none of them."""
 
-__all__ = [
-    "DGC",
-    "QSGD",
-    "SSP",
-    "AllReduce",
-    "Async",
-    "Branches",
-    "Buckets",
-    "Bulk",
-    "Cast",
-    "Chain",
-    "ClusterSpec",
-    "DiLoCo",
-    "DistributedLoader",
-    "Downpour",
-    "Gossip",
-    "Hierarchical",
-    "HocketError",
-    "Job",
-    "Local",
-    "LowRank",
-    "Mesh",
-    "Natural",
-    "NoCompression",
-    "NonFiniteGradient",
-    "Offload",
-    "Pipeline",
-    "PostLocal",
-    "RandomK",
-    "Run",
-    "Sandblaster",
-    "SandblasterRun",
-    "Server",
-    "Sign",
-    "Stale",
-    "Strategy",
-    "Ternary",
-    "Threshold",
-    "TopK",
-    "WorkerLost",
-    "__version__",
-    "deferred",
-    "distribute",
-    "init",
-    "offload",
-    "parallelize",
-    "shutdown",
-    "simulate",
-]
+# When, whom, what
+__all__ = ["Async", "Bulk", "DiLoCo", "Downpour", "Local", "PostLocal", "SSP", "Stale"]
+__all__ += ["AllReduce", "Gossip", "Hierarchical", "Server"]
+__all__ += ["Cast", "Chain", "DGC", "LowRank", "Natural", "NoCompression"]
+__all__ += ["QSGD", "RandomK", "Sign", "Ternary", "Threshold", "TopK"]
+# Training, split models, simulation
+__all__ += ["Buckets", "DistributedLoader", "Job", "Strategy", "distribute", "init", "parallelize", "shutdown"]
+__all__ += ["Branches", "Mesh", "Offload", "Pipeline", "deferred", "offload"]
+__all__ += ["ClusterSpec", "Run", "Sandblaster", "SandblasterRun", "simulate"]
+__all__ += ["HocketError", "NonFiniteGradient", "WorkerLost", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

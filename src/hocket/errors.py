@@ -32,8 +32,7 @@ class SettingError(HocketError):
         """The sentence with every setting written by ``name_of(name, value)``; the value is None where only the name is meant."""
 
         def one(found: re.Match[str]) -> str:
-            name = found[1]
-            return name_of(name, self.values.get(name) if found[2] is None else found[2])
+            return name_of(found[1], self.values.get(found[1]) if found[2] is None else found[2])
 
         return re.sub(r"<([a-z_]+)(?::([^<>]*))?>", one, self.text)
 

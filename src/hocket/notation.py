@@ -43,7 +43,8 @@ def read(text: str) -> list[list[Term]]:
     chains = [reader.chain()]
     while reader.take("+"):
         chains.append(reader.chain())
-    reader.finish()
+    if reader.peek()[0] != "end":
+        raise reader.wrong("'+' or the end")
     return chains
 
 
@@ -51,22 +52,19 @@ class _Reader:
     """The tokens of one text, read from left to right."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
+        self.text, self.at = text, 0
         self.tokens: list[tuple[str, str, int]] = []
         position, end = 0, len(text.rstrip())
         while position < end:
             match = _TOKEN.match(text, position)
             if match is None:
                 start = end - len(text[position:end].lstrip())
-                raise HocketError(f"Cannot read the strategy {_short(text)}: unexpected {text[start]!r} at position {start + 1}.")
+                raise self.unreadable(f"unexpected {text[start]!r} at position {start + 1}")
             kind = match.lastgroup or ""
             if len(match.group(kind)) > _MAX_TOKEN:
-                raise HocketError(
-                    f"Cannot read the strategy {_short(text)}: a word or number is longer than {_MAX_TOKEN} characters."
-                )
+                raise self.unreadable(f"a word or number is longer than {_MAX_TOKEN} characters")
             self.tokens.append((kind, match.group(kind), match.start(kind)))
             position = match.end()
-        self.at = 0
 
     def peek(self) -> tuple[str, str]:
         return self.tokens[self.at][:2] if self.at < len(self.tokens) else ("end", "")
@@ -75,22 +73,19 @@ class _Reader:
         if self.peek() == ("mark", mark):
             self.at += 1
             return True
-        # "local(4) +0.5" reads a sign as part of a number; a sign where a term should start is a plus.
         return False
 
     def need(self, mark: str) -> None:
         if not self.take(mark):
             raise self.wrong(f"'{mark}'")
 
+    def unreadable(self, why: str) -> HocketError:
+        return HocketError(f"Cannot read the strategy {shortened(self.text, 60)}: {why}.")
+
     def wrong(self, wanted: str) -> HocketError:
         kind, token = self.peek()
-        got = "the end" if kind == "end" else repr(token)
-        where = f" at position {self.tokens[self.at][2] + 1}" if kind != "end" else ""
-        return HocketError(f"Cannot read the strategy {_short(self.text)}: expected {wanted}, got {got}{where}.")
-
-    def finish(self) -> None:
-        if self.at < len(self.tokens):
-            raise self.wrong("'+' or the end")
+        got = "the end" if kind == "end" else f"{token!r} at position {self.tokens[self.at][2] + 1}"
+        return self.unreadable(f"expected {wanted}, got {got}")
 
     def chain(self, depth: int = 0) -> list[Term]:
         links = [self.term(depth)]
@@ -116,27 +111,24 @@ class _Reader:
             if word[0] == "word" and self.at + 1 < len(self.tokens) and self.tokens[self.at + 1][1] == "=":
                 self.at += 2
                 if word[1] in dict(options):
-                    raise HocketError(f"Cannot read the strategy {_short(self.text)}: {name} is given {word[1]} twice.")
+                    raise self.unreadable(f"{name} is given {word[1]} twice")
                 options.append((word[1], self.value(depth + 1)))
             elif options:
-                raise HocketError(f"Cannot read the strategy {_short(self.text)}: in {name}(…) values without a name come first.")
+                raise self.unreadable(f"in {name}(…) values without a name come first")
             else:
                 arguments.append(self.value(depth + 1))
         return Term(name, tuple(arguments), tuple(options))
 
     def value(self, depth: int) -> Any:
         if depth > _MAX_DEPTH:
-            raise HocketError(f"Cannot read the strategy {_short(self.text)}: it is nested too deeply.")
+            raise self.unreadable("it is nested too deeply")
         kind, token = self.peek()
         if kind == "number":
             self.at += 1
             return float(token) if any(c in token for c in ".eE") else int(token)
         if kind == "word":
             chain = self.chain(depth)
-            only = chain[0]
-            if len(chain) == 1 and only.name in _WORDS and only == Term(only.name):
-                return _WORDS[only.name]
-            return chain
+            return _WORDS[token] if token in _WORDS and chain == [Term(token)] else chain
         if self.take("["):
             values: list[Any] = []
             while not self.take("]"):
@@ -147,8 +139,9 @@ class _Reader:
         raise self.wrong("a value")
 
 
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "…")
+def shortened(text: str, most: int) -> str:
+    """A text in quotation marks, and its end left out where it has more than ``most`` characters."""
+    return repr(text if len(text) <= most else f"{text[: most - 3]}…")
 
 
 def write(spec: Any) -> str:
@@ -156,10 +149,9 @@ def write(spec: Any) -> str:
     arguments, positional = [], True
     for f in fields(spec):
         value = getattr(spec, f.name)
-        default = f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else MISSING
-        leading = f is fields(spec)[0] and (
-            (isinstance(value, (int, float)) and not isinstance(value, bool)) or hasattr(spec, "spelled")
-        )
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        leading = f is fields(spec)[0] and (is_number or hasattr(spec, "spelled"))
         if value == default and type(value) is type(default) and not leading:
             positional = False
             continue

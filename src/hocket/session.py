@@ -29,7 +29,6 @@ from hocket.train.runtimes.base import Runtime
 from hocket.train.runtimes.collective import CollectiveRuntime
 
 if TYPE_CHECKING:  # sockets are loaded only where a strategy sends messages
-    from hocket.drivers.gossip_runtime import GossipRuntime
     from hocket.drivers.server_runtime import ServerRuntime
     from hocket.train.free_start import Servers
 
@@ -73,8 +72,8 @@ def init(
 
     Strategies with servers start them as children, unless ``servers`` names some that run already (``python -m
     hocket.drivers.shard_process``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were
-    given one. Then no launcher is needed: this is worker ``worker`` of ``workers``. ``keys`` is the file made by `hocket keys`, for
-    links between machines.
+    given one. Then no launcher is needed: this is worker ``rank`` of ``world_size``. ``keys`` is the file made by `hocket keys`,
+    for links between machines.
     """
     shutdown()
     _Session.keys = None if keys is None else Path(keys)
@@ -135,22 +134,13 @@ def parallelize(
     ``sharding="zero1"`` leaves each worker a part of the optimiser's state (ZeRO-1), ``"fsdp"`` a part of everything (PyTorch's
     FSDP2); both where all replicas are equal after every step.
     """
-    cluster = _Session.cluster
-    if cluster is None:
-        raise HocketError("Call hocket.init() before hocket.parallelize(…).")
+    cluster = _joined("hocket.parallelize(…)")
     _refuse_twice(model, optimizer)
     parsed, placed = Strategy.parse(strategy), None if mesh is None else Mesh.parse(mesh)
     if sharding not in (None, *SHARDINGS):
         raise HocketError(f"sharding={sharding!r}: use 'zero1' (a part of the optimiser's state) or 'fsdp' (a part of everything).")
-    options: dict[str, Any] = {
-        "accumulate": accumulate,
-        "scaler": scaler,
-        "nonfinite": nonfinite,
-        "check": check,
-        "steps": steps,
-        "buckets": buckets,
-        "seed": _Session.seed,
-    }
+    options = {"accumulate": accumulate, "scaler": scaler, "nonfinite": nonfinite, "check": check}
+    options |= {"steps": steps, "buckets": buckets, "seed": _Session.seed}
     if placed is not None and sharding == "fsdp" and not placed.splits:
         placed.check(cluster.size)
         placed = None  # replicas alone
@@ -178,12 +168,16 @@ def _refuse_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def _joined(what: str) -> Cluster:
+    if _Session.cluster is None:
+        raise HocketError(f"Call hocket.init() before {what}.")
+    return _Session.cluster
+
+
 def _unsplit(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, sharding: str | None, options: dict[str, Any]
 ) -> Job:
-    """A job of workers that have the whole model."""
-    cluster = _Session.cluster
-    assert cluster is not None
+    cluster = _joined("hocket.parallelize(…)")
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         materialize(model, seed=_Session.seed, device=cluster.device)
     if _Session.servers is not None and strategy.runtime != "server":
@@ -198,9 +192,11 @@ def _unsplit(
 
         runtime = FsdpRuntime(cluster.for_job())
     elif strategy.runtime == "peers" and _Session.world > 1:
+        from hocket.train.pairs_start import connect_peers
         from hocket.train.runtimes.peers import peer_runtime
 
-        runtime = peer_runtime(lambda layout: _connect_peers(strategy, layout), cluster)
+        given = (cluster, _Session.keys, _Session.liveness_timeout_s, _Session.seed)
+        runtime = peer_runtime(lambda layout: connect_peers(strategy, layout, *given), cluster)
     elif strategy.runtime != "collective" and (_Session.world > 1 or _Session.servers is not None or needs_servers(strategy)):
         from hocket.train.runtimes.server import server_runtime
 
@@ -227,8 +223,7 @@ def _split(
     from hocket.split.split_model import SplitModel  # what splits a model is loaded only where a model is split
     from hocket.train.split_job import split_job
 
-    world = _Session.cluster
-    assert world is not None
+    world = _joined("hocket.parallelize(…)")
     if _Session.servers is not None:
         raise HocketError(f"The mesh {mesh} starts servers for each part of the model itself; leave servers= of hocket.init out.")
     mesh.check(world.size)
@@ -242,18 +237,8 @@ def _split(
         return _connect(strategy, layout, split.cluster)
 
     served = strategy.runtime != "collective" and (mesh.data > 1 or needs_servers(strategy))
-    job = split_job(
-        model,
-        optimizer,
-        strategy,
-        world,
-        mesh,
-        pipeline,
-        connect=connect if served else None,
-        zero=int(sharding == "zero1"),
-        fsdp=sharding == "fsdp",
-        **options,
-    )
+    options |= {"connect": connect if served else None, "zero": int(sharding == "zero1"), "fsdp": sharding == "fsdp"}
+    job = split_job(model, optimizer, strategy, world, mesh, pipeline, **options)
     assert job.split is not None
     _Session.worker, _Session.world = job.split.place.data.place, job.split.place.data.size
     return job
@@ -280,15 +265,6 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster) -> ServerRunt
     return ServerRuntime(servers.addresses, servers.job, config, keys)
 
 
-def _connect_peers(strategy: Strategy, layout: Layout) -> GossipRuntime:
-    """This worker among those of the cluster."""
-    from hocket.train.pairs_start import connect_peers
-
-    session = _Session
-    assert session.cluster is not None
-    return connect_peers(strategy, layout, session.cluster, session.keys, session.liveness_timeout_s, session.seed)
-
-
 def distribute(loader: Iterable[Any], epoch: int | None = None) -> DistributedLoader:
     """This worker's part of ``loader``: rounds of N batches are dealt out evenly, so nobody waits for a batch that is not there.
 
@@ -296,8 +272,7 @@ def distribute(loader: Iterable[Any], epoch: int | None = None) -> DistributedLo
     loader, unless ``epoch`` is given); the last, incomplete round is split evenly, and gradients are weighted by samples. Of any
     other iterable each worker takes every N-th batch.
     """
-    if _Session.cluster is None:
-        raise HocketError("Call hocket.init() before hocket.distribute(…).")
+    _joined("hocket.distribute(…)")
     return DistributedLoader(loader, epoch)
 
 
@@ -312,8 +287,7 @@ class DistributedLoader:
         return distributed_length(self.loader, _Session.world if _Session.cluster is not None else 1)
 
     def __iter__(self) -> Iterator[Any]:
-        if _Session.cluster is None:
-            raise HocketError("Call hocket.init() before iterating over hocket.distribute(…).")
+        _joined("iterating over hocket.distribute(…)")
         epoch = self.epoch
         if epoch is None:
             # Kept alive with its count: the id of a loader that is gone may come back, on some workers only.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from hocket import compression, sync, topology
 from hocket.compression import DGC, Compressor, NoCompression, chained
 from hocket.errors import HocketError, nearest
-from hocket.notation import Term, read, write
+from hocket.notation import Term, read, shortened, write
 from hocket.sync import Bulk, Moment, Sync
 from hocket.topology import Topology
 
@@ -41,12 +41,8 @@ class Strategy:
         if self.topology is None:
             name = self.sync.default_topology if isinstance(self.sync, Sync) else "allreduce"
             object.__setattr__(self, "topology", topology.METHODS[name]())
-        for part, kind, what in (
-            (self.sync, Sync, "sync"),
-            (self.topology, Topology, "topology"),
-            (self.compression, Compressor, "compression"),
-        ):
-            if not isinstance(part, kind):
+        for what, kind in (("sync", Sync), ("topology", Topology), ("compression", Compressor)):
+            if not isinstance(part := getattr(self, what), kind):
                 raise HocketError(f"Strategy({what}={part!r}): expected a {kind.__name__}; for text use Strategy.parse.")
         if self.exchange not in (None, "weights", "gradients"):
             words = nearest(str(self.exchange), ("weights", "gradients"))
@@ -66,9 +62,7 @@ class Strategy:
         """Whether weights are exchanged (otherwise gradients)."""
         if self.exchange is not None:
             return self.exchange == "weights"
-        if self.topology.uniform:
-            return self.sync.default_weights
-        return True
+        return self.sync.default_weights if self.topology.uniform else True
 
     @classmethod
     def parse(cls, text: str | Strategy) -> Strategy:
@@ -83,9 +77,8 @@ class Strategy:
         for chain in read(text):
             axis, spec = _axis_and_spec(chain)
             if axis in parts:
-                raise HocketError(
-                    f"{_short(text)} names two methods of one kind ({axis}): {_text(parts[axis])} and {_text(spec)}; keep one."
-                )
+                both = f"{_text(parts[axis])} and {_text(spec)}"
+                raise HocketError(f"{shortened(text, 80)} names two methods of one kind ({axis}): {both}; keep one.")
             parts[axis] = spec
         return cls(**parts)
 
@@ -132,10 +125,9 @@ def _axis_and_spec(chain: list[Term]) -> tuple[str, Any]:
     if len(chain) == 1 and first in (Term("weights"), Term("gradients")):
         return "exchange", first.name
     if any(term.name == "exchange" for term in chain):
-        if len(chain) == 1:
-            for what in ("weights", "gradients"):
-                if first.arguments == ([Term(what)],) and first.options in ((), (("=", True),)):
-                    return "exchange", what
+        for what in ("weights", "gradients"):
+            if chain in ([Term("exchange", ([Term(what)],), options)] for options in ((), (("=", True),))):
+                return "exchange", what
         raise HocketError("exchange is a term of its own, exchange=weights or exchange=gradients: 'gossip + exchange=weights'.")
     specs = [_spec(term) for term in chain]
     for axis, kind in (("sync", Sync), ("topology", Topology)):
@@ -146,19 +138,13 @@ def _axis_and_spec(chain: list[Term]) -> tuple[str, Any]:
     return "compression", chained(specs)
 
 
-_ALIASES = {
-    "local": {"rest": "residual"},
-    "server": {"rate": "lr"},
-    "topk": {"share": "density"},
-    "randomk": {"share": "density"},
-    "dgc": {"share": "density"},
-}
+_ALIASES = {"local": {"rest": "residual"}, "server": {"rate": "lr"}}
+_ALIASES |= {name: {"share": "density"} for name in ("topk", "randomk", "dgc")}
 """Older names of arguments, which the notation still reads; the canonical text has the new names."""
 _KNOWN: dict[str, type] = {**sync.METHODS, **topology.METHODS, **compression.METHODS}
 
 
 def _spec(term: Term) -> Any:
-    """The spec that a term names."""
     if term.name not in _KNOWN:
         known = (*_KNOWN, "exchange")
         raise HocketError(f"Unknown method '{term.name}'{nearest(term.name, known) or '.'} Known are {', '.join(sorted(_KNOWN))}.")
@@ -197,7 +183,3 @@ def _text(spec: Any) -> str:
     if isinstance(spec, Compressor):
         return " | ".join(write(link) for link in spec.links)
     return write(spec) if hasattr(spec, "__dataclass_fields__") else str(spec)
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else text[:77] + "…")

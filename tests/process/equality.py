@@ -16,7 +16,7 @@ from hocket.cluster.processes import ProcessCluster
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.data.partition import Partition
-from hocket.models.loss import cross_entropy
+from hocket.models import cross_entropy
 from hocket.noise import fold
 from hocket.strategy import Strategy
 from hocket.train.replicas import LiveReplica, StackedReplicas

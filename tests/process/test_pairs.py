@@ -39,9 +39,9 @@ from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import Mean, PeerState
 from hocket.strategy import Strategy
+from hocket.supervisor import _KINDS as KINDS_OF_RUNS
 from hocket.supervisor import FaultPolicy, prepare
 from hocket.supervisor.gossip import GossipRun
-from hocket.supervisor.prepare import _KINDS as KINDS_OF_RUNS
 from hocket.topology.partners import answerer, target
 from hocket.train.free_worker import WorkerTask, batch_sequence
 from hocket.train.job import Job

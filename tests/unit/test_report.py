@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 from browser.study import MORE, TEN, free_runs, hundred_runs, one_facet, ten_runs, write_run, write_study
 from hocket.errors import HocketError
 from hocket.report import Report, build, charts
+from hocket.report.charts import styles
 from hocket.report.read import read
 from hocket.report.rows import BASELINE, make_rows
-from hocket.report.series import styles
 from hocket.report.staleness import Staleness, column_edges
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -470,7 +470,7 @@ def test_charts_of_runs_that_are_gone_go_too_and_nothing_else_does(tmp_path: Pat
 
 def test_a_chart_of_the_frontier_ends_a_little_below_it() -> None:
     def row(percent: float) -> Any:
-        return SimpleNamespace(accuracy=SimpleNamespace(mean=percent / 100))
+        return SimpleNamespace(final=percent / 100)
 
     line = [row(60.0), row(70.0)]
     assert charts._floor([*line, row(65.0)], line) == pytest.approx(60.0)  # nothing is far down

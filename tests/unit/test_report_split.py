@@ -13,9 +13,9 @@ import pytest
 
 from browser.study import split_runs, ten_runs, timeline, write_run, write_split
 from hocket.report import Row, build
+from hocket.report.charts import styles
+from hocket.report.read import LARGEST_TIMELINE, Measured
 from hocket.report.rows import BASELINE
-from hocket.report.series import styles
-from hocket.report.timelines import LARGEST_FILE, Measured
 
 MESH = "data=2,pipeline=2"
 ON_MESH = f"{BASELINE} on {MESH}"
@@ -177,7 +177,7 @@ def test_a_damaged_timeline_is_noted_and_left_out(tmp_path: Path, found: Any) ->
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     run = write_split(tmp_path / "run", MESH, timeline())
     with (run / "timeline.json").open("r+b") as file:
-        file.truncate(LARGEST_FILE + 1)
+        file.truncate(LARGEST_TIMELINE + 1)
     assert "larger than 16 MiB" in build([tmp_path], tmp_path / "out", png=False).notes[0]
 
 

@@ -621,8 +621,7 @@ def test_a_shard_refuses_orders_that_it_does_not_know() -> None:
 
 def test_the_embedded_digits() -> None:
     from hocket.data import load
-    from hocket.models import loss_for
-    from hocket.models.mlp import mlp
+    from hocket.models import loss_for, mlp
 
     data = load("digits")
     run = hocket.Sandblaster(lambda: mlp(64, 10, (32,)), loss_for(data), data, workers=8, l2=1e-3, max_iter=30).run()

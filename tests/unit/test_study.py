@@ -33,12 +33,12 @@ from hocket.errors import HocketError, NonFiniteGradient, SettingError
 from hocket.strategy import Strategy
 from hocket.study import file
 from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check, finished, sentence
+from hocket.study.file import lines_of
 from hocket.study.folder import Folder, Outcome
-from hocket.study.lines import lines_of
 from hocket.study.lr_search import MOST, best_lr, next_lr, search_steps, short
-from hocket.study.plan import Outline, Planned, Study, expand, of_preset, slug
-from hocket.study.presets import PRESETS, Entry, preset
-from hocket.supervisor.signals import interruptible
+from hocket.study.plan import Entry, Outline, Planned, Study, expand, slug
+from hocket.study.presets import PRESETS, preset
+from hocket.supervisor.processes import interruptible
 from hocket.sync import Bulk, Local
 from hocket.topology import AllReduce, Gossip
 from hocket.train import record
@@ -131,7 +131,7 @@ def test_ten_is_the_study_that_is_reproduced() -> None:
         assert strategy.compression == (Threshold(0.01, feedback=False) if threshold else NoCompression())
         if kind is Gossip:
             assert strategy.topology == Gossip(), "partners rotate"
-    settings = of_preset(preset("ten")).common()
+    settings = preset("ten").common()
     wanted = {"model": "cnn", "optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant", "warmup": 0.0}
     wanted |= {"batch_size": 100, "epochs": 50, "augment": False, "last": "drop", "scale_lr": False}
     assert {name: settings.by_name()[name] for name in wanted} == wanted
@@ -147,7 +147,7 @@ def test_ten_modern_is_the_same_ten_with_weights_feedback_momentum_warm_up_and_t
         if new.compression != NoCompression():
             assert new.compression == Threshold(keep=0.05)
             assert new.compression.uses_error_feedback
-    outline = of_preset(preset("ten-modern"))
+    outline = preset("ten-modern")
     optimizer = outline.common().optimizer
     assert (optimizer.momentum, optimizer.lr_schedule, optimizer.warmup) == (0.9, "cosine", 5.0)
     assert outline.changed(epochs=20).common().optimizer.warmup == 2.0
@@ -169,7 +169,7 @@ def test_axes_varies_one_axis_at_a_time_and_leaves_out_no_method() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_strategy_of_a_preset_trains(name: str, tmp_path: Path) -> None:
-    outline = of_preset(preset(name)).changed(data=DATA, model=MODEL, batch_size=3, epochs=2, max_steps=2, lr=0.05)
+    outline = preset(name).changed(data=DATA, model=MODEL, batch_size=3, epochs=2, max_steps=2, lr=0.05)
     outcomes = carried(tmp_path, outline)
     assert len(outcomes) == len(preset(name).entries(4, 2))
     assert [o.failure for o in outcomes if o.failure] == []
@@ -218,7 +218,7 @@ def test_a_folder_s_name_is_safe_and_says_what_it_holds(name: str) -> None:
 
 
 def test_dgc_keeps_its_momentum_to_itself() -> None:
-    study = expand(of_preset(preset("axes")).changed(momentum=0.5), Data())
+    study = expand(preset("axes").changed(momentum=0.5), Data())
     assert {r.settings.optimizer.momentum for r in study.runs if "dgc" in str(r.settings.strategy)} == {0.0}
     assert {r.settings.optimizer.momentum for r in study.runs if "dgc" not in str(r.settings.strategy)} == {0.5}
 
@@ -522,8 +522,8 @@ def test_a_study_of_which_nothing_is_possible_is_refused_before_it_begins(tmp_pa
     with pytest.raises(
         HocketError, match=r"None of the 20 runs is possible: 1437 samples do not fill one round of 16 workers with batch_size 100"
     ):
-        check(expand(of_preset(preset("ten")).changed((16, 32)), Data()), Data())
-    check(expand(of_preset(preset("ten")).changed((4, 32)), Data()), Data())  # some are: the others are recorded as failed
+        check(expand(preset("ten").changed((16, 32)), Data()), Data())
+    check(expand(preset("ten").changed((4, 32)), Data()), Data())  # some are: the others are recorded as failed
 
 
 def test_a_run_that_is_left_out_is_told(tmp_path: Path) -> None:

@@ -46,9 +46,11 @@ def train_on_batches(
             f"--strategy '{strategy}': sandblaster has its own way of exchanging; leave it out, or say 'server(shards=n)'."
         )
     _refuse_ignored(settings, server)
-    if resume:
-        _refuse_resuming(settings, out)
-    elif out is not None and (out / STATE).exists():
+    if resume and settings.workers.virtual:
+        raise HocketError("--resume: sandblaster's virtual workers keep nothing to go on from; start without --resume.")
+    if resume and out is None:
+        raise HocketError("--resume needs --out, the folder of the run to go on with.")
+    if not resume and out is not None and (out / STATE).exists():
         raise HocketError(f"{out / STATE} holds a run already; choose another --out, or --resume to go on with it.")
     record = None if out is None else Record(out, 0, resume)
     job = _job(settings, server, device, data_dir)
@@ -119,16 +121,7 @@ def _run(settings: RunSettings, job: Sandblaster, record: Record | None, before:
         return job.launch(None if out is None else out / STATE, watch=tend, on_iteration=watch, slowdown=slowdown)
 
 
-def _refuse_resuming(settings: RunSettings, out: Path | None) -> None:
-    """Refuse to go on where nothing is kept."""
-    if settings.workers.virtual:
-        raise HocketError("--resume: sandblaster's virtual workers keep nothing to go on from; start without --resume.")
-    if out is None:
-        raise HocketError("--resume needs --out, the folder of the run to go on with.")
-
-
 def _refuse_ignored(settings: RunSettings, server: Topology) -> None:
-    """Refuse what was asked for and would change nothing."""
     usual = defaults()
     ignored = {name: value for name, value in settings.by_name().items() if name not in _USED and value != usual[name]}
     given = [option(name, False if value is False else None) for name, value in ignored.items()]
@@ -142,19 +135,10 @@ def _refuse_ignored(settings: RunSettings, server: Topology) -> None:
 
 def _metrics(row: dict[str, Any]) -> dict[str, Any]:
     """An iteration in the words of metrics.jsonl."""
-    return {
-        "epoch": row["iteration"],
-        "accuracy": row["accuracy"],
-        "loss": row["loss"],
-        "seconds": row["seconds"],
-        "compute_s": None,
-        "wait_s": None,
-        "transfer_s": None,
-        "transfer_hidden_s": None,
-        "bytes_sent": row["bytes_shards"] + row["bytes_coordinator"],
-        "exchanges": row["evaluations"],
-        **{name: row[name] for name in ("bytes_coordinator", "issued", "duplicated", "wasted", "lost")},
-    }
+    line = {"epoch": row["iteration"], **{name: row[name] for name in ("accuracy", "loss", "seconds")}}
+    line |= dict.fromkeys(("compute_s", "wait_s", "transfer_s", "transfer_hidden_s"))
+    line |= {"bytes_sent": row["bytes_shards"] + row["bytes_coordinator"], "exchanges": row["evaluations"]}
+    return line | {name: row[name] for name in ("bytes_coordinator", "issued", "duplicated", "wasted", "lost")}
 
 
 def _show(settings: RunSettings, job: Sandblaster, metrics: list[dict[str, Any]], ended: str, out: Path | None) -> None:
@@ -165,15 +149,9 @@ def _show(settings: RunSettings, job: Sandblaster, metrics: list[dict[str, Any]]
         table.add_column(column, justify="right")
     for row in metrics:
         accuracy = "–" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
-        share = row["bytes_coordinator"] / max(row["bytes_sent"], 1)
-        figures = (
-            f"{row['loss']:.5f}",
-            accuracy,
-            str(row["exchanges"]),
-            f"{row['seconds']:.2f}",
-            f"{row['bytes_sent'] / 1e6:,.1f}",
-        )
-        table.add_row(str(row["epoch"]), *figures, f"{share:.2%}")
+        share = f"{row['bytes_coordinator'] / max(row['bytes_sent'], 1):.2%}"
+        costs = (str(row["exchanges"]), f"{row['seconds']:.2f}", f"{row['bytes_sent'] / 1e6:,.1f}", share)
+        table.add_row(str(row["epoch"]), f"{row['loss']:.5f}", accuracy, *costs)
     console = Console()
     console.print(table)
     console.print(f"Ended: {ended}. evals: of the whole batch; central: the coordinator's share of all bytes sent.", style="dim")

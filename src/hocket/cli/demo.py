@@ -15,17 +15,9 @@ from hocket.cli.display import plain_notes
 from hocket.cli.study import Machine, perform, show
 from hocket.errors import HocketError
 from hocket.study.carry_out import Data
-from hocket.study.plan import Outline, expand
-from hocket.study.presets import Entry
+from hocket.study.plan import Entry, Outline, expand
 
-REAL = (
-    "bulk + allreduce",
-    "local(8)",
-    "bulk + gossip",
-    "bulk + lowrank(2)",
-    "local(4) + topk(0.02)",
-    "diloco(4, momentum=0.5)",
-)
+REAL = ("bulk + allreduce", "local(8)", "bulk + gossip", "bulk + lowrank(2)", "local(4) + topk(0.02)", "diloco(4, momentum=0.5)")
 VIRTUAL = ("bulk + allreduce", "local(4)", "local(4) + gossip", "bulk + topk(0.02)", "local(4) + topk(0.02) | qsgd(4)", "stale(4)")
 
 

@@ -12,11 +12,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from hocket.cluster.ledger import Entry
+from hocket.report.figures import NONE, plain, times
 from hocket.report.rows import Row, cluster_name
 from hocket.study.carry_out import Watch
 from hocket.study.folder import Outcome
@@ -35,17 +36,8 @@ class Display:
         self._last = ""
         self._bar: Progress | None = None
         if speaks and self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("steps"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=self._console,
-                transient=True,
-            )
+            columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, "{task.fields[note]}", console=self._console, transient=True)
             self._task = self._bar.add_task(label, total=None, note="")
 
     def __enter__(self) -> Display:
@@ -189,15 +181,14 @@ def _cost(planned: Planned) -> float:
 def _figures(outcome: Outcome) -> tuple[str, str, str, str]:
     """Accuracy, MB, seconds that it took here, and seconds predicted for a described cluster."""
     if outcome.failure or not outcome.metrics:
-        return "–", "–", "–", "–"
+        return NONE, NONE, NONE, NONE
     accuracy = outcome.metrics[-1].get("accuracy")
     sent, took_s = (sum(m.get(name) or 0 for m in outcome.metrics) for name in ("bytes_sent", "wall_s"))
     predicted = total_of(list(outcome.metrics)).seconds if cluster_name(outcome.run) else None
-    return "–" if accuracy is None else f"{accuracy:.1%}", megabytes(sent), seconds(took_s), seconds(predicted)
+    return _percent(accuracy), plain(sent / 1e6), plain(took_s), plain(predicted)
 
 
 def _result(outcome: Outcome) -> str:
-    """The end of a run in a few words."""
     if outcome.failure:
         return f"failed: {outcome.failure}"
     accuracy, sent, took, virtual = _figures(outcome)
@@ -216,22 +207,13 @@ def study_tables(rows: Sequence[Row]) -> list[Table]:
         epochs = max(row.epochs for row in here)
         table = results_table(f"{facet}, {epochs} epochs{f', means of {seeds} seeds' if seeds > 1 else ''}")
         for row in here:
-            _add_row(table, row)
+            if not row.ranked:
+                table.add_row(escape(row.label), row.state, style="dim")
+                continue
+            worst, sent, *parts = (f.mean if f else None for f in (row.worst, row.bytes_sent, row.compute, row.wait, row.transfer))
+            add_result(table, row.label, (row.final, worst), parts, sent or 0.0, row.times_fewer)
         tables.append(table)
     return tables
-
-
-def _add_row(table: Table, row: Row) -> None:
-    def percent(figure: Any) -> str:
-        return "–" if figure is None else f"{figure.mean:.1%}"
-
-    if not row.ranked:
-        table.add_row(escape(row.label), row.state, style="dim")
-        return
-    parts = (seconds(None if figure is None else figure.mean) for figure in (row.compute, row.wait, row.transfer))
-    sent = 0.0 if row.bytes_sent is None else row.bytes_sent.mean
-    fewer = "–" if row.times_fewer is None else times_fewer(row.times_fewer, 1.0)
-    table.add_row(escape(row.label), percent(row.accuracy), percent(row.worst), *parts, megabytes(sent), fewer)
 
 
 LEGEND = (
@@ -260,35 +242,8 @@ def plain_notes() -> None:
     warnings.showwarning = show  # type: ignore[assignment]
 
 
-def seconds(value: float | None) -> str:
-    """Seconds with a sensible number of digits; a dash for workers without a clock.
-
-    >>> seconds(12.345), seconds(None)
-    ('12.3', '–')
-    """
-    return "–" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def megabytes(count: float) -> str:
-    """Bytes as MB.
-
-    >>> megabytes(1_234_567), megabytes(123_456_789)
-    ('1.23', '123')
-    """
-    value = count / 1e6
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def times_fewer(baseline: float, count: float) -> str:
-    """How many times fewer bytes than the baseline.
-
-    >>> times_fewer(100, 10), times_fewer(100, 0)
-    ('10×', '–')
-    """
-    if not count:
-        return "–"
-    ratio = baseline / count
-    return f"{ratio:,.0f}×" if ratio >= 10 else f"{ratio:.1f}×" if ratio >= 2 else f"{ratio:.2f}×"
+def _percent(share: float | None) -> str:
+    return NONE if share is None else f"{share:.1%}"
 
 
 def total_of(metrics: list[dict[str, Any]]) -> Entry:
@@ -302,23 +257,20 @@ def total_of(metrics: list[dict[str, Any]]) -> Entry:
 def results_table(title: str) -> Table:
     """An empty table of results."""
     table = Table(title=title, title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, box=SIMPLE_HEAD)
-    table.add_column("strategy", overflow="fold", min_width=20)
+    table.add_column("strategy", overflow="fold", min_width=12)
     for column in ("accuracy", "worst", "compute", "wait", "transfer", "MB", "fewer bytes"):
         table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
-def add_result(table: Table, strategy: str, metrics: dict[str, Any], total: Entry, baseline: float) -> None:
-    """One run as a row."""
-    accuracy = metrics.get("accuracy")
-    worst = metrics.get("accuracy_worst", accuracy)
-    table.add_row(
-        strategy,
-        "–" if accuracy is None else f"{accuracy:.1%}",
-        "–" if worst is None else f"{worst:.1%}",
-        seconds(total.compute_s),
-        seconds(total.wait_s),
-        seconds(total.transfer_s),
-        megabytes(total.bytes_sent),
-        times_fewer(baseline, total.bytes_sent),
-    )
+def add_result(
+    table: Table,
+    label: str,
+    accuracies: Sequence[float | None],
+    seconds: Sequence[float | None],
+    bytes_sent: float,
+    times_fewer: float | None,
+) -> None:
+    """One run as a row: its accuracies (mean model, worst replica), and seconds of compute, wait and transfer."""
+    figures = [*map(_percent, accuracies), *map(plain, seconds), plain(bytes_sent / 1e6), times(times_fewer)]
+    table.add_row(escape(label), *figures)

@@ -9,6 +9,7 @@ import signal
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -26,17 +27,8 @@ def launch(arguments: list[str], processes: int) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ["HOCKET_LAUNCHED"] = "1"
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
-    )
+    here: dict[str, Any] = {"run_id": uuid.uuid4().hex, "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}
+    config = LaunchConfig(1, 1, nproc_per_node=processes, max_restarts=0, monitor_interval=0.1, start_method="spawn", **here)
     try:
         elastic_launch(config, sys.executable)("-m", "hocket.cli.main", *arguments)
     except ChildFailedError as error:
@@ -52,25 +44,17 @@ def _cause(failures: dict[int, ProcessFailure]) -> str:
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
         rank, failure = item
-        return failure.exitcode == -signal.SIGTERM, _kind(failure) == "WorkerLost", failure.timestamp, rank
+        return failure.exitcode == -signal.SIGTERM, _error(failure).get("kind") == "WorkerLost", failure.timestamp, rank
 
     rank, first = min(failures.items(), key=order)
-    if message := _message(first):
-        return message
+    said = _error(first).get("message")
+    if isinstance(said, dict) and said.get("message"):
+        return str(said["message"])
     if first.exitcode < 0:
         how = f"was ended by signal {signal.Signals(-first.exitcode).name}"
     else:
         how = f"ended with exit code {first.exitcode} (its own output says why)"
     return f"Process {rank} of the job (pid {first.pid}) {how}; the others were ended too."
-
-
-def _kind(failure: ProcessFailure) -> str:
-    return str(_error(failure).get("kind", ""))
-
-
-def _message(failure: ProcessFailure) -> str:
-    message = _error(failure).get("message", {})
-    return str(message.get("message", "")) if isinstance(message, dict) else ""
 
 
 def _error(failure: ProcessFailure) -> dict[str, object]:

@@ -16,7 +16,7 @@ from hocket.cli import demo, keys, pipeline, report, study, train
 from hocket.cli.options import Commands
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.study.carry_out import Interrupted
-from hocket.supervisor.signals import quit_at_once
+from hocket.supervisor.processes import quit_at_once
 
 app = typer.Typer(
     name="hocket",
@@ -26,11 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command("train")(train.command)
-app.command("study")(study.command)
-app.command("report")(report.command)
-app.command("demo")(demo.command)
-app.command("keys")(keys.command)
+for _name, _module in {"train": train, "study": study, "report": report, "demo": demo, "keys": keys}.items():
+    app.command(_name)(_module.command)
 app.add_typer(pipeline.app, name="pipeline")
 
 
@@ -77,14 +74,12 @@ class _Interruption:
 
 
 def _end(error: Exception, code: int) -> None:
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # Started by a launcher: it prints one sentence for all workers.
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
         message = {"message": str(error), "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
         with open(path, "w") as file:
             json.dump({"message": message, "kind": type(error).__name__}, file)
-        if not os.environ.get("HOCKET_LAUNCHED"):
-            _say(str(error))
-    else:
+    if not path or not os.environ.get("HOCKET_LAUNCHED"):  # our own launcher prints one sentence for all workers
         _say(str(error))
     quit_at_once(code)
 

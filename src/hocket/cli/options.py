@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -55,7 +55,8 @@ HELP = {
     "fsdp": "Each worker keeps a part of weights, gradients and optimiser state (PyTorch's FSDP2).",
 }
 """What each setting's option says in ``--help``, in the order of :data:`hocket.train.settings.FIELDS`."""
-_WRITTEN = {"strategy": ("--strategy", "-s"), "workers": ("--workers", "-n"), "plan_file": ("--plan", "--plan-file")}
+_WRITTEN: dict[str, tuple[str, ...]] = {"strategy": ("--strategy", "-s"), "workers": ("--workers", "-n")}
+_WRITTEN |= {"plan_file": ("--plan", "--plan-file"), "liveness_timeout_s": ("--liveness-timeout",), "snapshot_s": ("--snapshot",)}
 _SWITCHES = ("virtual", "scale_lr", "exact", "fsdp")
 """Without a ``--no-…`` of their own."""
 
@@ -108,7 +109,6 @@ def with_settings(names: Iterable[str] = HELP, **others: Any) -> Callable[[Comma
 
 
 def _parameter(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
-    """A setting as a parameter that typer understands."""
     written: tuple[str, ...] = (option(name),) if name in _SWITCHES else _WRITTEN.get(name, ())
     kind = kind | None if default is None else kind
     annotation = Annotated[kind, typer.Option(*written, help=text)]
@@ -123,8 +123,3 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except SettingError as error:
             raise HocketError(error.written(option)) from None
-
-
-def given_only(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said, without what was left out."""
-    return {name: value for name, value in given.items() if value is not None}

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -30,14 +31,14 @@ from hocket.report import Report, build
 from hocket.study import file
 from hocket.study.carry_out import Data, Interrupted, Virtual, Watch, carry_out, check, finished
 from hocket.study.folder import Folder
-from hocket.study.plan import Outline, Study, expand, number, of_preset
+from hocket.study.plan import Study, expand, number
 from hocket.study.presets import PRESETS, preset
-from hocket.supervisor.signals import interruptible
+from hocket.supervisor.processes import interruptible
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite, write_whole
 from hocket.train.settings import RunSettings
 
-_LIST = "; ".join(f"{p.name}: {p.about}" for p in PRESETS.values())
+_LIST = "; ".join(f"{name}: {outline.about}" for name, outline in PRESETS.items())
 _LEAVE_S = 15.0
 SHARED = (
     *("data", "model", "epochs", "batch_size", "optimizer", "momentum", "weight_decay", "lr_schedule", "warmup", "max_steps"),
@@ -57,8 +58,7 @@ def command(
     seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2: each strategy is run with each (default: 0).")] = None,
     lr: Annotated[str | None, typer.Option(help="A rate for all, or auto: a short search per strategy.")] = None,
     within: Annotated[
-        float | None,
-        typer.Option(help="Points of accuracy to lose for sending less (default: 1; frontier: 0.5)."),
+        float | None, typer.Option(help="Points of accuracy to lose for sending less (default: 1; frontier: 0.5).")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
     data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
@@ -69,20 +69,16 @@ def command(
     """Run many strategies side by side: a table, curves and one HTML page. The same command goes on where it was stopped."""
     plain_notes()
     sys.path.insert(0, os.getcwd())  # for module:factory
-    outline, name = _outline(what)
+    path = Path(what)
+    of_file = what not in PRESETS and (path.suffix == ".toml" or path.is_file())
+    outline = file.read(path) if of_file else preset(what)
     if within is not None and not within >= 0:
         raise HocketError(f"--within {within}: the loss of accuracy is a number of points of at least 0, such as 0.5.")
-    outline = outline.changed(
-        _numbers("--workers", workers),
-        _numbers("--seeds", seeds),
-        None if lr is None else number(lr),
-        within,
-        virtual=virtual,
-        **given,
-    )
+    counts = (_numbers("--workers", workers), _numbers("--seeds", seeds))
+    outline = outline.changed(*counts, lr=None if lr is None else number(lr), within=within, virtual=virtual, **given)
     machine = Machine(device_of(device), Data(data_dir))
     study = expand(outline, machine.data)
-    place = out or Path(f"study-{name}")
+    place = out or Path(f"study-{path.stem if of_file else what}")
     study = perform(study, place, machine, retry)
     report = show([place], place)
     if all(row.state == "failed" for row in report.rows):
@@ -122,7 +118,7 @@ def perform(study: Study, place: Path, machine: Machine, retry: bool = False, th
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             done = finished(folder, study)
             if any(not outcome.failure for outcome in done):
-                _page([place], place)
+                print(f"The runs that are done: {build([place], place).path}", file=sys.stderr)
             raise Interrupted(f"interrupted; {len(done)} of {len(study.runs)} runs done; {then}.") from None
         except CannotWrite as error:
             done = finished(folder, study)
@@ -150,19 +146,6 @@ def show(places: Sequence[Path], out: Path, title: str | None = None) -> Report:
     return report
 
 
-def _page(places: Sequence[Path], out: Path) -> None:
-    report = build(places, out)
-    print(f"The runs that are done: {report.path}", file=sys.stderr)
-
-
-def _outline(what: str) -> tuple[Outline, str]:
-    """The study asked for, and a name for its folder."""
-    path = Path(what)
-    if what in PRESETS or not (path.suffix == ".toml" or path.is_file()):
-        return of_preset(preset(what)), what
-    return file.read(path), path.stem
-
-
 def _numbers(option: str, text: str | None) -> tuple[int, ...]:
     try:
         return () if text is None else tuple(int(part) for part in text.split(","))
@@ -187,10 +170,8 @@ def _train(options: list[str], settings: RunSettings, out: Path, watch: Watch, l
             seen = 0
             while process.poll() is None:
                 seen = _follow(out, settings, watch, seen)
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(0.2)
-                except subprocess.TimeoutExpired:
-                    continue
             _follow(out, settings, watch, seen)
         except BaseException:
             _end(process)
@@ -210,7 +191,6 @@ def _epochs(out: Path) -> list[dict[str, Any]]:
 
 
 def _follow(out: Path, settings: RunSettings, watch: Watch, seen: int) -> int:
-    """Tell of the epochs that were recorded since."""
     epochs = _epochs(out)
     for metrics in epochs[seen:]:
         watch.step(Progress(metrics["epoch"], settings.epochs, metrics["epoch"], settings.epochs))
@@ -234,17 +214,13 @@ def _end(process: subprocess.Popen[Any]) -> None:
     """End a training and its workers: it is asked first."""
     before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        for number_, liveness_timeout_s in ((signal.SIGINT, _LEAVE_S), (signal.SIGTERM, _LEAVE_S), (signal.SIGKILL, None)):
-            if process.poll() is not None:
+        for number_ in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number_)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LEAVE_S)
                 return
-            if number_ == signal.SIGKILL:
-                os.killpg(process.pid, number_)
-            else:
-                process.send_signal(number_)
-            try:
-                process.wait(liveness_timeout_s)
-            except subprocess.TimeoutExpired:
-                continue
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     finally:
         for number_, handler in before.items():
             signal.signal(number_, handler)

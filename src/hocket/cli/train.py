@@ -15,7 +15,7 @@ from rich.console import Console
 from hocket.cli.batch import train_on_batches
 from hocket.cli.display import LEGEND, Display, add_result, plain_notes, predicted_for, results_table, total_of
 from hocket.cli.launch import launch
-from hocket.cli.options import with_settings
+from hocket.cli.options import option, with_settings
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import find_launcher, join
 from hocket.cluster.virtual import VirtualCluster
@@ -25,7 +25,7 @@ from hocket.models import build
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, prepare
-from hocket.supervisor.signals import interruptible
+from hocket.supervisor.processes import interruptible
 from hocket.train.checks import needs_servers
 from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
 from hocket.train.setting_groups import BATCH_OPTIMIZER
@@ -55,7 +55,7 @@ def command(
     sys.path.insert(0, os.getcwd())  # for module:factory
     launcher = None if given["virtual"] else find_launcher(os.environ)
     settings = _settings(given, 1 if launcher is None else launcher.processes)
-    policy = GivenPolicy(liveness_timeout, snapshot, replace, keys)
+    policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace}
     start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain)
     if explain and settings.split is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
@@ -70,23 +70,6 @@ def command(
         if settings.split is not None and processes is not None:
             raise HocketError(f"--mesh {settings.split.mesh} says how many processes there are; leave --processes out.")
         _start(settings, start)
-
-
-@dataclass(frozen=True)
-class GivenPolicy:
-    """What the command line says about faults; it counts only for runs whose processes a supervisor starts."""
-
-    liveness_timeout_s: float
-    snapshot_s: float
-    replace: bool
-    keys: Path | None
-
-    def parsed(self) -> FaultPolicy:
-        """The policy of a run."""
-        if self.snapshot_s < 0 or self.liveness_timeout_s <= 0:
-            given = f"--snapshot {self.snapshot_s:g} --liveness-timeout {self.liveness_timeout_s:g}"
-            raise HocketError(f"{given}: seconds are above 0 (--snapshot 0: none).")
-        return FaultPolicy(self.liveness_timeout_s, self.snapshot_s, self.replace, self.keys)
 
 
 @dataclass(frozen=True)
@@ -126,20 +109,14 @@ def _train_on_batches(settings: RunSettings, start: Start) -> None:
         train_on_batches(settings, device_of(start.device if virtual else "cpu"), start.data_dir, start.out, start.resume)
 
 
-def _refuse_policy(what: str, policy: GivenPolicy) -> None:
+def _refuse_policy(what: str, policy: dict[str, Any]) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
-    given = {
-        "--keys": policy.keys is not None,
-        "--snapshot": policy.snapshot_s != SNAPSHOT_S,
-        "--liveness-timeout": policy.liveness_timeout_s != LIVENESS_TIMEOUT_S,
-        "--replace": policy.replace,
-    }
-    if named := [option for option, is_given in given.items() if is_given]:
+    usual = vars(FaultPolicy())
+    if named := [option(name) for name, value in policy.items() if value != usual[name]]:
         raise HocketError(f"{', '.join(named)}: {what} has no use for it; leave it out (real processes that do not wait have).")
 
 
 def _start(settings: RunSettings, start: Start) -> None:
-    """Start the workers, or be some of them."""
     size = settings.workers.count
     if start.resume and start.out is None:
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
@@ -148,7 +125,10 @@ def _start(settings: RunSettings, start: Start) -> None:
     if settings.split is None and not 1 <= count <= size:
         raise HocketError(f"--processes {count}: there must be at least one and at most one per worker (--workers {size}).")
     if not start.joined and not settings.workers.virtual and count > 1:
-        _check_before_start(settings, start)
+        # What is wrong is said once, before any process is started.
+        if start.out is not None and (start.out / "run.json").exists() and not start.resume:
+            raise HocketError(f"{start.out} holds a run already; choose another --out, or --resume to go on with it.")
+        build(settings.model, load(settings.data.name, start.data_dir))
         launch(sys.argv[1:], count)
         return
     cluster = _cluster(settings, where, start.joined, count)
@@ -158,15 +138,15 @@ def _start(settings: RunSettings, start: Start) -> None:
         cluster.close()
 
 
-def _supervise(settings: RunSettings, start: Start, policy: GivenPolicy) -> None:
+def _supervise(settings: RunSettings, start: Start, policy: dict[str, Any]) -> None:
     """Shards and workers as processes, this one as their observer."""
     strategy, workers, out = settings.strategy, settings.workers.count, start.out
     if start.joined or start.resume or start.processes not in (None, workers):
-        processes = f"with --processes {start.processes}"
-        what = "under another launcher" if start.joined else "with --resume" if start.resume else processes
+        given = "with --resume" if start.resume else f"with --processes {start.processes}"
+        what = "under another launcher" if start.joined else given
         raise HocketError(f"{strategy} starts its own shards and workers and cannot run {what}; leave that out.")
-    parsed = policy.parsed()
-    if strategy.runtime == "peers" and policy.snapshot_s != SNAPSHOT_S:
+    parsed = FaultPolicy(**policy)
+    if strategy.runtime == "peers" and policy["snapshot_s"] != SNAPSHOT_S:
         raise HocketError(f"{strategy} has no shards to take snapshots of; leave --snapshot out.")
     with interruptible():
         supervised = prepare(settings, device_of(start.device), start.data_dir, out, parsed)
@@ -185,26 +165,16 @@ def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:
             print(text)
         return
     with Display(strategy, speaks, settings.epochs) as display:
-        training = run(
-            settings,
-            cluster,
-            start.data_dir,
-            start.out,
-            start.resume,
-            display.step,
-            display.epoch,
-            checkpoints=start.checkpoints,
-            on_split=display.note,
-        )
+        given = (start.data_dir, start.out, start.resume, display.step, display.epoch)
+        training = run(settings, cluster, *given, checkpoints=start.checkpoints, on_split=display.note)
     if speaks:
         title = f"{settings.model} on {settings.data.name}, {_who(settings, cluster)}, {training.step} steps"
-        name = predicted_for(settings)
-        predicted = f", seconds predicted for {name}" if name else ""
-        _show(title + predicted, strategy, training.metrics, bulk_bytes(training), start.out)
+        if name := predicted_for(settings):
+            title += f", seconds predicted for {name}"
+        _show(title, strategy, training.metrics, bulk_bytes(training), start.out)
 
 
 def _who(settings: RunSettings, cluster: Cluster) -> str:
-    """The workers in a few words."""
     kind = "virtual workers" if settings.workers.virtual else "workers"
     split, sharding = settings.split, settings.sharding
     who = f"{cluster.size} {kind}" if split is None else f"{cluster.size} processes as {split.mesh}"
@@ -214,9 +184,10 @@ def _who(settings: RunSettings, cluster: Cluster) -> str:
 
 
 def _show(title: str, strategy: str, metrics: list[dict[str, Any]], baseline: int, out: Path | None) -> None:
-    """The table at the end."""
-    table = results_table(title)
-    add_result(table, strategy, metrics[-1], total_of(metrics), baseline)
+    table, total, accuracy = results_table(title), total_of(metrics), metrics[-1].get("accuracy")
+    parts, sent = (total.compute_s, total.wait_s, total.transfer_s), total.bytes_sent
+    worst = metrics[-1].get("accuracy_worst", accuracy)
+    add_result(table, strategy, (accuracy, worst), parts, sent, baseline / sent if sent else None)
     console = Console()
     console.print(table)
     console.print(LEGEND + " Reduction computed against bulk + allreduce, not measured.", style="dim")
@@ -248,13 +219,6 @@ def _cluster(settings: RunSettings, device: torch.device, joined: bool, processe
             setattr(cluster, "_host_size", workers.host_size)  # noqa: B010
         return cluster
     return VirtualCluster(workers.count, device, workers.host_size, timed=workers.count == 1)
-
-
-def _check_before_start(settings: RunSettings, start: Start) -> None:
-    """Say what is wrong once, before any process is started."""
-    if start.out is not None and (start.out / "run.json").exists() and not start.resume:
-        raise HocketError(f"{start.out} holds a run already; choose another --out, or --resume to go on with it.")
-    build(settings.model, load(settings.data.name, start.data_dir))
 
 
 def device_of(name: str | None) -> torch.device:

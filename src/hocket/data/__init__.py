@@ -6,17 +6,5 @@ from hocket.data.partition import Partition, Round, stacked
 from hocket.data.registry import DATA_SETS, load
 from hocket.data.tensors import as_tensors, from_parts
 
-__all__ = [
-    "DATA_SETS",
-    "CropFlip",
-    "DataSet",
-    "Normalise",
-    "Partition",
-    "Round",
-    "as_tensors",
-    "from_parts",
-    "identity",
-    "load",
-    "distribute_loader",
-    "stacked",
-]
+__all__ = ["DATA_SETS", "CropFlip", "DataSet", "Normalise", "Partition", "Round"]
+__all__ += ["as_tensors", "distribute_loader", "from_parts", "identity", "load", "stacked"]

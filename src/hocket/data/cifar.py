@@ -21,39 +21,35 @@ _IMAGE = 3 * 32 * 32
 
 @dataclass(frozen=True)
 class _Kind:
-    name: str
-    label: str
     classes: int
     label_bytes: int
     prepare: Normalise
-    archive: tuple[str, str]
+    sha256: str
+    """Of the archive."""
     train: dict[str, str]
     test: dict[str, str]
 
 
+_BATCHES = (
+    "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+    "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+    "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+    "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+    "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+)
 _CIFAR10 = _Kind(
-    name="cifar10",
-    label="CIFAR-10",
     classes=10,
     label_bytes=1,
     prepare=Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    archive=("cifar-10-binary.tar.gz", "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),
-    train={
-        "cifar-10-batches-bin/data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
-        "cifar-10-batches-bin/data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
-        "cifar-10-batches-bin/data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
-        "cifar-10-batches-bin/data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
-        "cifar-10-batches-bin/data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
-    },
+    sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+    train={f"cifar-10-batches-bin/data_batch_{number}.bin": sha256 for number, sha256 in enumerate(_BATCHES, 1)},
     test={"cifar-10-batches-bin/test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"},
 )
 _CIFAR100 = _Kind(
-    name="cifar100",
-    label="CIFAR-100",
     classes=100,
     label_bytes=2,
     prepare=Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    archive=("cifar-100-binary.tar.gz", "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"),
+    sha256="58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
     train={"cifar-100-binary/train.bin": "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29"},
     test={"cifar-100-binary/test.bin": "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a"},
 )
@@ -70,25 +66,21 @@ def load_100(data_dir: Path) -> DataSet:
 
 
 def _load(data_dir: Path, kind: _Kind) -> DataSet:
-    _obtain(data_dir, kind)
-    train, test = _part(data_dir, kind.train, kind.label_bytes), _part(data_dir, kind.test, kind.label_bytes)
-    return DataSet(kind.name, train, test, kind.classes, kind.prepare, CropFlip())
-
-
-def _obtain(data_dir: Path, kind: _Kind) -> None:
-    archive, sha256 = kind.archive
+    archive = f"cifar-{kind.classes}-binary.tar.gz"
 
     def absent() -> dict[str, str]:
         return {path: digest for path, digest in (kind.train | kind.test).items() if not (data_dir / path).exists()}
 
     def missing() -> list[files.Remote]:
         there = not absent() or (data_dir / archive).exists()
-        return [] if there else [files.Remote(ADDRESS + archive, archive, sha256)]
+        return [] if there else [files.Remote(ADDRESS + archive, archive, kind.sha256)]
 
-    files.obtain(kind.label, data_dir, missing)
+    files.obtain(f"CIFAR-{kind.classes}", data_dir, missing)
     if absent():
         with files.locked(data_dir):
             files.unpack(data_dir / archive, data_dir, absent())
+    train, test = _part(data_dir, kind.train, kind.label_bytes), _part(data_dir, kind.test, kind.label_bytes)
+    return DataSet(f"cifar{kind.classes}", train, test, kind.classes, kind.prepare, CropFlip())
 
 
 def _part(data_dir: Path, paths: dict[str, str], label_bytes: int) -> Pair:

@@ -33,20 +33,15 @@ def load(data_dir: Path | None = None) -> DataSet:
     >>> data.train[0].shape, data.test[0].shape, data.classes
     (torch.Size([1437, 1, 8, 8]), torch.Size([360, 1, 8, 8]), 10)
     """
-    content = torch.frombuffer(bytearray(_content()), dtype=torch.uint8)
+    unzipped = gzip.decompress(resources.files("hocket.data").joinpath(FILE).read_bytes())
+    if (got := hashlib.sha256(unzipped).hexdigest()) != SHA256:
+        raise HocketError(
+            f"The package's {FILE} is corrupt: expected SHA-256 {SHA256} of its content, got {got}; install hocket again."
+        )
+    # 1,797 label bytes, then 64 bytes for each image, row by row.
+    content = torch.frombuffer(bytearray(unzipped), dtype=torch.uint8)
     labels, images = content[:IMAGES].to(torch.int64), content[IMAGES:].view(IMAGES, 1, 8, 8)
     order = torch.tensor(sorted(range(IMAGES), key=lambda i: noise.fold(0, i)))
     train, test = order[:TRAIN], order[TRAIN:]
     prepare = Normalise((0.3053,), (0.3760,), scale=16.0)
     return DataSet("digits", (images[train], labels[train]), (images[test], labels[test]), 10, prepare)
-
-
-def _content() -> bytes:
-    """1,797 label bytes, then 64 bytes for each image, row by row."""
-    content = gzip.decompress(resources.files("hocket.data").joinpath(FILE).read_bytes())
-    got = hashlib.sha256(content).hexdigest()
-    if got != SHA256:
-        raise HocketError(
-            f"The package's {FILE} is corrupt: expected SHA-256 {SHA256} of its content, got {got}; install hocket again."
-        )
-    return content

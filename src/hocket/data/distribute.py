@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from hocket.data.partition import Last, Partition, Round
+from hocket.data.partition import Partition
 from hocket.errors import HocketError
 
 
@@ -42,8 +42,7 @@ def distributed_length(loader: Any, workers: int) -> int:
     2
     """
     if isinstance(loader, DataLoader) and _re_partitionable(loader):
-        assert loader.batch_size is not None
-        return len(Partition(len(loader.dataset), workers, loader.batch_size, 0, "drop" if loader.drop_last else "even"))  # type: ignore[arg-type]
+        return len(_partition(loader, workers))
     return len(loader) // workers
 
 
@@ -58,36 +57,25 @@ def _re_partitionable(loader: DataLoader[Any]) -> bool:
 
 
 def _by_samples(loader: DataLoader[Any], workers: int, worker: int, seed: int, epoch: int) -> Iterator[tuple[Any, float]]:
-    assert loader.batch_size is not None
-    last: Last = "drop" if loader.drop_last else "even"
     shuffle = not isinstance(loader.sampler, SequentialSampler)
+    rounds = _partition(loader, workers, seed, shuffle).rounds(epoch)
+    kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+    options: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "prefetch_factor")}
+    batches = DataLoader(loader.dataset, batch_sampler=[r.indices[worker].tolist() for r in rounds], **options)
+    return zip(batches, [r.weights[worker] for r in rounds], strict=True)
+
+
+def _partition(loader: DataLoader[Any], workers: int, seed: int = 0, shuffle: bool = True) -> Partition:
+    assert loader.batch_size is not None
     samples = len(loader.dataset)  # type: ignore[arg-type]
-    rounds = Partition(samples, workers, loader.batch_size, seed, last, shuffle=shuffle).rounds(epoch)
-    return zip(_with_batches(loader, rounds, worker), [r.weights[worker] for r in rounds], strict=True)
-
-
-def _with_batches(loader: DataLoader[Any], rounds: list[Round], worker: int) -> DataLoader[Any]:
-    """The same loader with other batches."""
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=[r.indices[worker].tolist() for r in rounds],
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-    )
+    return Partition(samples, workers, loader.batch_size, seed, "drop" if loader.drop_last else "even", shuffle=shuffle)
 
 
 def _by_batches(batches: Iterable[Any], workers: int, worker: int) -> Iterator[tuple[Any, float]]:
     mine = None
     for number, batch in enumerate(batches):
-        place = number % workers
-        if place == worker:
+        if number % workers == worker:
             mine = batch
-        if place == workers - 1:
+        if number % workers == workers - 1:
             yield mine, 1.0
             mine = None

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
 from hocket.errors import HocketError, SettingError
 
 DEFAULT_DIR = Path("~/.cache/hocket")
@@ -130,7 +133,6 @@ def locked(data_dir: Path) -> Iterator[None]:
 
 
 def _copy(source: IO[bytes], out: IO[bytes], advance: Callable[[int], None] = lambda _: None) -> str:
-    """Copy everything and return its SHA-256."""
     digest = hashlib.sha256()
     while block := source.read(_BLOCK):
         digest.update(block)
@@ -141,13 +143,7 @@ def _copy(source: IO[bytes], out: IO[bytes], advance: Callable[[int], None] = la
 
 @contextmanager
 def _progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A function that is called with the bytes just read; on a terminal with rich it advances a progress bar."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-    except ImportError:
-        yield lambda _: None
-        return
+    """A function that is called with the bytes just read; on a terminal it advances a progress bar."""
     console = Console(stderr=True)
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -160,7 +156,6 @@ def _corrupt(what: Path | str, expected: str, got: str) -> str:
 
 
 def _by_hand(label: str, data_dir: Path, remotes: Sequence[Remote], error: Exception) -> str:
-    """The error when a download fails: which files, from where, to where."""
     wanted = ", ".join(f"{remote.address} as {data_dir / remote.path}" for remote in remotes)
     reason = getattr(error, "reason", None) or error
     return (

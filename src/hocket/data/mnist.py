@@ -50,18 +50,13 @@ def load(data_dir: Path) -> DataSet:
 
 
 def _part(folder: Path, part: str) -> Pair:
-    images = _content(folder, f"{part}-images-idx3-ubyte")
-    labels = _content(folder, f"{part}-labels-idx1-ubyte")
     # idx headers: 16 bytes before images, 8 before labels; the SHA-256 guarantees their content.
-    return _bytes(images[16:]).view(-1, 1, 28, 28), _bytes(labels[8:]).to(torch.int64)
+    images, labels = _content(folder, f"{part}-images-idx3-ubyte")[16:], _content(folder, f"{part}-labels-idx1-ubyte")[8:]
+    return images.view(-1, 1, 28, 28), labels.to(torch.int64)
 
 
-def _content(folder: Path, name: str) -> bytes:
+def _content(folder: Path, name: str) -> Tensor:
     zipped, plain = FILES[name]
-    if (folder / name).exists():
-        return files.read(folder / name, plain)
-    return gzip.decompress(files.read(folder / f"{name}.gz", zipped))
-
-
-def _bytes(content: bytes) -> Tensor:
+    unpacked = (folder / name).exists()
+    content = files.read(folder / name, plain) if unpacked else gzip.decompress(files.read(folder / f"{name}.gz", zipped))
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -83,7 +83,9 @@ class Partition:
 
     def rounds(self, epoch: int, shares: Sequence[float] | None = None) -> list[Round]:
         """The rounds of an epoch, in order; ``shares``: the proportions in which they are divided, if not evenly."""
-        order = self._order(epoch)
+        order = torch.arange(self.samples)
+        if self.shuffle:
+            order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(noise.fold(self.seed, epoch)))
         size = self.workers * self.batch_size
         dealt = [order[r * size : (r + 1) * size] for r in range(len(self))]
         if shares is None:
@@ -92,12 +94,6 @@ class Partition:
             raise HocketError(f"Shares are {self.workers} numbers above 0, one for each worker; got {list(shares)}: correct them.")
         sizes = {count: proportional(count, shares) for count in map(len, dealt)}
         return [Round(list(samples.split(sizes[len(samples)]))) for samples in dealt]
-
-    def _order(self, epoch: int) -> Tensor:
-        if not self.shuffle:
-            return torch.arange(self.samples)
-        generator = torch.Generator().manual_seed(noise.fold(self.seed, epoch))
-        return torch.randperm(self.samples, generator=generator)
 
 
 def proportional(samples: int, speeds: Sequence[float]) -> list[int]:

@@ -1,17 +1,19 @@
-"""Data sets by name."""
+"""Data sets by name, and functions of the user's named in a string, ``module:factory``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from hocket.data import cifar, digits, mnist, shakespeare
 from hocket.data.base import DataSet
-from hocket.data.factory import resolve
 from hocket.data.files import DEFAULT_DIR
 from hocket.data.tensors import from_parts
 from hocket.errors import HocketError, nearest
 
+T = TypeVar("T")
 DATA_SETS: dict[str, Callable[[Path], DataSet]] = {
     "digits": digits.load,
     "mnist": mnist.load,
@@ -30,20 +32,45 @@ def load(name: str, data_dir: Path | None = None) -> DataSet:
     >>> load("digits").name
     'digits'
     """
-    if ":" in name:
-        return _own(name)
-    if name not in DATA_SETS:
-        hint = nearest(name, DATA_SETS) or ": choose one of these."
-        raise HocketError(f"There is no data set '{name}' among {', '.join(DATA_SETS)} and 'module:factory'{hint}")
-    return DATA_SETS[name]((data_dir or DEFAULT_DIR).expanduser())
-
-
-def _own(reference: str) -> DataSet:
-    made = resolve(reference)()
+    if ":" not in name:
+        return named("data set", name, DATA_SETS)((data_dir or DEFAULT_DIR).expanduser())
+    made = resolve(name)()
     if isinstance(made, DataSet):
         return made
     if isinstance(made, tuple) and len(made) == 2:
-        return from_parts(reference, *made)
-    raise HocketError(
-        f"'{reference}' must return a DataSet or the pair (train, test); got {type(made).__name__}: change what it returns."
-    )
+        return from_parts(name, *made)
+    got = f"got {type(made).__name__}"
+    raise HocketError(f"'{name}' must return a DataSet or the pair (train, test); {got}: change what it returns.")
+
+
+def named(what: str, name: str, known: Mapping[str, T]) -> T:
+    """The one of that name."""
+    if name not in known:
+        hint = nearest(name, known) or ": choose one of these."
+        raise HocketError(f"There is no {what} '{name}' among {', '.join(known)} and 'module:factory'{hint}")
+    return known[name]
+
+
+def resolve(reference: str) -> Callable[..., Any]:
+    """The callable that ``module:factory`` names.
+
+    >>> resolve("math:floor")(2.5)
+    2
+    """
+    module_name, _, attribute = reference.partition(":")
+    if not module_name or not attribute:
+        raise HocketError(f"A factory is named 'module:function'; got '{reference}': write both sides of the colon.")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists but lacks one of its own imports must say so itself.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise HocketError(
+            f"There is no module '{error.name}' for '{reference}': run where it can be imported or install its package."
+        ) from None
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        hint = nearest(attribute, [name for name in vars(module) if callable(vars(module)[name])])
+        raise HocketError(f"Module '{module_name}' has no function '{attribute}'{hint or ': name one that it defines.'}")
+    return found

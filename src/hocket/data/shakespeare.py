@@ -27,10 +27,11 @@ def load(data_dir: Path, context: int = 64, stride: int | None = None) -> DataSe
         return [] if (data_dir / PATH).exists() else [files.Remote(ADDRESS, PATH, SHA256)]
 
     files.obtain("Tiny Shakespeare", data_dir, missing)
-    tokens, vocabulary = _tokens(files.read(data_dir / PATH, SHA256))
-    cut = len(tokens) * 9 // 10
-    step = context if stride is None else stride
-    return DataSet("shakespeare", windows(tokens[:cut], context, step), windows(tokens[cut:], context, step), vocabulary, identity)
+    text = torch.frombuffer(bytearray(files.read(data_dir / PATH, SHA256)), dtype=torch.uint8)
+    characters, tokens = text.unique(return_inverse=True)
+    cut, step = len(tokens) * 9 // 10, context if stride is None else stride
+    train, test = windows(tokens[:cut], context, step), windows(tokens[cut:], context, step)
+    return DataSet("shakespeare", train, test, len(characters), identity)
 
 
 def windows(tokens: Tensor, context: int, stride: int) -> Pair:
@@ -47,9 +48,3 @@ def windows(tokens: Tensor, context: int, stride: int) -> Pair:
             f"got stride {stride} and context {context}: choose them within these bounds."
         )
     return tokens[:-1].unfold(0, context, stride).contiguous(), tokens[1:].unfold(0, context, stride).contiguous()
-
-
-def _tokens(text: bytes) -> tuple[Tensor, int]:
-    """The text as numbers of its distinct characters in byte order, and how many of these there are."""
-    characters, tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).unique(return_inverse=True)
-    return tokens, len(characters)

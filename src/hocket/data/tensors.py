@@ -22,7 +22,11 @@ def as_tensors(dataset: Any) -> Pair:
     if isinstance(dataset, TensorDataset):
         dataset = dataset.tensors
     if isinstance(dataset, tuple):
-        return _pair(dataset)
+        if len(dataset) != 2:
+            raise HocketError(
+                f"A data set is a pair of tensors (inputs, targets); got {len(dataset)} parts: give exactly these two."
+            )
+        return torch.as_tensor(dataset[0]), torch.as_tensor(dataset[1])
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise HocketError(
             f"A data set needs a length and numbered examples to be distributed; got {type(dataset).__name__}: "
@@ -46,25 +50,16 @@ def from_parts(name: str, train: Any, test: Any) -> DataSet:
     return DataSet(name, *pairs, classes, normalise_by(inputs) if images else identity)
 
 
-def _pair(parts: tuple[Any, ...]) -> Pair:
-    if len(parts) != 2:
-        raise HocketError(f"A data set is a pair of tensors (inputs, targets); got {len(parts)} parts: give exactly these two.")
-    x, y = (torch.as_tensor(part) for part in parts)
-    return x, y
-
-
 def _example(item: Any, index: int) -> tuple[Tensor, Tensor]:
     try:
         x, y = item
         return torch.as_tensor(x), torch.as_tensor(y)
     except (TypeError, ValueError, RuntimeError):
+        kinds = [type(part).__name__ for part in (item if isinstance(item, tuple) else [item])]
+        got = f"({', '.join(kinds)})" if isinstance(item, tuple) else kinds[0]
         raise HocketError(
-            f"Example {index} of a data set must be (tensor, label); got {_describe(item)}: convert it in the set's transform."
+            f"Example {index} of a data set must be (tensor, label); got {got}: convert it in the set's transform."
         ) from None
-
-
-def _describe(item: Any) -> str:
-    return f"({', '.join(type(part).__name__ for part in item)})" if isinstance(item, tuple) else type(item).__name__
 
 
 def _classes(name: str, targets: Tensor) -> int:

@@ -1,21 +1,19 @@
-"""Models by name, built to fit a data set."""
+"""Models by name, built to fit a data set, and the loss of one."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hocket.data import DataSet
-from hocket.data.factory import resolve
-from hocket.errors import HocketError, nearest
-from hocket.models.cnn import cnn
+from hocket.data.registry import named, resolve
+from hocket.errors import HocketError
 from hocket.models.gpt import gpt
-from hocket.models.mlp import mlp
-from hocket.models.resnet import resnet20
-from hocket.models.vgg import vgg11
+from hocket.models.images import cnn, mlp, resnet20, vgg11
 
 
 def build(name: str, dataset: DataSet) -> nn.Module:
@@ -29,10 +27,7 @@ def build(name: str, dataset: DataSet) -> nn.Module:
     """
     if ":" in name:
         return _own(name, dataset)
-    if name not in MODELS:
-        hint = nearest(name, MODELS) or ": choose one of these."
-        raise HocketError(f"There is no model '{name}' among {', '.join(MODELS)} and 'module:factory'{hint}")
-    return MODELS[name](dataset)
+    return named("model", name, MODELS)(dataset)
 
 
 def _mlp(dataset: DataSet) -> nn.Module:
@@ -41,16 +36,15 @@ def _mlp(dataset: DataSet) -> nn.Module:
     return mlp(prod(dataset.shape), dataset.classes)
 
 
-def _cnn(dataset: DataSet) -> nn.Module:
-    return cnn(_image("cnn", dataset), dataset.classes)
+def _on_images(model: Callable[[Sequence[int], int], nn.Module]) -> Callable[[DataSet], nn.Module]:
 
+    def made(dataset: DataSet) -> nn.Module:
+        if dataset.text or len(dataset.shape) != 3:
+            holds, instead = f"holds inputs of shape {dataset.shape}", "gpt" if dataset.text else "mlp"
+            raise HocketError(f"{model.__name__} reads images, but data set '{dataset.name}' {holds}: use {instead}.")
+        return model(dataset.shape, dataset.classes)
 
-def _resnet20(dataset: DataSet) -> nn.Module:
-    return resnet20(_image("resnet20", dataset), dataset.classes)
-
-
-def _vgg11(dataset: DataSet) -> nn.Module:
-    return vgg11(_image("vgg11", dataset), dataset.classes)
+    return made
 
 
 def _gpt(dataset: DataSet) -> nn.Module:
@@ -61,16 +55,11 @@ def _gpt(dataset: DataSet) -> nn.Module:
     return gpt(dataset.classes, context=dataset.shape[0])
 
 
-MODELS: dict[str, Callable[[DataSet], nn.Module]] = {"mlp": _mlp, "cnn": _cnn, "resnet20": _resnet20, "vgg11": _vgg11, "gpt": _gpt}
-
-
-def _image(model: str, dataset: DataSet) -> tuple[int, ...]:
-    if dataset.text or len(dataset.shape) != 3:
-        instead = "gpt" if dataset.text else "mlp"
-        raise HocketError(
-            f"{model} reads images, but data set '{dataset.name}' holds inputs of shape {dataset.shape}: use {instead}."
-        )
-    return dataset.shape
+MODELS: dict[str, Callable[[DataSet], nn.Module]] = {
+    "mlp": _mlp,
+    **{model.__name__: _on_images(model) for model in (cnn, resnet20, vgg11)},
+    "gpt": _gpt,
+}
 
 
 def _own(reference: str, dataset: DataSet) -> nn.Module:
@@ -82,3 +71,26 @@ def _own(reference: str, dataset: DataSet) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise HocketError(f"'{reference}' must return a torch.nn.Module; got {type(model).__name__}: change what it returns.")
     return model
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of ``[..., V]`` logits: one target for each image, or for each position of each text.
+
+    Integer targets have the shape of the logits without its last axis; float targets, shares of classes, have its whole shape.
+
+    >>> import torch
+    >>> cross_entropy(torch.zeros(2, 7, 4), torch.zeros(2, 7, dtype=torch.int64))  # log 4
+    tensor(1.3863)
+    """
+    shares = targets.is_floating_point()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(0, -2) if shares else targets.flatten())
+
+
+def loss_for(dataset: DataSet) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss to train on ``dataset`` with: cross-entropy, since all its targets are classes."""
+    targets = dataset.train[1]
+    if targets.is_floating_point() and targets.dim() < 2:
+        raise HocketError(
+            f"Data set '{dataset.name}' has float targets, for which cross-entropy makes no sense: pass a loss of your own."
+        )
+    return cross_entropy

@@ -53,20 +53,18 @@ def answers_of(facet: Facet, rows: Sequence[Row], within: float = WITHIN) -> lis
         finished = any(r.facet == facet and r.state == "finished" for r in rows)
         why = "no accuracy was recorded" if finished else "no run has finished"
         return [Answer("", detail=f"There is nothing to rank here: {why}.")]
-    base = baseline_of(ranked[0], ranked)
-    found = []
+    base, found = baseline_of(ranked[0], ranked), list[Answer]()
+    threshold, several = _threshold(ranked, base), len(ranked) > 1
     if base is None:
         found.append(Answer("", detail=f"There is no finished {BASELINE} here, so nothing can be compared with plain training."))
-    elif len(ranked) == 1:
+    elif not several:
         found.append(Answer("", detail=f"Only {_called(base)} has finished here; there is nothing to compare it with."))
-    threshold = _threshold(ranked, base)
-    if base is not None and len(ranked) > 1 and (why := _plain_is_enough(ranked, base, threshold, within)):
+    elif why := _plain_is_enough(ranked, base, threshold, within):
         found.append(Answer("", detail=f"Plain {_called(base)} is as good as anything here: {why}."))
     found.append(_fastest(ranked, base, threshold))
-    if base is not None and len(ranked) > 1:
+    if base is not None and several:
         found.append(_least_traffic(ranked, base, within))
-    found.append(_most_accurate(ranked, base))
-    return found
+    return [*found, _most_accurate(ranked, base)]
 
 
 def time_to(row: Row, threshold: float) -> float | None:
@@ -91,28 +89,22 @@ def _threshold(ranked: list[Row], base: Row | None) -> float:
     if base is not None:
         best = max(p.accuracy.mean for p in base.curve if p.accuracy)
         return round_below(best - _POINT if best > 2 * _POINT else best)
-    finals = sorted(r.accuracy.mean for r in ranked if r.accuracy)
-    return round_below(finals[len(finals) // 2])
+    return round_below(sorted(r.final for r in ranked)[len(ranked) // 2])
 
 
 def _fastest(ranked: list[Row], base: Row | None, threshold: float) -> Answer:
     if not any(r.seconds for r in ranked):
-        why = (
-            "virtual workers have no clock without a described cluster, so seconds are not known; bytes are"
-            if ranked[0].facet.virtual
-            else "no seconds were recorded"
-        )
+        clock = "virtual workers have no clock without a described cluster, so seconds are not known; bytes are"
+        why = clock if ranked[0].facet.virtual else "no seconds were recorded"
         return Answer("Fastest", detail=f"cannot be said here: {why}.")
     question = f"Fastest to {_goal(threshold)}{_predicted(ranked[0].facet)}"
-    timed = sorted(
-        ((t, r is not base, r.label, r) for r in ranked if (t := time_to(r, threshold)) is not None), key=lambda x: x[:3]
-    )
+    timed = [(t, r) for r in ranked if (t := time_to(r, threshold)) is not None]
     if not timed:
         return Answer(question, detail="no run with a clock reached it.")
-    first, _, _, row = timed[0]
-    detail = ""
+    timed.sort(key=lambda found: (found[0], found[1] is not base, found[1].label))
+    (first, row), detail = timed[0], ""
     if row is base:
-        detail = f"next: {timed[1][3].label}, {seconds(timed[1][0])}" if len(timed) > 1 else "nothing else got there"
+        detail = f"next: {timed[1][1].label}, {seconds(timed[1][0])}" if len(timed) > 1 else "nothing else got there"
     elif base is not None and (plain := time_to(base, threshold)) is not None:
         detail = f"{_called(base)}: {seconds(plain)}" + (f", {times(plain / first)} slower" if first > 0 else "")
     return Answer(question, row.label, seconds(first), detail)
@@ -136,37 +128,31 @@ def _least_traffic(ranked: list[Row], base: Row, within: float) -> Answer:
 
 
 def _most_accurate(ranked: list[Row], base: Row | None) -> Answer:
-    row = max(
-        ranked, key=lambda r: (r.accuracy.mean if r.accuracy else 0.0, r is base, -(r.bytes_sent.mean if r.bytes_sent else 0.0))
-    )
-    assert row.accuracy is not None
-    if base is None or row is base or base.accuracy is None:
-        others = sorted((r for r in ranked if r is not row), key=lambda r: -(r.accuracy.mean if r.accuracy else 0.0))
-        detail = f"next: {others[0].label}, {percent(others[0].accuracy.mean)}" if others and others[0].accuracy else ""
+    row = max(ranked, key=lambda r: (r.final, r is base, -(r.bytes_sent.mean if r.bytes_sent else 0.0)))
+    if base is None or row is base:
+        other = max((r for r in ranked if r is not row), key=lambda r: r.final, default=None)
+        detail = f"next: {other.label}, {percent(other.final)}" if other else ""
     else:
-        detail = f"{_called(base)}: {percent(base.accuracy.mean)}, {points(base.accuracy.mean - row.accuracy.mean)}"
-        spreads = [f.spread for f in (row.accuracy, base.accuracy) if f.spread is not None]
-        if spreads and _gain(row, base) <= max(spreads):
+        detail = f"{_called(base)}: {percent(base.final)}, {points(base.final - row.final)}"
+        if _gain(row, base) <= max(_spreads(row, base)) > 0:
             detail += ", within the seeds' spread"
-    return Answer("Most accurate", row.label, percent(row.accuracy.mean), detail)
+    return Answer("Most accurate", row.label, percent(row.final), detail)
 
 
 def _plain_is_enough(ranked: list[Row], base: Row, threshold: float, within: float) -> str:
     """Why ``bulk + allreduce`` is as good as anything, or an empty string if something beats it."""
     others = [r for r in ranked if r is not base]
-    if any(_gain(r, base) > _noise(r, base) for r in others):
+    if any(_gain(r, base) > max(_MORE_ACCURATE, *_spreads(r, base)) for r in others):  # a smaller gain is noise
         return ""
     plain = time_to(base, threshold)
+    lean = any(_gain(r, base) >= -within / 100 and _ratio(r, base) > _LEANER for r in others)
     if plain is not None:
         if any(t is not None and t * _FASTER < plain for t in (time_to(r, threshold) for r in others)):
             return ""
-        lean = any(_gain(r, base) >= -within / 100 and _ratio(r, base) > _LEANER for r in others)
         saved = "; what others save is traffic, not time" if lean else ""
         sooner = f"nothing reaches {_goal(threshold)} more than 5 % sooner{_predicted(base.facet)}"
         return f"{sooner} or ends more than 0.5 points higher{saved}"
-    if any(_gain(r, base) >= -within / 100 and _ratio(r, base) > _LEANER for r in others):
-        return ""
-    return f"nothing sends less within {_points(within)} of it or ends more than 0.5 points higher"
+    return "" if lean else f"nothing sends less within {_points(within)} of it or ends more than 0.5 points higher"
 
 
 def _called(base: Row) -> str:
@@ -175,7 +161,6 @@ def _called(base: Row) -> str:
 
 
 def _predicted(facet: Facet) -> str:
-    """The label of a statement about seconds that were not measured."""
     return f" ({facet.predicted})" if facet.cluster else ""
 
 
@@ -193,15 +178,11 @@ def _goal(threshold: float) -> str:
 
 
 def _gain(row: Row, base: Row) -> float:
-    assert row.accuracy is not None
-    assert base.accuracy is not None
-    return row.accuracy.mean - base.accuracy.mean
+    return row.final - base.final
 
 
-def _noise(row: Row, base: Row) -> float:
-    """A gain below this is noise: half a point, or the spread over seeds."""
-    spreads = [r.accuracy.spread for r in (row, base) if r.accuracy and r.accuracy.spread is not None]
-    return max(_MORE_ACCURATE, *spreads) if spreads else _MORE_ACCURATE
+def _spreads(*rows: Row) -> list[float]:
+    return [0.0, *(r.accuracy.spread for r in rows if r.accuracy and r.accuracy.spread is not None)]
 
 
 def _ratio(row: Row, base: Row) -> float:

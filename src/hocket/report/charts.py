@@ -1,4 +1,9 @@
-"""The charts as PNG files, drawn with matplotlib (the extra ``hocket[plot]``): one set per facet, legends outside the plots."""
+"""The charts as PNG files, drawn with matplotlib (the extra ``hocket[plot]``): one set per facet, legends outside the plots.
+
+The style of a strategy is the same in every chart, here and on the page: a number, a colour, and a mark (dash and marker) for its
+sync axis. Colour is never the only difference: the mark shows the sync axis, and the number is in the legend. The baseline has the
+colour of the text.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +11,57 @@ import importlib.util
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hocket.report.answers import basis
 from hocket.report.figures import percent, seconds
 from hocket.report.rows import Facet, Row, frontier
-from hocket.report.series import Style, styles
+from hocket.report.split import LOOKS, MOST_TIMELINES
 from hocket.report.staleness import column_edges, column_of, place_of
-from hocket.report.timelines import LOOKS, MOST_TIMELINES
 from hocket.split.pipeline.timeline import KINDS
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B07A00", "#3A9AD9", "#7A5195")
 _INK, _QUIET = "#1b1e24", "#5b6270"
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
+_LEGEND: dict[str, Any] = {"loc": "upper left", "frameon": False, "fontsize": 8, "labelcolor": _INK, "handlelength": 3}
+_LEGEND |= {"borderaxespad": 0, "title_fontsize": 8, "alignment": "left"}
 _MOST_BARS = 24
 _LONG = 62
 """Names longer than this take a whole row of the legend."""
 _MOST_NAMED = 16
 """Series with a colour and a place in the legend; the others are drawn grey behind them."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """The look of one label."""
+
+    number: int
+    colour: int
+    mark: int
+    sync: str
+    baseline: bool
+
+
+def styles(rows: Sequence[Row]) -> dict[str, Style]:
+    """A style per label. Labels are ordered by sync axis and colours repeat in order, so neighbours of one axis differ."""
+    kinds = {row.label: (not row.plain, row.sync != "bulk", row.sync) for row in rows}
+    labels = sorted(kinds, key=lambda label: (kinds[label], _natural(label)))
+    syncs = list(dict.fromkeys(kinds[label][2] for label in labels))
+    found = {}
+    colour = 0
+    for place, label in enumerate(labels):
+        other, _, sync = kinds[label]
+        found[label] = Style(place + 1, colour % len(_COLOURS), syncs.index(sync), sync, not other)
+        colour += other
+    return found
+
+
+def _natural(text: str) -> list[str | int]:
+    """Sorts local(4) before local(16): text and numbers alternate, so that equal kinds are compared."""
+    return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"(\d{1,18})", text))]
 
 
 def available() -> bool:
@@ -35,35 +71,25 @@ def available() -> bool:
 
 def draw(rows: Sequence[Row]) -> dict[str, bytes]:
     """All charts by file name."""
-    looks = styles(rows)
-    files: dict[str, bytes] = {}
+    looks, pictures = styles(rows), list[tuple[str, bytes | None]]()
     for facet in sorted({r.facet for r in rows}):
         inside = [r for r in rows if r.facet == facet]
-        for chart, picture in (
-            ("accuracy", _accuracy(inside, looks)),
-            ("frontier", _frontier(inside, looks)),
-            ("bars", _bars(inside, looks)),
-            ("staleness", _staleness(inside, looks)),
-        ):
-            if picture is not None:
-                files[_unused(f"{_stem(facet)}-{chart}", files)] = picture
-    for alike in sorted({replace(r.facet, workers=0) for r in rows}):
-        inside = [r for r in rows if replace(r.facet, workers=0) == alike]
-        picture = _workers(inside, looks)
-        if picture is not None:
-            name = f"{alike.data}-{alike.model}-{alike.kind}{_ending(alike)}"
-            files[_unused(f"{name}-workers", files)] = picture
+        pictures += [(f"{_stem(facet)}-{name}", chart(inside, looks)) for name, chart in _CHARTS.items()]
+    for facet in sorted({replace(r.facet, workers=0) for r in rows}):
+        inside = [r for r in rows if replace(r.facet, workers=0) == facet]
+        pictures.append((f"{_stem(facet)}-workers", _workers(inside, looks)))
     for row in [r for r in rows if r.measured][:MOST_TIMELINES]:
-        files[_unused(f"{_stem(row.facet)}-{row.mesh[:40]}-timeline", files)] = _timeline(row)
+        pictures.append((f"{_stem(row.facet)}-{row.mesh[:40]}-timeline", _timeline(row)))
+    files: dict[str, bytes] = {}
+    for name, picture in pictures:
+        if picture is not None:
+            files[_unused(name, files)] = picture
     return files
 
 
 def _stem(facet: Facet) -> str:
-    return f"{facet.data}-{facet.model}-{facet.workers}-{facet.kind}{_ending(facet)}"
-
-
-def _ending(facet: Facet) -> str:
-    return "".join(f"-{part}" for part in (facet.study, facet.cluster) if part)
+    parts = (facet.data, facet.model, facet.workers, facet.kind, facet.study, facet.cluster)
+    return "-".join(str(part) for part in parts if part)
 
 
 def ours(name: str) -> bool:
@@ -113,16 +139,16 @@ def _accuracy(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
 
 
 def _frontier(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
-    drawn = [r for r in rows if r.ranked and r.per_worker]
+    drawn = [r for r in rows if r.ranked and r.mb_per_worker]
     if not drawn:
         return None
     figure, axes = _canvas("Traffic against accuracy", rows, "final accuracy (%)", "MB sent per worker (log scale)")
     line = frontier(drawn)
     steps = {"color": "#b9bfc9", "linewidth": 1.2, "zorder": 1, "label": "_frontier", "drawstyle": "steps-post"}
-    axes.plot([_mb(r) for r in line], [_percent(r) for r in line], **steps)
+    axes.plot([r.mb_per_worker for r in line], [_percent(r) for r in line], **steps)
     named = _named(drawn, line + drawn)
     floor = _floor(drawn, line)
-    places = {row.label: (_mb(row), max(floor, _percent(row))) for row in drawn}
+    places = {row.label: (row.mb_per_worker or 0.0, max(floor, _percent(row))) for row in drawn}
     for row in sorted(drawn, key=lambda r: r in named):
         look = _look(looks[row.label], row in named)
         below = _percent(row) < floor
@@ -169,23 +195,19 @@ def _number(axes: Any, names: dict[str, tuple[float, float]], points: list[tuple
 
 
 def _bars(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
-    timed = sorted((r for r in rows if r.ranked and r.seconds and r.compute and r.wait and r.transfer), key=_seconds)
+    timed = sorted((r for r in rows if r.ranked and all(r.clock.values())), key=lambda r: r.seconds.mean if r.seconds else 0.0)
     if not timed:
         return None
     drawn = [r for i, r in enumerate(timed) if i < _MOST_BARS or r.plain]
     axis = ", ".join(["seconds", *[p for p in [rows[0].facet.predicted] if p], "mean over workers"])
     figure, axes = _canvas("Where the seconds went", rows, "", _plain(axis).strip(), height=1.8 + 0.3 * len(drawn))
     left = [0.0] * len(drawn)
-    for name, colour, parts in (
-        ("compute", "#8c96a5", [r.compute for r in drawn]),
-        ("wait", "#E69F00", [r.wait for r in drawn]),
-        ("transfer", "#0072B2", [r.transfer for r in drawn]),
-    ):
-        widths = [p.mean if p else 0.0 for p in parts]
+    for name, colour in (("compute", "#8c96a5"), ("wait", "#E69F00"), ("transfer", "#0072B2")):
+        widths = [part.mean if (part := row.clock[name]) else 0.0 for row in drawn]
         axes.barh(range(len(drawn)), widths, 0.65, left=left, color=colour, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, (end, row) in enumerate(zip(left, drawn, strict=True)):
-        axes.annotate(f" {seconds(_seconds(row))}", (end, place), va="center", fontsize=8, color=_QUIET)
+        axes.annotate(f" {seconds(row.seconds.mean if row.seconds else None)}", (end, place), va="center", fontsize=8, color=_QUIET)
     axes.set_yticks(range(len(drawn)), [_plain(f"{looks[r.label].number}  {r.label}") for r in drawn])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -217,6 +239,9 @@ def _staleness(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     axes.set_xticks([place_of(value, edges) for value in ticks], [f"{value:,}" for value in ticks])
     axes.grid(visible=False)
     return _finish(figure, axes, len(aged) - len(drawn))
+
+
+_CHARTS = {"accuracy": _accuracy, "frontier": _frontier, "bars": _bars, "staleness": _staleness}
 
 
 def _staleness_ticks(edges: list[int]) -> list[int]:
@@ -298,11 +323,9 @@ def _timeline(row: Row) -> bytes:
 def _canvas(title: str, rows: list[Row], ylabel: str, xlabel: str, height: float = 4.8) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    facets = {row.facet for row in rows}
     facet = rows[0].facet
     several = ", ".join(part for part in (facet.data, facet.model, f"{facet.kind} workers", facet.predicted) if part)
-    place = str(facet) if len(facets) == 1 else several
-
+    place = str(facet) if all(row.facet == facet for row in rows) else several
     figure = Figure(figsize=(7.2, height), dpi=144)
     axes = figure.add_subplot()
     axes.set_title(f"{title}\n{_plain(place).strip()} ({basis(rows, facet)})", loc="left", fontsize=10, color=_INK)
@@ -334,24 +357,10 @@ def _finish(figure: Any, axes: Any, left_out: int, columns: int = 2) -> bytes:
     """The legend stands below the plot; ``bbox_inches`` makes the picture as large as both need."""
     title = f"{left_out} more are on the page" if left_out else None
     handles, labels = axes.get_legend_handles_labels()
-    if any(len(label) > _LONG for label in labels):
-        columns = 1
+    below = (0, -0.16 * 4.8 / figure.get_figheight())
     if labels or title:
-        axes.legend(
-            handles,
-            labels,
-            loc="upper left",
-            bbox_to_anchor=(0, -0.16 * 4.8 / figure.get_figheight()),
-            ncols=columns,
-            frameon=False,
-            fontsize=8,
-            labelcolor=_INK,
-            handlelength=3,
-            borderaxespad=0,
-            title=title,
-            title_fontsize=8,
-            alignment="left",
-        )
+        columns = 1 if any(len(label) > _LONG for label in labels) else columns
+        axes.legend(handles, labels, bbox_to_anchor=below, ncols=columns, title=title, **_LEGEND)
     out = io.BytesIO()
     figure.savefig(out, format="png", bbox_inches="tight", pad_inches=0.15, facecolor="white", metadata={"Software": None})
     return out.getvalue()
@@ -371,12 +380,4 @@ def _plain(text: str) -> str:
 
 
 def _percent(row: Row) -> float:
-    return row.accuracy.mean * 100 if row.accuracy else 0.0
-
-
-def _mb(row: Row) -> float:
-    return (row.per_worker or 0.0) / 1e6
-
-
-def _seconds(row: Row) -> float:
-    return row.seconds.mean if row.seconds else 0.0
+    return row.final * 100

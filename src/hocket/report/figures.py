@@ -33,14 +33,9 @@ def plain(value: float | None) -> str:
     """
     if value is None:
         return NONE
-    size = abs(value)
-    if size >= 100 or size == 0:
-        return f"{value:,.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    if size >= 1:
-        return f"{value:.2f}"
-    return f"{value:.3g}" if size >= 1e-4 else f"{value:.1e}"
+    if value == 0 or abs(value) >= 1:
+        return f"{value:,.{_decimals(value) if value else 0}f}"
+    return f"{value:.3g}" if abs(value) >= 1e-4 else f"{value:.1e}"
 
 
 def whole(value: float) -> str:
@@ -60,29 +55,15 @@ def around(mean: float, spread: float | None, digits: int | None = None) -> str:
     """
     if spread is None:
         return plain(mean) if digits is None else f"{mean:.{digits}f}"
-    size = abs(mean)
-    places = digits if digits is not None else 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    places = _decimals(mean) if digits is None else digits
     if digits is None and 0 < spread < 0.5 * 10**-places:
         places += 2  # a nonzero spread is not rounded to ± 0
     return f"{mean:,.{places}f} ± {spread:,.{places}f}"
 
 
 def seconds(value: float | None) -> str:
-    """Seconds.
-
-    >>> seconds(12.34), seconds(None)
-    ('12.3 s', '–')
-    """
+    """Seconds."""
     return NONE if value is None else f"{plain(value)} s"
-
-
-def megabytes(count: float | None) -> str:
-    """Bytes as MB.
-
-    >>> megabytes(1_234_567)
-    '1.23 MB'
-    """
-    return NONE if count is None else f"{plain(count / 1e6)} MB"
 
 
 def times(value: float | None) -> str:
@@ -101,3 +82,8 @@ def lr_text(value: float | None) -> str:
     ('0.05', '0.3')
     """
     return NONE if value is None else f"{value:.4g}"
+
+
+def _decimals(value: float) -> int:
+    size = abs(value)
+    return 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3

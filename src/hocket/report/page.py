@@ -9,22 +9,23 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
 from hocket.report.answers import Answer, basis
-from hocket.report.figures import around, lr_text, megabytes, plain, times, whole
-from hocket.report.provenance import provenance
-from hocket.report.read import Reading
-from hocket.report.rows import Facet, Figure, Point, Row
-from hocket.report.series import styles
+from hocket.report.charts import styles
+from hocket.report.figures import lr_text, percent, plain, times, whole
+from hocket.report.read import FAILED, FINISHED, Reading, number
+from hocket.report.rows import NOT_CONFIGURATION, Facet, Figure, Row
 from hocket.report.split import split_section
-from hocket.report.staleness import column_edges, column_of
+from hocket.report.staleness import Staleness, column_edges, column_of
 from hocket.report.table import as_html, columns
 from hocket.version import __version__
 
 _MOST_POINTS = 200
+_SHOWN = NOT_CONFIGURATION | {"strategy", "workers", "virtual", "data", "model", "lr", "cluster", "spec"}
+"""Settings that the table shows, or that mean nothing to a reader."""
 
 
 def make_page(title: str, rows: Sequence[Row], answers: Mapping[Facet, list[Answer]], reading: Reading, pictures: bool) -> str:
@@ -45,7 +46,7 @@ def make_page(title: str, rows: Sequence[Row], answers: Mapping[Facet, list[Answ
         "table_head": head,
         "table_body": body,
         "table_note": _table_note(rows),
-        "provenance": provenance(rows, reading),
+        "provenance": _provenance(rows, reading),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _source("page.html"))
 
@@ -64,25 +65,20 @@ def _summary(rows: Sequence[Row], reading: Reading) -> str:
     def count(number: int, one: str, many: str) -> str:
         return f"{number} {one if number == 1 else many}"
 
+    *few, most = sorted({r.facet.workers for r in rows})
     parts = [count(len(reading.runs), "run", "runs"), count(len({r.strategy for r in rows}), "strategy", "strategies")]
     parts.append(count(len({r.facet.data for r in rows}), "data set", "data sets"))
-    workers = sorted({r.facet.workers for r in rows})
-    listed = f"{', '.join(str(w) for w in workers[:-1])} and {workers[-1]}" if len(workers) > 1 else str(workers[0])
-    parts.append(f"{listed} worker{'s' if workers != [1] else ''}")
+    parts.append(f"{', '.join(map(str, few))}{' and ' * bool(few)}{count(most, 'worker', 'workers')}")
     return " · ".join(parts)
 
 
 def _facet_answers(index: int, facet: Facet, answers: list[Answer], rows: Sequence[Row]) -> str:
+    title = f'{html.escape(str(facet))} <span class="basis">{html.escape(basis(rows, facet))}</span>'
     cards = "\n".join(_answer(a) for a in answers)
-    kind = html.escape(basis(rows, facet))
-    return (
-        f'<div class="facet" data-facet="{index}"><h2>{html.escape(str(facet))} <span class="basis">{kind}</span></h2>\n'
-        f'<div class="answers">{cards}</div></div>'
-    )
+    return f'<div class="facet" data-facet="{index}"><h2>{title}</h2>\n<div class="answers">{cards}</div></div>'
 
 
 def _table_note(rows: Sequence[Row]) -> str:
-    """Notes on the columns that only some reports have."""
     note = ""
     if any(r.staleness for r in rows):
         note += (
@@ -117,25 +113,14 @@ def _answer(answer: Answer) -> str:
 
 
 def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
-    """What the charts are drawn from."""
     looks = styles(rows)
     labels = sorted(looks, key=lambda label: looks[label].number)
     place = {label: i for i, label in enumerate(labels)}
     shown = columns(rows)
-    edges = [column_edges(row.staleness for row in rows if row.facet == f) for f in facets]
+    edges = {f: column_edges(row.staleness for row in rows if row.facet == f) for f in facets}
+    names = ("data", "model", "workers", "kind", "study", "cluster")
     return {
-        "facets": [
-            {
-                "data": f.data,
-                "model": f.model,
-                "workers": f.workers,
-                "kind": f.kind,
-                "study": f.study,
-                "cluster": f.cluster,
-                "staleness": columns,
-            }
-            for f, columns in zip(facets, edges, strict=True)
-        ],
+        "facets": [{**{name: getattr(f, name) for name in names}, "staleness": edges[f]} for f in facets],
         "series": [{"label": label, **vars(looks[label])} for label in labels],
         "rows": [
             {
@@ -144,14 +129,11 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
                 "ranked": row.ranked,
                 "state": row.state,
                 "frontier": row.on_frontier,
-                "accuracy": _mean(row.accuracy),
-                "mb": None if row.per_worker is None else row.per_worker / 1e6,
-                "seconds": _mean(row.seconds),
-                "compute": _mean(row.compute),
-                "wait": _mean(row.wait),
-                "transfer": _mean(row.transfer),
-                "curve": [_point(p, row.facet.workers) for p in _thinned(row.curve)],
-                "staleness": _staleness(row, edges[facets.index(row.facet)]),
+                "accuracy": row.accuracy and row.accuracy.mean,
+                "mb": row.mb_per_worker,
+                **{name: figure and figure.mean for name, figure in row.clock.items()},
+                "curve": _curve(row),
+                "staleness": _staleness(row.staleness, edges[row.facet]),
                 "tip": _tip(row),
                 "text": " ".join(c.text(row) for c in shown if not c.numeric).lower(),
             }
@@ -160,51 +142,43 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
     }
 
 
-def _thinned(curve: Sequence[Point]) -> list[Point]:
-    """At most as many epochs as a plot can show, with the first and the last."""
-    count = len(curve)
-    places = range(count) if count <= _MOST_POINTS else {round(i * (count - 1) / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)}
-    return [curve[i] for i in sorted(places)]
+def _curve(row: Row) -> list[list[float | None]]:
+    """By epoch: its number, accuracy, spread, seconds, MB per worker; at most as many epochs and digits as a plot can show."""
+    last, points = len(row.curve) - 1, []
+    places = {round(i * last / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)} if last >= _MOST_POINTS else range(last + 1)
+    for point in (row.curve[place] for place in sorted(places)):
+        accuracy = point.accuracy
+        sent = None if point.bytes_sent is None else point.bytes_sent / max(1, row.facet.workers) / 1e6
+        figures = (point.epoch, accuracy and accuracy.mean, accuracy and accuracy.spread, point.seconds, sent)
+        points.append([None if f is None else float(f"{f:.7g}") for f in figures])
+    return points
 
 
-def _point(point: Point, workers: int) -> list[float | None]:
-    """epoch, accuracy, spread, seconds, MB per worker; digits beyond what a plot shows are left out."""
-    accuracy = point.accuracy
-    sent = None if point.bytes_sent is None else point.bytes_sent / max(1, workers) / 1e6
-    figures = (point.epoch, _mean(accuracy), accuracy.spread if accuracy else None, point.seconds, sent)
-    return [None if f is None else float(f"{f:.7g}") for f in figures]
-
-
-def _staleness(row: Row, edges: list[int]) -> dict[str, Any] | None:
-    """The histogram of staleness."""
-    if row.staleness is None:
+def _staleness(found: Staleness | None, edges: list[int]) -> dict[str, Any] | None:
+    if found is None:
         return None
-    middle = column_of(row.staleness.middle, edges)
-    return {"counts": row.staleness.columns(edges), "middle": middle, "mean": row.staleness.mean, "text": str(row.staleness)}
+    middle = column_of(found.middle, edges)
+    return {"counts": found.columns(edges), "middle": middle, "mean": found.mean, "text": str(found)}
 
 
 def _tip(row: Row) -> list[list[str]]:
-    """A row's figures as the tooltip shows them."""
+    def share(figure: Figure | None) -> str:
+        return "–" if figure is None else f"{figure.scaled(100).text(1)} %"
 
-    def percent(figure: Figure | None) -> str:
-        spread = None if figure is None or figure.spread is None else figure.spread * 100
-        return "–" if figure is None else f"{around(figure.mean * 100, spread, 1)} %"
-
-    pairs = [["accuracy", percent(row.accuracy)]]
+    pairs = [["accuracy", share(row.accuracy)]]
     if row.worst and row.accuracy and row.worst.mean != row.accuracy.mean:
-        pairs.append(["worst replica", percent(row.worst)])
-    parts = [("seconds", row.seconds), ("compute", row.compute), ("wait", row.wait), ("transfer", row.transfer)]
-    pairs += [[name, f"{around(figure.mean, figure.spread)} s"] for name, figure in parts if figure]
-    pairs.append(["sent per worker", megabytes(row.per_worker)])
+        pairs.append(["worst replica", share(row.worst)])
+    pairs += [[name, f"{figure.text()} s"] for name, figure in row.clock.items() if figure]
+    pairs.append(["sent per worker", "–" if row.mb_per_worker is None else f"{plain(row.mb_per_worker)} MB"])
     if row.times_fewer is not None:
         pairs.append(["fewer bytes", times(row.times_fewer)])
     if row.staleness is not None:
         pairs += [["median staleness", whole(row.staleness.median)], ["mean staleness", plain(row.staleness.mean)]]
         pairs.append(["largest staleness", whole(row.staleness.largest)])
     if row.bubble is not None:
-        pairs.append(["bubble", percent(row.bubble)])
+        pairs.append(["bubble", share(row.bubble)])
     if row.lost and row.lost.mean > 0:
-        pairs.append(["lost batches", around(row.lost.mean, row.lost.spread)])
+        pairs.append(["lost batches", row.lost.text()])
     pairs.append(["rate", lr_text(row.lr)])
     if not row.ranked:
         pairs.append(["state", row.state])
@@ -213,5 +187,81 @@ def _tip(row: Row) -> list[list[str]]:
     return pairs
 
 
-def _mean(figure: Figure | None) -> float | None:
-    return None if figure is None else figure.mean
+def _provenance(rows: Sequence[Row], reading: Reading) -> str:
+    """How it was run: commands, versions, common settings, how learning rates were chosen, and what failed or was not finished."""
+    failed = [f"{r.label} ({r.facet}): {r.reason}" for r in rows if r.state == FAILED]
+    unfinished = [f"{r.label} ({r.facet}): {r.reason or r.state}" for r in rows if r.state not in (FINISHED, FAILED)]
+    notes = [n for study in reading.studies for n in study.notes] + reading.notes
+    commands = dict.fromkeys(s.command for s in reading.studies if s.command)
+    versions = [found for run in reading.runs if isinstance(found := run.settings.get("versions"), dict)]
+    blocks = {
+        "Commands": "".join(f"<pre><code>{html.escape(c)}</code></pre>" for c in commands),
+        "Failed runs": _list(failed),
+        "Unfinished runs, not ranked": _list(unfinished),
+        "Notes": _list(dict.fromkeys(notes)),
+        "Settings common to all runs": _common(reading),
+        "Clusters that seconds are predicted for": _list(_clusters(rows)),
+        "Learning rates": _lrs(rows),
+        "Versions": _list(dict.fromkeys(", ".join(f"{name} {value}" for name, value in found.items()) for found in versions)),
+    }
+    return "\n".join(f"<div><h3>{html.escape(title)}</h3>{content}</div>" for title, content in blocks.items() if content)
+
+
+def _common(reading: Reading) -> str:
+    settings = [run.settings for run in reading.runs]
+    names = [name for name in settings[0] if name not in _SHOWN]
+    same = [name for name in names if len({json.dumps(s.get(name), sort_keys=True, default=str) for s in settings}) == 1]
+    pairs = [(html.escape(name), html.escape(_said(settings[0][name]))) for name in same if settings[0][name] is not None]
+    items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in pairs)
+    return f'<dl class="pairs">{items}</dl>' if items else ""
+
+
+def _clusters(rows: Sequence[Row]) -> list[str]:
+    found = []
+    for row in rows:
+        spec = row.settings.get("spec")
+        if row.facet.cluster and isinstance(spec, dict):
+            said = ", ".join(f"{name} {_said(value)}" for name, value in spec.items() if name != "name" and value is not None)
+            found.append(f"{row.facet.cluster}: {said}")
+    return list(dict.fromkeys(found))
+
+
+def _lrs(rows: Sequence[Row]) -> str:
+    """Those that were searched one by one, those that were given in one sentence."""
+    swept = [(row, row.settings["rate"]) for row in rows if isinstance(row.settings.get("rate"), dict)]
+    given = sorted({row.lr for row in rows if not isinstance(row.settings.get("rate"), dict) and row.lr is not None})
+    text = ""
+    if given:
+        which = "The other rates" if swept else "Rates"
+        text = f"<p>{which} were given, not searched: {html.escape(', '.join(lr_text(g) for g in given))}.</p>"
+    if not swept:
+        return text
+    lines = [f"{row.label} ({row.facet}): {_sweep(found)}" for row, found in swept]
+    by = "lowest training loss" if any(isinstance(found.get("losses"), dict) for _, found in swept) else "highest accuracy"
+    listed = f"<details><summary>The {len(lines)} sweeps</summary>{_list(lines)}</details>" if len(lines) > 8 else _list(lines)
+    return f"<p>Chosen by a short sweep, for the {by} at its end.</p>{listed}{text}"
+
+
+def _sweep(found: dict[str, Any]) -> str:
+    tried, losses = (part if isinstance(part := found.get(name), dict) else {} for name in ("tried", "losses"))
+    shown = []
+    for name in dict.fromkeys((*losses, *tried)):
+        loss, accuracy = number(losses.get(name)), number(tried.get(name))
+        figures = ([f"loss {plain(loss)}"] if loss is not None else []) + ([percent(accuracy)] if accuracy is not None else [])
+        shown.append(f"{name} ({', '.join(figures) or 'diverged'})")
+    length = f", {found['epochs']} epochs each" if number(found.get("epochs")) else ""
+    lost = given if isinstance(given := found.get("given_up"), dict) else {}
+    ends = [f"{name} ({'diverged' if number(loss) is None else f'loss {plain(number(loss))}'})" for name, loss in lost.items()]
+    left = f"; given up after a whole training: {', '.join(ends)}" if ends else ""
+    return f"{_said(found.get('chosen'))}; tried: {', '.join(shown)}{length}{left}"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return lr_text(value) if isinstance(value, float) else str(value)
+
+
+def _list(lines: Iterable[str]) -> str:
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else ""

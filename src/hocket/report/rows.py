@@ -11,20 +11,19 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from hocket.report.figures import lr_text
-from hocket.report.read import FINISHED, RunRecord, number
+from hocket.report.figures import around, lr_text
+from hocket.report.read import FINISHED, Measured, RunRecord, number
 from hocket.report.staleness import Staleness
-from hocket.report.timelines import Measured
 from hocket.split.mesh import AXES
 
 BASELINE = "bulk + allreduce"
 # Settings in which two seeds of one configuration may differ.
-_NOT_CONFIGURATION = {"seed", "versions", "citations", "failure", "finished", "rate", "buckets", "steps", "exchange", "parameters"}
+NOT_CONFIGURATION = {"seed", "versions", "citations", "failure", "finished", "rate", "buckets", "steps", "exchange", "parameters"}
 
 
 @dataclass(frozen=True, order=True)
@@ -43,6 +42,11 @@ class Facet:
     def predicted(self) -> str:
         """``predicted for 1gbit``, or nothing where seconds are measured or there are none."""
         return f"predicted for {self.cluster}" if self.cluster else ""
+
+    @property
+    def clock(self) -> str:
+        """Where seconds come from."""
+        return self.predicted if self.virtual else "measured"
 
     @property
     def kind(self) -> str:
@@ -73,6 +77,14 @@ class Figure:
         if not known or len(known) < len(values):
             return None
         return cls(math.fsum(known) / len(known), statistics.stdev(known) if len(known) > 1 else None)
+
+    def scaled(self, scale: float) -> Figure:
+        """The same in another unit."""
+        return Figure(self.mean * scale, None if self.spread is None else self.spread * scale)
+
+    def text(self, digits: int | None = None) -> str:
+        """Mean and spread."""
+        return around(self.mean, self.spread, digits)
 
 
 @dataclass(frozen=True)
@@ -131,14 +143,24 @@ class Row:
     on_frontier: bool = False
 
     @property
+    def final(self) -> float:
+        """The mean accuracy at the end; 0 where none was recorded."""
+        return self.accuracy.mean if self.accuracy else 0.0
+
+    @property
     def ranked(self) -> bool:
         """Whether it takes part in comparisons."""
         return self.state == FINISHED and self.accuracy is not None
 
     @property
-    def per_worker(self) -> float | None:
-        """Bytes that one worker sent, on average."""
-        return None if self.bytes_sent is None else self.bytes_sent.mean / max(1, self.facet.workers)
+    def mb_per_worker(self) -> float | None:
+        """MB that one worker sent, on average."""
+        return None if self.bytes_sent is None else self.bytes_sent.mean / max(1, self.facet.workers) / 1e6
+
+    @property
+    def clock(self) -> dict[str, Figure | None]:
+        """All seconds, and their parts, by name."""
+        return {"seconds": self.seconds, "compute": self.compute, "wait": self.wait, "transfer": self.transfer}
 
     @property
     def lr(self) -> float | None:
@@ -157,7 +179,7 @@ class Row:
 
     @property
     def parts(self) -> tuple[str, str]:
-        """How the model is split, and what is sharded (``--zero``, ``--fsdp``)."""
+        """How the model is split, and what is sharded (ZeRO, FSDP)."""
         return self.mesh, str(self.settings.get("shard") or "")
 
     @property
@@ -172,13 +194,14 @@ def make_rows(runs: Iterable[RunRecord]) -> list[Row]:
     times: Counter[tuple[str, str]] = Counter()
     for run in runs:
         # Seeds of one configuration make a row; the same seed again is another measurement of it, and makes another.
-        configuration = _configuration(run)
+        # A setting that is None counts as one that an older version did not have.
+        settings = {k: v for k, v in run.settings.items() if k not in NOT_CONFIGURATION and v is not None}
+        configuration = json.dumps([run.study, run.state, settings], sort_keys=True, default=str)
         again = configuration, str(run.settings.get("seed"))
         groups[configuration, times[again]].append(run)
         times[again] += 1
-    rows = _labelled(_apart([_row(group) for group in groups.values()]))
-    rows = [row for facet in _by_facet(rows).values() for row in _compared(facet)]
-    return sorted(rows, key=lambda r: (r.facet, not r.ranked, -r.accuracy.mean if r.accuracy else 0.0, r.label))
+    rows = _compared(_labelled(_apart([_row(group) for group in groups.values()])))
+    return sorted(rows, key=lambda r: (r.facet, not r.ranked, -r.final, r.label))
 
 
 def cluster_name(settings: Mapping[str, Any]) -> str:
@@ -205,77 +228,63 @@ def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
     def likeness(other: Row) -> tuple[float, ...]:
         same = [other is row, other.study == row.study, other.epochs == row.epochs]
         same += [other.settings.get(name) == row.settings.get(name) for name in ("batch", "optimizer", "lr")]
-        return (*(float(s) for s in same), other.accuracy.mean if other.accuracy else 0.0)
+        return *(float(s) for s in same), other.final
 
     return max(candidates, key=likeness, default=None)
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
     """The rows of one facet that no other beats in both accuracy and bytes, by bytes."""
-    known = [(r.bytes_sent.mean, -r.accuracy.mean, r) for r in rows if r.ranked and r.bytes_sent and r.accuracy]
+    known = [(r.bytes_sent.mean, -r.final, r) for r in rows if r.ranked and r.bytes_sent]
 
-    def beaten(a: tuple[float, float, Row]) -> bool:
-        return any(b[0] <= a[0] and b[1] <= a[1] and (b[0] < a[0] or b[1] < a[1]) for b in known)
-
-    return [r for _, _, r in sorted((k for k in known if not beaten(k)), key=lambda k: k[:2])]
+    best = [a for a in known if not any(b[0] <= a[0] and b[1] <= a[1] and b[:2] != a[:2] for b in known)]
+    return [r for _, _, r in sorted(best, key=lambda k: k[:2])]
 
 
 def _compared(rows: list[Row]) -> list[Row]:
-    """Rows of one facet with the figures that need a comparison."""
-    best = {id(row) for row in frontier(rows)}
-    compared = []
-    for row in rows:
+    best = {id(row) for facet in {r.facet for r in rows} for row in frontier([r for r in rows if r.facet == facet])}
+
+    def fewer(row: Row) -> float | None:
         base = baseline_of(row, rows) if row.ranked else None
-        fewer = None
-        if base is not None and base.bytes_sent and row.bytes_sent and row.bytes_sent.mean > 0:
-            fewer = base.bytes_sent.mean / row.bytes_sent.mean
-        compared.append(replace(row, times_fewer=fewer, on_frontier=id(row) in best))
-    return compared
+        known = base is not None and base.bytes_sent and row.bytes_sent and row.bytes_sent.mean > 0
+        return base.bytes_sent.mean / row.bytes_sent.mean if known else None  # type: ignore[union-attr]
 
-
-def _configuration(run: RunRecord) -> str:
-    # A setting that is None counts as one that an older version did not have.
-    settings = {k: v for k, v in run.settings.items() if k not in _NOT_CONFIGURATION and v is not None}
-    return json.dumps([run.study, run.state, settings], sort_keys=True, default=str)
-
-
-def _facet(settings: dict[str, Any]) -> Facet:
-    workers = settings.get("workers")
-    return Facet(
-        str(settings.get("data", "?")),
-        str(settings.get("model", "?")),
-        workers if isinstance(workers, int) and 1 <= workers <= 10**9 else 1,
-        bool(settings.get("virtual", False)),
-        cluster=cluster_name(settings),
-    )
+    return [replace(row, times_fewer=fewer(row), on_frontier=id(row) in best) for row in rows]
 
 
 def _row(runs: list[RunRecord]) -> Row:
-    first = runs[0]
-    done = first.state == FINISHED
+    first, settings = runs[0], runs[0].settings
+    strategy, mesh, workers = str(settings.get("strategy", "?")), settings.get("mesh"), settings.get("workers")
 
     def total(name: str) -> Figure | None:
         return Figure.of([run.total(name) for run in runs])
 
-    def last(find: Callable[[dict[str, Any]], Any]) -> Figure | None:
-        return Figure.of([number(find(run.lines[-1])) if run.lines else None for run in runs])
+    def last(*names: str) -> Figure | None:
+        lines = [run.lines[-1] if run.lines else {} for run in runs]
+        return Figure.of([number(next((line[name] for name in names if name in line), None)) for line in lines])
 
-    seeds = sorted(seed for run in runs if isinstance(seed := run.settings.get("seed", 0), int))
-    strategy, mesh = str(first.settings.get("strategy", "?")), first.settings.get("mesh")
+    parts = ("bytes_sent", "seconds")
+    axes = {axis: CommFigures(*(Figure.of([run.total(part, axis) for run in runs]) for part in parts)) for axis in AXES if mesh}
     return Row(
-        facet=_facet(first.settings),
+        facet=Facet(
+            str(settings.get("data", "?")),
+            str(settings.get("model", "?")),
+            workers if isinstance(workers, int) and 1 <= workers <= 10**9 else 1,
+            bool(settings.get("virtual", False)),
+            cluster=cluster_name(settings),
+        ),
         strategy=strategy,
         label=f"{strategy} on {mesh}" if mesh else strategy,
         study=first.study,
         state=first.state,
         reason="; ".join(dict.fromkeys(run.reason for run in runs if run.reason)),
-        seeds=tuple(seeds),
-        settings=first.settings,
+        seeds=tuple(sorted(seed for run in runs if isinstance(seed := run.settings.get("seed", 0), int))),
+        settings=settings,
         folders=tuple(run.folder for run in runs),
-        epochs=min(int(run.lines[-1]["epoch"]) if run.lines else 0 for run in runs),
-        accuracy=last(lambda line: line.get("accuracy")),
+        epochs=min(run.last_epoch for run in runs),
+        accuracy=last("accuracy"),
         # Where replicas are equal, the worst one is the mean.
-        worst=last(lambda line: line.get("accuracy_worst", line.get("accuracy"))) if done else None,
+        worst=last("accuracy_worst", "accuracy") if first.state == FINISHED else None,
         seconds=total("seconds"),
         compute=total("compute_s"),
         wait=total("wait_s"),
@@ -284,20 +293,10 @@ def _row(runs: list[RunRecord]) -> Row:
         curve=_curve(runs),
         staleness=Staleness.of(line for run in runs for line in run.lines),
         lost=total("lost"),
-        comm_stats=_comm_stats(runs) if mesh else {},
+        comm_stats={axis: found for axis, found in axes.items() if found.bytes_sent or found.seconds},
         bubble=Figure.of([run.measured.bubble_share if run.measured else None for run in runs]),
         measured=next((run.measured for run in runs if run.measured), None),
     )
-
-
-def _comm_stats(runs: list[RunRecord]) -> dict[str, CommFigures]:
-    """The axes with recorded figures."""
-    found = {}
-    for axis in AXES:
-        figures = CommFigures(*(Figure.of([run.along(axis, name) for run in runs]) for name in ("bytes_sent", "seconds")))
-        if figures.bytes_sent or figures.seconds:
-            found[axis] = figures
-    return found
 
 
 def _curve(runs: list[RunRecord]) -> tuple[Point, ...]:
@@ -313,13 +312,6 @@ def _curve(runs: list[RunRecord]) -> tuple[Point, ...]:
         accuracy = Figure.of([number(track[epoch].get("accuracy")) for track in tracks])
         curve.append(Point(epoch, accuracy, sums["seconds"], sums["bytes_sent"]))
     return tuple(curve)
-
-
-def _by_facet(rows: Iterable[Row]) -> dict[Facet, list[Row]]:
-    facets: dict[Facet, list[Row]] = defaultdict(list)
-    for row in rows:
-        facets[row.facet].append(row)
-    return facets
 
 
 def _apart(rows: list[Row]) -> list[Row]:
@@ -345,21 +337,16 @@ def _apart(rows: list[Row]) -> list[Row]:
 
 
 def _labelled(rows: list[Row]) -> list[Row]:
-    """Labels that are unique within each facet."""
-    alike: dict[tuple[Facet, str], list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        alike[row.facet, row.label].append(index)
-    labelled = list(rows)
+    alike: dict[tuple[Facet, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        alike[row.facet, row.label].append(row)
+    labelled = []
     for group in alike.values():
-        if len(group) == 1:
-            continue
-        names = [_differences(rows[i], [rows[j] for j in group if rows[j].state == rows[i].state]) for i in group]
-        for place, index in enumerate(group):
-            extra = names[place]
+        names = [_differences(row, [other for other in group if other.state == row.state]) for row in group]
+        for place, (row, extra) in enumerate(zip(group, names, strict=True)):
             if names.count(extra) > 1:
                 extra = f"{extra}, no. {names[: place + 1].count(extra)}".removeprefix(", ")
-            if extra:
-                labelled[index] = replace(rows[index], label=f"{rows[index].label} · {extra}")
+            labelled.append(replace(row, label=f"{row.label} · {extra}") if extra and len(group) > 1 else row)
     return labelled
 
 
@@ -368,12 +355,11 @@ def _differences(row: Row, group: list[Row]) -> str:
     parts = [row.state] if row.state != FINISHED else []
     if len({r.lr for r in group}) > 1:
         parts.append(f"rate {lr_text(row.lr)}")
-    names = sorted(set.intersection(*(set(r.settings) for r in group)) - _NOT_CONFIGURATION - {"lr", "strategy"})
+    names = sorted(set.intersection(*(set(r.settings) for r in group)) - NOT_CONFIGURATION - {"lr", "strategy"})
     for name in names:
-        if len({json.dumps(r.settings.get(name), sort_keys=True, default=str) for r in group}) > 1:
-            value = row.settings.get(name)
-            if value is not None and not isinstance(value, dict | list):
-                parts.append(f"{name} {value}")
+        value, values = row.settings[name], {json.dumps(r.settings[name], sort_keys=True, default=str) for r in group}
+        if len(values) > 1 and value is not None and not isinstance(value, dict | list):
+            parts.append(f"{name} {value}")
     if len({r.study for r in group}) > 1:
         parts.append(row.study or "no study")
     return ", ".join(parts)

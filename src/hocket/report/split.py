@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from itertools import count
 
-from hocket.report.figures import NONE, around, percent, plain
-from hocket.report.read import FINISHED
+from hocket.report.figures import NONE, percent, plain
+from hocket.report.read import FINISHED, Measured
 from hocket.report.rows import Figure, Row
-from hocket.report.timelines import LOOKS, MOST_TIMELINES, Measured
-from hocket.split.pipeline.timeline import KINDS, Span, Timeline
+from hocket.split.pipeline.timeline import KINDS, Timeline
 
+LOOKS = {"F": ("forward", 0), "B": ("backward", 2), "I": ("backward, inputs", 5), "W": ("backward, weights", 4)}
+"""What each kind of action is called, and which of the charts' colours it has (page.css says the same)."""
+MOST_TIMELINES = 12
+"""How many timelines are drawn; the others are reported in figures only."""
 _LANE, _BAR, _FOOT = 26, 20, 20
 """Heights in pixels: of a process, of its bars, and of the axis below."""
 _WIDE, _NARROW = 480, 280
@@ -65,9 +69,7 @@ def _comm_stats(row: Row) -> str:
 
 
 def _told(figure: Figure | None, scale: float, unit: str) -> str:
-    if figure is None:
-        return NONE
-    return f"{around(figure.mean * scale, None if figure.spread is None else figure.spread * scale)} {unit}"
+    return NONE if figure is None else f"{figure.scaled(scale).text()} {unit}"
 
 
 def _figure(row: Row, measured: Measured, drawn: bool) -> str:
@@ -80,23 +82,27 @@ def _figure(row: Row, measured: Measured, drawn: bool) -> str:
         words.append(f"The first {told:,} of {measured.actions:,} actions are drawn.")
     kinds = [kind for kind in KINDS if any(span.action.kind == kind for lane in timeline.rows for span in lane)]
     keys = "".join(f'<span><i class="{kind}"></i>{LOOKS[kind][0]}</span>' for kind in kinds)
-    names = "".join(f"<span>process {process}</span>" for process in range(len(timeline.rows)))
+    processes = range(len(timeline.rows))
+    names = "".join(f"<span>process {process}</span>" for process in processes)
+    height, look = _LANE * len(processes), "pipe fine" if told > _MANY else "pipe"
+    drawing = "".join(_lane(timeline, process) for process in processes) + _axis(timeline, height)
     return (
         f"<figure><figcaption><p>{html.escape(' '.join(words))}</p></figcaption>"
         f'<div class="parts" aria-hidden="true">{keys}<span><i class="idle"></i>idle</span></div>'
-        f'<div class="timeline"><div class="lanes" aria-hidden="true">{names}</div>{_svg(timeline)}</div></figure>'
+        f'<div class="timeline"><div class="lanes" aria-hidden="true">{names}</div>'
+        f'<svg class="{look}" role="img" aria-label="Timeline of the processes" width="100%" height="{height + _FOOT}">'
+        f"{drawing}</svg></div></figure>"
     )
 
 
 def _words(row: Row, measured: Measured) -> list[str]:
-    """The timeline in sentences."""
-    pipe, micro, count = row.settings.get("pipe"), row.settings.get("micro"), len(measured.timeline.rows)
+    pipe, micro, processes = row.settings.get("pipe"), row.settings.get("micro"), len(measured.timeline.rows)
     parts = [f"schedule {pipe}"] * isinstance(pipe, str) + [f"{micro} micro-batches"] * (type(micro) is int)
     how = f" ({', '.join(parts)})" if parts else ""
     scale, unit = _unit(measured.timeline)
     bubble, communication = (percent(s).replace(" ", "\u00a0") for s in (measured.bubble_share, measured.communication_share))
     return [
-        f"Measured: {plain(measured.timeline.length * scale)} {unit} of {count} process{'es' * (count != 1)}{how}.",
+        f"Measured: {plain(measured.timeline.length * scale)} {unit} of {processes} process{'es' * (processes != 1)}{how}.",
         f"The bubble is {bubble}: the share of time, communication excluded, in which processes were idle.",
         f"Communication is {communication} of all the time.",
     ]
@@ -104,16 +110,6 @@ def _words(row: Row, measured: Measured) -> list[str]:
 
 def _unit(timeline: Timeline) -> tuple[float, str]:
     return (1000, "ms") if timeline.length < 1 else (1, "s")
-
-
-def _svg(timeline: Timeline) -> str:
-    height = _LANE * len(timeline.rows)
-    fine = " fine" if sum(map(len, timeline.rows)) > _MANY else ""
-    lanes = "".join(_lane(timeline, process) for process in range(len(timeline.rows)))
-    return (
-        f'<svg class="pipe{fine}" role="img" aria-label="Timeline of the processes" width="100%" height="{height + _FOOT}">'
-        f"{lanes}{_axis(timeline, height)}</svg>"
-    )
 
 
 def _lane(timeline: Timeline, process: int) -> str:
@@ -125,24 +121,18 @@ def _lane(timeline: Timeline, process: int) -> str:
         look = span.action.kind + f" pale{pale}" * (pale > 0)
         left, width = (f"{100 * part / timeline.length:.4g}" for part in (span.start, span.end - span.start))
         bars.append(f'<rect class="{look}" x="{left}%" y="{top}" width="{width}%" height="{_BAR}"/>')
-        numbers.append(_number(span, timeline.length, top, pale > 0))
+        share, text = (span.end - span.start) / timeline.length, str(span.action.microbatch)
+        needed = _DIGIT * len(text) + _AROUND
+        if share * _WIDE >= needed:
+            names = " ".join(["ink"] * (pale > 0) + ["roomy"] * (share * _NARROW < needed))
+            middle = f"{50 * (span.start + span.end) / timeline.length:.4g}"
+            look = f' class="{names}"' if names else ""
+            numbers.append(f'<text{look} x="{middle}%" y="{top + _BAR // 2 + 4}">{text}</text>')
     idle = f'<rect class="idle" x="0" y="{top}" width="100%" height="{_BAR}"/>'
     return f"<g>{idle}{''.join(bars)}{''.join(numbers)}</g>"
 
 
-def _number(span: Span, length: float, top: int, pale: bool) -> str:
-    share, text = (span.end - span.start) / length, str(span.action.microbatch)
-    needed = _DIGIT * len(text) + _AROUND
-    if share * _WIDE < needed:
-        return ""
-    names = " ".join(["ink"] * pale + ["roomy"] * (share * _NARROW < needed))
-    look = f' class="{names}"' if names else ""
-    middle = f"{50 * (span.start + span.end) / length:.4g}"
-    return f'<text{look} x="{middle}%" y="{top + _BAR // 2 + 4}">{text}</text>'
-
-
 def _axis(timeline: Timeline, height: int) -> str:
-    """Round times below the bars, the first with the unit."""
     scale, unit = _unit(timeline)
     length = timeline.length * scale
     marks = []
@@ -159,10 +149,6 @@ def _ticks(length: float) -> list[float]:
     >>> _ticks(23.4), _ticks(1.0), _ticks(0.003)
     ([0.0, 5.0, 10.0, 15.0, 20.0], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.0, 0.001, 0.002, 0.003])
     """
-    exponent = -12
-    while True:
-        for factor in (1, 2, 5):
-            if factor * 10.0**exponent * 5.5 >= length:
-                step = factor * 10.0**exponent
-                return [float(f"{k * step:.10g}") for k in range(int(length / step + 1e-9) + 1)]
-        exponent += 1
+    steps = (factor * 10.0**exponent for exponent in count(-12) for factor in (1, 2, 5))
+    step = next(step for step in steps if step * 5.5 >= length)
+    return [float(f"{k * step:.10g}") for k in range(int(length / step + 1e-9) + 1)]

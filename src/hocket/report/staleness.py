@@ -37,7 +37,8 @@ class Staleness:
         for line in lines:
             found = line.get("staleness")
             for value, count in found.items() if isinstance(found, dict) else ():
-                if _is_staleness(value) and isinstance(count, int) and 0 < count < 10**_DIGITS:
+                is_value = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= _DIGITS
+                if is_value and isinstance(count, int) and 0 < count < 10**_DIGITS:
                     sums[int(value)] += count
         return cls(tuple(sorted(sums.items()))) if sums else None
 
@@ -118,7 +119,3 @@ def column_edges(found: Iterable[Staleness | None]) -> list[int]:
         if edges[-1] > largest:
             return edges
         growth += 0.05
-
-
-def _is_staleness(text: Any) -> bool:
-    return isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= _DIGITS

@@ -7,14 +7,14 @@ import html
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hocket.report.figures import NONE, around, lr_text, plain, times, whole
+from hocket.report.figures import NONE, lr_text, plain, times, whole
 from hocket.report.read import FINISHED
 from hocket.report.rows import Figure, Row
-from hocket.report.staleness import Staleness
 
-Value = float | str | None
 _FACET = ("data", "model", "workers", "kind", "clock")
+_WORDS = ("strategy", "study", "data", "model", "kind", "clock", "seeds", "state")
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,36 @@ class Column:
 
     name: str
     title: str
-    value: Callable[[Row], Value]
-    text: Callable[[Row], str]
+    get: Callable[[Row], Figure | float | str | None]
     unit: str = ""
-    spread: Callable[[Row], float | None] | None = None
+    form: Callable[[float], str] = plain
+    scale: float | None = None
+    """What figures with a spread are multiplied by; None: it holds no such figures."""
+    digits: int | None = None
+    needed: Callable[[Row], Any] | None = None
+    """The column is left out unless this is true of some row."""
 
     @property
     def numeric(self) -> bool:
         """Whether it holds numbers."""
-        return self.name not in ("strategy", "study", "data", "model", "kind", "clock", "seeds", "state")
+        return self.name not in _WORDS
+
+    def figure(self, row: Row) -> Figure | None:
+        """What a row has here, with its spread; None where it has no such figure."""
+        found = self.get(row)
+        return found.scaled(self.scale or 1) if isinstance(found, Figure) else None
+
+    def value(self, row: Row) -> float | str | None:
+        """What a row has here, without its spread."""
+        found = self.figure(row) or self.get(row)
+        return found.mean if isinstance(found, Figure) else found
+
+    def text(self, row: Row) -> str:
+        """The same for people."""
+        figure, value = self.figure(row), self.value(row)
+        if figure is not None:
+            return figure.text(self.digits)
+        return NONE if value is None else value or NONE if isinstance(value, str) else self.form(value)
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
@@ -40,50 +61,56 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     ``clock`` says where seconds come from; the column exists if some are predicted. Staleness, lost batches, bytes along the axes
     of split models and the bubble of pipelines have columns if some run recorded them.
     """
-    found = [
-        Column("strategy", "strategy", lambda r: r.label, lambda r: r.label),
-        _figure("accuracy", "accuracy", "%", lambda r: r.accuracy, 100, 1),
-        _figure("accuracy_worst", "worst replica", "%", lambda r: r.worst, 100, 1),
-        Column("epochs", "epochs", lambda r: float(r.epochs), lambda r: str(r.epochs)),
-        _figure("seconds", "seconds", "", lambda r: r.seconds),
-        _figure("compute_s", "compute", "s", lambda r: r.compute),
-        _figure("wait_s", "wait", "s", lambda r: r.wait),
-        _figure("transfer_s", "transfer", "s", lambda r: r.transfer),
-        Column("sent_mb_per_worker", "sent per worker", _mb, lambda r: plain(_mb(r)), "MB"),
-        Column("times_fewer_bytes", "fewer bytes", lambda r: r.times_fewer, lambda r: times(r.times_fewer), "× vs bulk"),
-        _staleness("median", lambda a: a.median),
-        _staleness("mean", lambda a: a.mean, plain),
-        _staleness("largest", lambda a: a.largest),
-        _figure("lost", "lost batches", "", lambda r: r.lost),
-        _figure("pipeline_mb", "pipeline", "MB", lambda r: _sent_along(r, "pipeline"), 1e-6),
-        _figure("tensor_mb", "tensor", "MB", lambda r: _sent_along(r, "tensor"), 1e-6),
-        _figure("bubble", "bubble", "%", lambda r: r.bubble, 100, 1),
-        Column("data", "data", lambda r: r.facet.data, lambda r: r.facet.data),
-        Column("model", "model", lambda r: r.facet.model, lambda r: r.facet.model),
-        Column("workers", "workers", lambda r: float(r.facet.workers), lambda r: str(r.facet.workers)),
-        Column("kind", "kind", lambda r: r.facet.kind, lambda r: r.facet.kind),
-        Column("clock", "seconds are", _clock, lambda r: _clock(r) or NONE),
-        Column("seeds", "seeds", _seeds, _seeds),
-        Column("rate", "rate", lambda r: r.lr, lambda r: lr_text(r.lr)),
-        Column("study", "study", lambda r: r.study, lambda r: r.study or NONE),
-        Column("state", "state", _state, _state),
-    ]
+    found = [c for c in _COLUMNS if c.needed is None or any(c.needed(row) for row in rows)]
     if len({r.study for r in rows}) < 2:
         found = [c for c in found if c.name != "study"]
-    if not any(r.facet.cluster for r in rows):
-        found = [c for c in found if c.name != "clock"]
-    if not any(r.staleness for r in rows):
-        found = [c for c in found if not c.name.startswith("staleness")]
-    if not any(r.lost and r.lost.mean > 0 for r in rows):
-        found = [c for c in found if c.name != "lost"]
-    for axis in ("pipeline", "tensor"):
-        if not any((sent := _sent_along(r, axis)) and sent.mean > 0 for r in rows):
-            found = [c for c in found if c.name != f"{axis}_mb"]
-    if not any(r.bubble for r in rows):
-        found = [c for c in found if c.name != "bubble"]
     if len({r.facet for r in rows}) > 1:
         found.sort(key=lambda c: 0 if c.name == "strategy" else 1 if c.name in _FACET else 2)
     return found
+
+
+def _along(axis: str) -> Column:
+    def get(row: Row) -> Figure | None:
+        return row.comm_stats[axis].bytes_sent if axis in row.comm_stats else None
+
+    return Column(f"{axis}_mb", axis, get, "MB", scale=1e-6, needed=lambda r: (sent := get(r)) and sent.mean > 0)
+
+
+def _staleness(name: str, form: Callable[[float], str] = whole) -> Column:
+    def get(row: Row) -> float | None:
+        return None if row.staleness is None else float(getattr(row.staleness, name))
+
+    return Column(f"staleness_{name}", "staleness", get, name, form, needed=lambda r: r.staleness)
+
+
+_COLUMNS = (
+    Column("strategy", "strategy", lambda r: r.label),
+    Column("accuracy", "accuracy", lambda r: r.accuracy, "%", scale=100, digits=1),
+    Column("accuracy_worst", "worst replica", lambda r: r.worst, "%", scale=100, digits=1),
+    Column("epochs", "epochs", lambda r: float(r.epochs), form="{:.0f}".format),
+    Column("seconds", "seconds", lambda r: r.seconds, scale=1),
+    Column("compute_s", "compute", lambda r: r.compute, "s", scale=1),
+    Column("wait_s", "wait", lambda r: r.wait, "s", scale=1),
+    Column("transfer_s", "transfer", lambda r: r.transfer, "s", scale=1),
+    Column("sent_mb_per_worker", "sent per worker", lambda r: r.mb_per_worker, "MB"),
+    Column("times_fewer_bytes", "fewer bytes", lambda r: r.times_fewer, "× vs bulk", times),
+    _staleness("median"),
+    _staleness("mean", plain),
+    _staleness("largest"),
+    Column("lost", "lost batches", lambda r: r.lost, scale=1, needed=lambda r: r.lost and r.lost.mean > 0),
+    _along("pipeline"),
+    _along("tensor"),
+    Column("bubble", "bubble", lambda r: r.bubble, "%", scale=100, digits=1, needed=lambda r: r.bubble),
+    Column("data", "data", lambda r: r.facet.data),
+    Column("model", "model", lambda r: r.facet.model),
+    Column("workers", "workers", lambda r: float(r.facet.workers), form="{:.0f}".format),
+    Column("kind", "kind", lambda r: r.facet.kind),
+    Column("clock", "seconds are", lambda r: r.facet.clock, needed=lambda r: r.facet.cluster),
+    Column("seeds", "seeds", lambda r: ", ".join(str(s) for s in r.seeds) or NONE),
+    Column("rate", "rate", lambda r: r.lr, form=lr_text),
+    Column("study", "study", lambda r: r.study),
+    Column("state", "state", lambda r: r.state if r.state == FINISHED or not r.reason else f"{r.state}: {r.reason}"),
+)
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -91,17 +118,18 @@ def as_csv(rows: Sequence[Row]) -> str:
     shown = columns(rows)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    heads = [name for c in shown for name in ((c.name, f"{c.name}_spread") if c.spread else (c.name,))]
-    writer.writerow([*heads, "folders"])
+    writer.writerow([*(f"{c.name}{end}" for c in shown for end in (["", "_spread"] if c.scale else [""])), "folders"])
     for row in rows:
-        cells: list[Value] = []
+        cells: list[float | str | None] = []
         for column in shown:
-            cells.append(column.value(row))
-            if column.spread:
-                cells.append(column.spread(row))
-        texts = ["" if c is None else f"{c:.10g}" if isinstance(c, float) else _inert(c) for c in cells]
-        writer.writerow([*texts, _inert("; ".join(row.folders))])
+            figure = column.figure(row)
+            cells += [column.value(row), *([figure.spread if figure else None] if column.scale else [])]
+        writer.writerow([_inert(c) if isinstance(c, str) else _exact(c) for c in (*cells, "; ".join(row.folders))])
     return out.getvalue()
+
+
+def _exact(value: float | str | None) -> str:
+    return "" if value is None else f"{value:.10g}" if isinstance(value, float) else value
 
 
 def _inert(text: str) -> str:
@@ -112,33 +140,33 @@ def _inert(text: str) -> str:
 def as_markdown(rows: Sequence[Row]) -> str:
     """A table for people."""
     shown = columns(rows)
-    lines = ["| " + " | ".join(f"{c.title} ({c.unit})" if c.unit else c.title for c in shown) + " |"]
-    lines.append("|" + "|".join("---:" if c.numeric else "---" for c in shown) + "|")
-    for row in rows:
-        lines.append("| " + " | ".join(_escaped(c.text(row)) for c in shown) + " |")
+
+    def cell(text: str) -> str:
+        """Text that cannot break out of a Markdown cell or become HTML."""
+        return html.escape(text.replace("\\", "\\\\"), quote=False).replace("|", "\\|").replace("\n", " ")
+
+    titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in shown]
+    lines = [f"| {' | '.join(cells)} |" for cells in (titles, *([cell(c.text(row)) for c in shown] for row in rows))]
+    lines.insert(1, f"|{'|'.join('---:' if c.numeric else '---' for c in shown)}|")
     return "\n".join(lines) + "\n"
 
 
 def as_html(rows: Sequence[Row]) -> tuple[str, str]:
     """The head and the body; ``data-v`` holds what a cell sorts by."""
     shown = columns(rows)
-    head = "".join(_head(c) for c in shown)
+    head = ""
+    for column in shown:
+        unit = f' <span class="unit">{html.escape(column.unit)}</span>' if column.unit else ""
+        head += f'<th scope="col" data-name="{column.name}"{_class(column)}>{html.escape(column.title)}{unit}</th>'
     body = []
     for index, row in enumerate(rows):
-        cells = "".join(_cell(column, row) for column in shown)
         unranked = "" if row.ranked else ' class="unranked"'
-        body.append(f'<tr data-row="{index}"{unranked}>{cells}</tr>')
+        body.append(f'<tr data-row="{index}"{unranked}>{"".join(_cell(column, row) for column in shown)}</tr>')
     return f"<tr>{head}</tr>", "\n".join(body)
 
 
-def _head(column: Column) -> str:
-    unit = f' <span class="unit">{html.escape(column.unit)}</span>' if column.unit else ""
-    return f'<th scope="col" data-name="{column.name}"{_class(column)}>{html.escape(column.title)}{unit}</th>'
-
-
 def _cell(column: Column, row: Row) -> str:
-    value, text = column.value(row), html.escape(column.text(row))
-    key = "" if value is None else html.escape(f"{value:.10g}" if isinstance(value, float) else value)
+    key, text = html.escape(_exact(column.value(row))), html.escape(column.text(row))
     if column.name == "strategy":
         return f'<th scope="row" data-v="{key}">{text}</th>'
     return f'<td data-v="{key}"{_class(column)}>{text}</td>'
@@ -147,56 +175,3 @@ def _cell(column: Column, row: Row) -> str:
 def _class(column: Column) -> str:
     names = ["number"] * column.numeric + ["word"] * (column.name in ("state", "study")) + ["of-facet"] * (column.name in _FACET)
     return f' class="{" ".join(names)}"' if names else ""
-
-
-def _figure(
-    name: str, title: str, unit: str, get: Callable[[Row], Figure | None], scale: float = 1, digits: int | None = None
-) -> Column:
-    def value(row: Row) -> Value:
-        figure = get(row)
-        return None if figure is None else figure.mean * scale
-
-    def spread(row: Row) -> float | None:
-        figure = get(row)
-        return None if figure is None or figure.spread is None else figure.spread * scale
-
-    def text(row: Row) -> str:
-        mean = value(row)
-        return around(mean, spread(row), digits) if isinstance(mean, float) else NONE
-
-    return Column(name, title, value, text, unit, spread)
-
-
-def _staleness(name: str, get: Callable[[Staleness], float], form: Callable[[float], str] = whole) -> Column:
-    def value(row: Row) -> Value:
-        return None if row.staleness is None else float(get(row.staleness))
-
-    def text(row: Row) -> str:
-        return NONE if row.staleness is None else form(get(row.staleness))
-
-    return Column(f"staleness_{name}", "staleness", value, text, name)
-
-
-def _clock(row: Row) -> str:
-    return row.facet.predicted if row.facet.virtual else "measured"
-
-
-def _seeds(row: Row) -> str:
-    return ", ".join(str(s) for s in row.seeds) or NONE
-
-
-def _mb(row: Row) -> float | None:
-    return None if row.per_worker is None else row.per_worker / 1e6
-
-
-def _sent_along(row: Row, axis: str) -> Figure | None:
-    return row.comm_stats[axis].bytes_sent if axis in row.comm_stats else None
-
-
-def _state(row: Row) -> str:
-    return row.state if row.state == FINISHED or not row.reason else f"{row.state}: {row.reason}"
-
-
-def _escaped(text: str) -> str:
-    """Text that cannot break out of a Markdown cell or become HTML."""
-    return html.escape(text.replace("\\", "\\\\"), quote=False).replace("|", "\\|").replace("\n", " ")

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
-from hocket.data import DataSet, Partition, load
+from hocket.data import DataSet, load
 from hocket.errors import HocketError, NonFiniteGradient, SettingError, WorkerLost
 from hocket.models import build
 from hocket.study.folder import Folder, Outcome
 from hocket.study.lr_search import best_lr, next_lr, short
-from hocket.study.plan import Planned, Study, rounds_of, start_lr, steps_of
+from hocket.study.plan import Planned, Study, partition_of, rounds_of, start_lr, steps_of
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite
 from hocket.train.run import Engines, run
@@ -97,17 +97,9 @@ class Virtual:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             try:
-                training = run(
-                    settings,
-                    cluster,
-                    out=out,
-                    watch=watch.step,
-                    on_epoch=watch.epoch,
-                    data=self.data(settings.data.name),
-                    checkpoints=False,
-                    engines=self.engines,
-                    briefly=out is None,
-                )
+                heard: dict[str, Any] = {"watch": watch.step, "on_epoch": watch.epoch, "briefly": out is None}
+                data = self.data(settings.data.name)
+                training = run(settings, cluster, out=out, data=data, checkpoints=False, engines=self.engines, **heard)
             finally:
                 cluster.close()
         for text in (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)):
@@ -122,18 +114,14 @@ def check(study: Study, data: Data) -> None:
     """Refuse, before any run starts, unknown data sets or models, and fewer samples than workers."""
     for name, model in dict.fromkeys((r.settings.data.name, r.settings.model) for r in study.runs):
         build(model, data(name))
-    refusals = [_refusal(run.settings, data(run.settings.data.name)) for run in study.runs]
-    if all(refusals):
+    refusals = []
+    for planned in study.runs:
+        try:
+            partition_of(planned.settings, data(planned.settings.data.name))
+        except HocketError as error:
+            refusals.append(str(error))
+    if refusals and len(refusals) == len(study.runs):
         raise HocketError(f"None of the {len(refusals)} runs is possible: {refusals[0]}")
-
-
-def _refusal(settings: RunSettings, data: DataSet) -> str | None:
-    try:
-        plan = settings.plan()
-        Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)
-    except HocketError as error:
-        return str(error)
-    return None
 
 
 def carry_out(
@@ -141,8 +129,8 @@ def carry_out(
 ) -> list[Outcome]:
     """Do all runs of the study in ``folder``, in order; runs that have ended are not repeated.
 
-    ``virtual`` trains virtual workers and searches for rates, ``real`` trains real ones. A run that fails is recorded with its
-    reason; with ``retry`` runs that failed before are repeated.
+    ``virtual`` trains virtual workers and searches for learning rates, ``real`` trains real ones. A run that fails is recorded with
+    its reason; with ``retry`` runs that failed before are repeated.
     """
     watch = watch or Watch()
     outcomes = []
@@ -201,51 +189,48 @@ def sentence(error: Exception) -> str:
 
 
 class Search:
-    """The search for the rate of a run, shared by its seeds and kept in the study's folder; see :mod:`hocket.study.lr_search`."""
+    """The search for the learning rate of a run, shared by its seeds and kept in the study's folder; see ``lr_search``."""
 
     def __init__(self, folder: Folder, settings: RunSettings, data: Data, virtual: Train, watch: Watch) -> None:
         self.folder, self.settings, self.data, self.virtual, self.watch = folder, settings, data, virtual, watch
-        self.rates = folder.rates()
+        self.lrs = folder.lrs()
         alike = {**Planned("", settings, True).described(), "virtual": None, "seed": None}
         alike = {name: value for name, value in alike.items() if name not in _CLOCK}
         digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:12]
         workers, data_name = settings.workers.count, settings.data.name
         what = f"{settings.strategy}, {workers} workers, {data_name}, {settings.model} ({digest})"
         begun: dict[str, Any] = {"chosen": None, "tried": {}, "losses": {}, "given_up": {}, "epochs": None, "seed": settings.seed}
-        self.found = self.rates.setdefault(what, begun)
+        self.found = self.lrs.setdefault(what, begun)
 
     def run(self) -> dict[str, Any]:
-        """The rates tried and the rate chosen, for run.json."""
+        """What was tried and what was chosen, for run.json."""
         found = self.found
         while (lr := next_lr(self._losses(), start_lr(self.settings.optimizer.name))) is not None:
             self.watch.trying(lr)
             loss, accuracy = self._try(lr)
             found["losses"][str(lr)] = loss
             found["tried"][str(lr)] = accuracy
-            self.folder.write_rates(self.rates)
-        found["chosen"] = self._best()
+            self.folder.write_lrs(self.lrs)
+        found["chosen"] = best_lr(self._losses(), min(map(float, found["given_up"]), default=math.inf))
         if found["chosen"] is None:
             raise SettingError(
                 f"No learning rate trained without NaN or Inf ({', '.join(found['losses'])} were tried); give <lr> a number."
             )
-        self.folder.write_rates(self.rates)
+        self.folder.write_lrs(self.lrs)
         return {**found, "by": "lowest training loss in the last epoch of a short training"}
 
     def give_up(self, loss: float | None) -> bool:
-        """Given the training loss of the whole training (None: it diverged), whether to train again with a lower rate.
+        """Given the training loss of the whole training (None: it diverged), whether to train again with a lower learning rate.
 
-        Only the seed of the search decides, so that all seeds have the same rate.
+        Only the seed of the search decides, so that all seeds have the same one.
         """
         found, lr = self.found, self.found["chosen"]
         holds = loss is not None and loss <= found["losses"][str(lr)]
         if holds or found["seed"] != self.settings.seed or best_lr(self._losses(), lr) is None:
             return False
         found["given_up"][str(lr)] = loss
-        self.folder.write_rates(self.rates)
+        self.folder.write_lrs(self.lrs)
         return True
-
-    def _best(self) -> float | None:
-        return best_lr(self._losses(), min((float(lr) for lr in self.found["given_up"]), default=math.inf))
 
     def _losses(self) -> dict[float, float]:
         return {float(lr): math.inf if loss is None else loss for lr, loss in self.found["losses"].items()}

@@ -19,20 +19,86 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from hocket.errors import HocketError, nearest
 from hocket.strategy import Strategy
-from hocket.study.lines import Lines, lines_of
-from hocket.study.plan import AUTO, EACH, Outline
-from hocket.study.presets import Entry
+from hocket.study.plan import AUTO, EACH, Entry, Outline
 from hocket.train.settings import FIELDS, RunSettings, defaults, types
 
 _TYPES = types()
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _COMMON = ("title", "strategies", "workers", "seeds", "run", "within", *(f for f in FIELDS if f not in EACH))
 _OWN = ("strategy", "workers", "seeds", *(f for f in FIELDS if f not in EACH))
+
+
+_TOKEN = re.compile(
+    r"(?P<comment>#[^\n]*)"
+    r"|(?P<string>\"\"\"(?:\\.|[^\\])*?\"{3,5}|'''.*?'{3,5}|\"(?:\\.|[^\"\\\n])*\"|'[^'\n]*')"
+    r"|(?P<newline>\n)"
+    r"|(?P<mark>[\[\]{},=])"
+    r"|(?P<word>[^\s\[\]{},=#\"']+)"
+    r"|(?P<space>[^\S\n]+)",
+    re.DOTALL,
+)
+
+
+@dataclass
+class Lines:
+    """Line numbers, which ``tomllib`` does not tell: of keys (``("run", 0, "lr")``: of the first ``[[run]]``) and list elements."""
+
+    keys: dict[tuple[str | int, ...], int] = field(default_factory=dict)
+    elements: dict[tuple[str | int, ...], list[int]] = field(default_factory=dict)
+
+    def of(self, *path: str | int) -> int:
+        """The line of a key or of an element, or of the table it is in."""
+        if path[:-1] in self.elements and isinstance(path[-1], int):
+            return self.elements[path[:-1]][path[-1]]
+        while path and path not in self.keys:
+            path = path[:-1]
+        return self.keys.get(path, 1)
+
+
+def lines_of(text: str) -> Lines:
+    """The lines of keys and list elements in a text that ``tomllib`` has read.
+
+    >>> found = lines_of('workers = [4,\\n  8]\\n[[run]]\\nlr = 1\\n')
+    >>> found.of("workers", 1), found.of("run", 0, "lr"), found.of("run", 0)
+    (2, 4, 3)
+    """
+    found = Lines()
+    table: tuple[str | int, ...] = ()
+    value: tuple[str | int, ...] | None = None  # whose value is being read
+    key: list[str] = []  # parts of the key or header being read
+    line, depth, headed = 1, 0, 0
+    fresh = True  # an element may begin here
+    counts: dict[str, int] = {}
+    for match in _TOKEN.finditer(text + "\n"):
+        kind, token = match.lastgroup, match.group()
+        if kind == "newline" and depth == 0:
+            if headed:
+                name = ".".join(key)
+                table = (name, counts.get(name, 0)) if headed == 2 else (name,)
+                counts[name] = counts.get(name, 0) + 1
+                found.keys.setdefault(table, line)
+            key, value, headed = [], None, 0
+        elif value is None and kind in ("word", "string"):
+            key += [part for part in token.strip("\"'").split(".") if part]
+        elif value is None and token == "[":
+            headed += 1
+        elif value is None and token == "=":
+            value, fresh = (*table, *key[:1]), True
+            found.keys.setdefault(value, line)
+        elif value is not None and kind in ("word", "string", "mark"):
+            if depth == 1 and fresh and token not in (",", "]"):
+                found.elements.setdefault(value, []).append(line)
+                fresh = False
+            depth += (token in ("[", "{")) - (token in ("]", "}"))
+            fresh = fresh or (token == "," and depth == 1)
+        line += token.count("\n")
+    return found
 
 
 def read(path: Path) -> Outline:
@@ -58,7 +124,7 @@ class _Reader:
             raise HocketError(_syntax(path, text, error)) from None
         except RecursionError:
             raise HocketError(f"{path} is nested too deeply; a study has no nested tables.") from None
-        self.lines: Lines = lines_of(text)
+        self.lines = lines_of(text)
 
     def outline(self) -> Outline:
         content = self.content
@@ -93,11 +159,9 @@ class _Reader:
         for name, all_of_them in (("workers", workers), ("seeds", seeds)):
             if chosen := self.numbers(table, name, here):
                 own[name] = chosen
-                for value in chosen:
-                    if value not in all_of_them:
-                        self.wrong(
-                            f"{name} {value} of this run is not among the study's {list(all_of_them)}; add it there", *here, name
-                        )
+                for value in set(chosen) - set(all_of_them):
+                    others = f"the study's {list(all_of_them)}"
+                    self.wrong(f"{name} {value} of this run is not among {others}; add it there", *here, name)
         return self.entry(table["strategy"], own, *here, "strategy")
 
     def entry(self, strategy: Any, own: dict[str, Any], *where: str | int) -> Entry:
@@ -126,7 +190,6 @@ class _Reader:
         return given
 
     def numbers(self, table: Mapping[str, Any], name: str, here: tuple[str | int, ...]) -> tuple[int, ...]:
-        """A whole number or a list of different ones."""
         if name not in table:
             return ()
         value = table[name]

@@ -1,7 +1,7 @@
-"""The files of a study: study.json, a folder per run, and rates.json with the rates that were tried.
+"""The files of a study: study.json, a folder per run, and rates.json with the learning rates that were tried.
 
 A run's folder holds run.json and metrics.jsonl as ``hocket train`` leaves them. run.json has ``finished`` or ``failure`` when the
-run has ended, and ``rate`` where its rate was searched for. A run that was interrupted has neither, and starts again.
+run has ended, and ``rate`` where its learning rate was searched for. A run that was interrupted has neither, and starts again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Outcome:
     metrics: tuple[dict[str, Any], ...]
     failure: str | None = None
     lr: float | None = None
-    """The rate it was trained with; None if it failed before one was chosen."""
+    """The learning rate it was trained with; None if it failed before one was chosen."""
 
 
 class Folder:
@@ -51,34 +51,30 @@ class Folder:
         except OSError as error:
             raise HocketError(f"Cannot make the folder {self.path} ({error.strerror}); choose another folder.") from None
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)
-            raise HocketError(f"Another process runs the study in {self.path}; wait for it or choose another folder.") from None
-        except OSError as error:
-            os.close(handle)
-            raise HocketError(f"Cannot lock the folder {self.path} ({error.strerror}); choose another folder.") from None
-        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise HocketError(f"Another process runs the study in {self.path}; wait for it or choose another folder.") from None
+            except OSError as error:
+                raise HocketError(f"Cannot lock the folder {self.path} ({error.strerror}); choose another folder.") from None
             yield handle
         finally:
             os.close(handle)
 
     def _refuse_others(self) -> None:
-        """Refuse a folder that holds other files."""
         if not self.path.is_dir() or (self.path / "study.json").exists():
             return
         if others := sorted(p.name for p in self.path.iterdir() if p.name != ".lock"):
-            raise HocketError(f"{self.path} holds no study, but {_few(others)}; choose an empty or a new folder.")
+            few = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            raise HocketError(f"{self.path} holds no study, but {few}; choose an empty or a new folder.")
 
     def begin(self, study: Study, command: str = "") -> Study:
         """Write study.json, or resume the study in the folder; returns it with the folders of its runs."""
         path = self.path / "study.json"
-        if not path.exists():
-            self._refuse_others()
-            before: dict[str, Any] = {}
-        else:
-            before = self._load(path)
+        before = self._load(path) if path.exists() else {}
+        if path.exists():
             study = replace(study, runs=assign_folders(study.runs, self._folders(before, study)))
+        self._refuse_others()
         content = {
             "title": study.title,
             "preset": study.preset,
@@ -89,7 +85,7 @@ class Folder:
             "versions": before.get("versions", versions()),
         }
         if {**before, "command": command} != content:
-            write_whole(path, (json.dumps(content, indent=2) + "\n").encode())
+            _write(path, content)
         return study
 
     def outcome(self, planned: Planned) -> Outcome | None:
@@ -115,12 +111,8 @@ class Folder:
 
     def finish(self, planned: Planned, searched: Mapping[str, Any] | None) -> Outcome:
         """Record that a run has finished."""
-        place = self.path / planned.folder
-        run = json.loads((place / "run.json").read_bytes())
-        self._write_run(place, {**run, **({"rate": searched} if searched else {}), "finished": True})
-        outcome = self.outcome(planned)
-        assert outcome is not None
-        return outcome
+        run = json.loads((self.path / planned.folder / "run.json").read_bytes())
+        return self._end(planned, {**run, "finished": True}, searched)
 
     def fail(self, planned: Planned, failure: str, searched: Mapping[str, Any] | None) -> Outcome:
         """Record that a run has failed; its finished epochs are kept."""
@@ -134,22 +126,22 @@ class Folder:
             place.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CannotWrite(f"make the folder {place}", error) from None
-        self._write_run(place, {**run, **({"rate": searched} if searched else {}), "failure": failure})
+        return self._end(planned, {**run, "failure": failure}, searched)
+
+    def _end(self, planned: Planned, run: dict[str, Any], searched: Mapping[str, Any] | None) -> Outcome:
+        _write(self.path / planned.folder / "run.json", {**run, "rate": searched} if searched else run)
         outcome = self.outcome(planned)
         assert outcome is not None
         return outcome
 
-    def rates(self) -> dict[str, dict[str, Any]]:
-        """The rates tried so far, by the settings they were tried for."""
+    def lrs(self) -> dict[str, dict[str, Any]]:
+        """The learning rates tried so far, by the settings they were tried for."""
         path = self.path / "rates.json"
         return self._load(path) if path.exists() else {}
 
-    def write_rates(self, rates: Mapping[str, Mapping[str, Any]]) -> None:
-        """Save the rates tried, so that no search is repeated."""
-        write_whole(self.path / "rates.json", (json.dumps(rates, indent=2) + "\n").encode())
-
-    def _write_run(self, place: Path, run: Mapping[str, Any]) -> None:
-        write_whole(place / "run.json", (json.dumps(run, indent=2) + "\n").encode())
+    def write_lrs(self, lrs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Save the learning rates tried, so that no search is repeated."""
+        _write(self.path / "rates.json", lrs)
 
     def _load(self, path: Path) -> dict[str, Any]:
         try:
@@ -179,11 +171,11 @@ class Folder:
 
 
 def _differs(path: Path, lost: list[dict[str, Any]], there: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
-    """How the study in the folder differs from this one."""
     new = [settings for settings in here if settings not in there]
     if not new:
+        named = "{strategy} with {workers} workers and seed {seed}".format(**lost[0])
         return (
-            f"{path} holds a study of {len(there)} runs, of which this one leaves out {len(lost)}, such as {_name(lost[0])}; "
+            f"{path} holds a study of {len(there)} runs, of which this one leaves out {len(lost)}, such as {named}; "
             "ask for all of them, or choose another folder."
         )
 
@@ -195,9 +187,5 @@ def _differs(path: Path, lost: list[dict[str, Any]], there: list[dict[str, Any]]
     return f"{path} holds another study: {', '.join(words)}; choose another folder."
 
 
-def _name(settings: Mapping[str, Any]) -> str:
-    return f"{settings['strategy']} with {settings['workers']} workers and seed {settings['seed']}"
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    write_whole(path, (json.dumps(content, indent=2) + "\n").encode())

@@ -1,14 +1,14 @@
 """The learning rate ``auto``: a short search for the learning rate of a strategy.
 
-Rates are spaced by factors of about √10 (… 0.01, 0.03, 0.1, 0.3, 1 …). Three are tried around the optimiser's default; while the
-best is the lowest or the highest, the next beyond it is tried, seven in all at most. A try is a short training with the same
-schedule. The rate with the lowest mean *training* loss in the last epoch of its try is taken, so that test accuracy has no
-influence. A rate that diverges (NaN or Inf) is never taken, nor is any above it: a higher rate that did not diverge did so by
-chance, or learned nothing.
+The ladder has steps of about √10 (… 0.01, 0.03, 0.1, 0.3, 1 …). Three learning rates are tried around the optimiser's default;
+while the best is the lowest or the highest, the next beyond it is tried, seven in all at most. A try is a short training with the
+same schedule. The one with the lowest mean *training* loss in the last epoch of its try is taken, so that test accuracy has no
+influence. One that diverges (NaN or Inf) is never taken, nor is any above it: a higher one that did not diverge did so by chance,
+or learned nothing.
 
-Short trainings tolerate higher rates than long ones: very short tries choose rates at which whole trainings diverge. So a try has
-at least a hundred steps (but at most half of the training), and the rate is checked: if the whole training diverges, or ends with a
-higher training loss than its short one, the next lower rate is taken.
+Short trainings tolerate higher learning rates than long ones: very short tries choose some at which whole trainings diverge. So a
+try has at least a hundred steps (but at most half of the training), and the choice is checked: if the whole training diverges, or
+ends with a higher training loss than its short one, the next lower learning rate is taken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEPS = tuple(float(f"{digit}e{power}") for power in range(-6, 3) for digit in 
 
 
 def next_lr(losses: Mapping[float, float], start: float) -> float | None:
-    """The rate to try next, given the training losses of those tried (infinite: diverged); None: the search is complete.
+    """The learning rate to try next, given the training losses of those tried (infinite: diverged); None: the search is complete.
 
     >>> next_lr({}, 0.1), next_lr({0.1: 1.0, 0.03: 2.0, 0.3: 0.5}, 0.1), next_lr({0.1: 1.0, 0.03: 2.0, 0.3: 1.5}, 0.1)
     (0.1, 1.0, None)
@@ -45,7 +45,7 @@ def next_lr(losses: Mapping[float, float], start: float) -> float | None:
 
 
 def best_lr(losses: Mapping[float, float], below: float = math.inf) -> float | None:
-    """The rate below ``below`` and all that diverged with the lowest loss, the lower of two equal ones; None: no such rate."""
+    """The learning rate of the lowest loss below ``below`` and all that diverged, the lower of two; None: there is none."""
     limit = min([below, *(lr for lr, loss in losses.items() if not math.isfinite(loss))])
     sound = [(loss, lr) for lr, loss in losses.items() if lr < limit]
     return min(sound)[1] if sound else None

@@ -11,12 +11,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from typing import Any
 
 from hocket.data import DataSet, Partition
 from hocket.errors import HocketError, SettingError
 from hocket.strategy import Strategy
-from hocket.study.presets import Entry, Preset
 from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.setting_groups import BATCH_OPTIMIZER
 from hocket.train.settings import RunSettings, defaults
@@ -28,7 +28,7 @@ _START_LRS = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop"
 
 
 def start_lr(optimizer: str) -> float:
-    """The rate at which a search starts.
+    """The learning rate at which a search starts.
 
     >>> start_lr("sgd"), start_lr("adamw")
     (0.1, 0.001)
@@ -38,7 +38,7 @@ def start_lr(optimizer: str) -> float:
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of a study: its folder inside the study's, its settings, and whether its rate is searched for."""
+    """One run of a study: its folder inside the study's, its settings, and whether its learning rate is searched for."""
 
     folder: str
     settings: RunSettings
@@ -63,8 +63,21 @@ class Study:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """One strategy of a study, with the settings in which it differs from the others."""
+
+    strategy: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+    """File and line, if it came from a file."""
+
+
+@dataclass(frozen=True)
 class Outline:
-    """Strategies × workers × seeds under common settings; ``lr`` is a number or ``"auto"``."""
+    """``entries(workers, steps)`` × workers × seeds under common settings.
+
+    The learning rate ``"auto"`` is searched for per strategy; a number is that of all.
+    """
 
     title: str
     entries: Callable[[int, int], Sequence[Entry]]
@@ -74,24 +87,15 @@ class Outline:
     settings: Mapping[str, Any] = field(default_factory=dict)
     lr: float | str = 0.1
     within: float | None = None
+    about: str = ""
+    """What it is for, in a few words."""
 
-    def changed(
-        self,
-        workers: Sequence[int] = (),
-        seeds: Sequence[int] = (),
-        lr: float | str | None = None,
-        within: float | None = None,
-        **given: Any,
-    ) -> Outline:
-        """The same with the given values replaced; None keeps a value."""
-        return replace(
-            self,
-            workers=tuple(workers) or self.workers,
-            seeds=tuple(seeds) or self.seeds,
-            lr=self.lr if lr is None else lr,
-            within=self.within if within is None else within,
-            settings={**self.settings, **{name: value for name, value in given.items() if value is not None}},
-        )
+    def changed(self, workers: Sequence[int] = (), seeds: Sequence[int] = (), **given: Any) -> Outline:
+        """The same with the given values, of its own or settings, replaced; None keeps a value."""
+        named = {name: value for name, value in given.items() if value is not None}
+        own: dict[str, Any] = {name: named.pop(name) for name in ("lr", "within") if name in named}
+        workers, seeds = tuple(workers) or self.workers, tuple(seeds) or self.seeds
+        return replace(self, workers=workers, seeds=seeds, settings={**self.settings, **named}, **own)
 
     def common(self) -> RunSettings:
         """The settings that all runs share, checked."""
@@ -99,11 +103,6 @@ class Outline:
         if given.get("warmup") == "tenth":
             given["warmup"] = min(5.0, given.get("epochs", defaults()["epochs"]) / 10)
         return _stepwise(RunSettings.of(**{"virtual": True, **given}))
-
-
-def of_preset(preset: Preset) -> Outline:
-    """A preset as an outline: four virtual workers and seed 0, unless others are asked for."""
-    return Outline(preset.title, preset.entries, preset.name, settings=preset.settings, lr=preset.lr, within=preset.within)
 
 
 def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
@@ -123,16 +122,15 @@ def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
                 idle[name] = False
                 runs.append(_planned(size, {**own, "strategy": entry.strategy}, outline.lr))
                 what = repr(runs[-1].described())
-                if what in seen:
-                    raise HocketError(_twice(seen[what], entry))
+                if first := seen.get(what):
+                    where = f"{entry.where} repeats {first.where}" if first.where and entry.where else "Two runs are the same"
+                    same = f"{where}: {entry.strategy} with the same settings"
+                    raise HocketError(f"{same}; leave one out, or give it other settings.")
                 seen[what] = entry
     if not runs:
         raise HocketError("The study has no runs; give it strategies.")
-    notes = [
-        *_notes(runs),
-        *(f"{name} was left out: its workers or seeds are not among the study's." for name in idle if idle[name]),
-    ]
-    return Study(outline.title, assign_folders(runs), outline.preset, tuple(notes), outline.within)
+    left_out = [f"{name} was left out: its workers or seeds are not among the study's." for name in idle if idle[name]]
+    return Study(outline.title, assign_folders(runs), outline.preset, (*_notes(runs), *left_out), outline.within)
 
 
 def _with_clock(outline: Outline, data_set: Callable[[str], DataSet]) -> RunSettings:
@@ -162,27 +160,26 @@ def steps_of(settings: RunSettings, data: DataSet) -> int:
 def rounds_of(settings: RunSettings, data: DataSet) -> int:
     """How many steps an epoch has; at least 1, so that a run without samples is refused when it starts."""
     try:
-        plan = settings.plan()
-        return max(1, len(Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)))
+        return max(1, len(partition_of(settings, data)))
     except HocketError:
         return 1
+
+
+def partition_of(settings: RunSettings, data: DataSet) -> Partition:
+    """Which worker gets which samples in a run."""
+    plan = settings.plan()
+    return Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)
 
 
 def assign_folders(runs: Iterable[Planned], taken: Mapping[str, str] | None = None) -> tuple[Planned, ...]:
     """Every run with a folder of its own; ``taken`` are the folders of existing runs, by their settings."""
     held = dict(taken or {})
-    used = set(held.values())
-    assigned = []
-    for run in runs:
-        folder = held.get(repr(run.described()))
-        if folder is None:
-            plain = folder = f"runs/{slug(run.settings)}"
-            number = 2
-            while folder in used:
-                folder, number = f"{plain}-{number}", number + 1
-            used.add(folder)
-        assigned.append(replace(run, folder=folder))
-    return tuple(assigned)
+    for run in (runs := list(runs)):
+        plain = f"runs/{slug(run.settings)}"
+        names = chain([plain], (f"{plain}-{number}" for number in count(2)))
+        if (what := repr(run.described())) not in held:
+            held[what] = next(name for name in names if name not in held.values())
+    return tuple(replace(run, folder=held[repr(run.described())]) for run in runs)
 
 
 def slug(settings: RunSettings) -> str:
@@ -211,11 +208,6 @@ def _distinct(what: str, values: Sequence[int]) -> Sequence[int]:
     return values
 
 
-def _twice(first: Entry, second: Entry) -> str:
-    where = f"{second.where} repeats {first.where}" if first.where and second.where else "Two runs are the same"
-    return f"{where}: {second.strategy} with the same settings; leave one out, or give it other settings."
-
-
 def _notes(runs: Sequence[Planned]) -> list[str]:
     notes = []
     if any(r.tuned for r in runs):
@@ -234,7 +226,7 @@ def _notes(runs: Sequence[Planned]) -> list[str]:
 
 
 def number(text: str) -> float | str:
-    """A rate as written: a number above 0, or ``auto``.
+    """A learning rate as written: a number above 0, or ``auto``.
 
     >>> number("0.1"), number("auto")
     (0.1, 'auto')
@@ -246,5 +238,5 @@ def number(text: str) -> float | str:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise SettingError("<lr>: the rate is a number above 0, or auto.", lr=text)
+        raise SettingError("<lr>: the learning rate is a number above 0, or auto.", lr=text)
     return value

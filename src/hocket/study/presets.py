@@ -6,41 +6,14 @@ A preset is plain data, except for strategies with a number of steps or hosts (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 from hocket.errors import HocketError, nearest
+from hocket.study.plan import AUTO, Entry, Outline
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One strategy of a study, with the settings in which it differs from the others."""
-
-    strategy: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    where: str = ""
-    """File and line, if it came from a file."""
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A study by name: ``entries(workers, steps)`` and its default settings.
-
-    The rate ``"auto"`` is searched for per strategy; a number is the rate of all.
-    """
-
-    name: str
-    title: str
-    entries: Callable[[int, int], list[Entry]]
-    settings: Mapping[str, Any]
-    lr: float | str
-    about: str
-    within: float | None = None
-    """Points of accuracy that may be given up for fewer bytes."""
-
-
-def preset(name: str) -> Preset:
+def preset(name: str) -> Outline:
     """The preset of that name.
 
     >>> preset("ten").settings["epochs"]
@@ -52,21 +25,11 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-_PERIODS = ("bulk", "local(4)", "local(16)")
-
-
-def _ten(gossip: str, compressed: str) -> list[Entry]:
+def _ten(gossip: str, compressed: str) -> Callable[[int, int], list[Entry]]:
     """Three periods × (all-reduce, gossip, gossip with threshold), and a long period."""
-    three = [f"{when} + {how}" for when in _PERIODS for how in ("allreduce", gossip, compressed)]
-    return [Entry(s) for s in (*three, "local(32) + allreduce")]
-
-
-def _ten_as_studied(workers: int, steps: int) -> list[Entry]:
-    return _ten("gossip + exchange=gradients", "gossip + threshold(0.01, feedback=False) + exchange=gradients")
-
-
-def _ten_modern(workers: int, steps: int) -> list[Entry]:
-    return _ten("gossip", "gossip + threshold(keep=0.05)")
+    periods = ("bulk", "local(4)", "local(16)")
+    three = [f"{when} + {how}" for when in periods for how in ("allreduce", gossip, compressed)]
+    return lambda workers, steps: [Entry(s) for s in (*three, "local(32) + allreduce")]
 
 
 def _host_size(workers: int) -> int:
@@ -100,77 +63,54 @@ def _axes(workers: int, steps: int) -> list[Entry]:
     return [Entry("bulk + allreduce"), *(Entry(s) for s in strategies), _dgc(0.01, steps // 10)]
 
 
+_FRONTIER = """
+bulk + allreduce; bulk + cast(bf16); local(4); bulk + qsgd(4); local(4) + gossip; local(16); diloco(16); bulk + sign;
+bulk + topk(0.01); bulk + lowrank(2); local(4) + qsgd(4); local(4) + gossip + threshold(keep=0.05); local(16) + qsgd(4);
+local(4) + sign; local(4) + topk(0.01); local(4) + topk(0.01) | qsgd(4); bulk + topk(0.01) | qsgd(4);
+local(2) + topk(0.02) | qsgd(4); local(2, residual=weights) + topk(0.02) | qsgd(4); local(4) + topk(0.05) | qsgd(4);
+local(16) + sign; local(16) + topk(0.01) | qsgd(4)
+"""
+
+
 def _frontier(workers: int, steps: int) -> list[Entry]:
-    strategies = (
-        "bulk + allreduce",
-        "bulk + cast(bf16)",
-        "local(4)",
-        "bulk + qsgd(4)",
-        "local(4) + gossip",
-        "local(16)",
-        "diloco(16)",
-        "bulk + sign",
-        "bulk + topk(0.01)",
-        "bulk + lowrank(2)",
-        "local(4) + qsgd(4)",
-        "local(4) + gossip + threshold(keep=0.05)",
-        "local(16) + qsgd(4)",
-        "local(4) + sign",
-        "local(4) + topk(0.01)",
-        "local(4) + topk(0.01) | qsgd(4)",
-        "bulk + topk(0.01) | qsgd(4)",
-        "local(2) + topk(0.02) | qsgd(4)",
-        "local(2, residual=weights) + topk(0.02) | qsgd(4)",
-        "local(4) + topk(0.05) | qsgd(4)",
-        "local(16) + sign",
-        "local(16) + topk(0.01) | qsgd(4)",
-    )
-    return [
-        *(Entry(s) for s in strategies),
-        _dgc(0.01, steps // 10),
-        _dgc(0.005, steps // 20, " | qsgd(4)"),
-    ]
+    plain = [Entry(strategy.strip()) for strategy in _FRONTIER.split(";")]
+    return [*plain, _dgc(0.01, steps // 10), _dgc(0.005, steps // 20, " | qsgd(4)")]
 
 
-_STUDY = {"data": "digits", "model": "cnn", "batch_size": 100, "epochs": 50, "augment": False, "last": "drop"}
+_SHORT = {"data": "digits", "model": "cnn", "batch_size": 20, "epochs": 10, "augment": False}
+_LONG = {**_SHORT, "batch_size": 100, "epochs": 50, "last": "drop"}
 _TODAY = {"momentum": 0.9, "lr_schedule": "cosine", "warmup": "tenth"}
 """``"tenth"``: a tenth of the epochs, at most five (Goyal 2017 takes five)."""
 
-PRESETS: dict[str, Preset] = {
-    p.name: p
-    for p in (
-        Preset(
-            "ten",
-            "Ten configurations",
-            _ten_as_studied,
-            {**_STUDY, "optimizer": "sgd", "momentum": 0.0, "lr_schedule": "constant", "warmup": 0.0},
-            0.01,
-            "period 1, 4, 16, 32 × all-reduce, gossip of gradients, gossip with a threshold; plain SGD, rate 0.01",
-        ),
-        Preset(
-            "ten-modern",
-            "Ten configurations with current practice",
-            _ten_modern,
-            {**_STUDY, **_TODAY},
-            "auto",
-            "the same ten with gossip of weights, error feedback, momentum, warm-up, cosine schedule and tuned rates",
-        ),
-        Preset(
-            "axes",
-            "Each axis alone",
-            _axes,
-            {"data": "digits", "model": "cnn", "batch_size": 20, "epochs": 10, "augment": False, **_TODAY},
-            0.05,
-            "when, whom and what, each varied alone against bulk + allreduce",
-        ),
-        Preset(
-            "frontier",
-            "What sends least",
-            _frontier,
-            {"data": "digits", "model": "cnn", "batch_size": 20, "epochs": 10, "augment": False, **_TODAY},
-            "auto",
-            "from all of the traffic to a hundredth and less: what sends least within --within points of bulk + allreduce",
-            0.5,
-        ),
-    )
+PRESETS = {
+    "ten": Outline(
+        "Ten configurations",
+        _ten("gossip + exchange=gradients", "gossip + threshold(0.01, feedback=False) + exchange=gradients"),
+        settings={**_LONG, "optimizer": "sgd", "momentum": 0.0, "lr_schedule": "constant", "warmup": 0.0},
+        lr=0.01,
+        about="period 1, 4, 16, 32 × all-reduce, gossip of gradients, gossip with a threshold; plain SGD, rate 0.01",
+    ),
+    "ten-modern": Outline(
+        "Ten configurations with current practice",
+        _ten("gossip", "gossip + threshold(keep=0.05)"),
+        settings={**_LONG, **_TODAY},
+        lr=AUTO,
+        about="the same ten with gossip of weights, error feedback, momentum, warm-up, cosine schedule and tuned rates",
+    ),
+    "axes": Outline(
+        "Each axis alone",
+        _axes,
+        settings={**_SHORT, **_TODAY},
+        lr=0.05,
+        about="when, whom and what, each varied alone against bulk + allreduce",
+    ),
+    "frontier": Outline(
+        "What sends least",
+        _frontier,
+        settings={**_SHORT, **_TODAY},
+        lr=AUTO,
+        within=0.5,
+        about="from all of the traffic to a hundredth and less: what sends least near the accuracy of bulk + allreduce",
+    ),
 }
+PRESETS = {name: replace(outline, preset=name) for name, outline in PRESETS.items()}

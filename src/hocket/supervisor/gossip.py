@@ -117,8 +117,6 @@ class GossipRun(SupervisedRun):
         most_s = 2 * self.policy.liveness_timeout_s + self.settings.workers.count * self._like.bytes / _MIN_BYTES_PER_S
         return here <= means.keys() | self.coordinator.gone or time.monotonic() - self._heard > most_s
 
-    # --- epochs --------------------------------------------------------------------------------------------------------------
-
     def look(self, addresses: Callable[[], list[str | None] | None]) -> Mean | None:
         """The mean of what all workers that answer hold now; None where no worker does.
 
@@ -126,7 +124,9 @@ class GossipRun(SupervisedRun):
         """
         if self._observer is None:
             program = PeerObserver(self.settings.workers.count, self._like, self.policy.liveness_timeout_s)
-            self._observer = SocketDriver(program, connect=self._connect)
+            self._observer = SocketDriver(
+                program, connect=lambda _, address: Caller(address, self.job, self.keys, most_bytes=self.max_bytes)
+            )
             self._observer.begin(program.start)
         observer = self._observer.program
         assert isinstance(observer, PeerObserver)
@@ -146,9 +146,6 @@ class GossipRun(SupervisedRun):
         except HocketError:  # another process has the port of a worker that has died
             return None
         return observer.looked
-
-    def _connect(self, worker: int, address: str) -> Caller:
-        return Caller(address, self.job, self.keys, most_bytes=self.max_bytes)
 
     def _figures(self) -> dict[str, Any]:
         """Where the workers stand, as they have told the coordinator."""

@@ -8,36 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from types import FrameType
+from typing import Any, NoReturn, Self
 
 from hocket.errors import HocketError
-from hocket.supervisor.signals import interruptible
 
 MAX_RESTARTS = 10
 _GRACE_S = 5.0
-
-
-class Child(Protocol):
-    """A process, with the methods of ``subprocess.Popen``."""
-
-    def poll(self) -> int | None: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def wait(self, timeout: float | None = None) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -46,8 +35,9 @@ class Role:
 
     name: str
     count: int
-    start: Callable[[int, int], Child]
-    """Starts the process of a number; the second argument is how many processes had that number before."""
+    start: Callable[[int, int], Any]
+    """Starts the process of a number, which has the methods of ``subprocess.Popen``; the second argument is how many processes had
+    that number before."""
     grace_s: float = _GRACE_S
     """How long a process has between SIGTERM and SIGKILL; 0: it is killed at once."""
 
@@ -61,7 +51,7 @@ class Supervisor:
         self.restarts: Counter[str] = Counter()
         """How often processes of each role were started again."""
         self.incarnations: Counter[tuple[str, int]] = Counter()
-        self._processes: dict[str, dict[int, Child]] = {role.name: {} for role in roles}
+        self._processes: dict[str, dict[int, Any]] = {role.name: {} for role in roles}
         self._folder: Path | None = None
         self._signals = contextlib.ExitStack()
 
@@ -69,7 +59,7 @@ class Supervisor:
         self._signals.enter_context(interruptible())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._signals:
             self.shutdown()
 
@@ -131,8 +121,7 @@ class Supervisor:
         self._processes[role][number] = self.roles[role].start(number, self.incarnations[role, number])
 
 
-def _ends(process: Child, timeout_s: float) -> bool:
-    """Whether a process ends in time."""
+def _ends(process: Any, timeout_s: float) -> bool:
     if process.poll() is None and timeout_s > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout_s)
@@ -172,3 +161,32 @@ def error_told(process: subprocess.Popen[str]) -> dict[str, str] | None:
 def say(text: str) -> None:
     """One line for the person who watches."""
     print(f"hocket: {text}.", file=sys.stderr, flush=True)
+
+
+def quit_at_once(code: int) -> None:
+    """Leave without exit handlers: threads of links and peers that are gone must not hold a process up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP (a closed terminal) count as Ctrl-C, in the main thread: no process may be left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # What is ignored stays so: nohup asks for it.
+    polite = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for each in polite:
+            signal.signal(each, signal.SIG_IGN)  # once is enough: a second one (timeout sends two) must not break the cleaning up
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in polite}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

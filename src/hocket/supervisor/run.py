@@ -9,24 +9,27 @@ import secrets
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from hocket.cluster.join import without_launcher
-from hocket.data import load
-from hocket.errors import HocketError, NonFiniteGradient
+from hocket.cluster.layout import Layout
+from hocket.data import DataSet, load
+from hocket.errors import HocketError, NonFiniteGradient, SettingError
 from hocket.models import build
-from hocket.programs.server.wire import link_bytes
-from hocket.supervisor.evaluation import EpochMetrics, Evaluate, Evaluator
-from hocket.supervisor.policy import FaultPolicy
+from hocket.programs.account import entry_of, staleness_since
+from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S, link_bytes
 from hocket.supervisor.processes import Role, Supervisor, error_told, how_ended, say
 from hocket.train.free_worker import WorkerTask, batch_sequence
 from hocket.train.job import layout_for
-from hocket.train.loop import Progress
+from hocket.train.loop import Progress, accuracy_of
 from hocket.train.record import Record
+from hocket.train.replicas import swapped_weights
 from hocket.train.run import describe_run
 from hocket.train.runtimes.server import optimizer_spec_for
 from hocket.train.settings import RunSettings
@@ -35,11 +38,73 @@ from hocket.transport import Keys
 
 Watch = Callable[[Progress], None]
 OnEpoch = Callable[[dict[str, Any]], None]
+Evaluate = Callable[[list[Tensor], Tensor | None], float | None]
+"""The accuracy of weights ``[1, values]`` per bucket and of flat floating-point buffers; None where there is none."""
 WORKER = "worker"
 
 
-def ignore(_: Any) -> None:
-    """Nobody watches."""
+@dataclass(frozen=True)
+class FaultPolicy:
+    """A worker that is silent for ``liveness_timeout_s`` is given up; shards save themselves every ``snapshot_s`` (0: never)."""
+
+    liveness_timeout_s: float = LIVENESS_TIMEOUT_S
+    snapshot_s: float = SNAPSHOT_S
+    replace: bool = False
+    """Whether another worker is started for one that died."""
+    keys: Path | None = None
+    """A file made by ``hocket keys``: links are encrypted."""
+    record: Path | None = None
+    """A folder for recordings of all that happens to workers and shards, to replay the run."""
+
+    def __post_init__(self) -> None:
+        if self.snapshot_s < 0 or self.liveness_timeout_s <= 0:
+            given = {"liveness_timeout_s": f"{self.liveness_timeout_s:g}", "snapshot_s": f"{self.snapshot_s:g}"}
+            text = "<liveness_timeout_s>, <snapshot_s>: seconds are above 0 (<snapshot_s:0>: no snapshots)."
+            raise SettingError(text, **given)
+
+    def record_of(self, process: str) -> Path | None:
+        """The file of one process."""
+        return None if self.record is None else self.record / f"{process}.jsonl"
+
+
+def evaluator(model: nn.Module, layout: Layout, data: DataSet, device: torch.device) -> Evaluate:
+    """The accuracy of a model on the test set of ``data``."""
+
+    def evaluate(rows: list[Tensor], flat: Tensor | None) -> float | None:
+        floating = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+        parts = () if flat is None else flat.split([b.numel() for b in floating.values()])
+        buffers = {n: part.view(b.shape).to(b) for (n, b), part in zip(floating.items(), parts, strict=False)}
+        x, y = (t.to(device) for t in data.test)
+        with swapped_weights(model, layout, [row.to(device) for row in rows], buffers):
+            right, seen = accuracy_of(model, (x, y), data)
+        return right / seen if seen else None
+
+    return evaluate
+
+
+class EpochMetrics:
+    """A line per epoch, from figures that only grow: ``workers`` (accounts), ``ages`` (staleness) and counts by name."""
+
+    def __init__(self, record: Record | None) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._record = record
+        self._before: dict[str, Any] = {"workers": {}, "ages": {}}
+        self._took = 0.0
+
+    def add(self, epoch: int, accuracy: float | None, figures: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
+        """The line of an epoch that has ended with these figures; it is also written to the record."""
+        before, workers = self._before, figures["workers"]
+        entry, loss = entry_of(workers, before["workers"])
+        took = max((account["seconds"] for account in workers.values()), default=0.0)
+        line = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": max(took - self._took, 0.0)}
+        line["staleness"] = staleness_since(figures["ages"], before["ages"])
+        totals = {name: max(count, before.get(name, 0)) for name, count in counts.items()}
+        line |= {name: total - before.get(name, 0) for name, total in totals.items()}
+        self._before, self._took = {"workers": workers, "ages": figures["ages"], **totals}, took
+        self.lines.append(line)
+        if self._record is not None:
+            self._record.write_metrics(self.lines)
+        return line
 
 
 class SupervisedRun(ABC):
@@ -67,7 +132,7 @@ class SupervisedRun(ABC):
         optimizer_spec_for(self.strategy, optimizer)  # refuses what shards cannot run
         self.sequence = batch_sequence(settings, data)
         self.epochs = -(-self.sequence.steps // len(self.sequence.partition))
-        self.evaluate = Evaluator(self.model, self.layout, data, device) if evaluate is None else evaluate
+        self.evaluate = evaluate or evaluator(self.model, self.layout, data, device)
         self.keys = None if policy.keys is None else Keys.read(policy.keys)
         self.job, self.max_bytes = secrets.token_bytes(16), link_bytes(self.strategy, self.layout)
         self._record = None if out is None else Record(out, 0)
@@ -78,21 +143,17 @@ class SupervisedRun(ABC):
         self.dead: set[int] = set()
         """Workers that have died and were not replaced."""
 
-    # --- for users -----------------------------------------------------------------------------------------------------------
-
     @property
     def description(self) -> str:
         """Which processes there are."""
         return f"{self.settings.workers.count} workers"
 
-    def train(self, watch: Watch = ignore, on_epoch: OnEpoch = ignore) -> list[dict[str, Any]]:
+    def train(self, watch: Watch = lambda _: None, on_epoch: OnEpoch = lambda _: None) -> list[dict[str, Any]]:
         """Train to the end: a line of metrics per epoch. No process is left behind, whatever happens."""
         with self.supervisor:
             self._write_run()
             self._train(watch, on_epoch)
         return self.metrics.lines
-
-    # --- for kinds of runs ---------------------------------------------------------------------------------------------------
 
     def server_roles(self) -> list[Role]:
         """Processes beside the workers."""
@@ -106,8 +167,6 @@ class SupervisedRun(ABC):
     def _worker_gone(self, worker: int) -> None:
         """Tell those who may wait for it that a worker has died."""
 
-    # --- workers -------------------------------------------------------------------------------------------------------------
-
     def check_workers(self) -> None:
         """Look after workers that have ended."""
         for worker, code in self.supervisor.ended(WORKER).items():
@@ -116,30 +175,22 @@ class SupervisedRun(ABC):
 
     def assign(self, worker: int) -> None:
         """Tell a worker's process what to do."""
-        record = self.policy.record_of(f"worker-{worker}")
-        task = WorkerTask(
-            self.settings.by_name(),
-            worker,
-            self.addresses,
-            self.job.hex(),
-            self._device_of(worker),
-            None if self.data_dir is None else str(self.data_dir),
-            None if self.policy.keys is None else str(self.policy.keys),
-            self.policy.liveness_timeout_s,
-            self.supervisor.incarnations[WORKER, worker],
-            None if record is None else str(record),
+        data_dir, keys, record = (
+            None if path is None else str(path)
+            for path in (self.data_dir, self.policy.keys, self.policy.record_of(f"worker-{worker}"))
         )
+        device = f"cuda:{worker % max(torch.cuda.device_count(), 1)}" if self.device.type == "cuda" else str(self.device)
+        where = (self.addresses, self.job.hex(), device, data_dir, keys, self.policy.liveness_timeout_s)
+        incarnation = self.supervisor.incarnations[WORKER, worker]
+        task = WorkerTask(self.settings.by_name(), worker, *where, incarnation, record)
         pipe = self.supervisor.process(WORKER, worker).stdin
         with contextlib.suppress(BrokenPipeError):  # it has died already; the next check says so
             pipe.write(json.dumps(task.describe()) + "\n")
             pipe.flush()
 
     def _lose(self, worker: int, code: int) -> None:
-        told = error_told(self.supervisor.process(WORKER, worker))
-        if told is not None:
-            if told["kind"] == "NonFiniteGradient":
-                raise NonFiniteGradient(told["error"])
-            raise HocketError(told["error"])
+        if told := error_told(self.supervisor.process(WORKER, worker)):
+            raise (NonFiniteGradient if told["kind"] == "NonFiniteGradient" else HocketError)(told["error"])
         how = how_ended(code)
         self.dead.add(worker)
         self._worker_gone(worker)
@@ -159,19 +210,9 @@ class SupervisedRun(ABC):
         command = [sys.executable, "-m", "hocket.supervisor.worker_process"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
 
-    def _device_of(self, worker: int) -> str:
-        if self.device.type != "cuda":
-            return str(self.device)
-        return f"cuda:{worker % max(torch.cuda.device_count(), 1)}"
-
     def _write_run(self) -> None:
         if self._record is not None:
             processes = sum(role.count for role in self.supervisor.roles.values())
-            where = {
-                "kind": "processes",
-                "workers": self.settings.workers.count,
-                "processes": processes,
-                "device": str(self.device),
-            }
-            where |= {"backend": "zeromq", "step_s": None}
+            where = {"kind": "processes", "workers": self.settings.workers.count, "processes": processes}
+            where |= {"device": str(self.device), "backend": "zeromq", "step_s": None}
             self._record.write_run(describe_run(self.settings, where, self.sequence.steps, self.layout))

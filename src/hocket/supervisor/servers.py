@@ -42,44 +42,18 @@ class ServerRun(SupervisedRun):
     def server_roles(self) -> list[Role]:
         return [Role(SHARD, self.slices.shards, self._start_shard, grace_s=0.0)]
 
-    # --- processes -----------------------------------------------------------------------------------------------------------
-
     def _start_shard(self, place: int, incarnation: int) -> Child:
-        policy = self.policy
-        return start_shard(
-            place,
-            self.job,
-            "tcp://127.0.0.1:0" if incarnation == 0 else self.addresses[place],
-            policy.keys,
-            policy.liveness_timeout_s,
-            self.supervisor.folder,
-            policy.snapshot_s,
-            self.max_bytes,
-            stays=True,
-            record=policy.record_of(f"shard-{place}"),
-        )
-
-    def _start(self) -> None:
-        self.supervisor.start(SHARD)  # all at once: what takes long is importing torch
-        self.supervisor.start(WORKER)
-        self.addresses = [address_of(self.supervisor.process(SHARD, place)) for place in range(self.slices.shards)]
-        for worker in range(self.settings.workers.count):
-            self.assign(worker)
+        policy, bind = self.policy, "tcp://127.0.0.1:0" if incarnation == 0 else self.addresses[place]
+        kept = (self.supervisor.folder, policy.snapshot_s, self.max_bytes)
+        record = policy.record_of(f"shard-{place}")
+        return start_shard(place, self.job, bind, policy.keys, policy.liveness_timeout_s, *kept, stays=True, record=record)
 
     def _worker_gone(self, worker: int) -> None:
         assert self._observer is not None
         self._observer.tell(gone=worker)
 
-    def _check_shards(self) -> bool:
-        """Start shards that have ended again; whether there were some."""
-        ended = self.supervisor.ended(SHARD)
-        for place in ended:
-            self._restart_shard(place)
-        return bool(ended)
-
     def _restart_shard(self, place: int) -> None:
-        told = error_told(self.supervisor.process(SHARD, place))
-        if told is not None:
+        if told := error_told(self.supervisor.process(SHARD, place)):
             raise HocketError(told["error"])
         self.supervisor.restart(SHARD, place)
         fresh = self.supervisor.process(SHARD, place)
@@ -92,10 +66,12 @@ class ServerRun(SupervisedRun):
         found = "its snapshot" if self.policy.snapshot_s > 0 else "what a worker has, for it had no snapshot"
         say(f"shard {place} died and is back from {found}")
 
-    # --- observing -----------------------------------------------------------------------------------------------------------
-
     def _train(self, watch: Watch, on_epoch: OnEpoch) -> None:
-        self._start()
+        self.supervisor.start(SHARD)  # all at once: what takes long is importing torch
+        self.supervisor.start(WORKER)
+        self.addresses = [address_of(self.supervisor.process(SHARD, place)) for place in range(self.slices.shards)]
+        for worker in range(self.settings.workers.count):
+            self.assign(worker)
         self._observer = Observer(self.addresses, self.job, self.layout, self.slices, self.max_bytes, self.keys)
         try:
             self._observe(self._observer, watch, on_epoch)
@@ -109,25 +85,24 @@ class ServerRun(SupervisedRun):
             over = None not in self.supervisor.codes(WORKER).values()
             first = observer.receive_weights(3.0 if over else 0.1)
             self.check_workers()
-            again = self._check_shards()
+            again = self.supervisor.ended(SHARD)
+            for place in again:
+                self._restart_shard(place)
             if first is None:
                 if again or over:  # with all workers gone there is only what there is
-                    observer.request_weights(epoch, waits=again)
+                    observer.request_weights(epoch, waits=bool(again))
                 elif time.monotonic() - looked > 1.0:
                     looked = time.monotonic()
                     for worker in self.dead:  # a shard may have started, or started again, since it died
                         observer.tell(gone=worker, unseen=True)
-                    self._progress(observer, epoch, watch)
+                    if status := observer.status(0.2):
+                        done = int(status["progress"]) // self.settings.workers.count
+                        watch(Progress(epoch - 1, self.epochs, done, self.sequence.steps))
                 continue
             if self._epoch_ends(observer, first, epoch, on_epoch):
                 epoch += 1
             if epoch <= self.epochs:
                 observer.request_weights(epoch)
-
-    def _progress(self, observer: Observer, epoch: int, watch: Watch) -> None:
-        status = observer.status(0.2)
-        if status is not None:
-            watch(Progress(epoch - 1, self.epochs, int(status["progress"]) // self.settings.workers.count, self.sequence.steps))
 
     def _epoch_ends(self, observer: Observer, first: Envelope, epoch: int, on_epoch: OnEpoch) -> bool:
         """Evaluate and record an epoch; False when a shard did not answer."""

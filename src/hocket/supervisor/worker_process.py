@@ -15,7 +15,7 @@ import threading
 import warnings
 
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
-from hocket.supervisor.signals import quit_at_once
+from hocket.supervisor.processes import quit_at_once
 
 
 def main() -> None:
