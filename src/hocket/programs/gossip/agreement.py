@@ -17,7 +17,7 @@ from hocket.programs.gossip.state import ENDED, OVER, Mean, Part, PeerState, mea
 from hocket.transport.frame import Envelope, Kind
 
 _RETRY_S = 0.5
-_GIVE_UP_S = 60.0
+_GIVE_UP_S = 180.0
 """A replacement waits for so long for a worker that answers."""
 _MAX_LEDGERS_BYTES = 48 * 1024
 """More might not fit into a message's metadata."""
