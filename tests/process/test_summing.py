@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from hocket.cluster.message import ring_bytes, summed_bytes
 from hocket.drivers.start import address_of, end_child
-from hocket.drivers.summation import SummationClient, shares, start_summation_server
+from hocket.drivers.summation import SummationClient, start_summation_server
 from hocket.errors import WorkerLost
+from hocket.programs.summation import shares
 from hocket.transport import Caller, Listener
 from process.equality import WORKERS
 from process.launch import Nursery

@@ -570,20 +570,19 @@ def test_weights_that_come_while_something_else_is_requested_are_not_lost() -> N
     """Otherwise an epoch would be recorded at the end of the training only, with its figures."""
     strategy = Strategy.parse("async + server")
     with Listener("tcp://127.0.0.1:0", JOB) as shard:
-        observer = Observer([shard.address], JOB, layout(), Slices.of(strategy, layout()), 1 << 20, None)
-        try:
-            observer.request_weights(3)
+        slices = Slices.of(strategy, layout())
+        with Observer([shard.address], JOB, layout(), slices, 1 << 20, None) as observer:
+            observer.begin(observer.program.fetch, 3)
             peer, asked = shard.receive(10.0) or (b"", Envelope(Kind.BEAT))
             assert (asked.kind, asked.metadata["epoch"]) == (Kind.FETCH, 3)
-            shard.send(peer, Envelope(Kind.REPLY, number=asked.number, metadata={"figures": {"progress": 12}}))
+            reply = Envelope(Kind.REPLY, number=asked.number, metadata={"figures": {"progress": 12}}, tensors=(torch.ones(50),))
+            shard.send(peer, reply)
             shard.send(peer, Envelope(Kind.ANSWER, number=asked.number + 1, metadata={"figures": {"progress": 15}}))
-            assert observer.status(10.0) == {"progress": 15}
-            received = observer.receive_weights(0.0)
-            assert received is not None
-            assert received.metadata["figures"] == {"progress": 12}
-            assert observer.receive_weights(0.0) is None, "they come once"
-        finally:
-            observer.close()
+            assert observer.statuses(10.0) == {0: {"progress": 15}}
+            assert not observer.program.busy, "the weights came before"
+            found = observer.program.found
+            assert found is not None
+            assert found.figures == {"progress": 12}
 
 
 def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
@@ -681,13 +680,10 @@ def test_what_was_lost_is_what_the_shard_lost_that_lost_most() -> None:
         worker = shards.worker(text, 0, total=8, per_epoch=8)
         worker.join([torch.ones(1, 50)], SGD)
         shards.servers[1].lost = 3
-        observer = worker.observer()
-        observer.request_weights(0)
-        first = observer.receive_weights(10.0)
-        assert first is not None
-        assert observer.global_weights(first, 0) is not None
-        assert observer.lost == 3
-        observer.close()
+        with worker.observer() as observer:
+            found = observer.global_weights(10.0)
+        assert found is not None
+        assert found.lost == 3
         worker.leave()
 
 

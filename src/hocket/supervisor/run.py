@@ -23,12 +23,12 @@ from hocket.programs.server.wire import link_bytes
 from hocket.supervisor.evaluation import EpochMetrics, Evaluate, Evaluator
 from hocket.supervisor.policy import FaultPolicy
 from hocket.supervisor.processes import Role, Supervisor, error_told, how_ended, say
-from hocket.train.free_worker import WorkerTask, batch_sequence
+from hocket.train.async_worker import WorkerTask, batch_sequence
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress
 from hocket.train.record import Record
 from hocket.train.run import describe_run
-from hocket.train.runtimes.server import optimizer_spec_for
+from hocket.train.runtimes.messages import optimizer_spec_for
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.transport import Keys

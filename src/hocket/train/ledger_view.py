@@ -15,7 +15,8 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
 from hocket.programs.account import entry_of
 
-if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
+if TYPE_CHECKING:  # sockets, and what splits a model, are loaded only where they are needed
+    from hocket.drivers.worker_runtime import WorkerRuntime
     from hocket.split import MeshCoordinate
 
 _SECONDS = ("seconds", "compute_s", "wait_s", "transfer_s", "transfer_hidden_s")
@@ -150,20 +151,10 @@ class ClusterLedger:
         return found if self._mesh is None else self._mesh.beside(found)
 
 
-class Accounts(Protocol):
-    """A worker that sends messages, as far as figures go."""
-
-    def figures(self) -> dict[str, Any]:
-        """Its own."""
-
-    def summary(self) -> dict[str, Any]:
-        """All workers', as servers or peers tell them; any worker may ask alone."""
-
-
 class MessageLedger:
     """The figures of a worker that sends messages: its own account, and what servers or peers know of all workers."""
 
-    def __init__(self, worker: Accounts, axes: MeshAxes | None = None) -> None:
+    def __init__(self, worker: WorkerRuntime, axes: MeshAxes | None = None) -> None:
         self._worker, self._mesh = worker, axes
         self.last: AxisFigures = {}
         self._axes: AxisFigures = {}

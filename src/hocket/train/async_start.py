@@ -1,8 +1,10 @@
-"""Shards for ``parallelize``: the processes of a job start them as children and tell each other where they listen.
+"""How the workers of ``parallelize`` that send messages find their shards, or each other.
 
-Rank ``r`` of ``P`` starts shards ``r``, ``r + P``, …; the id of the job and the addresses travel through torch.distributed's store.
-All on one machine listen on loopback; across machines (or containers with networks of their own) they listen on the address that
-reaches the first one, and want keys. A shard ends when all workers have left it, or with the process that started it.
+The id of the job and the addresses travel through torch.distributed's store. All on one machine listen on loopback; across machines
+(or containers with networks of their own) they listen on the address that reaches the first one, and want keys.
+
+Shards are children of the workers' processes: rank ``r`` of ``P`` starts shards ``r``, ``r + P``, … A shard ends when all workers
+have left it, or with the process that started it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ import torch.distributed as dist
 from hocket.cluster.base import Cluster
 from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.layout import Layout
+from hocket.drivers.gossip_runtime import GossipRuntime
 from hocket.drivers.start import Child, address_of, end_child, own_address, start_shard
 from hocket.errors import HocketError
+from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.wire import link_bytes
 from hocket.strategy import Strategy
+from hocket.transport import Keys
 
 _started = 0
 
@@ -87,3 +92,22 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
         if address.startswith("!"):
             raise HocketError(address[1:])
     return Servers(addresses, job, list(own.values()))
+
+
+def connect_peers(
+    strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, liveness_timeout_s: float, seed: int
+) -> GossipRuntime:
+    """This process's worker among those of ``cluster``; all of them must call it."""
+    assert cluster.has_process_group
+    worker, world = cluster.workers.start, cluster.size
+    store, job, bind = common_ground(cluster)
+
+    def exchange_addresses(address: str) -> list[str | None]:
+        store.set(f"peer/{worker}", address)
+        addresses: list[str | None] = [store.get(f"peer/{other}").decode() for other in range(world)]
+        cluster.stop_heartbeat()  # from here on no worker waits for the others, nor ends with them
+        return addresses
+
+    config = PeerConfig(worker, world, strategy.topology.partner_rule, seed, liveness_timeout_s)
+    found = None if keys is None else Keys.read(keys)
+    return GossipRuntime(config, job, link_bytes(strategy, layout), exchange_addresses, bind=bind, keys=found)

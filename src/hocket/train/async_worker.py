@@ -1,4 +1,4 @@
-"""One worker of ``hocket train`` that does not go in step: takes mini-batches by number until there are none left.
+"""An asynchronous worker of ``hocket train``: takes mini-batches by number until there are none left.
 
 Whose turn a mini-batch is, its rate and its randomness are functions of its number, as with virtual workers.
 """
@@ -15,25 +15,23 @@ from torch import nn
 from hocket.cluster.layout import Buckets, Layout
 from hocket.data import DataSet, Partition, load
 from hocket.data.batches import BatchSequence, MiniBatch
-from hocket.drivers.gossip_runtime import GossipRuntime
+from hocket.drivers.gossip_runtime import CoordinatorLink, GossipRuntime
 from hocket.drivers.server_runtime import ServerRuntime
+from hocket.drivers.worker_runtime import WorkerRuntime
 from hocket.errors import HocketError
 from hocket.models import build, loss_for
 from hocket.noise import step_keys
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.requests import WorkerConfig
+from hocket.programs.server.wire import link_bytes
 from hocket.train.engines.loop import forked, random_modules
 from hocket.train.job import Job
 from hocket.train.lr_schedule import factor
-from hocket.train.pairs_worker import connect_coordinated
-from hocket.train.runtimes.peers import peer_runtime
-from hocket.train.runtimes.server import server_runtime
+from hocket.train.runtimes.messages import peer_runtime, server_runtime
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
 from hocket.transport import Keys
-
-Link = ServerRuntime | GossipRuntime
 
 
 @dataclass(frozen=True)
@@ -106,30 +104,30 @@ def work(post: WorkerTask) -> None:
 
 def _enter(
     post: WorkerTask, settings: RunSettings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence
-) -> tuple[Job, Link]:
+) -> tuple[Job, WorkerRuntime]:
     """A job of this worker, and its link to servers or peers."""
-    strategy, keys, job = settings.strategy, None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
-    links: list[Link] = []
-
-    def connect_server(layout: Layout) -> ServerRuntime:
-        links.append(link := _connect(post, settings, layout, sequence))
-        return link
-
-    def connect_peer(layout: Layout) -> GossipRuntime:
-        rule, joins = strategy.topology.partner_rule, post.incarnation > 0
-        config = PeerConfig(
-            post.worker, settings.workers.count, rule, settings.seed, post.liveness_timeout_s, post.incarnation, joins
-        )
-        links.append(link := connect_coordinated(strategy, layout, config, post.addresses[0], job, keys, _record(post)))
-        return link
-
-    runtime = peer_runtime(connect_peer) if strategy.runtime == "peers" else server_runtime(connect_server)
+    strategy, numerics = settings.strategy, settings.numerics
+    runtime = (
+        peer_runtime(lambda layout: _connect_peer(post, settings, layout))
+        if strategy.runtime == "peers"
+        else server_runtime(lambda layout: _connect_server(post, settings, layout, sequence))
+    )
     buckets = Buckets(settings.buckets.cap_bytes, settings.buckets.first_cap_bytes)
-    options: dict[str, Any] = {"nonfinite": settings.numerics.nonfinite, "seed": settings.seed, "buckets": buckets}
-    return Job(model, optimizer, strategy, runtime, **options), links[0]
+    job = Job(model, optimizer, strategy, runtime, nonfinite=numerics.nonfinite, seed=settings.seed, buckets=buckets)
+    return job, runtime.link
 
 
-def _connect(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
+def _connect_peer(post: WorkerTask, settings: RunSettings, layout: Layout) -> GossipRuntime:
+    """A worker without servers finds the others through the coordinator."""
+    strategy, (job, keys, record) = settings.strategy, _link_options(post)
+    rule, joins = strategy.topology.partner_rule, post.incarnation > 0
+    config = PeerConfig(post.worker, settings.workers.count, rule, settings.seed, post.liveness_timeout_s, post.incarnation, joins)
+    most = link_bytes(strategy, layout)
+    coordinator = CoordinatorLink(post.addresses[0], job, post.worker, keys, most, post.incarnation)
+    return GossipRuntime(config, job, most, coordinator=coordinator, keys=keys, record=record)
+
+
+def _connect_server(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
     config = WorkerConfig(
         settings.strategy,
         layout,
@@ -141,15 +139,17 @@ def _connect(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: 
         per_epoch=sequence.per_epoch,
         replaces=post.incarnation > 0,
     )
+    job, keys, record = _link_options(post)
+    return ServerRuntime(post.addresses, job, config, keys, record)
+
+
+def _link_options(post: WorkerTask) -> tuple[bytes, Keys | None, Path | None]:
+    """The id of the job, its keys and the file for the recording."""
     keys = None if post.keys is None else Keys.read(post.keys)
-    return ServerRuntime(post.addresses, bytes.fromhex(post.job), config, keys, _record(post))
+    return bytes.fromhex(post.job), keys, None if post.record is None else Path(post.record)
 
 
-def _record(post: WorkerTask) -> Path | None:
-    return None if post.record is None else Path(post.record)
-
-
-def _next(job: Job, link: Link, worker: int, sequence: BatchSequence) -> MiniBatch | None:
+def _next(job: Job, link: WorkerRuntime, worker: int, sequence: BatchSequence) -> MiniBatch | None:
     own = job.strategy.sync.static_partition
     number = link.record_batch(sequence.own(worker, job.step)) if own else link.next_batch()
     return None if number is None or number >= len(sequence) else sequence.minibatch(number)
