@@ -21,9 +21,11 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.drivers.observer import Observer
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.snapshots import Snapshots, sealed, unsealed
+from hocket.errors import HocketError
 from hocket.programs.account import Account, entry_of
 from hocket.programs.base import Effects, Say, Send, Snapshot
 from hocket.programs.server.members import BatchDispatcher
+from hocket.programs.server.observer import ShardObserver
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.push_encoder import PushEncoder
 from hocket.programs.server.shard import ParameterShard, Shard
@@ -583,6 +585,36 @@ def test_weights_that_come_while_something_else_is_requested_are_not_lost() -> N
             found = observer.program.found
             assert found is not None
             assert found.figures == {"progress": 12}
+
+
+def test_an_observer_joins_the_shards_parts_and_gives_up_on_a_shard_that_is_silent() -> None:
+    slices = Slices.of(Strategy.parse("async + server(2)"), layout())
+    observer = ShardObserver(layout(), slices)
+
+    def part(place: int, number: int) -> Envelope:
+        figures = {"figures": {"progress": 12, "lost": place}}
+        return Envelope(Kind.REPLY, number=number, metadata=figures, tensors=(torch.full((25,), float(place)),))
+
+    (first,) = (effect for effect in observer.fetch(3, 0.0) if isinstance(effect, Send))
+    assert (first.to, first.message.metadata["epoch"]) == (0, 3)
+    number = first.message.number
+    (second,) = (effect for effect in observer.message(0, part(0, number), 5.0) if isinstance(effect, Send))
+    assert (second.to, second.message.number) == (1, number)
+    observer.timer("task", 11.9)
+    assert observer.busy, "a shard has seconds to reach the end of the epoch, and to answer"
+    observer.timer("task", 12.0)
+    assert not observer.busy
+    assert observer.found is None
+    (again,) = (effect for effect in observer.fetch(3, 13.0) if isinstance(effect, Send))
+    observer.message(0, part(0, again.message.number), 14.0)
+    observer.message(1, part(1, number), 14.0)
+    assert observer.busy, "that was the answer to another request"
+    observer.message(1, part(1, again.message.number), 14.0)
+    assert observer.found is not None
+    assert observer.found.rows[0].tolist() == [[0.0] * 25 + [1.0] * 25]
+    assert (observer.found.lost, observer.found.figures["progress"]) == (1, 12)
+    with pytest.raises(HocketError, match="Shard 1: the job is another"):
+        observer.message(1, Envelope(Kind.REFUSAL, metadata={"sentence": "the job is another"}), 15.0)
 
 
 def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:

@@ -21,12 +21,10 @@ import torch.distributed as dist
 from hocket.errors import HocketError
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 
-Child = subprocess.Popen[str]
-
 # --- for the process that starts one -----------------------------------------------------------------------------------------
 
 
-def start_server(module: str, *flags: str, **options: Any) -> Child:
+def start_server(module: str, *flags: str, **options: Any) -> subprocess.Popen[str]:
     """``python -m module``; :func:`address_of` tells where it listens. It ends when its input closes, so keep the handle.
 
     Options are named as in Python, and left out where they are None.
@@ -48,14 +46,14 @@ def start_shard(
     most_bytes: int = 1 << 28,
     stays: bool = False,
     record: Path | None = None,
-) -> Child:
+) -> subprocess.Popen[str]:
     """Shard ``place`` of a job."""
     options: dict[str, Any] = {"place": place, "job": job.hex(), "bind": bind, "keys": keys, "most_bytes": most_bytes}
     options |= {"liveness_timeout": liveness_timeout_s, "snapshots": snapshots, "snapshot": snapshot_s, "record": record}
     return start_server("hocket.drivers.shard_process", "--child", *["--stay"] * stays, **options)
 
 
-def address_of(child: Child) -> str:
+def address_of(child: subprocess.Popen[str]) -> str:
     """Where a child listens; waits until it does."""
     assert child.stdout is not None
     line = child.stdout.readline()
@@ -64,19 +62,6 @@ def address_of(child: Child) -> str:
     if "error" in told:
         raise HocketError(told["error"])
     return str(told["address"])
-
-
-def end_child(child: Child, timeout_s: float = 5.0) -> None:
-    """End a child: by closing its input, by force if that does not help."""
-    if child.stdin is not None:
-        child.stdin.close()
-    try:
-        child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-    if child.stdout is not None:
-        child.stdout.close()
 
 
 # --- for a server's own process ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.heartbeat import boot_id
+from hocket.drivers.processes import Role, Supervisor
 from hocket.drivers.sockets import SocketDriver
-from hocket.drivers.start import Child, address_of, announce, begin_child, end_child, input_closed, own_address, start_server
+from hocket.drivers.start import address_of, announce, begin_child, input_closed, own_address, start_server
 from hocket.errors import HocketError, WorkerLost
 from hocket.programs.summation import LIVENESS_TIMEOUT_S, QUEUE, SILENCE_S, SummationServer, SummationWorker
 from hocket.strategy import Strategy
@@ -24,6 +26,7 @@ from hocket.transport import Caller, Keys, Listener
 
 _JOB_BYTES = 16
 _LINGER_S = 5.0
+_SUM = "summation server"
 
 
 def _bind(cluster: Cluster) -> str:
@@ -50,7 +53,7 @@ class SummationClient(SocketDriver):
         workers: int,
         callers: Sequence[Caller],
         liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
-        children: Sequence[Child] = (),
+        children: Sequence[subprocess.Popen[str]] = (),
         silence_s: float = SILENCE_S,
     ) -> None:
         """``children``: servers that this process has started, and looks after."""
@@ -88,7 +91,6 @@ class Summation:
         """``spare`` names servers that run already, on machines of their own, and ``job`` the id that they were given."""
         if cluster.rows != 1:
             raise HocketError("Servers that sum serve one worker per process; leave --processes out.")
-        self._children: list[Child] = []
         self._stop = threading.Event()
         worker = cluster.workers.start
         # Worker 0 chooses the id of the job.
@@ -98,10 +100,13 @@ class Summation:
         listener = Listener(f"tcp://{bind}:0", job, found, high_water=QUEUE)
         self._server = SocketDriver(SummationServer(cluster.size), listener=listener)
         own = [listener.address]
-        if spare is None and worker < servers:
-            child = start_summation_server(job, cluster.size, bind, keys)
-            self._children.append(child)
-            own.append(address_of(child))
+        count = int(spare is None and worker < servers)
+        self._children = Supervisor(
+            [Role(_SUM, count, lambda *_: start_summation_server(job, cluster.size, bind, keys), ends_with_input=True)]
+        )
+        self._children.start(_SUM)
+        children = [self._children.process(_SUM, number) for number in range(count)]
+        own += map(address_of, children)
         text = json.dumps(own).encode()
         told = torch.zeros(1, 512, dtype=torch.uint8)
         told[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -109,7 +114,7 @@ class Summation:
         addresses = [a[0] for a in everyone] + list([a[1] for a in everyone if len(a) > 1] if spare is None else spare)
         callers = [Caller(address, job, found, high_water=QUEUE) for address in addresses]
         silence_s = cluster.liveness_timeout_s if cluster.has_process_group else SILENCE_S
-        self.mean = SummationClient(worker, cluster.size, callers, liveness_timeout_s, self._children, silence_s)
+        self.mean = SummationClient(worker, cluster.size, callers, liveness_timeout_s, children, silence_s)
         self._thread = threading.Thread(target=self._server.serve, args=(self._stop.is_set,), name="hocket-summation", daemon=True)
         self._thread.start()
 
@@ -123,8 +128,7 @@ class Summation:
         self._thread.join(5)
         self.mean.close()
         self._server.close(_LINGER_S)  # others may still be waiting for what it has sent
-        for child in self._children:
-            end_child(child)
+        self._children.shutdown()
 
 
 def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
@@ -137,7 +141,7 @@ def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
         cluster.attach_servers(servers, Summation(cluster, servers, _bind(cluster), cluster.keys))
 
 
-def start_summation_server(job: bytes, workers: int, bind: str = "127.0.0.1", keys: Path | None = None) -> Child:
+def start_summation_server(job: bytes, workers: int, bind: str = "127.0.0.1", keys: Path | None = None) -> subprocess.Popen[str]:
     """A spare process that sums."""
     return start_server("hocket.drivers.summation", job=job.hex(), workers=workers, bind=bind, keys=keys)
 

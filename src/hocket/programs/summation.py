@@ -101,7 +101,8 @@ class SummationWorker(Program):
         """For how long each spare server has been silent; time in which this worker did not look does not count."""
 
     def mean(self, flat: Tensor, now: float) -> Effects:
-        """Make ``flat``, on the CPU, the mean of all workers'."""
+        """Make ``flat``, on the CPU, the mean of all workers'; one that was given up is forgotten."""
+        self._task = None
         return self._run(self._mean(flat), now)
 
     def dismiss(self, now: float) -> Effects:

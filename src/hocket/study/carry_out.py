@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hocket.data import DataSet, Partition, load
+from hocket.data import DataSet, load
 from hocket.errors import HocketError, NonFiniteGradient, SettingError, WorkerLost
 from hocket.models import build
 from hocket.study.folder import Folder, Outcome
@@ -129,8 +129,7 @@ def check(study: Study, data: Data) -> None:
 
 def _refusal(settings: RunSettings, data: DataSet) -> str | None:
     try:
-        plan = settings.plan()
-        Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)
+        settings.plan().sequence(len(data.train[0]), settings.workers.count)
     except HocketError as error:
         return str(error)
     return None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hocket.data import DataSet, Partition
+from hocket.data import DataSet
 from hocket.errors import HocketError, SettingError
 from hocket.strategy import Strategy
 from hocket.study.presets import Entry, Preset
@@ -162,8 +162,7 @@ def steps_of(settings: RunSettings, data: DataSet) -> int:
 def rounds_of(settings: RunSettings, data: DataSet) -> int:
     """How many steps an epoch has; at least 1, so that a run without samples is refused when it starts."""
     try:
-        plan = settings.plan()
-        return max(1, len(Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)))
+        return max(1, len(settings.plan().sequence(len(data.train[0]), settings.workers.count).partition))
     except HocketError:
         return 1
 

@@ -9,9 +9,9 @@
 ``run.train()`` trains to the end and returns a line of metrics per epoch.
 """
 
+from hocket.drivers.processes import Role, Supervisor
 from hocket.supervisor.policy import FaultPolicy
 from hocket.supervisor.prepare import prepare
-from hocket.supervisor.processes import Role, Supervisor
 from hocket.supervisor.run import SupervisedRun
 
 __all__ = ["FaultPolicy", "Role", "SupervisedRun", "Supervisor", "prepare"]

@@ -17,12 +17,12 @@ import torch
 
 from hocket.cluster.join import without_launcher
 from hocket.data import load
+from hocket.drivers.processes import Role, Supervisor, error_told, how_ended, say
 from hocket.errors import HocketError, NonFiniteGradient
 from hocket.models import build
 from hocket.programs.server.wire import link_bytes
 from hocket.supervisor.evaluation import EpochMetrics, Evaluate, Evaluator
 from hocket.supervisor.policy import FaultPolicy
-from hocket.supervisor.processes import Role, Supervisor, error_told, how_ended, say
 from hocket.train.async_worker import WorkerTask, batch_sequence
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress

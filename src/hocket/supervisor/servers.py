@@ -6,20 +6,19 @@ records them.
 
 from __future__ import annotations
 
+import subprocess
 import time
 from typing import Any
 
 from hocket.drivers.observer import Observer
-from hocket.drivers.start import Child, address_of, start_shard
+from hocket.drivers.processes import SHARD, Role, error_told, say
+from hocket.drivers.start import address_of, start_shard
 from hocket.errors import HocketError
 from hocket.programs.server.observer import GlobalWeights
 from hocket.programs.server.slices import Slices
-from hocket.supervisor.processes import Role, error_told, say
 from hocket.supervisor.run import WORKER, OnEpoch, SupervisedRun, Watch
 from hocket.train.loop import Progress
 from hocket.train.watch import check_weights
-
-SHARD = "shard"
 
 
 class ServerRun(SupervisedRun):
@@ -44,7 +43,7 @@ class ServerRun(SupervisedRun):
 
     # --- processes -----------------------------------------------------------------------------------------------------------
 
-    def _start_shard(self, place: int, incarnation: int) -> Child:
+    def _start_shard(self, place: int, incarnation: int) -> subprocess.Popen[str]:
         policy = self.policy
         return start_shard(
             place,

@@ -14,8 +14,8 @@ import sys
 import threading
 import warnings
 
+from hocket.drivers.processes import quit_at_once
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
-from hocket.supervisor.signals import quit_at_once
 
 
 def main() -> None:

@@ -12,21 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from hocket.cluster.layout import Buckets, Layout
-from hocket.data import DataSet, Partition, load
+from hocket.cluster.layout import Layout
+from hocket.data import DataSet, load
 from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.drivers.gossip_runtime import CoordinatorLink, GossipRuntime
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.worker_runtime import WorkerRuntime
 from hocket.errors import HocketError
 from hocket.models import build, loss_for
-from hocket.noise import step_keys
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.wire import link_bytes
-from hocket.train.engines.loop import forked, random_modules
+from hocket.train.engines.loop import random_modules, seeded_loss
 from hocket.train.job import Job
-from hocket.train.lr_schedule import factor
 from hocket.train.runtimes.messages import peer_runtime, server_runtime
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
@@ -57,10 +55,7 @@ class WorkerTask:
 
 def batch_sequence(settings: RunSettings, data: DataSet) -> BatchSequence:
     """All mini-batches of a run."""
-    plan = settings.plan()
-    partition = Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)
-    total = len(partition) * plan.epochs
-    return BatchSequence(partition, total if plan.max_steps is None else min(total, plan.max_steps))
+    return settings.plan().sequence(len(data.train[0]), settings.workers.count)
 
 
 def work(post: WorkerTask) -> None:
@@ -72,26 +67,21 @@ def work(post: WorkerTask) -> None:
     model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
-    at = factor(settings.optimizer.lr_schedule, sequence.steps, round(settings.optimizer.warmup * len(sequence.partition)))
+    plan = settings.plan()
+    at = plan.lr_factor(sequence)
     job, link = _enter(post, settings, model, optimizer, sequence)
     throttle, account = Throttle(settings.workers.slowdown_of(post.worker)), link.account
-    x, y = (t.to(device) for t in data.train)
-    dtype, random = settings.numerics.dtype, bool(random_modules(model))
+    train = (data.train[0].to(device), data.train[1].to(device))
+    random = bool(random_modules(model))
     model.train()
     while (minibatch := _next(job, link, post.worker, sequence)) is not None:
         throttle.begin()
-        key = step_keys(settings.seed, minibatch.step, settings.workers.count)[minibatch.slot : minibatch.slot + 1]
-        inputs = x[minibatch.indices.to(device)]
-        if settings.data.augment and data.augment is not None:
-            inputs = data.augment(inputs.unsqueeze(0), key)[0]
+        inputs, targets, key = plan.samples(minibatch, data, train, settings.workers.count)
         for group, rate in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = rate * at(minibatch.step)
         job.weight = minibatch.weight
         optimizer.zero_grad()
-        with forked(random, device), torch.autocast(device.type, dtype, enabled=dtype is not None):
-            if random:
-                torch.manual_seed(int(key[0]))
-            loss = loss_of(model(data.prepare(inputs)), y[minibatch.indices.to(device)])
+        loss = seeded_loss(model, loss_of, inputs, targets, key[0], random, settings.numerics.dtype)
         loss.backward()
         if settings.optimizer.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optimizer.clip)
@@ -112,8 +102,7 @@ def _enter(
         if strategy.runtime == "peers"
         else server_runtime(lambda layout: _connect_server(post, settings, layout, sequence))
     )
-    buckets = Buckets(settings.buckets.cap_bytes, settings.buckets.first_cap_bytes)
-    job = Job(model, optimizer, strategy, runtime, nonfinite=numerics.nonfinite, seed=settings.seed, buckets=buckets)
+    job = Job(model, optimizer, strategy, runtime, nonfinite=numerics.nonfinite, seed=settings.seed, buckets=settings.buckets)
     return job, runtime.link
 
 

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from types import FrameType
+from typing import Any, NoReturn, Protocol, Self
 
 from hocket.errors import HocketError
-from hocket.supervisor.signals import interruptible
 
 MAX_RESTARTS = 10
+SHARD = "shard"
+"""The role of a parameter server's shards."""
 _GRACE_S = 5.0
 
 
@@ -50,6 +53,8 @@ class Role:
     """Starts the process of a number; the second argument is how many processes had that number before."""
     grace_s: float = _GRACE_S
     """How long a process has between SIGTERM and SIGKILL; 0: it is killed at once."""
+    ends_with_input: bool = False
+    """Instead of SIGTERM its input is closed; it sends what it still has to send, and ends."""
 
 
 class Supervisor:
@@ -69,7 +74,7 @@ class Supervisor:
         self._signals.enter_context(interruptible())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._signals:
             self.shutdown()
 
@@ -114,7 +119,9 @@ class Supervisor:
         deadline = time.monotonic() + leave_s
         for role, process in processes:
             if not _ends(process, deadline - time.monotonic()):
-                if role.grace_s > 0:
+                if role.ends_with_input:
+                    close(process)
+                elif role.grace_s > 0:
                     process.terminate()
                 else:
                     process.kill()
@@ -140,7 +147,7 @@ def _ends(process: Child, timeout_s: float) -> bool:
 
 
 def close(process: Any) -> None:
-    """Close the pipes of a process that has ended."""
+    """Close the pipes to and from a process."""
     for pipe in (getattr(process, "stdin", None), getattr(process, "stdout", None)):
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -172,3 +179,32 @@ def error_told(process: subprocess.Popen[str]) -> dict[str, str] | None:
 def say(text: str) -> None:
     """One line for the person who watches."""
     print(f"hocket: {text}.", file=sys.stderr, flush=True)
+
+
+def quit_at_once(code: int) -> None:
+    """Leave without exit handlers: threads of links and peers that are gone must not hold a process up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP (a closed terminal) count as Ctrl-C, in the main thread: no process may be left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # What is ignored stays so: nohup asks for it.
+    polite = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        for each in polite:
+            signal.signal(each, signal.SIG_IGN)  # once is enough: a second one (timeout sends two) must not break the cleaning up
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in polite}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
