@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"--place {given.place} --liveness-timeout {given.liveness_timeout:g}: shards count from 0, the liveness timeout "
                 "is above 0 seconds."
             )
+        if given.child and given.snapshots is not None and not given.snapshots.is_dir():  # do not make it again
+            raise HocketError(f"The folder {given.snapshots} is gone, and so is the process that started this shard.")
         keys = None if given.keys is None else Keys.read(given.keys)
         snapshots = None if given.snapshots is None or given.snapshot <= 0 else Snapshots(given.snapshots, given.place)
         with Listener(given.bind, DEFAULT_JOB if given.job is None else job_id(given.job), keys, given.most_bytes) as listener:
