@@ -40,8 +40,8 @@ from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import OBSERVER, job_config, link_bytes
 from hocket.strategy import Strategy
+from hocket.train.async_worker import WorkerTask, work
 from hocket.train.checks import layout_for
-from hocket.train.free_worker import WorkerTask, work
 from hocket.train.settings import RunSettings
 from hocket.transport import Envelope, Kind, Listener, Refused, pack, unpack
 
@@ -111,7 +111,7 @@ class Training:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.observer.close()
+        self.observer.close(0)
         for worker in self.workers:
             worker.kill()
             worker.join()
@@ -119,7 +119,7 @@ class Training:
         self.shard.join()
 
     def status(self) -> dict[str, Any]:
-        return self.observer.status(5.0) or {"progress": 0, "refused": {}, "lost": 0}
+        return self.observer.statuses(5.0).get(0) or {"progress": 0, "refused": {}, "lost": 0}
 
     def wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -134,12 +134,10 @@ class Training:
         self.wait(lambda: all(worker.exitcode is not None for worker in self.workers))
         if codes := [worker.exitcode for worker in self.workers if worker.exitcode]:
             raise RuntimeError(f"a worker ended with {codes[0]}")
-        self.observer.request_weights(0)
-        first = self.observer.receive_weights(30.0)
-        found = None if first is None else self.observer.global_weights(first, 0)
+        found = self.observer.global_weights(30.0)
         if found is None:
             raise RuntimeError("the shard does not tell the weights")
-        return self.status(), torch.cat([row.flatten() for row in found[0]])
+        return self.status(), torch.cat([row.flatten() for row in found.rows])
 
 
 def plan() -> tuple[Layout, Slices, int]:

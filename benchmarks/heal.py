@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from hocket.drivers.shard_process import start_serving
 from hocket.programs.base import Address
 from hocket.programs.server.shard_server import ShardServer
-from hocket.train.free_worker import WorkerTask, work
+from hocket.train.async_worker import WorkerTask, work
 from hocket.transport import Envelope, Keys, Kind, Listener
 
 JOB = bytes(range(16, 32))

@@ -30,7 +30,7 @@ from hocket.train.runtimes.collective import CollectiveRuntime
 
 if TYPE_CHECKING:  # sockets are loaded only where a strategy sends messages
     from hocket.drivers.server_runtime import ServerRuntime
-    from hocket.train.free_start import Servers
+    from hocket.train.async_start import Servers
 
 SHARDINGS = ("zero1", "fsdp")
 
@@ -192,13 +192,13 @@ def _unsplit(
 
         runtime = FsdpRuntime(cluster.for_job())
     elif strategy.runtime == "peers" and _Session.world > 1:
-        from hocket.train.pairs_start import connect_peers
-        from hocket.train.runtimes.peers import peer_runtime
+        from hocket.train.async_start import connect_peers
+        from hocket.train.runtimes.messages import peer_runtime
 
         given = (cluster, _Session.keys, _Session.liveness_timeout_s, _Session.seed)
         runtime = peer_runtime(lambda layout: connect_peers(strategy, layout, *given), cluster)
     elif strategy.runtime != "collective" and (_Session.world > 1 or _Session.servers is not None or needs_servers(strategy)):
-        from hocket.train.runtimes.server import server_runtime
+        from hocket.train.runtimes.messages import server_runtime
 
         runtime = server_runtime(lambda layout: _connect(strategy, layout, cluster), cluster)
     else:
@@ -249,7 +249,7 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster) -> ServerRunt
     from hocket.drivers.server_runtime import ServerRuntime
     from hocket.programs.server.requests import WorkerConfig
     from hocket.programs.server.wire import DEFAULT_JOB, job_id
-    from hocket.train.free_start import Servers, start_servers
+    from hocket.train.async_start import Servers, start_servers
     from hocket.transport import Keys
 
     session = _Session

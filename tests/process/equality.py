@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
+from hocket.cluster.layout import Buckets
 from hocket.cluster.processes import ProcessCluster
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
@@ -121,7 +122,7 @@ CASES = [
 def build(case: Case, cluster: Cluster, live: bool) -> Any:
     """The workers of a case that a cluster hosts here."""
     kind: Any = LiveReplica if live else StackedReplicas
-    caps = {"bucket_cap_bytes": 4096, "first_bucket_cap_bytes": 900}  # several buckets
+    caps = {"buckets": Buckets(4096, 900)}  # several buckets
     strategy = Strategy.parse(case.strategy)
     model = seeded({"mlp": _mlp, "norm": _norm}[case.model], 3)
     replicas = kind(model, cross_entropy, OPTIMIZERS[case.optimizer], strategy, cluster, seed=3, clip=case.clip, **caps)

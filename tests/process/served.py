@@ -22,8 +22,8 @@ from hocket.drivers.observer import Observer
 from hocket.models import build
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import link_bytes
+from hocket.train.async_worker import WorkerTask, read_worker_task, work
 from hocket.train.checks import layout_for
-from hocket.train.free_worker import WorkerTask, read_worker_task, work
 from hocket.train.loop import accuracy_of
 from hocket.train.replicas import swapped_weights
 from hocket.train.settings import RunSettings
@@ -210,7 +210,7 @@ class Service:
 
     def __exit__(self, *_: object) -> None:
         """Nobody is left."""
-        self.observer.close()
+        self.observer.close(0)
         for group in self.groups:
             for pid in group.pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -260,7 +260,7 @@ class Service:
         self.address(self.shards[place])
 
     def status(self) -> dict[str, Any]:
-        return self.observer.status(2.0) or {"progress": 0, "here": [], "lost": 0, "workers": {}}
+        return self.observer.statuses(2.0).get(0) or {"progress": 0, "here": [], "lost": 0, "workers": {}}
 
     def reaches(self, progress: int, seconds: float = LIMIT_S) -> bool:
         """Whether so many mini-batches are done in time."""
@@ -274,12 +274,9 @@ class Service:
         return self.status()
 
     def weights(self) -> list[Tensor]:
-        self.observer.request_weights(0)
-        first = self.observer.receive_weights(5.0)
-        assert first is not None
-        found = self.observer.global_weights(first, 0)
+        found = self.observer.global_weights(5.0)
         assert found is not None
-        return found[0]
+        return found.rows
 
     def accuracy(self) -> float:
         with swapped_weights(self.model, self.layout, self.weights(), {}):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import hocket
 from hocket.strategy import Strategy
 from hocket.train.job import Job
-from hocket.train.runtimes.server import server_runtime
+from hocket.train.runtimes.messages import server_runtime
 from process.cases import batch, flat, net, refusal, sgd
 from process.launch import Nursery
 from shard_servers import ShardServers

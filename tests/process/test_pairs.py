@@ -28,8 +28,7 @@ from typer.testing import CliRunner
 from hocket.cli.main import app
 from hocket.cluster.message import framed
 from hocket.data import load
-from hocket.drivers.coordinator_link import CoordinatorLink
-from hocket.drivers.gossip_runtime import GossipRuntime
+from hocket.drivers.gossip_runtime import CoordinatorLink, GossipRuntime
 from hocket.drivers.record import Recorder, read_record
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError
@@ -43,9 +42,9 @@ from hocket.supervisor import _KINDS as KINDS_OF_RUNS
 from hocket.supervisor import FaultPolicy, prepare
 from hocket.supervisor.gossip import GossipRun
 from hocket.topology.partners import answerer, target
-from hocket.train.free_worker import WorkerTask, batch_sequence
+from hocket.train.async_worker import WorkerTask, batch_sequence
 from hocket.train.job import Job
-from hocket.train.runtimes.peers import peer_runtime
+from hocket.train.runtimes.messages import peer_runtime
 from hocket.train.settings import RunSettings
 from hocket.transport import Caller, Envelope, Keys, Kind, Listener, pack
 from process.cases import batch, net, sgd

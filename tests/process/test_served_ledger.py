@@ -16,7 +16,7 @@ from hocket.drivers.sockets import SocketDriver
 from hocket.programs.base import Effects
 from hocket.strategy import Strategy
 from hocket.train.job import Job
-from hocket.train.runtimes.server import server_runtime
+from hocket.train.runtimes.messages import server_runtime
 from hocket.transport import Envelope, Kind
 from process.cases import batch, net, sgd
 from process.launch import Nursery

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.cluster.message import ring_bytes, summed_bytes
-from hocket.drivers.start import address_of, end_child
-from hocket.drivers.summation import SummationClient, shares, start_summation_server
+from hocket.drivers.start import address_of
+from hocket.drivers.summation import SummationClient, start_summation_server
 from hocket.errors import WorkerLost
+from hocket.programs.summation import shares
 from hocket.transport import Caller, Listener
 from process.equality import WORKERS
 from process.launch import Nursery
@@ -64,7 +65,8 @@ def test_a_server_that_is_stopped_is_noticed_and_one_that_only_waits_is_not() ->
             caller.close(0)
     finally:
         os.kill(child.pid, signal.SIGCONT)
-        end_child(child)
+        child.kill()
+        child.communicate()
 
 
 @given(st.integers(0, 10_000), st.integers(2, 12), st.data())

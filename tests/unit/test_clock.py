@@ -19,6 +19,7 @@ import hocket
 from hocket import ClusterSpec, HocketError, Strategy
 from hocket.cluster import Message, Subgroups, VirtualCluster
 from hocket.cluster.clock import Clock, parts
+from hocket.cluster.layout import Buckets
 from hocket.cluster.ledger import Span, split
 from hocket.cluster.message import FRAME_BYTES, PIECE_BYTES, ring_bytes
 from hocket.data.base import DataSet, identity
@@ -228,7 +229,7 @@ def test_a_bucket_is_launched_when_the_backward_pass_has_produced_it() -> None:
     assert clock.now.tolist() == [4.0] * 2
     spec = ClusterSpec(step_s=0.01, bandwidth=1e6)
     whole, _ = each("bulk", spec)
-    cut, _ = each("bulk", spec, bucket_cap_bytes=1, first_bucket_cap_bytes=1)  # a bucket for each parameter
+    cut, _ = each("bulk", spec, buckets=Buckets(1, 1))  # a bucket for each parameter
     assert float(cut[0, 0]) < float(whole[0, 0])
 
 

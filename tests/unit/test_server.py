@@ -21,9 +21,11 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.drivers.observer import Observer
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.snapshots import Snapshots, sealed, unsealed
+from hocket.errors import HocketError
 from hocket.programs.account import Account, entry_of
 from hocket.programs.base import Effects, Say, Send, Snapshot
 from hocket.programs.server.members import BatchDispatcher
+from hocket.programs.server.observer import ShardObserver
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.push_encoder import PushEncoder
 from hocket.programs.server.shard import ParameterShard, Shard
@@ -582,20 +584,49 @@ def test_weights_that_come_while_something_else_is_requested_are_not_lost() -> N
     """Otherwise an epoch would be recorded at the end of the training only, with its figures."""
     strategy = Strategy.parse("async + server")
     with Listener("tcp://127.0.0.1:0", JOB) as shard:
-        observer = Observer([shard.address], JOB, layout(), Slices.of(strategy, layout()), 1 << 20, None)
-        try:
-            observer.request_weights(3)
+        slices = Slices.of(strategy, layout())
+        with Observer([shard.address], JOB, layout(), slices, 1 << 20, None) as observer:
+            observer.begin(observer.program.fetch, 3)
             peer, asked = shard.receive(10.0) or (b"", Envelope(Kind.BEAT))
             assert (asked.kind, asked.metadata["epoch"]) == (Kind.FETCH, 3)
-            shard.send(peer, Envelope(Kind.REPLY, number=asked.number, metadata={"figures": {"progress": 12}}))
+            reply = Envelope(Kind.REPLY, number=asked.number, metadata={"figures": {"progress": 12}}, tensors=(torch.ones(50),))
+            shard.send(peer, reply)
             shard.send(peer, Envelope(Kind.ANSWER, number=asked.number + 1, metadata={"figures": {"progress": 15}}))
-            assert observer.status(10.0) == {"progress": 15}
-            received = observer.receive_weights(0.0)
-            assert received is not None
-            assert received.metadata["figures"] == {"progress": 12}
-            assert observer.receive_weights(0.0) is None, "they come once"
-        finally:
-            observer.close()
+            assert observer.statuses(10.0) == {0: {"progress": 15}}
+            assert not observer.program.busy, "the weights came before"
+            found = observer.program.found
+            assert found is not None
+            assert found.figures == {"progress": 12}
+
+
+def test_an_observer_joins_the_shards_parts_and_gives_up_on_a_shard_that_is_silent() -> None:
+    slices = Slices.of(Strategy.parse("async + server(2)"), layout())
+    observer = ShardObserver(layout(), slices)
+
+    def part(place: int, number: int) -> Envelope:
+        figures = {"figures": {"progress": 12, "lost": place}}
+        return Envelope(Kind.REPLY, number=number, metadata=figures, tensors=(torch.full((25,), float(place)),))
+
+    (first,) = (effect for effect in observer.fetch(3, 0.0) if isinstance(effect, Send))
+    assert (first.to, first.message.metadata["epoch"]) == (0, 3)
+    number = first.message.number
+    (second,) = (effect for effect in observer.message(0, part(0, number), 5.0) if isinstance(effect, Send))
+    assert (second.to, second.message.number) == (1, number)
+    observer.timer("task", 11.9)
+    assert observer.busy, "a shard has seconds to reach the end of the epoch, and to answer"
+    observer.timer("task", 12.0)
+    assert not observer.busy
+    assert observer.found is None
+    (again,) = (effect for effect in observer.fetch(3, 13.0) if isinstance(effect, Send))
+    observer.message(0, part(0, again.message.number), 14.0)
+    observer.message(1, part(1, number), 14.0)
+    assert observer.busy, "that was the answer to another request"
+    observer.message(1, part(1, again.message.number), 14.0)
+    assert observer.found is not None
+    assert observer.found.rows[0].tolist() == [[0.0] * 25 + [1.0] * 25]
+    assert (observer.found.lost, observer.found.figures["progress"]) == (1, 12)
+    with pytest.raises(HocketError, match="Shard 1: the job is another"):
+        observer.message(1, Envelope(Kind.REFUSAL, metadata={"sentence": "the job is another"}), 15.0)
 
 
 def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
@@ -693,13 +724,10 @@ def test_what_was_lost_is_what_the_shard_lost_that_lost_most() -> None:
         worker = shards.worker(text, 0, total=8, per_epoch=8)
         worker.join([torch.ones(1, 50)], SGD)
         shards.servers[1].lost = 3
-        observer = worker.observer()
-        observer.request_weights(0)
-        first = observer.receive_weights(10.0)
-        assert first is not None
-        assert observer.global_weights(first, 0) is not None
-        assert observer.lost == 3
-        observer.close()
+        with worker.observer() as observer:
+            found = observer.global_weights(10.0)
+        assert found is not None
+        assert found.lost == 3
         worker.leave()
 
 

@@ -29,6 +29,7 @@ from hocket.cli.options import arguments, option
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import NoCompression, Threshold
 from hocket.data import DataSet, Normalise
+from hocket.drivers.processes import interruptible
 from hocket.errors import HocketError, NonFiniteGradient, SettingError
 from hocket.strategy import Strategy
 from hocket.study import file
@@ -38,7 +39,6 @@ from hocket.study.folder import Folder, Outcome
 from hocket.study.lr_search import MOST, best_lr, next_lr, search_steps, short
 from hocket.study.plan import Entry, Outline, Planned, Study, expand, slug
 from hocket.study.presets import PRESETS, preset
-from hocket.supervisor.processes import interruptible
 from hocket.sync import Bulk, Local
 from hocket.topology import AllReduce, Gossip
 from hocket.train import record

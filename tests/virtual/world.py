@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hocket.cluster import VirtualCluster
-from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES
+from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Buckets
 from hocket.strategy import Strategy
 from hocket.train.replicas import StackedReplicas
 
@@ -73,8 +73,7 @@ class World:
             Strategy.parse(strategy),
             self.cluster,
             seed=seed,
-            bucket_cap_bytes=caps[0],
-            first_bucket_cap_bytes=caps[1],
+            buckets=Buckets(*caps),
             **options,
         )
         self.x, self.y = data(steps, workers)

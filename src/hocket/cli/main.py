@@ -14,9 +14,9 @@ import typer
 
 from hocket.cli import demo, keys, pipeline, report, study, train
 from hocket.cli.options import Commands
+from hocket.drivers.processes import quit_at_once
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.study.carry_out import Interrupted
-from hocket.supervisor.processes import quit_at_once
 
 app = typer.Typer(
     name="hocket",

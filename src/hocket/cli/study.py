@@ -26,6 +26,7 @@ from hocket.cli.display import LEGEND, StudyDisplay, plain_notes, study_tables
 from hocket.cli.options import arguments, with_settings
 from hocket.cli.train import device_of
 from hocket.cluster.join import without_launcher
+from hocket.drivers.processes import interruptible
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.report import Report, build
 from hocket.study import file
@@ -33,7 +34,6 @@ from hocket.study.carry_out import Data, Interrupted, Virtual, Watch, carry_out,
 from hocket.study.folder import Folder
 from hocket.study.plan import Study, expand, number
 from hocket.study.presets import PRESETS, preset
-from hocket.supervisor.processes import interruptible
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite, write_whole
 from hocket.train.settings import RunSettings

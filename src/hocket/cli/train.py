@@ -20,12 +20,12 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.join import find_launcher, join
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
+from hocket.drivers.processes import interruptible
 from hocket.errors import HocketError
 from hocket.models import build
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, prepare
-from hocket.supervisor.processes import interruptible
 from hocket.train.checks import needs_servers
 from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
 from hocket.train.setting_groups import BATCH_OPTIMIZER

@@ -1,8 +1,7 @@
-"""A worker of ``async + gossip`` as a training job uses it: :class:`~hocket.programs.gossip.peer.GossipPeer` on sockets.
+"""A worker of ``async + gossip``: :class:`~hocket.programs.gossip.peer.GossipPeer` on sockets.
 
-It has the methods of :class:`~hocket.drivers.server_runtime.ServerRuntime`. Per step the job calls
-:meth:`GossipRuntime.before_update`, steps its own optimiser, and calls :meth:`GossipRuntime.after_update`. A thread answers the
-other workers while the job computes (:mod:`hocket.drivers.threaded`); it changes the program's state, never the job's rows.
+A thread answers the other workers while the job computes (:mod:`hocket.drivers.threaded`); it changes the program's state, never
+the job's rows.
 
 The program works on the CPU: rows on another device are copied to it before each call and back after it.
 """
@@ -10,21 +9,19 @@ The program works on the CPU: rows on another device are copied to it before eac
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hocket.cluster.ledger import Entry
-from hocket.drivers.coordinator_link import CoordinatorLink
-from hocket.drivers.record import Recorder
+from hocket.drivers.sockets import SocketDriver
 from hocket.drivers.threaded import ThreadedDriver
-from hocket.errors import HocketError
-from hocket.programs.account import Account, entry_of, staleness_of
+from hocket.drivers.worker_runtime import REDIAL_S, WorkerRuntime
+from hocket.programs.account import Account, staleness_of
 from hocket.programs.base import Effects
+from hocket.programs.coordinator import COORDINATOR, CoordinatorClient
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import Mean
@@ -32,15 +29,48 @@ from hocket.transport import Caller, Keys, Listener
 
 Rendezvous = Callable[[str], Sequence[str | None]]
 """Tells the others this worker's address; all workers' addresses in their order, None where a worker is gone already."""
-_REDIAL_S = 3.0
-"""A connection that acknowledges nothing for so long is made anew."""
 
 
-class GossipRuntime:
+class CoordinatorLink:
+    """That of worker ``worker`` to the coordinator at ``address``; it belongs to the thread that trains."""
+
+    def __init__(self, address: str, job: bytes, worker: int, keys: Keys | None, most_bytes: int, incarnation: int = 0) -> None:
+        self.program = CoordinatorClient(worker, incarnation)
+        caller = Caller(address, job, keys, most_bytes=most_bytes, redial_s=REDIAL_S)
+        self.driver = SocketDriver(self.program, callers={COORDINATOR: caller})
+
+    def join(self, address: str) -> list[str | None]:
+        """Tell where this worker listens; all workers' addresses, None where a worker has died already."""
+        self.driver.call(self.program.join, address)
+        return self.program.worker_addresses
+
+    def begin(self, account: Account, over: bool) -> None:
+        """This worker trains; ``account`` goes along with requests. ``over``: the others have ended, and it takes no mini-batch."""
+        self.program.account, self.program.over = account, over
+
+    def next_batch(self) -> int | None:
+        """The number of the next mini-batch; None when there is none left. With that the one before is done."""
+        self.driver.call(self.program.take_batch)
+        number, effects = self.program.next_batch(self.driver.clock())
+        self.driver.carry_out(effects)
+        return number
+
+    def deliver(self, mean: Mean, ledger: dict[str, Any]) -> None:
+        """Tell the final mean and this worker's final figures."""
+        self.driver.call(self.program.deliver, mean, ledger=ledger)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        self.driver.close(linger_s)
+
+
+class GossipRuntime(WorkerRuntime):
     """The worker that ``config`` says; ``record``: a file for all that happens to it.
 
     Mini-batches come from the ``coordinator``, if there is one; it also tells where the others are, and is told the final mean.
     """
+
+    program: GossipPeer
+    driver: ThreadedDriver
 
     def __init__(
         self,
@@ -53,7 +83,7 @@ class GossipRuntime:
         keys: Keys | None = None,
         record: Path | None = None,
     ) -> None:
-        self._coordinator, self.attached = coordinator, False
+        self._coordinator = coordinator
         find = rendezvous if coordinator is None else coordinator.join
         assert find is not None, "a worker must find the others"
         listener = Listener(bind, job, keys, most_bytes)
@@ -66,12 +96,12 @@ class GossipRuntime:
         self.config = replace(config, address=listener.address, absent=absent)
         self.program = GossipPeer(self.config)
         identity = b"g" + secrets.token_bytes(8)
-        self._recorder = None if record is None else Recorder(record)
+        super().__init__(config.worker, record)
         if self._recorder is not None:
             self._recorder.start(**asdict(self.config), identity=identity.hex())
 
         def connect(peer: int, address: str) -> Caller:
-            return Caller(address, job, keys, identity, most_bytes, redial_s=_REDIAL_S)
+            return Caller(address, job, keys, identity, most_bytes, redial_s=REDIAL_S)
 
         others = {peer: address for peer, address in enumerate(self.addresses) if address is not None and peer != config.worker}
         self.driver = ThreadedDriver(
@@ -108,29 +138,8 @@ class GossipRuntime:
         return None if joined is None else joined.buffers
 
     @property
-    def step(self) -> int:
-        """Steps done."""
-        return self.program.step
-
-    @property
-    def worker(self) -> int:
-        """This worker's number."""
-        return self.config.worker
-
-    def figures(self) -> dict[str, Any]:
-        """This worker's own figures by now, as plain data."""
-        with self.driver.lock:
-            return self.account.describe(self.driver.clock())
-
-    @property
     def steps_locally(self) -> bool:
-        """Whether the worker's own optimiser makes the step under way: always."""
         return True
-
-    @property
-    def account(self) -> Account:
-        """This worker's own figures."""
-        return self.program.account
 
     @property
     def mean(self) -> Mean | None:
@@ -148,27 +157,19 @@ class GossipRuntime:
         self._call(self.program.before_update)
 
     def after_update(self, lrs: Sequence[float], buffers: Tensor | None) -> None:
-        """The step is done; ``buffers`` are the worker's floating-point buffers, flat. The next exchange begins."""
+        """The step is done; the next exchange begins."""
         self._call(self.program.after_update, _on_cpu(buffers))
 
     def next_batch(self) -> int | None:
-        """The number of the next mini-batch from the coordinator; None when there is none left."""
         assert self._coordinator is not None
         return self.record_batch(self._coordinator.next_batch())
-
-    def record_batch(self, number: int | None) -> int | None:
-        """The number of a mini-batch that this worker takes for its next step, into the recording if there is one."""
-        if self._recorder is not None:
-            with self.driver.lock:
-                self._recorder.batch(number)
-        return number
 
     def flush(self) -> None:
         """As :meth:`finish`: without servers there is nobody else to leave updates with."""
         self.finish()
 
     def finish(self) -> Tensor | None:
-        """Agree with all live workers on the mean, which comes into the rows; the mean buffers. All workers must call it."""
+        """Agree with all live workers on the mean, which comes into the rows."""
         ended = self.program.state.ended
         if self.mean is None or not ended:
             self._call(self.program.finish)
@@ -211,26 +212,6 @@ class GossipRuntime:
 
     # --- figures and global weights ------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time does not count: something is done beside the training."""
-        if self.account.paused is not None:  # inside another pause, or after the end
-            yield
-            return
-        self._time(self.account.pause)
-        try:
-            yield
-        finally:
-            self._time(self.account.resume)
-
-    def _time(self, method: Callable[[float], None]) -> None:
-        """Call a method of the account with the time, also in the recording."""
-        with self.driver.lock:
-            now = self.driver.clock()
-            if self._recorder is not None:
-                self._recorder.call(f"account.{method.__name__}", (), now)
-            method(now)
-
     def global_weights(self) -> tuple[list[Tensor], Tensor | None]:
         """The mean ``[1, values]`` per bucket of what all workers that answer hold now, and their mean buffers."""
         self._call(self.program.look_around)
@@ -239,39 +220,26 @@ class GossipRuntime:
         return [new.view(1, -1).to(row.device) for new, row in zip(looked.rows, self._rows, strict=True)], looked.buffers
 
     def state_dict(self) -> dict[str, Any]:
-        """All strategy state of this worker: its step and its push-sum weight. The weights are those of the model."""
+        """Its step and its push-sum weight. The weights are those of the model."""
         with self.driver.lock:
             return {"step": self.program.step, "push_sum_weight": self.program.state.push_sum_weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, before the first step; every worker begins with a push-sum weight of 1 and the model's weights."""
-        if self.step:
-            raise HocketError(f"load_state_dict after {self.step} steps: load it before the first step of this job.")
+        self._refuse_late_load()
         with self.driver.lock:
             self.program.step = int(state["step"])
 
-    def summary(self) -> dict[str, Any]:
-        """Everything so far: seconds are means over workers, ``bytes_sent``, ``exchanges`` and ``lost`` ones sums over workers.
-
-        ``staleness`` counts all gradients by how many contributions of others had arrived since their weights were read. Workers
-        that do not answer keep the figures that they told last.
-        """
-        entry = self.total()
-        accounts = self.program.accounts.values()
-        lost = sum(int(account["lost"]) for account in accounts)
-        return {**vars(entry), "lost": lost, "staleness": staleness_of(accounts)}
-
-    def total(self) -> Entry:
-        """Seconds, bytes and exchanges of all workers so far."""
-        self.refresh()
-        return entry_of(self.program.accounts)[0]
-
-    def refresh(self) -> None:
-        """Ask all workers that can be reached for their accounts, as long as this worker is attached."""
+    def refresh(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """``staleness`` counts all gradients by how many contributions of others had arrived since their weights were read,
+        ``lost`` the exchanges that came to nothing."""
         if self.attached:
             self._call(self.program.ask_accounts)
         elif self.mean is None:
-            self.program.accounts[str(self.config.worker)] = self.account.describe(self.driver.clock())
+            self.program.accounts[str(self.worker)] = self.figures()
+        accounts = self.program.accounts
+        lost = sum(int(account["lost"]) for account in accounts.values())
+        return accounts, {"lost": lost, "staleness": staleness_of(accounts.values())}
 
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:

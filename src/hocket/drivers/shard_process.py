@@ -6,21 +6,14 @@ What it answers to which message is in :mod:`hocket.programs.server.shard_server
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import json
-import os
-import select
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from hocket.drivers.record import Recorder
 from hocket.drivers.snapshots import Snapshots
 from hocket.drivers.sockets import SocketDriver
+from hocket.drivers.start import announce, begin_child, input_closed
 from hocket.errors import HocketError
 from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.wire import DEFAULT_JOB, LIVENESS_TIMEOUT_S, SNAPSHOT_S, job_id
@@ -30,26 +23,24 @@ from hocket.transport import Keys, Listener
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve; the address, or an error, is one line of JSON on standard output."""
     given = _parser().parse_args(arguments)
-    if given.child:
-        _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one hears it, and ends this one
-    torch.set_num_threads(1)
+    begin_child(ends_with_parent=given.child)
     try:
         if given.place < 0 or given.liveness_timeout <= 0:
             raise HocketError(
                 f"--place {given.place} --liveness-timeout {given.liveness_timeout:g}: shards count from 0, the liveness timeout "
                 "is above 0 seconds."
             )
+        if given.child and given.snapshots is not None and not given.snapshots.is_dir():  # do not make it again
+            raise HocketError(f"The folder {given.snapshots} is gone, and so is the process that started this shard.")
         keys = None if given.keys is None else Keys.read(given.keys)
         snapshots = None if given.snapshots is None or given.snapshot <= 0 else Snapshots(given.snapshots, given.place)
         with Listener(given.bind, DEFAULT_JOB if given.job is None else job_id(given.job), keys, given.most_bytes) as listener:
             server = ShardServer(given.place, given.liveness_timeout, 0.0 if snapshots is None else given.snapshot, given.stay)
             driver = start_serving(server, listener, snapshots, None if given.record is None else Recorder(given.record))
-            version = None if server.shard is None else server.shard.version
-            print(json.dumps({"address": listener.address, "version": version}), flush=True)
-            driver.serve(lambda: given.child and _closed(sys.stdin.fileno()))
+            announce(address=listener.address, version=None if server.shard is None else server.shard.version)
+            driver.serve(lambda: given.child and input_closed())
     except HocketError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        announce(error=str(error))
         sys.exit(2)
 
 
@@ -82,17 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--child", action="store_true", help="end when standard input is closed, or the parent dies")
     parser.add_argument("--record", type=Path, help="a file for all that happens to this shard, to replay the run")
     return parser
-
-
-def _closed(descriptor: int) -> bool:
-    readable, _, _ = select.select([descriptor], [], [], 0)
-    return bool(readable) and not os.read(descriptor, 1)
-
-
-def _die_with_parent() -> None:
-    """Linux ends us when the thread that started us ends; elsewhere the closed pipe has to do."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,12 @@ class SocketDriver:
         while not condition():
             self.poll(_POLL_S)
 
+    def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Handle messages and timers until ``condition`` holds, for at most ``timeout_s``; whether it holds."""
+        deadline = self.clock() + timeout_s
+        self.run_until(lambda: condition() or self.clock() >= deadline)
+        return condition()
+
     def serve(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Handle messages and timers until the program has finished, or ``ended`` (asked now and then)."""
         asked = self.clock()

@@ -1,8 +1,13 @@
-"""Servers as child processes: one tells its address, and ends when whoever started it does."""
+"""Servers as child processes: one tells its address, and ends when its input closes or whoever started it does."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -10,12 +15,24 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
 from hocket.errors import HocketError
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 
-Child = subprocess.Popen[str]
+# --- for the process that starts one -----------------------------------------------------------------------------------------
+
+
+def start_server(module: str, *flags: str, **options: Any) -> subprocess.Popen[str]:
+    """``python -m module``; :func:`address_of` tells where it listens. It ends when its input closes, so keep the handle.
+
+    Options are named as in Python, and left out where they are None.
+    """
+    given = [part for name, value in options.items() if value is not None for part in (f"--{name.replace('_', '-')}", str(value))]
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *flags, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def start_shard(
@@ -29,28 +46,14 @@ def start_shard(
     most_bytes: int = 1 << 28,
     stays: bool = False,
     record: Path | None = None,
-) -> Child:
-    """Shard ``place`` of a job; :func:`address_of` tells where it listens. It ends when its input closes, so keep the handle."""
-    command = [sys.executable, "-m", "hocket.drivers.shard_process", "--child", "--place", str(place), "--job", job.hex()]
-    command += [
-        "--bind",
-        bind,
-        "--liveness-timeout",
-        str(liveness_timeout_s),
-        "--snapshot",
-        str(snapshot_s),
-        "--most-bytes",
-        str(most_bytes),
-    ]
-    for option, value in (("--keys", keys), ("--snapshots", snapshots), ("--record", record)):
-        if value is not None:
-            command += [option, str(value)]
-    if stays:
-        command.append("--stay")
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+) -> subprocess.Popen[str]:
+    """Shard ``place`` of a job."""
+    options: dict[str, Any] = {"place": place, "job": job.hex(), "bind": bind, "keys": keys, "most_bytes": most_bytes}
+    options |= {"liveness_timeout": liveness_timeout_s, "snapshots": snapshots, "snapshot": snapshot_s, "record": record}
+    return start_server("hocket.drivers.shard_process", "--child", *["--stay"] * stays, **options)
 
 
-def address_of(child: Child) -> str:
+def address_of(child: subprocess.Popen[str]) -> str:
     """Where a child listens; waits until it does."""
     assert child.stdout is not None
     line = child.stdout.readline()
@@ -61,17 +64,31 @@ def address_of(child: Child) -> str:
     return str(told["address"])
 
 
-def end_child(child: Child, timeout_s: float = 5.0) -> None:
-    """End a child: by closing its input, by force if that does not help."""
-    if child.stdin is not None:
-        child.stdin.close()
-    try:
-        child.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-    if child.stdout is not None:
-        child.stdout.close()
+# --- for a server's own process ----------------------------------------------------------------------------------------------
+
+
+def begin_child(ends_with_parent: bool = True) -> None:
+    """Set up a process that only serves: one thread; Ctrl-C is for whoever started it."""
+    if ends_with_parent:  # Linux: also where that one is killed; elsewhere the closed pipe has to do
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+def announce(**told: Any) -> None:
+    """Tell whoever started this process the address, or an error: one line of JSON on standard output."""
+    print(json.dumps(told), flush=True)
+
+
+def input_closed() -> bool:
+    """Whether whoever started this process has closed its input."""
+    descriptor = sys.stdin.fileno()
+    readable, _, _ = select.select([descriptor], [], [], 0)
+    return bool(readable) and not os.read(descriptor, 1)
+
+
+# --- where servers listen ----------------------------------------------------------------------------------------------------
 
 
 def own_address() -> str:

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hocket.drivers.processes import Role, Supervisor
 from hocket.drivers.snapshots import unsealed
 from hocket.errors import HocketError, WorkerLost
 from hocket.sandblaster.coordinator import GO_ON
 from hocket.sandblaster.processes import FAILURE_FILE, LINK_FILE, Plan, be_coordinator, be_shard, be_worker
 from hocket.sandblaster.vectors import cuts
-from hocket.supervisor.processes import Role, Supervisor
 from hocket.transport.frame import JOB_BYTES
 
 if TYPE_CHECKING:

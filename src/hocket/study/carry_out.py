@@ -19,7 +19,7 @@ from hocket.errors import HocketError, NonFiniteGradient, SettingError, WorkerLo
 from hocket.models import build
 from hocket.study.folder import Folder, Outcome
 from hocket.study.lr_search import best_lr, next_lr, short
-from hocket.study.plan import Planned, Study, partition_of, rounds_of, start_lr, steps_of
+from hocket.study.plan import Planned, Study, rounds_of, start_lr, steps_of
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite
 from hocket.train.run import Engines, run
@@ -117,7 +117,7 @@ def check(study: Study, data: Data) -> None:
     refusals = []
     for planned in study.runs:
         try:
-            partition_of(planned.settings, data(planned.settings.data.name))
+            planned.settings.plan().sequence(len(data(planned.settings.data.name).train[0]), planned.settings.workers.count)
         except HocketError as error:
             refusals.append(str(error))
     if refusals and len(refusals) == len(study.runs):

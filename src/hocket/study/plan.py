@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any
 
-from hocket.data import DataSet, Partition
+from hocket.data import DataSet
 from hocket.errors import HocketError, SettingError
 from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER
@@ -160,15 +160,9 @@ def steps_of(settings: RunSettings, data: DataSet) -> int:
 def rounds_of(settings: RunSettings, data: DataSet) -> int:
     """How many steps an epoch has; at least 1, so that a run without samples is refused when it starts."""
     try:
-        return max(1, len(partition_of(settings, data)))
+        return max(1, len(settings.plan().sequence(len(data.train[0]), settings.workers.count).partition))
     except HocketError:
         return 1
-
-
-def partition_of(settings: RunSettings, data: DataSet) -> Partition:
-    """Which worker gets which samples in a run."""
-    plan = settings.plan()
-    return Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)
 
 
 def assign_folders(runs: Iterable[Planned], taken: Mapping[str, str] | None = None) -> tuple[Planned, ...]:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from hocket.drivers.processes import Role, Supervisor
 from hocket.errors import HocketError
 from hocket.supervisor.gossip import GossipRun
-from hocket.supervisor.processes import Role, Supervisor
 from hocket.supervisor.run import Evaluate, FaultPolicy, SupervisedRun
 from hocket.supervisor.servers import ServerRun
 from hocket.train.settings import RunSettings

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from hocket.cluster.join import without_launcher
 from hocket.cluster.layout import Layout
 from hocket.data import DataSet, load
+from hocket.drivers.processes import Role, Supervisor, error_told, how_ended, say
 from hocket.errors import HocketError, NonFiniteGradient, SettingError
 from hocket.models import build
 from hocket.programs.account import entry_of, staleness_since
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S, link_bytes
-from hocket.supervisor.processes import Role, Supervisor, error_told, how_ended, say
-from hocket.train.free_worker import WorkerTask, batch_sequence
+from hocket.train.async_worker import WorkerTask, batch_sequence
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress, accuracy_of
 from hocket.train.record import Record
 from hocket.train.replicas import swapped_weights
 from hocket.train.run import describe_run
-from hocket.train.runtimes.server import optimizer_spec_for
+from hocket.train.runtimes.messages import optimizer_spec_for
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.transport import Keys

@@ -6,20 +6,19 @@ records them.
 
 from __future__ import annotations
 
+import subprocess
 import time
 from typing import Any
 
 from hocket.drivers.observer import Observer
-from hocket.drivers.start import Child, address_of, start_shard
+from hocket.drivers.processes import SHARD, Role, error_told, say
+from hocket.drivers.start import address_of, start_shard
 from hocket.errors import HocketError
+from hocket.programs.server.observer import GlobalWeights
 from hocket.programs.server.slices import Slices
-from hocket.supervisor.processes import Role, error_told, say
 from hocket.supervisor.run import WORKER, OnEpoch, SupervisedRun, Watch
 from hocket.train.loop import Progress
 from hocket.train.watch import check_weights
-from hocket.transport import Envelope
-
-SHARD = "shard"
 
 
 class ServerRun(SupervisedRun):
@@ -42,7 +41,7 @@ class ServerRun(SupervisedRun):
     def server_roles(self) -> list[Role]:
         return [Role(SHARD, self.slices.shards, self._start_shard, grace_s=0.0)]
 
-    def _start_shard(self, place: int, incarnation: int) -> Child:
+    def _start_shard(self, place: int, incarnation: int) -> subprocess.Popen[str]:
         policy, bind = self.policy, "tcp://127.0.0.1:0" if incarnation == 0 else self.addresses[place]
         kept = (self.supervisor.folder, policy.snapshot_s, self.max_bytes)
         record = policy.record_of(f"shard-{place}")
@@ -50,7 +49,7 @@ class ServerRun(SupervisedRun):
 
     def _worker_gone(self, worker: int) -> None:
         assert self._observer is not None
-        self._observer.tell(gone=worker)
+        self._observer.begin(self._observer.program.tell, gone=worker)
 
     def _restart_shard(self, place: int) -> None:
         if told := error_told(self.supervisor.process(SHARD, place)):
@@ -72,44 +71,39 @@ class ServerRun(SupervisedRun):
         self.addresses = [address_of(self.supervisor.process(SHARD, place)) for place in range(self.slices.shards)]
         for worker in range(self.settings.workers.count):
             self.assign(worker)
-        self._observer = Observer(self.addresses, self.job, self.layout, self.slices, self.max_bytes, self.keys)
-        try:
+        with Observer(self.addresses, self.job, self.layout, self.slices, self.max_bytes, self.keys) as self._observer:
             self._observe(self._observer, watch, on_epoch)
-        finally:
-            self._observer.close()
 
     def _observe(self, observer: Observer, watch: Watch, on_epoch: OnEpoch) -> None:
+        program = observer.program
         epoch, looked = 1, time.monotonic()
-        observer.request_weights(epoch)
+        observer.begin(program.fetch, epoch)
         while epoch <= self.epochs:
             over = None not in self.supervisor.codes(WORKER).values()
-            first = observer.receive_weights(3.0 if over else 0.1)
+            ended = observer.wait(lambda: not program.busy, 3.0 if over else 0.1)
             self.check_workers()
             again = self.supervisor.ended(SHARD)
             for place in again:
                 self._restart_shard(place)
-            if first is None:
+            if not ended:
                 if again or over:  # with all workers gone there is only what there is
-                    observer.request_weights(epoch, waits=bool(again))
+                    observer.begin(program.fetch, epoch, waits=bool(again))
                 elif time.monotonic() - looked > 1.0:
                     looked = time.monotonic()
                     for worker in self.dead:  # a shard may have started, or started again, since it died
-                        observer.tell(gone=worker, unseen=True)
-                    if status := observer.status(0.2):
+                        observer.begin(program.tell, gone=worker, unseen=True)
+                    if status := observer.statuses(0.2).get(0):
                         done = int(status["progress"]) // self.settings.workers.count
                         watch(Progress(epoch - 1, self.epochs, done, self.sequence.steps))
                 continue
-            if self._epoch_ends(observer, first, epoch, on_epoch):
+            if program.found is not None:
+                self._epoch_ends(program.found, epoch, on_epoch)
                 epoch += 1
             if epoch <= self.epochs:
-                observer.request_weights(epoch)
+                observer.begin(program.fetch, epoch)
 
-    def _epoch_ends(self, observer: Observer, first: Envelope, epoch: int, on_epoch: OnEpoch) -> bool:
-        """Evaluate and record an epoch; False when a shard did not answer."""
-        found = observer.global_weights(first, epoch)
-        if found is None:
-            return False
-        check_weights(self.layout, found[0], epoch)
-        accuracy = self.evaluate(*found)
-        on_epoch(self.metrics.add(epoch, accuracy, first.metadata["figures"], {"lost": observer.lost}))
-        return True
+    def _epoch_ends(self, found: GlobalWeights, epoch: int, on_epoch: OnEpoch) -> None:
+        """Evaluate and record an epoch."""
+        check_weights(self.layout, found.rows, epoch)
+        accuracy = self.evaluate(found.rows, found.buffers)
+        on_epoch(self.metrics.add(epoch, accuracy, found.figures, {"lost": found.lost}))

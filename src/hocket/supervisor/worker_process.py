@@ -14,8 +14,8 @@ import sys
 import threading
 import warnings
 
+from hocket.drivers.processes import quit_at_once
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
-from hocket.supervisor.processes import quit_at_once
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor hears it and ends this process
     sys.path.insert(0, os.getcwd())  # for module:factory
     warnings.simplefilter("ignore")  # the supervisor says it once
-    from hocket.train.free_worker import read_worker_task, work
+    from hocket.train.async_worker import read_worker_task, work
 
     # What a model or a data set prints goes where people read; the pipe is for the one line that tells what went wrong.
     told = os.fdopen(os.dup(1), "w")

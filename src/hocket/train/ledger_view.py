@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,30 +17,15 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
 from hocket.programs.account import entry_of
 
-if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
+if TYPE_CHECKING:  # sockets, and what splits a model, are loaded only where they are needed
+    from hocket.drivers.worker_runtime import WorkerRuntime
     from hocket.split import MeshCoordinate
+    from hocket.split.axis import CommStats
 
 _SECONDS = ("seconds", "compute_s", "wait_s", "transfer_s", "transfer_hidden_s")
 _UNTOLD = ("compute_s", "wait_s", "transfer_s", "transfer_hidden_s")
 AxisFigures = dict[str, dict[str, float]]
 """Bytes, exchanges and seconds of waiting, by axis."""
-
-
-class JobLedger(Protocol):
-    """What a job and the training loop need of a ledger."""
-
-    @property
-    def last(self) -> AxisFigures:
-        """On a mesh: the axes' figures between the last two calls of :meth:`close_epoch`, of all processes."""
-
-    def close_epoch(self) -> Entry:
-        """The figures since the last call, of all workers (a collective)."""
-
-    def total(self) -> Entry:
-        """All of them since the job began."""
-
-    def summary(self, all_workers: bool = False) -> dict[str, Any]:
-        """Everything so far: of this worker, or (a collective) of all."""
 
 
 @dataclass
@@ -54,8 +41,7 @@ class MeshAxes:
         """Turn ``entry``, of the data axis, into that of all processes and all axes; the axes' figures since the last call."""
         figures = [float(getattr(entry, name) or 0.0) for name in _SECONDS] + [float(entry.bytes_sent)]
         for name in ("pipeline", "tensor"):
-            stats = self.place.axes[name].comm_stats.take()
-            taken = {"bytes_sent": stats.bytes_sent, "exchanges": stats.exchanges, "seconds": stats.seconds}
+            taken = _figures(self.place.axes[name].comm_stats.take())
             self.own[name] = _added(self.own.get(name, {}), taken)
             figures += [float(value) for value in taken.values()]
         everyone = self.world.all_gather_metrics(torch.tensor([figures], dtype=torch.float64))
@@ -77,31 +63,57 @@ class MeshAxes:
         data = {name: summary[name] for name in ("bytes_sent", "exchanges")}
         axes: AxisFigures = {"data": {**data, "seconds": summary["synchronisation_s"] or 0.0}}
         for name in ("pipeline", "tensor"):
-            stats = self.place.axes[name].comm_stats
-            now = {"bytes_sent": stats.bytes_sent, "exchanges": stats.exchanges, "seconds": stats.seconds}
-            axes[name] = _added(self.own.get(name, {}), now)
+            axes[name] = _added(self.own.get(name, {}), _figures(self.place.axes[name].comm_stats))
         waited = axes["pipeline"]["seconds"] + axes["tensor"]["seconds"]
         compute = None if summary["compute_s"] is None else max(summary["compute_s"] - waited, 0.0)
         sent = int(sum(axis["bytes_sent"] for axis in axes.values()))
         return {**summary, "compute_s": compute, "bytes_sent": sent, "axes": axes}
 
 
-class ClusterLedger:
+class JobLedger(ABC):
+    """What a job and the training loop need of a ledger; ``axes`` where the model is split."""
+
+    def __init__(self, axes: MeshAxes | None) -> None:
+        self._mesh = axes
+        self.last: AxisFigures = {}
+        """On a mesh: the axes' figures between the last two calls of :meth:`close_epoch`, of all processes."""
+        self._axes: AxisFigures = {}
+
+    @abstractmethod
+    def close_epoch(self) -> Entry:
+        """The figures since the last call, of all workers (a collective)."""
+
+    @abstractmethod
+    def total(self) -> Entry:
+        """All of them since the job began."""
+
+    @abstractmethod
+    def summary(self, all_workers: bool = False) -> dict[str, Any]:
+        """Everything so far: of this worker, or (a collective) of all."""
+
+    def _combine(self, entry: Entry, told_so_far: Sequence[str] = ()) -> Entry:
+        """``entry`` of all axes; the figures of axes that are ``told_so_far`` replace those before, others are added to them."""
+        if self._mesh is not None:
+            self.last = self._mesh.combine(entry)
+            before = {name: {} if name in told_so_far else self._axes.get(name, {}) for name in self.last}
+            self._axes = {name: _added(before[name], figures) for name, figures in self.last.items()}
+        return entry
+
+
+class ClusterLedger(JobLedger):
     """Reads a cluster's ledger. ``computed``: bytes come from a formula, and seconds are known as a whole alone (FSDP2)."""
 
     def __init__(self, cluster: Cluster, axes: MeshAxes | None = None, computed: bool = False) -> None:
-        self._cluster, self._mesh, self._computed = cluster, axes, computed
+        super().__init__(axes)
+        self._cluster, self._computed = cluster, computed
         self.computed_bytes = 0
         """By this worker, since the last call of :meth:`close_epoch`."""
         self._computed_before = 0
-        self.last: AxisFigures = {}
-        self._axes: AxisFigures = {}
         if cluster.ledger.exchanges or cluster.ledger.running:
             self._close()
         self._first = len(cluster.ledger.entries)
 
     def close_epoch(self) -> Entry:
-        """The figures since the last call, combined over all workers (a collective)."""
         entry = self._close()
         if self._computed:
             everyone = self._cluster.all_gather_metrics(torch.tensor([[self.computed_bytes]]))
@@ -109,10 +121,7 @@ class ClusterLedger:
             entry.bytes_sent += int(everyone.sum())
             for name in _UNTOLD:
                 setattr(entry, name, None)
-        if self._mesh is not None:
-            self.last = self._mesh.combine(entry)
-            self._axes = {name: _added(self._axes.get(name, {}), figures) for name, figures in self.last.items()}
-        return entry
+        return self._combine(entry)
 
     def total(self) -> Entry:
         """All epochs closed since this view was made, together."""
@@ -150,34 +159,18 @@ class ClusterLedger:
         return found if self._mesh is None else self._mesh.beside(found)
 
 
-class Accounts(Protocol):
-    """A worker that sends messages, as far as figures go."""
-
-    def figures(self) -> dict[str, Any]:
-        """Its own."""
-
-    def summary(self) -> dict[str, Any]:
-        """All workers', as servers or peers tell them; any worker may ask alone."""
-
-
-class MessageLedger:
+class MessageLedger(JobLedger):
     """The figures of a worker that sends messages: its own account, and what servers or peers know of all workers."""
 
-    def __init__(self, worker: Accounts, axes: MeshAxes | None = None) -> None:
-        self._worker, self._mesh = worker, axes
-        self.last: AxisFigures = {}
-        self._axes: AxisFigures = {}
+    def __init__(self, worker: WorkerRuntime, axes: MeshAxes | None = None) -> None:
+        super().__init__(axes)
+        self._worker = worker
         self._total = Entry()
 
     def close_epoch(self) -> Entry:
         """Everything so far of all workers, on a mesh of all processes (a collective there alone)."""
         told = self._worker.summary()
-        self._total = Entry(**{name: told[name] for name in vars(Entry())})
-        if self._mesh is not None:
-            self.last = self._mesh.combine(self._total)
-            for name, figures in self.last.items():
-                before = {} if name == "data" else self._axes.get(name, {})  # servers tell everything so far
-                self._axes[name] = _added(before, figures)
+        self._total = self._combine(Entry(**{name: told[name] for name in vars(Entry())}), told_so_far=["data"])
         return self._total
 
     def total(self) -> Entry:
@@ -199,3 +192,7 @@ class MessageLedger:
 
 def _added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     return {key: one.get(key, 0) + value for key, value in other.items()}
+
+
+def _figures(stats: CommStats) -> dict[str, float]:
+    return {"bytes_sent": stats.bytes_sent, "exchanges": stats.exchanges, "seconds": stats.seconds}

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, cast
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.ledger import Entry
+from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet
+from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.data.partition import Last, Partition, Round
-from hocket.errors import HocketError
+from hocket.errors import SettingError, nearest
 from hocket.noise import step_keys
 from hocket.train.balance import by_speed, check_balance, check_speeds
 from hocket.train.flops import step_flops
 from hocket.train.ledger_view import ClusterLedger, JobLedger
-from hocket.train.lr_schedule import factor, scheduler
+from hocket.train.lr_schedule import factor
 from hocket.train.replicas import Loss, Replicas
-from hocket.train.setting_checks import check_count, check_last, check_max_steps, check_warmup
 
 _EVALUATION_BATCH = 1000
 _MOST_ON_CUDA, _ROOM = 10_000, 2**34
@@ -52,16 +57,57 @@ class TrainingPlan:
     def __post_init__(self) -> None:
         check_count("epochs", self.epochs)
         check_count("batch_size", self.batch_size)
-        check_max_steps(self.max_steps)
+        if self.max_steps is not None and self.max_steps < 1:
+            raise SettingError("<max_steps>: it must be a whole number of at least 1, or left out.", max_steps=self.max_steps)
         factor(self.lr_schedule, 1)  # refuses a name that there is not
-        check_warmup(self.warmup_epochs)
+        if not 0 <= self.warmup_epochs < math.inf:
+            raise SettingError("<warmup>: the warm-up is a number of epochs, 0 for none.", warmup=self.warmup_epochs)
         check_balance(self.balance)
-        check_last(self.last)
+        if self.last not in get_args(Last):
+            hint = nearest(str(self.last), get_args(Last))
+            raise SettingError(f"<last>: the last round of an epoch is dealt out as even or dropped (drop){hint}.", last=self.last)
 
-    @property
-    def rounds(self) -> Last:
-        """What becomes of an epoch's incomplete round."""
-        return cast(Last, self.last)
+    def sequence(self, samples: int, workers: int) -> BatchSequence:
+        """All mini-batches of the training, for ``workers`` workers."""
+        partition = Partition(samples, workers, self.batch_size, self.seed, cast(Last, self.last))
+        total = len(partition) * self.epochs
+        return BatchSequence(partition, total if self.max_steps is None else min(total, self.max_steps))
+
+    def samples(
+        self, minibatch: MiniBatch, data: DataSet, train: tuple[Tensor, Tensor], workers: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A mini-batch of ``train``: inputs, targets and the key of its randomness, a function of its number."""
+        x, y = (t[minibatch.indices.to(t.device)] for t in train)
+        key = step_keys(self.seed, minibatch.step, workers)[minibatch.slot : minibatch.slot + 1]
+        return self.prepared(x.unsqueeze(0), key, data)[0], y, key
+
+    def prepared(self, x: Tensor, keys: Tensor, data: DataSet) -> Tensor:
+        """The inputs ``[rows, batch, …]`` as the model takes them."""
+        if self.augment and data.augment is not None:
+            x = data.augment(x, keys)
+        return data.prepare(x)
+
+    def lr_factor(self, sequence: BatchSequence) -> Callable[[int], float]:
+        """The rate at a step as a multiple of the base rate."""
+        return factor(self.lr_schedule, sequence.steps, round(self.warmup_epochs * len(sequence.partition)))
+
+    def step_s(self, spec: ClusterSpec, model: nn.Module, loss: Loss, data: DataSet) -> float:
+        """How long a worker of ordinary speed computes the gradient of a mini-batch on the described cluster."""
+        if spec.step_s is not None:
+            return spec.seconds(0.0)
+        x, y = (t[:2] for t in data.train)
+        return spec.seconds(step_flops(model, loss, data.prepare(x), y, self.batch_size))
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse what is not a whole number of at least 1.
+
+    >>> check_count("epochs", 0)
+    Traceback (most recent call last):
+    hocket.errors.SettingError: epochs=0: it must be a whole number of at least 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SettingError(f"<{name}>: it must be a whole number of at least 1.", **{name: value})
 
 
 @dataclass
@@ -74,80 +120,124 @@ class Progress:
     steps: int
 
 
-@dataclass
-class Training:
-    """A training under way: the loop's own state is the epoch and the step."""
+Watch = Callable[[Progress], None]
+
+
+class EpochLoop(ABC):
+    """What all trainings share: epochs of mini-batches, and a line of metrics after each."""
+
+    def __init__(self, replicas: Any, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
+        self.replicas, self.cluster, self.data, self.loss, self.plan = replicas, cluster, data, loss, plan
+        self.metrics: list[dict[str, Any]] = []
+        self.epoch = 0
+        self.batches = plan.sequence(len(data.train[0]), cluster.size)
+        self.steps = self.batches.steps
+        self.ledger: JobLedger = getattr(replicas, "ledger", None) or ClusterLedger(cluster)
+        self._train, self._test = ((x.to(cluster.device), y.to(cluster.device)) for x, y in (data.train, data.test))
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Rounds of mini-batches that have had their effect."""
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no epoch left."""
+        return self.epoch == self.plan.epochs or self.epoch * len(self.batches.partition) >= self.steps
+
+    def run(self, watch: Watch = lambda _: None) -> Iterator[dict[str, Any]]:
+        """Train on; yields each epoch's metrics as it ends."""
+        while not self.over:
+            begun = time.perf_counter()
+            entry, mean_loss = self._train_epoch(watch)
+            wall = time.perf_counter() - begun
+            accuracy = self._evaluate() if self.plan.evaluate or self.over else None
+            metrics = {"epoch": self.epoch, "accuracy": accuracy, "loss": mean_loss, **vars(entry), "wall_s": wall}
+            self.metrics.append({**metrics, **self._further_metrics(accuracy)})
+            yield self.metrics[-1]
+
+    @abstractmethod
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        """The model to evaluate: the mean of all workers, or the servers' weights."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to resume from, after an epoch."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume; the training goes on as if it had never stopped."""
+
+    @abstractmethod
+    def _train_epoch(self, watch: Watch) -> tuple[Entry, float]:
+        """The next epoch: its figures and its mean loss."""
+
+    @abstractmethod
+    def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
+        """What only some trainings tell of an epoch."""
+
+    def _evaluate(self) -> float | None:
+        """The accuracy on the test set; each process looks at its part of it."""
+        (x, y), workers, size = self._test, self.cluster.workers, self.cluster.size
+        part = slice(workers.start * len(x) // size, workers.stop * len(x) // size)
+        with self.averaged() as model:
+            right, seen = accuracy_of(model, (x[part], y[part]), self.data)
+        rows = torch.zeros(self.cluster.rows, 2, dtype=torch.float64)
+        rows[0] = torch.tensor([right, seen])
+        right, seen = self.cluster.all_gather_metrics(rows).sum(0).tolist()
+        return right / seen if seen else None
+
+    def _watch_step(self, watch: Watch) -> None:
+        watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))
+
+
+class Training(EpochLoop):
+    """Workers that step together: the loop's own state is the epoch and the step."""
 
     replicas: Replicas
-    cluster: Cluster
-    data: DataSet
-    loss: Loss
-    plan: TrainingPlan
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    epoch: int = 0
     step: int = 0
 
-    def __post_init__(self) -> None:
-        plan, samples = self.plan, len(self.data.train[0])
-        self.partition = Partition(samples, self.cluster.size, plan.batch_size, plan.seed, plan.rounds)
-        if not len(self.partition):
-            raise HocketError(f"{samples} samples give no round for {self.cluster.size} workers; use fewer workers or more data.")
+    def __init__(self, replicas: Replicas, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
+        super().__init__(replicas, cluster, data, loss, plan)
         self.shares: list[int] | None = None
         """Samples of each worker in a whole round of the next epoch, where that goes by speed."""
         if plan.balance == "speed":
-            check_speeds(self.cluster)
-            self.shares = [plan.batch_size] * self.cluster.size
-        total = len(self.partition) * plan.epochs
-        self.steps = total if plan.max_steps is None else min(total, plan.max_steps)
-        self.scheduler = scheduler(
-            self.replicas.optimizer, plan.lr_schedule, self.steps, round(plan.warmup_epochs * len(self.partition))
-        )
-        self.ledger: JobLedger = getattr(self.replicas, "ledger", None) or ClusterLedger(self.cluster)
-        device = self.cluster.device
-        self._train = tuple(t.to(device) for t in self.data.train)
-        self._test = tuple(t.to(device) for t in self.data.test)
-        self._workers = torch.arange(self.cluster.workers.start, self.cluster.workers.stop)
-        if (clock := self.cluster.clock) is not None and clock.spec.step_s is None:
-            x, y = (t[:2] for t in self.data.train)
-            flops = step_flops(self.replicas.model, self.loss, self.data.prepare(x), y, plan.batch_size)
-            clock.step_s = clock.spec.seconds(flops)
+            check_speeds(cluster)
+            self.shares = [plan.batch_size] * cluster.size
+        self.scheduler = LambdaLR(replicas.optimizer, plan.lr_factor(self.batches))
+        self._workers = torch.arange(cluster.workers.start, cluster.workers.stop)
+        if (clock := cluster.clock) is not None and clock.spec.step_s is None:
+            clock.step_s = plan.step_s(clock.spec, replicas.model, loss, data)
 
-    def run(self, watch: Callable[[Progress], None] = lambda _: None) -> Iterator[dict[str, Any]]:
-        """Train on; yields each epoch's metrics as it ends."""
-        while self.epoch < self.plan.epochs and self.step < self.steps:
-            yield self._run_epoch(watch)
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        return self.replicas.averaged()
 
-    def _run_epoch(self, watch: Callable[[Progress], None]) -> dict[str, Any]:
-        begun = time.perf_counter()
+    def _train_epoch(self, watch: Watch) -> tuple[Entry, float]:
         losses: list[Tensor] = []
         self.cluster.ledger.resume()
-        for round_, index in zip(rounds := self.partition.rounds(self.epoch, self.shares), self._indices(rounds), strict=True):
+        rounds = self.batches.partition.rounds(self.epoch, self.shares)
+        for round_, index in zip(rounds, self._indices(rounds), strict=True):
             if self.step >= self.steps:
                 break
             loss = self._step(round_, index)
             losses += [loss] * bool(loss.numel())  # an asynchronous pipe tells losses later, and none while it fills
-            watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))
+            self._watch_step(watch)
         losses += getattr(self.replicas, "drain", list)()
         self.cluster.ledger.pause()
         entry = self.ledger.close_epoch()
         self.epoch += 1
         self.replicas.audit()
-        mean_loss = self._mean_loss(losses)
-        wall = time.perf_counter() - begun
-        over = self.epoch == self.plan.epochs or self.step >= self.steps
-        accuracy = self._evaluate() if self.plan.evaluate or over else None
-        metrics: dict[str, Any] = {"epoch": self.epoch, "accuracy": accuracy, "loss": mean_loss, **vars(entry), "wall_s": wall}
-        if self.ledger.last:
-            metrics["axes"] = self.ledger.last
+        self._samples = [sum(sizes) for sizes in zip(*(r.sizes for r in rounds[: len(losses)]), strict=True)]
+        return entry, self._mean_loss(losses)
+
+    def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
+        metrics: dict[str, Any] = {"axes": self.ledger.last} if self.ledger.last else {}
         if self.shares is not None:
             metrics["shares"] = self.shares
-            samples = [sum(sizes) for sizes in zip(*(r.sizes for r in rounds[: len(losses)]), strict=True)]
-            self.shares = by_speed(self.shares, samples, self.cluster.ledger.computed)
-        if over:
-            worst = self._worst() if self.plan.worst else None
-            if worst is not None and worst != accuracy:
-                metrics["accuracy_worst"] = worst
-        self.metrics.append(metrics)
+            self.shares = by_speed(self.shares, self._samples, self.cluster.ledger.computed)
+        worst = self._worst() if self.over and self.plan.worst else None
+        if worst is not None and worst != accuracy:
+            metrics["accuracy_worst"] = worst
         return metrics
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
@@ -174,15 +264,15 @@ class Training:
 
     def _step(self, round_: Round, index: list[Tensor] | Tensor) -> Tensor:
         here = slice(self.cluster.workers.start, self.cluster.workers.stop)
-        keys = step_keys(self.plan.seed, self.step, self.cluster.size)[self._workers]
-        x, y = self._train
+        plan, (x, y) = self.plan, self._train
+        keys = step_keys(plan.seed, self.step, self.cluster.size)[self._workers]
         weights = [1.0] * self.cluster.rows if round_.even else round_.weights[here]
         inputs: Any
         targets: Any
         if isinstance(index, Tensor):
-            inputs, targets = self._prepared(x[index], keys), y[index]
+            inputs, targets = plan.prepared(x[index], keys, self.data), y[index]
         else:
-            inputs = [self._prepared(x[i].unsqueeze(0), keys[r : r + 1])[0] for r, i in enumerate(index)]
+            inputs = [plan.prepared(x[i].unsqueeze(0), keys[r : r + 1], self.data)[0] for r, i in enumerate(index)]
             targets = [y[i] for i in index]
         if self.cluster.clock is not None:
             self.cluster.clock.compute(self.step, self._loads(index))
@@ -198,37 +288,13 @@ class Training:
             return index.shape[1] / self.plan.batch_size
         return torch.tensor([len(i) / self.plan.batch_size for i in index], dtype=torch.float64)
 
-    def _prepared(self, x: Tensor, keys: Tensor) -> Tensor:
-        if self.plan.augment and self.data.augment is not None:
-            x = self.data.augment(x, keys)
-        return self.data.prepare(x)
-
-    def _evaluate(self) -> float | None:
-        with self.replicas.averaged() as model:
-            right, seen = accuracy_of(model, self._share(), self.data)
-        rows = torch.zeros(self.cluster.rows, 2, dtype=torch.float64)
-        rows[0] = torch.tensor([right, seen])
-        right, seen = self.cluster.all_gather_metrics(rows).sum(0).tolist()
-        return right / seen if seen else None
-
-    def _share(self) -> tuple[Tensor, Tensor]:
-        """This process's part of the test set."""
-        x, y = self._test
-        start, stop, size = self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size
-        part = slice(start * len(x) // size, stop * len(x) // size)
-        return x[part], y[part]
-
     def _worst(self) -> float | None:
         if self.cluster.size == 1 or not _countable(self._test[1]):
             return None
-        own = [r / n for r, n in (accuracy_of(model, self._test_pair(), self.data) for model in self.replicas.each())]
+        own = [r / n for r, n in (accuracy_of(model, self._test, self.data) for model in self.replicas.each())]
         return float(self.cluster.all_gather_metrics(torch.tensor(own, dtype=torch.float64).unsqueeze(1)).min())
 
-    def _test_pair(self) -> tuple[Tensor, Tensor]:
-        return self._test[0], self._test[1]
-
     def state_dict(self) -> dict[str, Any]:
-        """Everything to resume from, after an epoch."""
         return {**self._progress(), "replicas": self.replicas.state_dict()}
 
     def full_state(self) -> dict[str, Any] | None:
@@ -248,17 +314,19 @@ class Training:
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         """Resume from a model that was split otherwise, or not at all; what strategies remember starts anew."""
-        self.epoch, self.step, self.metrics = state["epoch"], state["step"], list(state["metrics"])
+        self._load_progress(state)
         self.replicas.load_full_state(state)
         self.scheduler.load_state_dict(state["scheduler"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume; the training goes on as if it had never stopped."""
-        self.epoch, self.step, self.metrics = state["epoch"], state["step"], list(state["metrics"])
+        self._load_progress(state)
         if self.shares is not None:
             self.shares = list(state["shares"] or self.shares)
         self.replicas.load_state_dict(state["replicas"])
         self.scheduler.load_state_dict(state["scheduler"])
+
+    def _load_progress(self, state: dict[str, Any]) -> None:
+        self.epoch, self.step, self.metrics = state["epoch"], state["step"], list(state["metrics"])
 
 
 def _countable(targets: Tensor) -> bool:

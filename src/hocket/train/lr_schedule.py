@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
-
 from hocket.errors import SettingError, nearest
 
 SCHEDULES = ("constant", "cosine", "linear", "step")
@@ -41,8 +39,3 @@ def factor(name: str, steps: int, warmup: int = 0) -> Callable[[int], float]:
         return 1.0
 
     return at
-
-
-def scheduler(optimizer: torch.optim.Optimizer, name: str, steps: int, warmup: int = 0) -> torch.optim.lr_scheduler.LambdaLR:
-    """A torch scheduler for :func:`factor`."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor(name, steps, warmup))

@@ -62,16 +62,12 @@ class Record:
 
     def save(self, state: dict[str, Any]) -> None:
         """This process's checkpoint."""
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        write_whole(self._checkpoint, buffer.getvalue())
+        _write_state(self._checkpoint, state)
 
     def save_whole(self, state: dict[str, Any] | None) -> None:
         """The model put together again, written by whoever has it of the first replica."""
         if self.process == 0 and state is not None:
-            buffer = io.BytesIO()
-            torch.save(state, buffer)
-            write_whole(self.folder / "whole.pt", buffer.getvalue())
+            _write_state(self.folder / "whole.pt", state)
 
     def load_whole(self) -> dict[str, Any]:
         """The same for a run on any mesh, or on none."""
@@ -141,6 +137,12 @@ def write_whole(path: Path, content: bytes) -> None:
         if not isinstance(error, OSError):
             raise  # an interruption
         raise CannotWrite(f"write {path}", error) from None
+
+
+def _write_state(path: Path, state: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_whole(path, buffer.getvalue())
 
 
 def versions() -> dict[str, str]:

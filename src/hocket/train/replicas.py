@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -23,12 +23,12 @@ from hocket.programs.collective import CollectiveProgram
 from hocket.strategy import Strategy
 from hocket.train.checks import Factory, check_equal, check_job, layout_for, optimizer_for
 from hocket.train.engines import Engine, choose, stack_buffers
-from hocket.train.engines.loop import forked, random_modules
+from hocket.train.engines.loop import random_modules, seeded_loss
 from hocket.train.job import Job
 from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.train.stacked import StackedOptimizer, clip_rows_
 from hocket.train.throttle import Throttle
-from hocket.train.watch import NonFinite
+from hocket.train.watch import NonFinite, first_nonfinite
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -51,8 +51,8 @@ class Replicas(Protocol):
         ``weights`` are those of each worker's gradient where gradients are exchanged; ``always``: where weights are, too.
         """
 
-    def averaged(self) -> Any:
-        """Context manager with the mean model."""
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        """The mean model, for a while."""
 
     def audit(self) -> None:
         """Raise if weights are not finite, where steps are not looked at one by one."""
@@ -85,22 +85,17 @@ class LiveReplica:
         clip: float | None = None,
         autocast: torch.dtype | None = None,
         nonfinite: str = "raise",
-        steps: int | None = None,
-        bucket_cap_bytes: int | None = None,
-        first_bucket_cap_bytes: int | None = None,
+        buckets: Buckets = Buckets(),  # noqa: B008 - frozen
         slowdown: float = 1.0,
         zero: int = 0,
     ) -> None:
         """``zero=1``: it keeps a part of the optimiser's state; worker 0's checkpoint has all of it."""
         self.model, self.loss, self.clip, self.autocast, self.cluster = model, loss, clip, autocast, cluster
         self._optimizer = optimizer(list(model.parameters()))
-        buckets = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
         self._runtime = CollectiveRuntime(cluster, zero)
-        self.job = Job(
-            model, self._optimizer, strategy, self._runtime, nonfinite=nonfinite, steps=steps, seed=seed, buckets=buckets
-        )
+        self.job = Job(model, self._optimizer, strategy, self._runtime, nonfinite=nonfinite, seed=seed, buckets=buckets)
         self.layout = self.job.layout
-        self._random = random_modules(model)
+        self._random = bool(random_modules(model))
         self._throttle = Throttle(slowdown)
 
     @property
@@ -113,11 +108,7 @@ class LiveReplica:
         self.job.weight = weights[0]
         self._throttle.begin()
         self._optimizer.zero_grad()
-        x, y = inputs[0], targets[0]
-        with forked(bool(self._random), x.device), torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
-            if self._random:
-                torch.manual_seed(int(keys[0]))
-            loss = self.loss(self.model(x), y)
+        loss = seeded_loss(self.model, self.loss, inputs[0], targets[0], keys[0], self._random, self.autocast)
         self._throttle.between()
         loss.backward()
         self._throttle.computed(self.job.gradients_at)
@@ -156,8 +147,66 @@ class LiveReplica:
         self._optimizer.load_state_dict(state["optimizer"])
 
 
-class StackedReplicas:
-    """Several workers as rows: gradient engine, program and stacked optimiser."""
+class RowReplicas:
+    """Workers as rows of weights, gradients and buffers, with a gradient engine; all begin with worker 0's model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        template: torch.optim.Optimizer,
+        strategy: Strategy,
+        cluster: Cluster,
+        engine: Callable[[Layout], Engine],
+        clip: float | None,
+        nonfinite: str,
+        seed: int,
+        buckets: Buckets,
+    ) -> None:
+        self.model, self.strategy, self.cluster, self.clip = model.to(cluster.device), strategy, cluster, clip
+        check_job(model, template, strategy, 1, nonfinite)
+        self.layout = layout_for(model, template, strategy, buckets.cap_bytes, buckets.first_cap_bytes)
+        check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
+        _check_memory(self.layout, cluster)
+        self.weights = [b.spaced(cluster.rows) for b in self.layout.buckets]
+        self.grads = [b.empty(cluster.rows) for b in self.layout.buckets]
+        self._fill()
+        self.buffers = stack_buffers(model, cluster.rows)
+        self.engine = engine(self.layout)
+        self.vectorised = cluster.device.type == "cuda"
+        # On CUDA a look at every step would stall the queue: there "raise" looks once per epoch, at the weights.
+        self._watch = NonFinite(nonfinite, self.layout, cluster) if not self.vectorised or nonfinite == "skip" else None
+
+    def _fill(self) -> None:
+        """All rows start at worker 0's weights."""
+        named = dict(self.model.named_parameters())
+        for bucket, rows in zip(self.layout.buckets, self.weights, strict=True):
+            for stacked, slot in zip(bucket.stacked(rows), bucket.slots, strict=True):
+                stacked.copy_(named[slot.name].data.expand_as(stacked))
+            self.cluster.synchronize(rows)
+        trained = {s.name for b in self.layout.buckets for s in b.slots}
+        for tensor in (*(p for n, p in named.items() if n not in trained), *self.model.buffers()):
+            rows = tensor.data.reshape(1, -1).clone()
+            self.cluster.synchronize(rows)
+            tensor.data.copy_(rows.view(tensor.shape))
+
+    def rows_of(self, row: int) -> list[Tensor]:
+        """A worker's weights, ``[1, values]`` per bucket: views."""
+        return [w[row : row + 1] for w in self.weights]
+
+    def saved_rows(self) -> dict[str, Any]:
+        """Weights and buffers, for checkpoints."""
+        return {"weights": [w.clone() for w in self.weights], "buffers": {n: b.clone() for n, b in self.buffers.items()}}
+
+    def load_rows(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`saved_rows`."""
+        for own, saved in zip(self.weights, state["weights"], strict=True):
+            own.copy_(saved)
+        for name, saved in state["buffers"].items():
+            self.buffers[name].copy_(saved)
+
+
+class StackedReplicas(RowReplicas):
+    """Several workers that step together: gradient engine, program and stacked optimiser."""
 
     def __init__(
         self,
@@ -172,39 +221,16 @@ class StackedReplicas:
         autocast: torch.dtype | None = None,
         nonfinite: str = "raise",
         engine: str | Callable[[Layout], Engine] = "auto",
-        bucket_cap_bytes: int | None = None,
-        first_bucket_cap_bytes: int | None = None,
+        buckets: Buckets = Buckets(),  # noqa: B008 - frozen
     ) -> None:
         """``engine``: a name, or what gives an engine for a layout."""
-        self.cluster, self.clip, self.strategy = cluster, clip, strategy
-        self.model = model.to(cluster.device)
-        template = optimizer_for(optimizer, list(model.parameters()))
-        check_job(model, template, strategy, 1, nonfinite)
-        self.layout = layout_for(model, template, strategy, bucket_cap_bytes, first_bucket_cap_bytes)
-        check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
-        _check_memory(self.layout, cluster)
-        self.weights = [b.spaced(cluster.rows) for b in self.layout.buckets]
-        self.grads = [b.empty(cluster.rows) for b in self.layout.buckets]
-        self._fill()
-        self.buffers = stack_buffers(model, cluster.rows)
-        self.engine = (
-            choose(model, loss, self.layout, cluster.rows, cluster.device, engine, autocast=autocast)
-            if isinstance(engine, str)
-            else engine(self.layout)
-        )
-        vectorised = cluster.device.type == "cuda"
-        self._stacked = StackedOptimizer(
-            optimizer,
-            self.layout,
-            self.weights,
-            self.grads,
-            "buckets" if vectorised else "slots",
-            names=[n for n, _ in model.named_parameters()],
-        )
+        template, make = optimizer_for(optimizer, list(model.parameters())), engine_of(engine, model, loss, cluster, autocast)
+        super().__init__(model, template, strategy, cluster, make, clip, nonfinite, seed, buckets)
+        names = [n for n, _ in model.named_parameters()]
+        granularity = "buckets" if self.vectorised else "slots"
+        self._stacked = StackedOptimizer(optimizer, self.layout, self.weights, self.grads, granularity, names=names)
         self.program = CollectiveProgram(strategy, self.layout, cluster, self.weights, seed)
-        # On CUDA a look at every step would stall the queue: there "raise" looks once per epoch, at the weights.
-        self._audits = vectorised and nonfinite == "raise"
-        self._watch = NonFinite(nonfinite, self.layout, cluster) if not vectorised or nonfinite == "skip" else None
+        self._audits = self.vectorised and nonfinite == "raise"
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -222,7 +248,8 @@ class StackedReplicas:
                 rows.mul_(torch.tensor(weights, dtype=rows.dtype, device=rows.device).unsqueeze(1))
             self.program.gradient_ready(b, rows)
         if mixing:
-            self.program.flags_ready(self._flags(used))
+            found = torch.full((len(used), 1), self._watch is not None and self._watch.found)
+            self.program.flags_ready(torch.cat([used, found], 1))
             agreed = self.program.gradients_done()[-1]
             used = agreed[:-1].view(1, -1).expand(self.cluster.rows, -1)
             if self.program.keeps_residuals and not bool(used.all()):
@@ -248,53 +275,31 @@ class StackedReplicas:
 
     def audit(self) -> None:
         """After an epoch, where steps are not looked at: NaN or Inf gradients have left NaN or Inf weights."""
-        for bucket, rows in zip(self.layout.buckets, self.weights, strict=True):
-            if self._audits and not bool(torch.isfinite(rows.sum())) and bool((bad := ~torch.isfinite(rows)).any()):
-                row, place = (int(k) for k in bad.nonzero()[0])
-                name = next(s.name for s in bucket.slots if s.offset <= place < s.offset + s.size)
-                raise NonFiniteGradient(
-                    f"A gradient of {name} held NaN or Inf in this epoch on worker {self.cluster.workers.start + row}; "
-                    "lower the rate, clip gradients, or use nonfinite='skip' to leave such gradients out."
-                )
+        if self._audits and (found := first_nonfinite(self.layout, self.weights)) is not None:
+            row, name = found
+            raise NonFiniteGradient(
+                f"A gradient of {name} held NaN or Inf in this epoch on worker {self.cluster.workers.start + row}; "
+                "lower the rate, clip gradients, or use nonfinite='skip' to leave such gradients out."
+            )
 
     def each(self) -> Iterator[nn.Module]:
         self.program.drain()
         with self.cluster.uncounted():
             for row in range(self.cluster.rows):
-                with swapped_weights(self.model, self.layout, [w[row : row + 1] for w in self.weights], self._buffers_of(row)):
+                own = {name: b[row] for name, b in self.buffers.items()}
+                with swapped_weights(self.model, self.layout, self.rows_of(row), own):
                     yield self.model
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "weights": [w.clone() for w in self.weights],
-            "buffers": {n: b.clone() for n, b in self.buffers.items()},
-            "optimizer": self._stacked.state_dict(),
-            "job": self.program.state_dict(),
-        }
+        return {**self.saved_rows(), "optimizer": self._stacked.state_dict(), "job": self.program.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for own, saved in zip(self.weights, state["weights"], strict=True):
-            own.copy_(saved)
-        for name, saved in state["buffers"].items():
-            self.buffers[name].copy_(saved)
+        self.load_rows(state)
         self._stacked.load_state_dict(state["optimizer"])
         self.program.load_state_dict(state["job"])
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         raise HocketError("Several workers in one process cannot go on with a split model; give each worker a process.")
-
-    def _fill(self) -> None:
-        """All rows start at worker 0's weights."""
-        named = dict(self.model.named_parameters())
-        for bucket, rows in zip(self.layout.buckets, self.weights, strict=True):
-            for stacked, slot in zip(bucket.stacked(rows), bucket.slots, strict=True):
-                stacked.copy_(named[slot.name].data.expand_as(stacked))
-            self.cluster.synchronize(rows)
-        trained = {s.name for b in self.layout.buckets for s in b.slots}
-        for tensor in (*(p for n, p in named.items() if n not in trained), *self.model.buffers()):
-            rows = tensor.data.reshape(1, -1).clone()
-            self.cluster.synchronize(rows)
-            tensor.data.copy_(rows.view(tensor.shape))
 
     def _clip(self, used: Tensor, max_norm: float) -> None:
         """Each row's gradient down to ``max_norm``; on a CPU in ``clip_grad_norm_``'s own order of summation, for equal bits."""
@@ -316,11 +321,6 @@ class StackedReplicas:
         pairs = zip(self.layout.buckets, self.grads, strict=True)
         return torch.stack([(g[:, s.offset : s.offset + s.size] != 0).any(1) for b, g in pairs for s in b.slots], 1).cpu()
 
-    def _flags(self, used: Tensor) -> Tensor:
-        found = self._watch is not None and self._watch.found
-        column = torch.full((used.shape[0], 1), found)
-        return torch.cat([used, column], 1)
-
     def _mean(self, rows: Tensor) -> Tensor:
         exchange = self.cluster.exchange()
         copied = rows.clone()
@@ -328,14 +328,20 @@ class StackedReplicas:
         exchange.wait()
         return copied[:1]
 
-    def _buffers_of(self, row: int) -> dict[str, Tensor]:
-        return {name: b[row] for name, b in self.buffers.items()}
-
     def _mean_buffer(self, buffer: Tensor) -> Tensor:
         """Float buffers (BatchNorm statistics) are averaged, others are the first worker's."""
         if not buffer.is_floating_point():
             return buffer[0]
         return self._mean(buffer.reshape(buffer.shape[0], -1)).view(buffer.shape[1:])
+
+
+def engine_of(
+    engine: str | Callable[[Layout], Engine], model: nn.Module, loss: Loss, cluster: Cluster, autocast: torch.dtype | None
+) -> Callable[[Layout], Engine]:
+    """What gives an engine for a layout, by its name unless it is given itself."""
+    if not isinstance(engine, str):
+        return engine
+    return lambda layout: choose(model, loss, layout, cluster.rows, cluster.device, engine, autocast=autocast)
 
 
 @contextmanager

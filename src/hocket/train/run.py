@@ -12,62 +12,51 @@ import torch
 from torch import nn
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.layout import Buckets, Layout
+from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
-from hocket.data import DataSet, Partition, load
+from hocket.data import DataSet, load
 from hocket.errors import HocketError, SettingError
 from hocket.models import build, loss_for
 from hocket.split import Mesh
-from hocket.train.asynchronous import AsyncReplicas, AsyncSimulation
 from hocket.train.checks import mention_period
 from hocket.train.engines import Engine, VmapEngine, choose
-from hocket.train.loop import Progress, Training
+from hocket.train.loop import EpochLoop, Progress, Training
 from hocket.train.record import Record, versions
-from hocket.train.replicas import LiveReplica, Loss, Replicas, StackedReplicas
+from hocket.train.replicas import LiveReplica, Loss, Replicas
+from hocket.train.setting_groups import SplitSettings
 from hocket.train.settings import RunSettings
-from hocket.train.simulate import seeded
-from hocket.train.split_settings import SplitSettings
+from hocket.train.simulate import seeded, train_rows
 
 Engines = dict[tuple[Any, ...], Engine]
 
 
-def make_training(
-    settings: RunSettings, cluster: Cluster, data: DataSet, engines: Engines | None = None
-) -> Training | AsyncSimulation:
+def make_training(settings: RunSettings, cluster: Cluster, data: DataSet, engines: Engines | None = None) -> EpochLoop:
     """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy, workers, plan = settings.strategy, settings.workers, settings.plan()
-    Partition(len(data.train[0]), workers.count, plan.batch_size, plan.seed, plan.rounds)  # refuses too few samples
-    loss = loss_for(data)
+    plan.sequence(len(data.train[0]), workers.count)  # refuses too few samples
+    loss, optimizer = loss_for(data), settings.make_optimizer
     model = seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
     options: dict[str, Any] = {
-        "seed": settings.seed,
         "clip": settings.optimizer.clip,
-        "autocast": settings.numerics.dtype,
         "nonfinite": settings.numerics.nonfinite,
-        **settings.buckets.options(),
+        "buckets": settings.buckets,
     }
-
-    def engine(layout: Layout) -> Engine:
-        return _engine(settings, model, loss, layout, cluster, {} if engines is None else engines)
-
-    if strategy.runtime != "collective" and (workers.virtual or cluster.size > 1):  # one real worker has nobody to talk to
-        if cluster.rows != cluster.size:
-            raise SettingError(f"{strategy}: its workers are processes of their own; leave <processes> out, or use <virtual:True>.")
-        own = {name: value for name, value in options.items() if name not in ("seed", "autocast")}
-        rows = AsyncReplicas(model, settings.make_optimizer, strategy, cluster, engine=engine, **own)
-        return AsyncSimulation(rows, cluster, data, loss, plan)
-    if settings.split is not None:
-        return _on_mesh(settings, settings.split, cluster, data, model, loss, options)
-    replicas: Replicas
-    if settings.sharding.named and cluster.size > 1:
-        replicas = _sharded(settings, cluster, model, loss, options)
-    elif cluster.rows == 1 and not workers.virtual:
-        slowdown = workers.slowdown_of(cluster.workers.start)
-        replicas = LiveReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, **options)
+    own = {"seed": settings.seed, "autocast": settings.numerics.dtype, **options}
+    # One real worker has nobody to talk to.
+    asynchronous = strategy.runtime != "collective" and (workers.virtual or cluster.size > 1)
+    if asynchronous and cluster.rows != cluster.size:
+        raise SettingError(f"{strategy}: its workers are processes of their own; leave <processes> out, or use <virtual:True>.")
+    if settings.split is not None and not asynchronous:
+        return _on_mesh(settings, settings.split, cluster, data, model, loss, own)
+    training: EpochLoop
+    sharded = bool(settings.sharding.named) and cluster.size > 1 and not asynchronous
+    if sharded or (cluster.rows == 1 and not workers.virtual):
+        training = Training(_replica(settings, cluster, model, loss, sharded, own), cluster, data, loss, plan)
     else:
-        replicas = StackedReplicas(model, loss, settings.make_optimizer, strategy, cluster, engine=engine, **options)
-    training = Training(replicas, cluster, data, loss, plan)
-    if cluster.workers.start == 0:
+        kept = {} if engines is None else engines
+        make = lambda layout: _engine(settings, model, loss, layout, cluster, kept)  # noqa: E731
+        training = train_rows(lambda: model, loss, optimizer, data, strategy, cluster, plan, engine=make, **options)
+    if cluster.workers.start == 0 and not asynchronous:
         mention_period(strategy, training.steps, cluster.size)
     return training
 
@@ -85,26 +74,27 @@ def _on_mesh(
     from hocket.train.split_replicas import MeshReplica  # loaded only where a model is split
 
     sample = data.prepare(data.train[0][: settings.data.batch_size].to(world.device))
-    buckets = Buckets(options.pop("bucket_cap_bytes"), options.pop("first_bucket_cap_bytes"))
-    given = {"zero": settings.sharding.zero, "buckets": buckets, **options}
+    given = {"zero": settings.sharding.zero, **options}
     mesh = replace(split.mesh, plan=split.kinds)
     optimizer, strategy = settings.make_optimizer, settings.strategy
     replica = MeshReplica(model, loss, optimizer, strategy, world, mesh, split.pipeline(sample), **given)
     return Training(replica, replica.cluster, data, loss, settings.plan())
 
 
-def _sharded(settings: RunSettings, cluster: Cluster, model: nn.Module, loss: Loss, options: dict[str, Any]) -> Replicas:
-    """Workers that keep a part each of what would be the same on all."""
-    from hocket.train.split_replicas import FullReplica  # loaded only where something is sharded
-
-    sharding, strategy = settings.sharding, settings.strategy
-    if cluster.rows != 1 or not cluster.has_process_group:
+def _replica(
+    settings: RunSettings, cluster: Cluster, model: nn.Module, loss: Loss, sharded: bool, options: dict[str, Any]
+) -> Replicas:
+    """The worker of this process; ``sharded``: it keeps a part of what would be the same on all."""
+    sharding, optimizer, strategy = settings.sharding, settings.make_optimizer, settings.strategy
+    if sharded and (cluster.rows != 1 or not cluster.has_process_group):
         raise SettingError(f"{sharding.named}: a worker that keeps a part has a process of its own; leave <processes> out.")
-    if sharding.fsdp:
-        full = {name: value for name, value in options.items() if not name.endswith("bucket_cap_bytes")}
-        return FullReplica(model, loss, settings.make_optimizer, strategy, cluster, **full)
+    if sharded and sharding.fsdp:
+        from hocket.train.split_replicas import FullReplica  # loaded only where something is sharded
+
+        del options["buckets"]
+        return FullReplica(model, loss, optimizer, strategy, cluster, **options)
     slowdown = settings.workers.slowdown_of(cluster.workers.start)
-    return LiveReplica(model, loss, settings.make_optimizer, strategy, cluster, slowdown=slowdown, zero=sharding.zero, **options)
+    return LiveReplica(model, loss, optimizer, strategy, cluster, slowdown=slowdown, zero=sharding.zero * sharded, **options)
 
 
 def explanation(settings: RunSettings, world: Cluster, data: DataSet) -> str:
@@ -147,7 +137,7 @@ def run(
     engines: Engines | None = None,
     briefly: bool = False,
     on_split: Callable[[str], None] = lambda _: None,
-) -> Training | AsyncSimulation:
+) -> EpochLoop:
     """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given.
 
     ``briefly``: nothing is evaluated but the mean model at the end. ``on_split`` is shown who holds what of a split model.
@@ -160,7 +150,7 @@ def run(
             warnings.simplefilter("ignore")
         training = make_training(settings, cluster, data, engines)
     if settings.split is not None:
-        picture = training.replicas.job.picture()  # type: ignore[union-attr]
+        picture = training.replicas.job.picture()
         if process == 0:
             on_split(picture)
     if briefly:
@@ -193,9 +183,9 @@ def run(
     return training
 
 
-def _go_on(settings: RunSettings, cluster: Cluster, training: Training | AsyncSimulation, record: Record) -> bool:
+def _go_on(settings: RunSettings, cluster: Cluster, training: EpochLoop, record: Record) -> bool:
     """Load the checkpoint; whether the model is split otherwise than it was, so that its whole was loaded."""
-    if isinstance(training, AsyncSimulation):
+    if not isinstance(training, Training):
         training.load_state_dict(record.load())
         return False
     before = record.mesh()
@@ -213,7 +203,7 @@ def _go_on(settings: RunSettings, cluster: Cluster, training: Training | AsyncSi
     return other
 
 
-def describe(settings: RunSettings, cluster: Cluster, training: Training | AsyncSimulation) -> dict[str, Any]:
+def describe(settings: RunSettings, cluster: Cluster, training: EpochLoop) -> dict[str, Any]:
     """run.json: everything needed to repeat the run."""
     clock = cluster.clock
     where = {
@@ -250,7 +240,7 @@ def _repeated(settings: RunSettings) -> dict[str, Any]:
     return {**given, "plan": None if split is None else split.kinds, "spec": None if spec is None else spec.describe()}
 
 
-def bulk_bytes(training: Training | AsyncSimulation) -> int:
+def bulk_bytes(training: EpochLoop) -> int:
     """What ``bulk + allreduce`` would send in the same number of steps, all workers together (computed, not measured)."""
     split = getattr(training.replicas, "split", None)
     if split is not None:  # as if each process had a whole model

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import nn
 
+from hocket.cluster.layout import Buckets
 from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.errors import HocketError, SettingError, nearest
@@ -24,16 +25,16 @@ from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.balance import check_balance
 from hocket.train.checks import needs_servers
 from hocket.train.loop import TrainingPlan
-from hocket.train.setting_checks import check_count, check_max_steps
 from hocket.train.setting_groups import (
     BATCH_OPTIMIZER,
-    BucketSettings,
     DataSettings,
     NumericsSettings,
     OptimizerSettings,
+    ShardingSettings,
+    SplitSettings,
     WorkersSettings,
+    split_settings,
 )
-from hocket.train.split_settings import ShardingSettings, SplitSettings, split_settings
 
 FIELDS: dict[str, tuple[str, str]] = {
     "strategy": ("strategy", "strategy"),
@@ -96,7 +97,7 @@ class RunSettings:
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     numerics: NumericsSettings = field(default_factory=NumericsSettings)
-    buckets: BucketSettings = field(default_factory=BucketSettings)
+    buckets: Buckets = field(default_factory=Buckets)
     split: SplitSettings | None = None
     sharding: ShardingSettings = field(default_factory=ShardingSettings)
     seed: int = 0
@@ -105,8 +106,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
-        check_count("epochs", self.epochs)
-        check_max_steps(self.max_steps)
+        self.plan()  # refuses what no training can have
         self._check_sharding()
         self._check_split()
         check_balance(self.data.balance, self.strategy)
@@ -132,7 +132,7 @@ class RunSettings:
                 f"<fsdp> cuts every parameter between <workers> by itself; leave <mesh> out, or use <zero:1> with {split.mesh}."
             )
         uneven = self.data.balance != "even" or self.workers.slowdown is not None
-        if uneven or self.numerics.exact or any(self.buckets.options().values()):
+        if uneven or self.numerics.exact or self.buckets != Buckets():
             raise SettingError(
                 "<fsdp> leaves all exchanges to PyTorch's FSDP2; leave <balance>, <slowdown>, <exact>, <bucket_cap_bytes> and "
                 "<first_bucket_cap_bytes> out, or use <zero:1>."
@@ -251,7 +251,7 @@ _GROUPS: dict[str, Any] = {
     "data": DataSettings,
     "optimizer": OptimizerSettings,
     "numerics": NumericsSettings,
-    "buckets": BucketSettings,
+    "buckets": Buckets,
     "sharding": ShardingSettings,
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.layout import Layout
+from hocket.cluster.layout import Buckets, Layout
 from hocket.cluster.ledger import Entry
 from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
@@ -23,10 +23,9 @@ from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.balance import check_balance
 from hocket.train.checks import mention_period
-from hocket.train.engines import Engine, choose
-from hocket.train.loop import Progress, Training, TrainingPlan
-from hocket.train.replicas import Factory, Loss, StackedReplicas
-from hocket.train.setting_checks import check_count
+from hocket.train.engines import Engine
+from hocket.train.loop import EpochLoop, Progress, Training, TrainingPlan, check_count
+from hocket.train.replicas import Factory, Loss, StackedReplicas, engine_of
 
 
 @dataclass
@@ -95,7 +94,7 @@ def simulate(
     check_balance(balance, parsed)
     plan = TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, evaluate, balance=balance)
     options: dict[str, Any] = {"clip": clip, "autocast": autocast, "nonfinite": nonfinite, "engine": engine}
-    options |= {"bucket_cap_bytes": bucket_cap_bytes, "first_bucket_cap_bytes": first_bucket_cap_bytes}
+    options["buckets"] = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
     where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
     training = train_rows(model, loss, optimizer, _data(train_set, test_set), parsed, where, plan, **options)
     mention_period(parsed, training.steps, workers)
@@ -126,23 +125,17 @@ def train_rows(
     cluster: Cluster,
     plan: TrainingPlan,
     *,
-    engine: str = "auto",
+    engine: str | Callable[[Layout], Engine] = "auto",
     autocast: torch.dtype | None = None,
     **options: Any,
-) -> Training | AsyncSimulation:
+) -> EpochLoop:
     """A training of the workers that ``cluster`` hosts here, as rows: in step, or not, as ``strategy`` says."""
     built = seeded(model, plan.seed).to(cluster.device)
-
-    def engine_for(layout: Layout) -> Engine:
-        return choose(built, loss, layout, cluster.rows, cluster.device, engine, autocast=autocast)
-
+    make = engine_of(engine, built, loss, cluster, autocast)
     if strategy.runtime == "collective":
-        options |= {"seed": plan.seed, "autocast": autocast}
-        replicas = StackedReplicas(built, loss, optimizer, strategy, cluster, engine=engine_for, **options)
+        replicas = StackedReplicas(built, loss, optimizer, strategy, cluster, seed=plan.seed, engine=make, **options)
         return Training(replicas, cluster, data, loss, plan)
-    return AsyncSimulation(
-        AsyncReplicas(built, optimizer, strategy, cluster, engine=engine_for, **options), cluster, data, loss, plan
-    )
+    return AsyncSimulation(AsyncReplicas(built, optimizer, strategy, cluster, engine=make, **options), cluster, data, loss, plan)
 
 
 def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -155,7 +148,7 @@ def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:
     return built
 
 
-def mean_model(training: Training | AsyncSimulation) -> nn.Module:
+def mean_model(training: EpochLoop) -> nn.Module:
     """A copy of the mean model of all workers, or of the servers' global weights."""
-    with training.averaged() if isinstance(training, AsyncSimulation) else training.replicas.averaged() as model:
+    with training.averaged() as model:
         return copy.deepcopy(model)

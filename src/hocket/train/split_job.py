@@ -20,7 +20,7 @@ from hocket.train.job import Job
 from hocket.train.ledger_view import MeshAxes
 from hocket.train.runtimes.base import Runtime
 from hocket.train.runtimes.collective import CollectiveRuntime
-from hocket.train.runtimes.server import server_runtime
+from hocket.train.runtimes.messages import server_runtime
 
 Connect = Callable[[Layout, SplitModel], ServerRuntime]
 

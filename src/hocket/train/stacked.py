@@ -87,11 +87,6 @@ class StackedOptimizer:
         """The torch optimiser to schedule; where every row has its own, these follow it."""
         return self._leader
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of ``optimizer``."""
-        return self.optimizer.param_groups
-
     def step(self, used: Tensor | None = None) -> None:
         """One update of every row; ``used`` ``[rows, slots]`` says which slots have a gradient (None: all of them)."""
         if self.stacked and used is not None and not bool((used == used[0]).all()):

@@ -16,16 +16,22 @@ from hocket.cluster.layout import Layout
 from hocket.errors import NonFiniteGradient
 
 
+def first_nonfinite(layout: Layout, weights: Sequence[Tensor]) -> tuple[int, str] | None:
+    """The first row and parameter of ``weights`` (rows ``[rows, values]`` per bucket) that hold NaN or Inf."""
+    for bucket, rows in zip(layout.buckets, weights, strict=True):
+        if not bool(torch.isfinite(rows.sum())) and bool((bad := ~torch.isfinite(rows)).any()):
+            row, place = (int(k) for k in bad.nonzero()[0])
+            return row, next(s.name for s in bucket.slots if s.offset <= place < s.offset + s.size)
+    return None
+
+
 def check_weights(layout: Layout, rows: Sequence[Tensor], epoch: int) -> None:
     """Refuse to go on where weights (rows ``[1, values]`` per bucket) of workers that do not go in step hold NaN or Inf."""
-    for bucket, row in zip(layout.buckets, rows, strict=True):
-        if not bool(torch.isfinite(row).all()):
-            place = int((~torch.isfinite(row[0])).nonzero()[0])
-            name = next(s.name for s in bucket.slots if s.offset <= place < s.offset + s.size)
-            raise NonFiniteGradient(
-                f"The weights of {name} hold NaN or Inf after epoch {epoch}; lower the rate (asynchronous updates add up: "
-                "N workers make N times as many), clip gradients, or use compensation=rate."
-            )
+    if (found := first_nonfinite(layout, rows)) is not None:
+        raise NonFiniteGradient(
+            f"The weights of {found[1]} hold NaN or Inf after epoch {epoch}; lower the rate (asynchronous updates add up: "
+            "N workers make N times as many), clip gradients, or use compensation=rate."
+        )
 
 
 def _seem_finite(grads: list[Tensor]) -> bool:

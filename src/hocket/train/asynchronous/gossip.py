@@ -9,21 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.programs.account import Account
+from hocket.cluster.spec import ClusterSpec
+from hocket.data.batches import BatchSequence
 from hocket.programs.base import Effects
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.gossip.peer import GossipPeer
-from hocket.train.asynchronous.protocol import AsyncProtocol, Setup
+from hocket.train.asynchronous.protocol import AsyncProtocol
+from hocket.train.asynchronous.replicas import AsyncReplicas
 
 
 class GossipProtocol(AsyncProtocol):
     """Every worker on a link of its own; a free worker takes the next mini-batch."""
 
-    def __init__(self, setup: Setup) -> None:
-        workers = setup.replicas.rows
-        super().__init__(setup, workers)
-        kind = setup.replicas.strategy.topology.partner_rule
-        self.workers = [GossipPeer(PeerConfig(w, workers, kind, setup.seed, greets=False)) for w in range(workers)]
+    def __init__(self, replicas: AsyncReplicas, spec: ClusterSpec, seed: int, batches: BatchSequence) -> None:
+        workers = replicas.rows
+        super().__init__(replicas, spec, batches, workers)
+        kind = replicas.strategy.topology.partner_rule
+        self.workers = [GossipPeer(PeerConfig(w, workers, kind, seed, greets=False)) for w in range(workers)]
         self.network.ends = {("worker", w): w for w in range(workers)}
         for w, worker in enumerate(self.workers):
             routes = {other: ("worker", other) for other in range(workers) if other != w}
@@ -32,20 +34,11 @@ class GossipProtocol(AsyncProtocol):
         """The next mini-batch, and how many have had their effect."""
 
     def start(self) -> None:
-        for w in range(len(self.workers)):
-            self._do(w, self.workers[w].start(self.replicas.rows_of(w), 0.0, self.replicas.buffers_of(w)))
-
-    def _do(self, worker: int, effects: Effects) -> None:
-        self.simulation.carry_out(("worker", worker), effects)
-
-    def program(self, worker: int) -> GossipPeer:
-        return self.workers[worker]
-
-    def account(self, worker: int) -> Account:
-        return self.workers[worker].account
+        for w, worker in enumerate(self.workers):
+            self.carry_out(w, worker.start(self.replicas.rows_of(w), 0.0, self.replicas.buffers_of(w)))
 
     def next_batch(self, worker: int) -> tuple[int | None, Effects]:
-        if self.following >= self.setup.total:
+        if self.following >= len(self.batches):
             return None, []
         self.following += 1
         return self.following - 1, []
@@ -53,21 +46,9 @@ class GossipProtocol(AsyncProtocol):
     def before_update(self, worker: int, weight: float) -> Effects:
         return self.workers[worker].before_update(self.simulation.now)
 
-    def steps_locally(self, worker: int) -> bool:
-        return True
-
     def after_update(self, worker: int, lrs: Sequence[float]) -> Effects:
         self.done += 1
         return self.workers[worker].after_update(self.replicas.buffers_of(worker), self.simulation.now)
-
-    def end(self, worker: int) -> Effects:
-        return []
-
-    def leave(self, worker: int) -> Effects:
-        return []  # it goes on answering the others
-
-    def rejoin(self, worker: int) -> Effects:
-        return []
 
     @property
     def progress(self) -> int:
@@ -83,10 +64,7 @@ class GossipProtocol(AsyncProtocol):
         return rows, None
 
     def staleness(self) -> dict[int, int] | None:
-        total: Counter[int] = Counter()
-        for worker in self.workers:
-            total.update(worker.account.ages)
-        return dict(total)
+        return dict(sum((Counter(worker.account.ages) for worker in self.workers), Counter[int]()))
 
     def state_dict(self) -> dict[str, Any]:
         return {"workers": [w.state_dict() for w in self.workers], "counters": [self.following, self.done]}

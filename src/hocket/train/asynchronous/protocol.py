@@ -4,55 +4,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from hocket.cluster.spec import ClusterSpec
+from hocket.data.batches import BatchSequence
 from hocket.drivers.links import LinkModel, LinkNetwork
 from hocket.drivers.simulation import Simulation
-from hocket.programs.account import Account
-from hocket.programs.base import Effects, Program
+from hocket.programs.base import Effects
 from hocket.train.asynchronous.replicas import AsyncReplicas
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What protocols are made of: ``total`` mini-batches, ``per_epoch`` of them in an epoch."""
-
-    replicas: AsyncReplicas
-    spec: ClusterSpec
-    seed: int
-    total: int
-    per_epoch: int
 
 
 class AsyncProtocol(ABC):
     """The programs of all nodes, and how a worker's step goes through them."""
 
-    simulation: Simulation
-    network: LinkNetwork
-    links: LinkModel
+    workers: Sequence[Any]
+    """The workers' programs."""
 
-    def __init__(self, setup: Setup, hosts: int) -> None:
+    def __init__(self, replicas: AsyncReplicas, spec: ClusterSpec, batches: BatchSequence, hosts: int) -> None:
         """``hosts``: how many links there are; the first ones are the workers'."""
-        self.setup, self.replicas = setup, setup.replicas
-        self.links = LinkModel(setup.spec, hosts)
+        self.replicas, self.batches = replicas, batches
+        self.links = LinkModel(spec, hosts)
         self.network = LinkNetwork(self.links, {})
         self.simulation = Simulation(self.network, timers=False)
+
+    def carry_out(self, worker: int, effects: Effects) -> None:
+        """Carry out what a worker's program wants."""
+        self.simulation.carry_out(("worker", worker), effects)
 
     @abstractmethod
     def start(self) -> None:
         """Everybody joins; it takes no time."""
-
-    @abstractmethod
-    def program(self, worker: int) -> Program:
-        """A worker's program."""
-
-    @abstractmethod
-    def account(self, worker: int) -> Account:
-        """A worker's figures."""
 
     @abstractmethod
     def next_batch(self, worker: int) -> tuple[int | None, Effects]:
@@ -62,25 +45,25 @@ class AsyncProtocol(ABC):
     def before_update(self, worker: int, weight: float) -> Effects:
         """A worker's gradient is there; ``weight`` is that of its mini-batch."""
 
-    @abstractmethod
     def steps_locally(self, worker: int) -> bool:
         """Whether the worker's own optimiser makes the step under way."""
+        return True
 
     @abstractmethod
     def after_update(self, worker: int, lrs: Sequence[float]) -> Effects:
         """The step is done."""
 
-    @abstractmethod
     def end(self, worker: int) -> Effects:
         """There is no further mini-batch for a worker."""
+        return []
 
-    @abstractmethod
     def leave(self, worker: int) -> Effects:
-        """What the worker had under way has ended."""
+        """What the worker had under way has ended; without servers it goes on answering the others."""
+        return []
 
-    @abstractmethod
     def rejoin(self, worker: int) -> Effects:
         """The training was made longer: a worker that had left goes on."""
+        return []
 
     @property
     @abstractmethod

@@ -8,7 +8,7 @@ a time decides nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.layout import Layout
-from hocket.data.base import DataSet
-from hocket.data.batches import BatchSequence, MiniBatch
-from hocket.noise import step_keys
+from hocket.cluster.layout import Buckets, Layout
+from hocket.data.batches import MiniBatch
 from hocket.strategy import Strategy
-from hocket.train.checks import check_job, layout_for, optimizer_for
+from hocket.train.checks import optimizer_for
 from hocket.train.engines import Engine, VmapEngine, stack_buffers
-from hocket.train.replicas import Factory, swapped_weights
-from hocket.train.watch import NonFinite
+from hocket.train.replicas import Factory, RowReplicas, swapped_weights
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""Inputs, targets and the key of the randomness of one mini-batch."""
 
 
-class AsyncReplicas:
-    """``cluster.size`` workers as rows: weights, gradients and buffers, and an optimiser of their own where they step alone."""
+class AsyncReplicas(RowReplicas):
+    """``cluster.size`` workers as rows, with an optimiser of their own where they step alone."""
 
     def __init__(
         self,
@@ -37,28 +37,15 @@ class AsyncReplicas:
         strategy: Strategy,
         cluster: Cluster,
         *,
-        engine: Any,
+        engine: Callable[[Layout], Engine],
         clip: float | None = None,
         nonfinite: str = "raise",
-        bucket_cap_bytes: int | None = None,
-        first_bucket_cap_bytes: int | None = None,
+        buckets: Buckets = Buckets(),  # noqa: B008 - frozen
     ) -> None:
-        self.model, self.strategy, self.cluster, self.clip = model.to(cluster.device), strategy, cluster, clip
-        self.factory = optimizer
-        self.optimizer = optimizer_for(optimizer, list(model.parameters()))
-        check_job(model, self.optimizer, strategy, 1, nonfinite)
-        self.layout: Layout = layout_for(model, self.optimizer, strategy, bucket_cap_bytes, first_bucket_cap_bytes)
+        self.factory, self.optimizer = optimizer, optimizer_for(optimizer, list(model.parameters()))
+        super().__init__(model, self.optimizer, strategy, cluster, engine, clip, nonfinite, 0, buckets)
         rows = cluster.size
-        self.weights = [b.spaced(rows) for b in self.layout.buckets]
-        self.grads = [b.empty(rows) for b in self.layout.buckets]
-        named = dict(model.named_parameters())
-        for bucket, storage in zip(self.layout.buckets, self.weights, strict=True):
-            for stacked, slot in zip(bucket.stacked(storage), bucket.slots, strict=True):
-                stacked.copy_(named[slot.name].data.expand_as(stacked))
-        self.buffers = stack_buffers(model, rows)
-        self.engine: Engine = engine(self.layout)
         self.losses = torch.zeros(rows, device=cluster.device)
-        self._watch = NonFinite(nonfinite, self.layout, cluster) if cluster.device.type == "cpu" or nonfinite == "skip" else None
         self._pending: dict[int, MiniBatch] = {}
         self._used = torch.ones(rows, sum(len(b.slots) for b in self.layout.buckets), dtype=torch.bool)
         self._alone: dict[int, tuple[torch.optim.Optimizer, list[nn.Parameter], list[Tensor]]] = {}
@@ -77,13 +64,11 @@ class AsyncReplicas:
         """A worker begins a step on these samples, at the weights that it has."""
         self._pending[worker] = minibatch
 
-    def compute(
-        self, worker: int, data: DataSet, tensors: tuple[Tensor, ...], sequence: BatchSequence, seed: int, augment: bool
-    ) -> None:
+    def compute(self, worker: int, batch_of: Callable[[MiniBatch], Batch]) -> None:
         """Make sure that a worker's gradient is computed, along with those of all who are pending."""
         if worker not in self._pending:
             return
-        batches = {w: self._batch(w, h, data, tensors, sequence, seed, augment) for w, h in self._pending.items()}
+        batches = {w: batch_of(minibatch) for w, minibatch in self._pending.items()}
         if isinstance(self.engine, VmapEngine) and len({b[0].shape for b in batches.values()}) == 1:
             self._all(batches)
         else:
@@ -100,22 +85,6 @@ class AsyncReplicas:
                 torch._foreach_mul_(views, (self.clip / (norm + 1e-6)).clamp(max=1.0))
         self._pending.clear()
 
-    def _batch(
-        self,
-        worker: int,
-        minibatch: MiniBatch,
-        data: DataSet,
-        tensors: tuple[Tensor, ...],
-        sequence: BatchSequence,
-        seed: int,
-        augment: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x, y = (t[minibatch.indices.to(t.device)] for t in tensors)
-        key = step_keys(seed, minibatch.step, sequence.partition.workers)[minibatch.slot : minibatch.slot + 1]
-        if augment and data.augment is not None:
-            x = data.augment(x.unsqueeze(0), key)[0]
-        return data.prepare(x), y, key
-
     def _row(self, worker: int, x: Tensor, y: Tensor, key: Tensor) -> None:
         for own, all_ in zip(self._one, self.weights, strict=True):
             own.copy_(all_[worker : worker + 1])
@@ -130,7 +99,7 @@ class AsyncReplicas:
             self.buffers[name][worker : worker + 1] = own
         self.losses[worker] = losses[0]
 
-    def _all(self, batches: dict[int, tuple[Tensor, Tensor, Tensor]]) -> None:
+    def _all(self, batches: dict[int, Batch]) -> None:
         """All rows at once, always as many, so that one compiled graph serves; those of workers that do not wait are put back."""
         first = next(iter(batches))
         chosen = [batches.get(w, batches[first]) for w in range(self.rows)]
@@ -152,10 +121,6 @@ class AsyncReplicas:
         self.losses[idle] = kept[2]
 
     # --- local steps ---------------------------------------------------------------------------------------------------------
-
-    def rows_of(self, worker: int) -> list[Tensor]:
-        """A worker's weights, ``[1, values]`` per bucket: views."""
-        return [w[worker : worker + 1] for w in self.weights]
 
     def gradient_of(self, worker: int, weight: float) -> list[Tensor]:
         """A worker's gradient times ``weight``, flat, one per bucket: copies."""
@@ -199,30 +164,21 @@ class AsyncReplicas:
         with swapped_weights(self.model, self.layout, rows, means):
             yield self.model
 
-    def each(self) -> Iterator[nn.Module]:
-        """Every worker's own model, in turn."""
-        for row in range(self.rows):
-            own = {n: b[row] for n, b in self.buffers.items()}
-            with swapped_weights(self.model, self.layout, [w[row : row + 1] for w in self.weights], own):
-                yield self.model
-
     def state_dict(self) -> dict[str, Any]:
         return {
-            "weights": [w.clone() for w in self.weights],
+            **self.saved_rows(),
             "grads": [g.clone() for g in self.grads],
             "losses": self.losses.clone(),
-            "buffers": {n: b.clone() for n, b in self.buffers.items()},
             "used": self._used.clone(),
             "alone": {w: copy.deepcopy(o.state_dict()) for w, (o, _, _) in self._alone.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending.clear()
-        for own, saved in zip((*self.weights, *self.grads), (*state["weights"], *state["grads"]), strict=True):
+        self.load_rows(state)
+        for own, saved in zip(self.grads, state["grads"], strict=True):
             own.copy_(saved)
         self.losses.copy_(state["losses"])
-        for name, saved in state["buffers"].items():
-            self.buffers[name].copy_(saved)
         self._used.copy_(state["used"])
         for worker, saved in state["alone"].items():
             self._local(worker)[0].load_state_dict(copy.deepcopy(saved))

@@ -8,71 +8,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.programs.account import Account
+from hocket.cluster.spec import ClusterSpec
+from hocket.data.batches import BatchSequence
 from hocket.programs.base import Effects
 from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.worker import ServerWorker
-from hocket.train.asynchronous.protocol import AsyncProtocol, Setup
-
-
-def _identity(worker: int) -> bytes:
-    return b"w" + worker.to_bytes(4, "big")
+from hocket.train.asynchronous.protocol import AsyncProtocol
+from hocket.train.asynchronous.replicas import AsyncReplicas
 
 
 class ServerProtocol(AsyncProtocol):
     """Shards on links of their own where servers are named; otherwise every worker's machine hosts one."""
 
-    def __init__(self, setup: Setup) -> None:
-        strategy, workers = setup.replicas.strategy, setup.replicas.rows
+    def __init__(self, replicas: AsyncReplicas, spec: ClusterSpec, seed: int, batches: BatchSequence) -> None:
+        strategy, workers = replicas.strategy, replicas.rows
         self.strategy, self.sync = strategy, strategy.sync
         shards = strategy.topology.num_shards(workers)
         own_links = strategy.topology.has_servers
-        super().__init__(setup, workers + shards * own_links)
-        replicas = self.replicas
+        super().__init__(replicas, spec, batches, workers + shards * own_links)
         self.optimizer = shard_optimizer(strategy, replicas.optimizer)
         self.servers = [ShardServer(s) for s in range(shards)]
-        self.workers = [
-            ServerWorker(
-                WorkerConfig(
-                    strategy, replicas.layout, w, workers, setup.seed, give_up_s=float("inf"), total=setup.total,
-                    per_epoch=setup.per_epoch,
-                )
-            )
-            for w in range(workers)
-        ]  # fmt: skip
-        ends = {("worker", w): w for w in range(workers)} | {("shard", s): own_links * workers + s for s in range(shards)}
-        self.network.ends = ends
+        options: dict[str, Any] = {"give_up_s": float("inf"), "total": len(batches), "per_epoch": batches.per_epoch}
+        configs = [WorkerConfig(strategy, replicas.layout, w, workers, seed, **options) for w in range(workers)]
+        self.workers = [ServerWorker(config) for config in configs]
+        self.network.ends = {("worker", w): w for w in range(workers)}
+        self.network.ends |= {("shard", s): own_links * workers + s for s in range(shards)}
         for s, server in enumerate(self.servers):
             self.simulation.add(("shard", s), server, b"s" + s.to_bytes(4, "big"), {})
         routes = {s: ("shard", s) for s in range(shards)}
         for w, worker in enumerate(self.workers):
-            self.simulation.add(("worker", w), worker, _identity(w), routes)
+            self.simulation.add(("worker", w), worker, b"w" + w.to_bytes(4, "big"), routes)
 
     def start(self) -> None:
         self.network.free = True
         for s, server in enumerate(self.servers):
             self.simulation.carry_out(("shard", s), server.start(0.0))
         for w in range(len(self.workers)):
-            self.simulation.carry_out(("worker", w), self.rejoin(w))
+            self.carry_out(w, self.rejoin(w))
             while self.simulation.step():
                 pass
         self.network.free = False
         for worker in self.workers:
             worker.account.begin(0.0)
 
-    def program(self, worker: int) -> ServerWorker:
-        return self.workers[worker]
-
-    def account(self, worker: int) -> Account:
-        return self.workers[worker].account
-
     def next_batch(self, worker: int) -> tuple[int | None, Effects]:
         own = self.workers[worker]
         if self.sync.static_partition:
             number = own.step * len(self.workers) + worker
-            return (number if number < self.setup.total else None), []
+            return (number if number < len(self.batches) else None), []
         ready, dispatcher = own.next_batch(), self.servers[0].dispatcher
         assert dispatcher is not None
         if own.over and not dispatcher.empty:
@@ -128,4 +113,4 @@ class ServerProtocol(AsyncProtocol):
             worker.attach(self.replicas.rows_of(w), self.optimizer)
             worker.load_state_dict(saved)
         for server in self.servers:
-            server.extend(self.setup.total)
+            server.extend(len(self.batches))

@@ -8,8 +8,8 @@ whoever computed them.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,17 +19,13 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
 from hocket.cluster.spec import PRESETS, ClusterSpec
 from hocket.data.base import DataSet
-from hocket.data.batches import BatchSequence, MiniBatch
-from hocket.data.partition import Partition
+from hocket.data.batches import MiniBatch
 from hocket.drivers.simulation import Alarm, Call, Delivery, Key
-from hocket.errors import HocketError
-from hocket.programs.base import Effects, from_plain, to_plain
-from hocket.train.asynchronous.protocol import AsyncProtocol, Setup
+from hocket.programs.base import from_plain, to_plain
+from hocket.train.asynchronous.gossip import GossipProtocol
 from hocket.train.asynchronous.replicas import AsyncReplicas
-from hocket.train.flops import step_flops
-from hocket.train.ledger_view import ClusterLedger
-from hocket.train.loop import Progress, TrainingPlan, accuracy_of
-from hocket.train.lr_schedule import factor
+from hocket.train.asynchronous.servers import ServerProtocol
+from hocket.train.loop import EpochLoop, TrainingPlan, Watch
 from hocket.train.replicas import Loss
 from hocket.train.watch import check_weights
 
@@ -40,40 +36,26 @@ BATCH, COMPUTING, BEFORE, AFTER, ENDING, LEFT = "batch", "computing", "before", 
 """Where a worker stands in its step."""
 
 
-def protocol_of(setup: Setup) -> AsyncProtocol:
-    """The programs that a strategy needs."""
-    from hocket.train.asynchronous.gossip import GossipProtocol
-    from hocket.train.asynchronous.servers import ServerProtocol
-
-    runtime = setup.replicas.strategy.runtime
-    return {"server": ServerProtocol, "peers": GossipProtocol}[runtime](setup)
+PROTOCOLS: dict[str, type[ServerProtocol | GossipProtocol]] = {"server": ServerProtocol, "peers": GossipProtocol}
+"""By a strategy's runtime: the programs that it needs."""
 
 
-class AsyncSimulation:
-    """The counterpart of :class:`hocket.train.loop.Training`."""
+class AsyncSimulation(EpochLoop):
+    """Workers that do not step together."""
+
+    replicas: AsyncReplicas
 
     def __init__(self, replicas: AsyncReplicas, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
-        self.replicas, self.cluster, self.data, self.loss, self.plan = replicas, cluster, data, loss, plan
-        self.strategy = replicas.strategy
-        self.metrics: list[dict[str, Any]] = []
-        self.epoch = 0
-        samples, size = len(data.train[0]), cluster.size
-        partition = Partition(samples, size, plan.batch_size, plan.seed, plan.rounds)
-        if not len(partition):
-            raise HocketError(f"{samples} samples give no round for {size} workers; use fewer workers or more data.")
-        total = len(partition) * plan.epochs
-        self.steps = total if plan.max_steps is None else min(total, plan.max_steps)
-        self.batches = BatchSequence(partition, self.steps)
-        self._factor = factor(plan.lr_schedule, self.steps, round(plan.warmup_epochs * len(partition)))
+        super().__init__(replicas, cluster, data, loss, plan)
+        size = cluster.size
+        self._factor = plan.lr_factor(self.batches)
         self._base_lrs = [float(g["lr"]) for g in replicas.optimizer.param_groups]
-        self._train = tuple(t.to(cluster.device) for t in data.train)
-        self._test = tuple(t.to(cluster.device) for t in data.test)
         self.spec: ClusterSpec = PRESETS[DEFAULT_CLUSTER] if cluster.clock is None else cluster.clock.spec
-        self.step_s = _step_seconds(self.spec, replicas.model, loss, data, plan.batch_size)
+        self.step_s = plan.step_s(self.spec, replicas.model, loss, data)
         if cluster.clock is not None:
             cluster.clock.step_s = self.step_s
         self._slowdown = self.spec.factors(size).tolist()
-        self._disturbances = _Disturbances(self.spec, size, plan.seed)
+        self._disturbances = lru_cache(1000)(lambda step: self.spec.disturbance(size, step, plan.seed).tolist())
         self.phases = [BATCH] * size
         self._begun = [0] * size  # mini-batches that each worker has begun
         self._numbers = [-1] * size
@@ -82,8 +64,7 @@ class AsyncSimulation:
         self._epoch_begun = 0.0
         self._losses: list[Tensor] = []
         self._before: dict[str, Any] = {"wait": 0.0, "hidden": 0.0, "sent": 0, "exchanges": 0, "staleness": {}}
-        self.ledger = ClusterLedger(cluster)
-        self.protocol = protocol_of(Setup(replicas, self.spec, plan.seed, len(self.batches), self.batches.per_epoch))
+        self.protocol = PROTOCOLS[replicas.strategy.runtime](replicas, self.spec, plan.seed, self.batches)
         self.simulation = self.protocol.simulation
         self.simulation.on_call = self._computed
         self.protocol.start()
@@ -93,7 +74,6 @@ class AsyncSimulation:
 
     @property
     def step(self) -> int:
-        """Rounds' worth of mini-batches that have had their effect."""
         return self.protocol.progress // self.cluster.size
 
     # --- a worker's step -----------------------------------------------------------------------------------------------------
@@ -104,7 +84,7 @@ class AsyncSimulation:
 
     def _advance(self, worker: int) -> None:
         """Go on with a worker as far as its program lets it."""
-        program, protocol = self.protocol.program(worker), self.protocol
+        protocol, program = self.protocol, self.protocol.workers[worker]
         while not program.busy:
             phase = self.phases[worker]
             if phase == BATCH:
@@ -112,28 +92,25 @@ class AsyncSimulation:
                 if number is not None:
                     self._begin(worker, number)
                 elif effects or program.busy:
-                    self._do(worker, effects)
+                    self.protocol.carry_out(worker, effects)
                     if not program.busy:
                         continue
                 else:
                     self.phases[worker] = ENDING
-                    self._do(worker, protocol.end(worker))
+                    self.protocol.carry_out(worker, protocol.end(worker))
             elif phase == BEFORE:
                 lrs = self.lrs(worker)
                 if protocol.steps_locally(worker):
                     self.replicas.local_step(worker, lrs)
                 self.phases[worker] = AFTER
-                self._do(worker, protocol.after_update(worker, lrs))
+                self.protocol.carry_out(worker, protocol.after_update(worker, lrs))
             elif phase == AFTER:
                 self.phases[worker] = BATCH
             elif phase == ENDING:
                 self.phases[worker] = LEFT
-                self._do(worker, protocol.leave(worker))
+                self.protocol.carry_out(worker, protocol.leave(worker))
             else:
                 return
-
-    def _do(self, worker: int, effects: Effects) -> None:
-        self.simulation.carry_out(("worker", worker), effects)
 
     def _begin(self, worker: int, number: int) -> None:
         """A worker computes the gradient of mini-batch ``number``."""
@@ -141,7 +118,7 @@ class AsyncSimulation:
         self._numbers[worker], self.phases[worker] = number, COMPUTING
         self.replicas.begin(worker, batch)
         share = len(batch.indices) / self.plan.batch_size
-        seconds = self.step_s * share * self._slowdown[worker] * self._disturbances.of(worker, self._begun[worker])
+        seconds = self.step_s * share * self._slowdown[worker] * self._disturbances(self._begun[worker])[worker]
         self._begun[worker] += 1
         self._computing[worker] = now
         self.simulation.put(now + seconds, Call(_COMPUTED, worker))
@@ -157,12 +134,13 @@ class AsyncSimulation:
         self.compute(worker)
         self._losses.append(self.replicas.losses[worker].clone())
         self.phases[worker] = BEFORE
-        self._do(worker, self.protocol.before_update(worker, self.batch(worker).weight))
+        self.protocol.carry_out(worker, self.protocol.before_update(worker, self.batch(worker).weight))
         self._advance(worker)
 
     def compute(self, worker: int) -> None:
         """Compute a worker's gradient, along with those of all others that are pending."""
-        self.replicas.compute(worker, self.data, self._train, self.batches, self.plan.seed, self.plan.augment)
+        workers = self.cluster.size
+        self.replicas.compute(worker, lambda minibatch: self.plan.samples(minibatch, self.data, self._train, workers))
 
     def batch(self, worker: int) -> MiniBatch:
         """The mini-batch that a worker took last."""
@@ -175,39 +153,30 @@ class AsyncSimulation:
 
     # --- epochs --------------------------------------------------------------------------------------------------------------
 
-    def run(self, watch: Callable[[Progress], None] = lambda _: None) -> Iterator[dict[str, Any]]:
-        """Train on; yields each epoch's metrics as it ends."""
-        while self.epoch < self.plan.epochs and self.epoch * self.batches.per_epoch < len(self.batches):
-            yield self._run_epoch(watch)
-
-    def _run_epoch(self, watch: Callable[[Progress], None]) -> dict[str, Any]:
-        begun, seen = time.perf_counter(), self.step
+    def _train_epoch(self, watch: Watch) -> tuple[Entry, float]:
+        seen = self.step
         enough = min((self.epoch + 1) * self.batches.per_epoch, len(self.batches))
         while self.protocol.progress < enough:
             if not self.simulation.step():
                 raise RuntimeError("No worker has anything left to do before the end of the training: please report this.")
             if self.step > seen:
                 seen = self.step
-                watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))
+                self._watch_step(watch)
         entry = self._close()
-        self.epoch += 1
-        weights, buffers = self.protocol.global_weights(self.epoch)
-        check_weights(self.replicas.layout, weights, self.epoch)
         # Of as many mini-batches as the epoch has, in the order they were computed; where links are slow, some were long before.
-        own = enough - (self.epoch - 1) * self.batches.per_epoch
+        own = enough - self.epoch * self.batches.per_epoch
         mean_loss = math.fsum(torch.stack(self._losses[:own]).tolist()) / own
         self._losses = self._losses[own:]
-        wall = time.perf_counter() - begun
-        over = enough == len(self.batches)
-        accuracy = self._evaluate(weights, buffers) if self.plan.evaluate or over else None
-        metrics = {"epoch": self.epoch, "accuracy": accuracy, "loss": mean_loss, **vars(entry), "wall_s": wall}
-        if (staleness := self.protocol.staleness()) is not None:
-            before = self._before["staleness"]
-            fresh = {str(age): count - before.get(age, 0) for age, count in sorted(staleness.items())}
-            metrics["staleness"] = {age: count for age, count in fresh.items() if count}
-            self._before["staleness"] = staleness
-        self.metrics.append(metrics)
-        return metrics
+        self.epoch += 1
+        check_weights(self.replicas.layout, self.protocol.global_weights(self.epoch)[0], self.epoch)
+        return entry, mean_loss
+
+    def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
+        if (staleness := self.protocol.staleness()) is None:
+            return {}
+        before, self._before["staleness"] = self._before["staleness"], staleness
+        fresh = {str(age): count - before.get(age, 0) for age, count in sorted(staleness.items())}
+        return {"staleness": {age: count for age, count in fresh.items() if count}}
 
     def _close(self) -> Entry:
         """The epoch's figures: what is neither computing nor waiting is transfer, so that they add up."""
@@ -216,13 +185,9 @@ class AsyncSimulation:
         for worker, begun in enumerate(self._computing):  # a worker that is computing has done part of it in this epoch
             if begun is not None:
                 self._compute_s[worker] += now - max(begun, self._epoch_begun)
-        accounts, before = [self.protocol.account(w) for w in range(workers)], self._before
-        totals = {
-            "wait": sum(a.wait_s for a in accounts),
-            "hidden": sum(a.hidden_s for a in accounts),
-            "sent": sum(a.bytes_sent for a in accounts),
-            "exchanges": sum(a.exchanges for a in accounts),
-        }
+        accounts, before = [worker.account for worker in self.protocol.workers], self._before
+        names = {"wait": "wait_s", "hidden": "hidden_s", "sent": "bytes_sent", "exchanges": "exchanges"}
+        totals = {name: sum(getattr(account, of) for account in accounts) for name, of in names.items()}
         fresh = {name: total - before[name] for name, total in totals.items()}
         compute = sum(self._compute_s) / workers
         wait = min(fresh["wait"] / workers, max(seconds - compute, 0.0))
@@ -242,16 +207,8 @@ class AsyncSimulation:
         self._epoch_begun, self._compute_s = now, [0.0] * workers
         return entry
 
-    # --- evaluation ----------------------------------------------------------------------------------------------------------
-
-    def averaged(self) -> Any:
-        """Context manager with the model to evaluate: the servers' weights, or the mean of all workers."""
+    def averaged(self) -> AbstractContextManager[nn.Module]:
         return self.replicas.with_weights(*self.protocol.global_weights(self.epoch))
-
-    def _evaluate(self, weights: list[Tensor], buffers: Tensor | None) -> float | None:
-        with self.replicas.with_weights(weights, buffers) as model:
-            right, seen = accuracy_of(model, (self._test[0], self._test[1]), self.data)
-        return right / seen if seen else None
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
@@ -267,7 +224,7 @@ class AsyncSimulation:
             "replicas": self.replicas.state_dict(),
             "protocol": self.protocol.state_dict(),
             "links": self.protocol.links.state_dict(),
-            "queue": [[when, number, _plain_event(event)] for when, number, event in sorted(self.simulation.queue, key=_order)],
+            "queue": [[when, number, _plain_event(event)] for when, number, event in sorted(self.simulation.queue)],
             "clock": [self.simulation.now, self.simulation.order, self._epoch_begun],
             "phases": list(self.phases),
             "begun": list(self._begun),
@@ -295,36 +252,8 @@ class AsyncSimulation:
             if phase in (ENDING, LEFT):
                 self.phases[worker] = BATCH
             if phase == LEFT:
-                self._do(worker, self.protocol.rejoin(worker))
+                self.protocol.carry_out(worker, self.protocol.rejoin(worker))
                 self._advance(worker)
-
-
-class _Disturbances:
-    """How many times as long each worker takes for a step; drawn once for all workers."""
-
-    def __init__(self, spec: ClusterSpec, workers: int, seed: int) -> None:
-        self._spec, self._workers, self._seed = spec, workers, seed
-        self._drawn: dict[int, list[float]] = {}
-
-    def of(self, worker: int, step: int) -> float:
-        if step not in self._drawn:
-            if len(self._drawn) > 1000:
-                self._drawn.clear()
-            self._drawn[step] = self._spec.disturbance(self._workers, step, self._seed).tolist()
-        return self._drawn[step][worker]
-
-
-def _step_seconds(spec: ClusterSpec, model: nn.Module, loss: Loss, data: DataSet, batch_size: int) -> float:
-    """How long a worker of ordinary speed computes the gradient of a mini-batch."""
-    flops = 0.0
-    if spec.step_s is None:
-        x, y = (t[:2] for t in data.train)
-        flops = step_flops(model, loss, data.prepare(x), y, batch_size)
-    return spec.seconds(flops)
-
-
-def _order(entry: tuple[float, int, Any]) -> tuple[float, int]:
-    return entry[:2]
 
 
 def _plain_event(event: Delivery | Alarm | Call) -> list[Any]:

@@ -25,20 +25,16 @@ def choose(
     name: str = "auto",
     *,
     autocast: torch.dtype | None = None,
-    accumulate: int = 1,
 ) -> LoopEngine | VmapEngine:
     """The engine for ``device``: the loop on a CPU, compiled vmap on CUDA, unless ``name`` says ``"loop"`` or ``"vmap"``."""
     if name not in ("auto", "loop", "vmap"):
         raise HocketError(f"there is no gradient engine {name!r}; use 'auto', 'loop' or 'vmap'.")
     cuda = torch.device(device).type == "cuda"
-    if name == "loop" or (name == "auto" and not (cuda and rows > 1)):
-        return LoopEngine(model, loss, layout, autocast=autocast, accumulate=accumulate)
-    found = obstacle(model)
-    if found is None:
-        return VmapEngine(
-            model, loss, layout, rows, compile=cuda, autocast=autocast, accumulate=accumulate, fall_back=name == "auto"
-        )
-    if name == "vmap":
-        raise HocketError(f"the vmap engine cannot run a model with {found}; use engine='loop' or 'auto'.")
-    warnings.warn(f"the model has {found}, which vmap cannot do: its workers are computed one after another.", stacklevel=2)
-    return LoopEngine(model, loss, layout, autocast=autocast, accumulate=accumulate)
+    if name == "vmap" or (name == "auto" and cuda and rows > 1):
+        found = obstacle(model)
+        if found is None:
+            return VmapEngine(model, loss, layout, rows, compile=cuda, autocast=autocast, fall_back=name == "auto")
+        if name == "vmap":
+            raise HocketError(f"the vmap engine cannot run a model with {found}; use engine='loop' or 'auto'.")
+        warnings.warn(f"the model has {found}, which vmap cannot do: its workers are computed one after another.", stacklevel=2)
+    return LoopEngine(model, loss, layout, autocast=autocast)

@@ -184,19 +184,8 @@ def _precision(x: Tensor) -> dict[str, Any]:
 
 def _sizes(x: Tensor, y: Tensor, kernel: Sequence[int], padding: Sequence[int]) -> dict[str, Any]:
     """The compile-time sizes of a convolution from ``x`` to ``y``."""
-    (c, h, w), (out, oh, ow) = x.shape[2:], y.shape[2:]
-    return {
-        "C": c,
-        "H": h,
-        "W": w,
-        "OUT": out,
-        "OH": oh,
-        "OW": ow,
-        "KH": kernel[0],
-        "KW": kernel[1],
-        "PH": padding[0],
-        "PW": padding[1],
-    }
+    names = ("C", "H", "W", "OUT", "OH", "OW", "KH", "KW", "PH", "PW")
+    return dict(zip(names, (*x.shape[2:], *y.shape[2:], *kernel, *padding), strict=True))
 
 
 def _forward_tiles(out: int, depth: int) -> dict[str, int]:

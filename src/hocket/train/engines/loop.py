@@ -17,8 +17,8 @@ class LoopEngine:
     """One worker after another on one template module; bit-equal to plain training of each.
 
     While a gradient is computed the template's parameters and buffers are views of the row; afterwards it has its own back.
-    Models with active dropout run each row under ``torch.manual_seed(keys[row])``, as a process of its own would; ``seeded``
-    forces that on or off. ``autocast`` is the dtype of mixed precision, ``accumulate`` cuts each batch into that many parts.
+    Models with active dropout run each row under ``torch.manual_seed(keys[row])``, as a process of its own would. ``autocast`` is
+    the dtype of mixed precision, ``accumulate`` cuts each batch into that many parts.
     """
 
     def __init__(
@@ -27,7 +27,6 @@ class LoopEngine:
         loss: Loss,
         layout: Layout,
         *,
-        seeded: bool | None = None,
         autocast: torch.dtype | None = None,
         accumulate: int = 1,
     ) -> None:
@@ -36,7 +35,6 @@ class LoopEngine:
         self.model, self.loss, self.layout = model, loss, layout
         self.autocast, self.accumulate = autocast, accumulate
         self._random = random_modules(model)
-        self._seeded = seeded
         self._parameters = _parameters(model, layout)
         self._bound: _Bound | None = None
 
@@ -58,7 +56,8 @@ class LoopEngine:
         return torch.stack(losses), _used(bound.rows, len(self._parameters), missing)
 
     def is_seeded(self) -> bool:
-        return any(m.training for m in self._random) if self._seeded is None else self._seeded
+        """Whether a row draws random numbers."""
+        return any(m.training for m in self._random)
 
     def _bind(self, weights: Rows, buffers: Buffers, grads: Rows) -> _Bound:
         """The views of all rows; made anew only when the storage has moved."""
@@ -205,6 +204,16 @@ def forked(seeded: bool, device: torch.device) -> Iterator[None]:
         return
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
+
+
+def seeded_loss(
+    model: nn.Module, loss: Loss, x: Tensor, y: Tensor, key: Tensor, random: bool, autocast: torch.dtype | None
+) -> Tensor:
+    """The loss of one worker's mini-batch; a model that is ``random`` draws from its key, as in an engine."""
+    with forked(random, x.device), torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+        if random:
+            torch.manual_seed(int(key))
+        return loss(model(x), y)
 
 
 def _used(rows: int, slots: int, missing: list[tuple[int, int]]) -> Tensor:

@@ -42,14 +42,13 @@ class VmapEngine:
         autocast: torch.dtype | None = None,
         accumulate: int = 1,
         fall_back: bool = False,
-        graph: bool = True,
     ) -> None:
         if chunk is not None and chunk < 1:
             raise HocketError(f"chunk must be at least 1 row, got {chunk}.")
         self.loop = LoopEngine(model, loss, layout, autocast=autocast, accumulate=accumulate)
         self.loss, self.layout, self.rows, self.chunk = loss, layout, rows, chunk or rows
         self.autocast, self.accumulate, self.fall_back = autocast, accumulate, fall_back
-        self._compile, self._graph = compile, graph and compile
+        self._compile, self._graph = compile, compile
         self._take(model if autocast else with_row_convolutions(model))
         self._used: Tensor | None = None
         self._refused = False

@@ -1,80 +1,34 @@
 """Messages: each worker is a program that talks to servers or peers and does not wait for all others.
 
-A *link* (:class:`~hocket.drivers.server_runtime.ServerRuntime`, or that of gossip peers) is this program on sockets; what differs
-between servers and peers is how it joins (``server.py``, ``peers.py``).
+A *link* (:class:`~hocket.drivers.worker_runtime.WorkerRuntime`) is this program on sockets. Servers hold the weights and run the
+optimiser; the learning rates are the worker's. Gossip peers keep their optimisers: their program takes the weights before and after
+a step, not gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.layout import Layout
 from hocket.cluster.virtual import VirtualCluster
+from hocket.drivers.gossip_runtime import GossipRuntime
+from hocket.drivers.server_runtime import ServerRuntime
+from hocket.drivers.worker_runtime import WorkerRuntime
 from hocket.errors import HocketError
 from hocket.programs.account import Account
+from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import MeshAxes, MessageLedger
 from hocket.train.runtimes.base import Binding
 
-
-class MessageLink(Protocol):
-    """A worker's program on sockets, joined."""
-
-    attached: bool
-
-    @property
-    def worker(self) -> int:
-        """This worker's number."""
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-
-    @property
-    def steps_locally(self) -> bool:
-        """Whether the worker's own optimiser makes the step under way."""
-
-    @property
-    def account(self) -> Account:
-        """This worker's own figures."""
-
-    def figures(self) -> dict[str, Any]:
-        """The same as plain data, by now."""
-
-    def before_update(self, gradients: Sequence[Tensor]) -> None:
-        """This step's gradients, flat, one per bucket; none where the program does not take them."""
-
-    def after_update(self, lrs: Sequence[float], buffers: Tensor | None) -> None:
-        """The step is done."""
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Time does not count."""
-
-    def global_weights(self) -> tuple[list[Tensor], Tensor | None]:
-        """The weights ``[1, values]`` per bucket that all workers' training has by now, and mean buffers."""
-
-    def finish(self) -> Tensor | None:
-        """End with the final weights in the rows; the mean buffers."""
-
-    def leave(self) -> None:
-        """Say goodbye."""
-
-    def summary(self) -> dict[str, Any]:
-        """All workers' figures, as far as servers or peers tell them."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All strategy state of this worker."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-
-
-Join = Callable[[Binding], MessageLink]
+Join = Callable[[Binding], WorkerRuntime]
 
 
 @dataclass
@@ -194,3 +148,35 @@ class MessageRuntime:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, before the first step of this job."""
         self.link.load_state_dict(state)
+
+
+def optimizer_spec_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """The optimiser of the shards; where the workers keep theirs, whatever it is, one that never moves."""
+    if strategy.sync.averages_weights or strategy.topology.peer_to_peer:
+        return OptimizerSpec("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
+    return OptimizerSpec.of(optimizer, strategy.topology.server_optimizer)
+
+
+def server_runtime(
+    connect: Callable[[Layout], ServerRuntime], cluster: Cluster | None = None, axes: MeshAxes | None = None
+) -> MessageRuntime:
+    """A worker of the shards that ``connect`` finds."""
+
+    def join(binding: Binding) -> ServerRuntime:
+        spec = optimizer_spec_for(binding.strategy, binding.optimizer)  # refuses an optimiser that shards do not know
+        link = connect(binding.layout)
+        link.join(binding.weights, spec)
+        return link
+
+    return MessageRuntime(join, cluster, takes_gradients=True, axes=axes)
+
+
+def peer_runtime(connect: Callable[[Layout], GossipRuntime], cluster: Cluster | None = None) -> MessageRuntime:
+    """A worker among the peers that ``connect`` finds."""
+
+    def join(binding: Binding) -> GossipRuntime:
+        link = connect(binding.layout)
+        binding.set_buffers(link.join(binding.weights, None, binding.flat_buffers))
+        return link
+
+    return MessageRuntime(join, cluster, takes_gradients=False)

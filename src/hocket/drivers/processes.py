@@ -26,6 +26,8 @@ from typing import Any, NoReturn, Self
 from hocket.errors import HocketError
 
 MAX_RESTARTS = 10
+SHARD = "shard"
+"""The role of a parameter server's shards."""
 _GRACE_S = 5.0
 
 
@@ -40,6 +42,8 @@ class Role:
     that number before."""
     grace_s: float = _GRACE_S
     """How long a process has between SIGTERM and SIGKILL; 0: it is killed at once."""
+    ends_with_input: bool = False
+    """Instead of SIGTERM its input is closed; it sends what it still has to send, and ends."""
 
 
 class Supervisor:
@@ -104,7 +108,9 @@ class Supervisor:
         deadline = time.monotonic() + leave_s
         for role, process in processes:
             if not _ends(process, deadline - time.monotonic()):
-                if role.grace_s > 0:
+                if role.ends_with_input:
+                    close(process)
+                elif role.grace_s > 0:
                     process.terminate()
                 else:
                     process.kill()
@@ -129,7 +135,7 @@ def _ends(process: Any, timeout_s: float) -> bool:
 
 
 def close(process: Any) -> None:
-    """Close the pipes of a process that has ended."""
+    """Close the pipes to and from a process."""
     for pipe in (getattr(process, "stdin", None), getattr(process, "stdout", None)):
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):

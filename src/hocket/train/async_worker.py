@@ -1,4 +1,4 @@
-"""One worker of ``hocket train`` that does not go in step: takes mini-batches by number until there are none left.
+"""An asynchronous worker of ``hocket train``: takes mini-batches by number until there are none left.
 
 Whose turn a mini-batch is, its rate and its randomness are functions of its number, as with virtual workers.
 """
@@ -12,28 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from hocket.cluster.layout import Buckets, Layout
-from hocket.data import DataSet, Partition, load
+from hocket.cluster.layout import Layout
+from hocket.data import DataSet, load
 from hocket.data.batches import BatchSequence, MiniBatch
-from hocket.drivers.gossip_runtime import GossipRuntime
+from hocket.drivers.gossip_runtime import CoordinatorLink, GossipRuntime
 from hocket.drivers.server_runtime import ServerRuntime
+from hocket.drivers.worker_runtime import WorkerRuntime
 from hocket.errors import HocketError
 from hocket.models import build, loss_for
-from hocket.noise import step_keys
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.requests import WorkerConfig
-from hocket.train.engines.loop import forked, random_modules
+from hocket.programs.server.wire import link_bytes
+from hocket.train.engines.loop import random_modules, seeded_loss
 from hocket.train.job import Job
-from hocket.train.lr_schedule import factor
-from hocket.train.pairs_worker import connect_coordinated
-from hocket.train.runtimes.peers import peer_runtime
-from hocket.train.runtimes.server import server_runtime
+from hocket.train.runtimes.messages import peer_runtime, server_runtime
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
 from hocket.transport import Keys
-
-Link = ServerRuntime | GossipRuntime
 
 
 @dataclass(frozen=True)
@@ -59,10 +55,7 @@ class WorkerTask:
 
 def batch_sequence(settings: RunSettings, data: DataSet) -> BatchSequence:
     """All mini-batches of a run."""
-    plan = settings.plan()
-    partition = Partition(len(data.train[0]), settings.workers.count, plan.batch_size, plan.seed, plan.rounds)
-    total = len(partition) * plan.epochs
-    return BatchSequence(partition, total if plan.max_steps is None else min(total, plan.max_steps))
+    return settings.plan().sequence(len(data.train[0]), settings.workers.count)
 
 
 def work(post: WorkerTask) -> None:
@@ -74,26 +67,21 @@ def work(post: WorkerTask) -> None:
     model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
-    at = factor(settings.optimizer.lr_schedule, sequence.steps, round(settings.optimizer.warmup * len(sequence.partition)))
+    plan = settings.plan()
+    at = plan.lr_factor(sequence)
     job, link = _enter(post, settings, model, optimizer, sequence)
     throttle, account = Throttle(settings.workers.slowdown_of(post.worker)), link.account
-    x, y = (t.to(device) for t in data.train)
-    dtype, random = settings.numerics.dtype, bool(random_modules(model))
+    train = (data.train[0].to(device), data.train[1].to(device))
+    random = bool(random_modules(model))
     model.train()
     while (minibatch := _next(job, link, post.worker, sequence)) is not None:
         throttle.begin()
-        key = step_keys(settings.seed, minibatch.step, settings.workers.count)[minibatch.slot : minibatch.slot + 1]
-        inputs = x[minibatch.indices.to(device)]
-        if settings.data.augment and data.augment is not None:
-            inputs = data.augment(inputs.unsqueeze(0), key)[0]
+        inputs, targets, key = plan.samples(minibatch, data, train, settings.workers.count)
         for group, rate in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = rate * at(minibatch.step)
         job.weight = minibatch.weight
         optimizer.zero_grad()
-        with forked(random, device), torch.autocast(device.type, dtype, enabled=dtype is not None):
-            if random:
-                torch.manual_seed(int(key[0]))
-            loss = loss_of(model(data.prepare(inputs)), y[minibatch.indices.to(device)])
+        loss = seeded_loss(model, loss_of, inputs, targets, key[0], random, settings.numerics.dtype)
         loss.backward()
         if settings.optimizer.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), settings.optimizer.clip)
@@ -106,30 +94,29 @@ def work(post: WorkerTask) -> None:
 
 def _enter(
     post: WorkerTask, settings: RunSettings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence
-) -> tuple[Job, Link]:
+) -> tuple[Job, WorkerRuntime]:
     """A job of this worker, and its link to servers or peers."""
-    strategy, keys, job = settings.strategy, None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
-    links: list[Link] = []
-
-    def connect_server(layout: Layout) -> ServerRuntime:
-        links.append(link := _connect(post, settings, layout, sequence))
-        return link
-
-    def connect_peer(layout: Layout) -> GossipRuntime:
-        rule, joins = strategy.topology.partner_rule, post.incarnation > 0
-        config = PeerConfig(
-            post.worker, settings.workers.count, rule, settings.seed, post.liveness_timeout_s, post.incarnation, joins
-        )
-        links.append(link := connect_coordinated(strategy, layout, config, post.addresses[0], job, keys, _record(post)))
-        return link
-
-    runtime = peer_runtime(connect_peer) if strategy.runtime == "peers" else server_runtime(connect_server)
-    buckets = Buckets(settings.buckets.cap_bytes, settings.buckets.first_cap_bytes)
-    options: dict[str, Any] = {"nonfinite": settings.numerics.nonfinite, "seed": settings.seed, "buckets": buckets}
-    return Job(model, optimizer, strategy, runtime, **options), links[0]
+    strategy, numerics = settings.strategy, settings.numerics
+    runtime = (
+        peer_runtime(lambda layout: _connect_peer(post, settings, layout))
+        if strategy.runtime == "peers"
+        else server_runtime(lambda layout: _connect_server(post, settings, layout, sequence))
+    )
+    job = Job(model, optimizer, strategy, runtime, nonfinite=numerics.nonfinite, seed=settings.seed, buckets=settings.buckets)
+    return job, runtime.link
 
 
-def _connect(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
+def _connect_peer(post: WorkerTask, settings: RunSettings, layout: Layout) -> GossipRuntime:
+    """A worker without servers finds the others through the coordinator."""
+    strategy, (job, keys, record) = settings.strategy, _link_options(post)
+    rule, joins = strategy.topology.partner_rule, post.incarnation > 0
+    config = PeerConfig(post.worker, settings.workers.count, rule, settings.seed, post.liveness_timeout_s, post.incarnation, joins)
+    most = link_bytes(strategy, layout)
+    coordinator = CoordinatorLink(post.addresses[0], job, post.worker, keys, most, post.incarnation)
+    return GossipRuntime(config, job, most, coordinator=coordinator, keys=keys, record=record)
+
+
+def _connect_server(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
     config = WorkerConfig(
         settings.strategy,
         layout,
@@ -141,15 +128,17 @@ def _connect(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: 
         per_epoch=sequence.per_epoch,
         replaces=post.incarnation > 0,
     )
+    job, keys, record = _link_options(post)
+    return ServerRuntime(post.addresses, job, config, keys, record)
+
+
+def _link_options(post: WorkerTask) -> tuple[bytes, Keys | None, Path | None]:
+    """The id of the job, its keys and the file for the recording."""
     keys = None if post.keys is None else Keys.read(post.keys)
-    return ServerRuntime(post.addresses, bytes.fromhex(post.job), config, keys, _record(post))
+    return bytes.fromhex(post.job), keys, None if post.record is None else Path(post.record)
 
 
-def _record(post: WorkerTask) -> Path | None:
-    return None if post.record is None else Path(post.record)
-
-
-def _next(job: Job, link: Link, worker: int, sequence: BatchSequence) -> MiniBatch | None:
+def _next(job: Job, link: WorkerRuntime, worker: int, sequence: BatchSequence) -> MiniBatch | None:
     own = job.strategy.sync.static_partition
     number = link.record_batch(sequence.own(worker, job.step)) if own else link.next_batch()
     return None if number is None or number >= len(sequence) else sequence.minibatch(number)

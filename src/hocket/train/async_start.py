@@ -1,16 +1,20 @@
-"""Shards for ``parallelize``: the processes of a job start them as children and tell each other where they listen.
+"""How the workers of ``parallelize`` that send messages find their shards, or each other.
 
-Rank ``r`` of ``P`` starts shards ``r``, ``r + P``, …; the id of the job and the addresses travel through torch.distributed's store.
-All on one machine listen on loopback; across machines (or containers with networks of their own) they listen on the address that
-reaches the first one, and want keys. A shard ends when all workers have left it, or with the process that started it.
+The id of the job and the addresses travel through torch.distributed's store. All on one machine listen on loopback; across machines
+(or containers with networks of their own) they listen on the address that reaches the first one, and want keys.
+
+Shards are children of the workers' processes: rank ``r`` of ``P`` starts shards ``r``, ``r + P``, … A shard ends when all workers
+have left it, or with the process that started it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
-from dataclasses import dataclass, field
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,14 @@ import torch.distributed as dist
 from hocket.cluster.base import Cluster
 from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.layout import Layout
-from hocket.drivers.start import Child, address_of, end_child, own_address, start_shard
+from hocket.drivers.gossip_runtime import GossipRuntime
+from hocket.drivers.processes import SHARD, Role, Supervisor
+from hocket.drivers.start import address_of, own_address, start_shard
 from hocket.errors import HocketError
+from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.wire import link_bytes
 from hocket.strategy import Strategy
+from hocket.transport import Keys
 
 _started = 0
 
@@ -33,15 +41,16 @@ class Servers:
 
     addresses: list[str]
     job: bytes
-    children: list[Child] = field(default_factory=list)
+    children: Supervisor | None = None
 
     def see_off(self) -> None:
         """End, once this worker has left: others may still need our shards, so wait until they have left too."""
-        for child in self.children:
-            with contextlib.suppress(KeyboardInterrupt):
-                child.wait()
-            end_child(child)
-        self.children = []
+        if self.children is None:
+            return
+        try:
+            self.children.shutdown(math.inf)
+        except KeyboardInterrupt:
+            self.children.shutdown()
 
 
 def common_ground(cluster: Cluster) -> tuple[Any, bytes, str]:
@@ -73,11 +82,17 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
     rank, processes = cluster.rank, cluster.processes
     store, job, bind = common_ground(cluster)
     most = link_bytes(strategy, layout)
-    own = {p: start_shard(p, job, bind, keys, liveness_timeout_s, most_bytes=most) for p in range(rank, shards, processes)}
+    own = range(rank, shards, processes)
+
+    def start(number: int, incarnation: int) -> subprocess.Popen[str]:
+        return start_shard(own[number], job, bind, keys, liveness_timeout_s, most_bytes=most)
+
+    children = Supervisor([Role(SHARD, len(own), start, ends_with_input=True)])
+    children.start(SHARD)
     told: dict[int, str] = {}
-    for place, child in own.items():
+    for number, place in enumerate(own):
         try:
-            told[place] = address_of(child)
+            told[place] = address_of(children.process(SHARD, number))
         except HocketError as error:
             told[place] = f"!{error}"
         if store is not None:
@@ -86,4 +101,23 @@ def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Pa
     for address in addresses:
         if address.startswith("!"):
             raise HocketError(address[1:])
-    return Servers(addresses, job, list(own.values()))
+    return Servers(addresses, job, children)
+
+
+def connect_peers(
+    strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, liveness_timeout_s: float, seed: int
+) -> GossipRuntime:
+    """This process's worker among those of ``cluster``; all of them must call it."""
+    assert cluster.has_process_group
+    worker, world = cluster.workers.start, cluster.size
+    store, job, bind = common_ground(cluster)
+
+    def exchange_addresses(address: str) -> list[str | None]:
+        store.set(f"peer/{worker}", address)
+        addresses: list[str | None] = [store.get(f"peer/{other}").decode() for other in range(world)]
+        cluster.stop_heartbeat()  # from here on no worker waits for the others, nor ends with them
+        return addresses
+
+    config = PeerConfig(worker, world, strategy.topology.partner_rule, seed, liveness_timeout_s)
+    found = None if keys is None else Keys.read(keys)
+    return GossipRuntime(config, job, link_bytes(strategy, layout), exchange_addresses, bind=bind, keys=found)

@@ -1,0 +1,112 @@
+"""An observer of the shards: it asks where the job stands and for the weights after an epoch, and reports dead workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hocket.cluster.layout import Layout
+from hocket.errors import HocketError
+from hocket.programs.base import Address, Effects, Program, Task, Until
+from hocket.programs.server.slices import Slices
+from hocket.programs.server.wire import OBSERVER
+from hocket.transport.frame import Envelope, Kind
+
+_LONG_S = 1e6
+_OTHERS_S = 2.0
+"""Once shard 0 has reached the end of an epoch, the others have so long to reach it, too."""
+_ANSWER_S = 5.0
+
+
+@dataclass(frozen=True)
+class GlobalWeights:
+    """What all shards hold: rows ``[1, values]`` per bucket, and the workers' mean buffers."""
+
+    rows: list[Tensor]
+    buffers: Tensor | None
+    figures: dict[str, Any]
+    """Where the job stood, as shard 0 saw it."""
+    lost: int
+    """Mini-batches lost, on the shard that has lost most."""
+
+
+class ShardObserver(Program):
+    """Sees the shards of ``slices``; it takes no part in the training."""
+
+    peer_kind = "Shard"
+
+    def __init__(self, layout: Layout, slices: Slices) -> None:
+        super().__init__()
+        self.layout, self.slices = layout, slices
+        self.statuses: dict[int, dict[str, Any] | None] = {}
+        """The answers to the last :meth:`ask_status`, by shard; None where a shard has no weights yet."""
+        self.found: GlobalWeights | None = None
+        """What the last :meth:`fetch` has found; None where a shard did not answer in time."""
+        self._parts: dict[int, Envelope] = {}
+        self._number = 0
+        self._status = self._fetched = -1
+        """The numbers of the last requests."""
+
+    def tell(self, now: float, **order: Any) -> Effects:
+        """Give all shards an order; nobody waits for the answer."""
+        return self._order(0, order, now)
+
+    def ask_status(self, now: float) -> Effects:
+        """Ask all shards where the job stands."""
+        self.statuses, self._status = {}, self._next_number()
+        return self._order(self._status, {"order": "status"}, now)
+
+    def fetch(self, epoch: int, now: float, waits: bool = True, timeout_s: float | None = None) -> Effects:
+        """Fetch the weights after an epoch (from 1; 0: as they are now) from all shards; a fetch under way is given up.
+
+        Without ``waits`` the weights as they are now will do, where the epoch has not come to its end.
+        """
+        self._task = None
+        return self._run(self._fetch(epoch, waits, timeout_s), now)
+
+    def _fetch(self, epoch: int, waits: bool, timeout_s: float | None) -> Task:
+        self.found, self._parts, self._fetched = None, {}, self._next_number()
+        self._ask([0], epoch, _LONG_S if waits else 0.0)
+        yield Until(lambda: bool(self._parts), None if timeout_s is None else self.now + timeout_s)
+        if not self._parts:
+            return
+        self._ask(range(1, self.slices.shards), epoch, _OTHERS_S)
+        yield Until(lambda: len(self._parts) == self.slices.shards, self.now + _OTHERS_S + _ANSWER_S)
+        if len(self._parts) == self.slices.shards:
+            self.found = self._joined()
+
+    def on_message(self, sender: Address, message: Envelope) -> None:
+        assert isinstance(sender, int)
+        if message.kind == Kind.REFUSAL and message.number in (0, self._status, self._fetched):
+            raise HocketError(f"{self.describe_peer(sender)}: {message.metadata.get('sentence')}")
+        if message.kind == Kind.ANSWER and message.number == self._status:
+            self.statuses[sender] = message.metadata.get("figures")
+        if message.kind == Kind.REPLY and message.number == self._fetched:
+            self._parts[sender] = message
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _order(self, number: int, order: dict[str, Any], now: float) -> Effects:
+        self.now = max(now, self.now)
+        for place in range(self.slices.shards):
+            self._send(place, Envelope(Kind.ORDER, OBSERVER, number=number, metadata=order))
+        return self._done()
+
+    def _ask(self, places: range | list[int], epoch: int, within_s: float) -> None:
+        metadata = {"epoch": epoch, "within_s": within_s if epoch else 0.0}
+        for place in places:
+            self._send(place, Envelope(Kind.FETCH, OBSERVER, number=self._fetched, metadata=metadata))
+
+    def _joined(self) -> GlobalWeights:
+        rows = [bucket.empty(1).cpu() for bucket in self.layout.buckets]
+        for place, part in self._parts.items():
+            for b, row in enumerate(rows):
+                self.slices.put(b, place, part.tensors[b], row[0])
+        first = self._parts[0]
+        buffers = first.tensors[-1].clone() if first.metadata.get("buffers") else None
+        lost = max(int(part.metadata["figures"].get("lost", 0)) for part in self._parts.values())
+        return GlobalWeights(rows, buffers, first.metadata["figures"], lost)

@@ -1,0 +1,175 @@
+"""Summation servers (``role=sum``; BytePS, Jiang 2020): a mean of all workers over ``n`` spare machines and the workers' own.
+
+A row is cut among ``N + n`` summation servers, one in every worker's process and one in every spare one, in the shares that load
+all links equally (:func:`shares`), and every share into pieces. A worker sends each piece to its server; a server that has a piece
+from all workers adds them up in worker order and sends the mean back to all. Pieces of one share follow each other, so that
+pushing and fetching go on at the same time, in both directions of every link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, pairwise
+
+from torch import Tensor
+
+from hocket.errors import WorkerLost
+from hocket.programs.base import Address, Effects, Finished, Program, Task, Until
+from hocket.transport.frame import Envelope, Kind
+
+PIECE_BYTES = 1 << 16
+WINDOW = 10
+"""Pieces that a worker has on their way: enough to keep both directions busy, few enough not to flood a link."""
+QUEUE = 1 << 14
+"""Messages that may wait for a link: more than any row has pieces."""
+LIVENESS_TIMEOUT_S = 1800.0
+"""As long as collectives wait for a worker that lives but does not come; one that is lost is noticed by its heartbeat."""
+SILENCE_S = 10.0
+"""A server that gives no sign of life for so long, while nothing else comes, is lost; workers watch each other (``Heartbeat``)."""
+_BEAT_S = 1.0
+_CHECK_S = 0.2
+
+
+def shares(size: int, workers: int, servers: int) -> list[range]:
+    """Which values each server adds up, workers' own first: ``(N−n)/d`` of all, then the servers' ``2(N−1)/d``.
+
+    >>> [len(r) for r in shares(1800, 4, 2)], [len(r) for r in shares(10, 2, 0)]
+    ([180, 180, 180, 180, 540, 540], [5, 5])
+    """
+    d = workers**2 + servers * workers - 2 * servers
+    parts = [workers - servers] * workers + [2 * (workers - 1)] * servers
+    ends, total = [0], 0
+    for part in parts:
+        total += part
+        ends.append(size * total // d)
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+class SummationServer(Program):
+    """Adds up pieces from ``workers`` workers; it has finished when one of them says goodbye."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self.workers = workers
+        self._pieces: dict[tuple[int, int], dict[int, tuple[Address, Tensor]]] = {}
+
+    def on_message(self, sender: Address, message: Envelope) -> None:
+        if message.kind is Kind.GOODBYE:
+            self._effects.append(Finished())
+        if message.kind is Kind.BEAT:
+            self._send(sender, Envelope(Kind.ANSWER))
+        if message.kind is not Kind.PUSH or not 0 <= message.sender < self.workers or len(message.tensors) != 1:
+            return
+        if len(self._pieces) >= QUEUE:
+            return  # nobody has so many on their way
+        key = (message.number, message.step)
+        held = self._pieces.setdefault(key, {})
+        held[message.sender] = (sender, message.tensors[0])
+        if len(held) == self.workers:
+            self._answer(*key, self._pieces.pop(key))
+
+    def _answer(self, number: int, piece: int, held: dict[int, tuple[Address, Tensor]]) -> None:
+        total = held[0][1].clone()
+        for worker in range(1, self.workers):
+            other = held[worker][1]
+            if other.shape != total.shape or other.dtype != total.dtype:
+                return  # another model: whoever waits for this piece says so in time
+            total += other
+        total /= self.workers
+        for peer, _ in held.values():
+            self._send(peer, Envelope(Kind.REPLY, number=number, step=piece, tensors=(total,)))
+
+
+class SummationWorker(Program):
+    """Worker ``worker`` of ``workers``; its peers are the ``servers`` summation servers, the workers' own first."""
+
+    peer_kind = "Summation server"
+
+    def __init__(
+        self, worker: int, workers: int, servers: int, liveness_timeout_s: float = LIVENESS_TIMEOUT_S, silence_s: float = SILENCE_S
+    ) -> None:
+        super().__init__()
+        self.worker, self.workers, self.servers = worker, workers, servers
+        self.liveness_timeout_s, self.silence_s = liveness_timeout_s, silence_s
+        self._number = 0
+        self._flat: Tensor | None = None
+        self._pieces: list[list[range]] = []
+        self._order: Iterator[tuple[int, int]] = iter(())
+        self._missing = 0
+        self._heard = self._looked = self._asked = 0.0
+        self._quiet: dict[int, float] = {}
+        """For how long each spare server has been silent; time in which this worker did not look does not count."""
+
+    def mean(self, flat: Tensor, now: float) -> Effects:
+        """Make ``flat``, on the CPU, the mean of all workers'; one that was given up is forgotten."""
+        self._task = None
+        return self._run(self._mean(flat), now)
+
+    def dismiss(self, now: float) -> Effects:
+        """End the spare servers."""
+        for server in range(self.workers, self.servers):
+            self._send(server, Envelope(Kind.GOODBYE, sender=self.worker))
+        return self._done()
+
+    def _mean(self, flat: Tensor) -> Task:
+        self._number += 1
+        step = max(1, PIECE_BYTES // flat.element_size())
+        parts = shares(len(flat), self.workers, self.servers - self.workers)
+        self._flat, self._pieces = flat, [[part[a : a + step] for a in range(0, len(part), step)] for part in parts]
+        self._missing = sum(map(len, self._pieces))
+        self._order = iter(self._ordered())
+        self._heard, self._looked, self._asked = self.now, self.now, 0.0
+        self._quiet = dict.fromkeys(range(self.workers, self.servers), 0.0)
+        self._push(WINDOW)
+        while self._missing:
+            yield Until(lambda: not self._missing, self.now + _CHECK_S)
+            if self._missing and self.now - self._looked >= _CHECK_S:
+                self._check()
+        self._flat = None
+
+    def _ordered(self) -> list[tuple[int, int]]:
+        """All pieces, as ``(server, piece)``: every server gets its share at the same pace, so that no link is idle before another.
+
+        Every worker begins with another server.
+        """
+        pieces = [(server, k) for server, own in enumerate(self._pieces) for k in range(len(own))]
+        return sorted(pieces, key=lambda p: ((p[1] + 0.5) / len(self._pieces[p[0]]), (p[0] - self.worker) % self.servers))
+
+    def _push(self, count: int) -> None:
+        assert self._flat is not None
+        for server, k in islice(self._order, count):
+            place = self._pieces[server][k]
+            values = self._flat[place.start : place.stop]
+            self._send(server, Envelope(Kind.PUSH, sender=self.worker, step=k, number=self._number, tensors=(values,)))
+
+    def on_message(self, sender: Address, message: Envelope) -> None:
+        assert isinstance(sender, int)
+        if sender in self._quiet:
+            self._quiet[sender] = 0.0
+        if self._flat is None or message.kind is not Kind.REPLY or message.number != self._number:
+            return
+        if 0 <= message.step < len(self._pieces[sender]):
+            place = self._pieces[sender][message.step]
+            self._flat[place.start : place.stop] = message.tensors[0]
+            self._heard = self.now
+            self._missing -= 1
+            self._push(1)
+
+    def _check(self) -> None:
+        """Notice servers that are lost, and ask for signs of life, once a second while no mean comes."""
+        gap, self._looked = min(self.now - self._looked, _BEAT_S), self.now
+        if self._heard > self.now - _CHECK_S:
+            return
+        for server in self._quiet:
+            self._quiet[server] += gap
+            if self._quiet[server] > self.silence_s:
+                where = self.addresses[server]
+                raise WorkerLost(f"The server at {where}, which sums, has given no sign of life for {self.silence_s:g} s.")
+        if self.now - self._heard > self.liveness_timeout_s:
+            raise WorkerLost(
+                f"A summation server has not answered for {self.liveness_timeout_s:g} s; a worker or a server is lost."
+            )
+        if self.now - self._asked >= _BEAT_S:
+            self._asked = self.now
+            for server in self._quiet:
+                self._send(server, Envelope(Kind.BEAT))

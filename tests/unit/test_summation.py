@@ -1,0 +1,63 @@
+"""Summation servers on a virtual clock: every worker gets the mean in worker order, and lost servers are noticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hocket.cluster.spec import ClusterSpec
+from hocket.drivers.links import LinkModel, LinkNetwork
+from hocket.drivers.simulation import Simulation
+from hocket.errors import WorkerLost
+from hocket.programs.summation import SummationServer, SummationWorker
+
+SPEC = ClusterSpec(bandwidth=1e6, latency_s=0.001)
+
+
+def run(workers: int, spare: int, rows: list[torch.Tensor], **options: float) -> Simulation:
+    """All workers' means, with a server beside every worker and ``spare`` ones on machines of their own."""
+    servers = workers + spare
+    ends = {("worker", w): w for w in range(workers)} | {("server", s): s for s in range(servers)}
+    simulation = Simulation(LinkNetwork(LinkModel(SPEC, servers), ends))
+    for s in range(servers):
+        simulation.add(("server", s), SummationServer(workers), b"s%d" % s, {})
+    routes = {s: ("server", s) for s in range(servers)}
+    for w, row in enumerate(rows):
+        program = SummationWorker(w, workers, servers, **options)
+        program.addresses = {s: f"tcp://server-{s}" for s in range(servers)}
+        simulation.add(("worker", w), program, b"w%d" % w, routes)
+        simulation.carry_out(("worker", w), program.mean(row, 0.0))
+    return simulation
+
+
+def to_the_end(simulation: Simulation) -> None:
+    while simulation.step():
+        pass
+
+
+@given(st.integers(2, 5), st.integers(0, 4), st.integers(1, 60_000))
+def test_every_worker_gets_the_mean_in_worker_order(workers: int, spare: int, size: int) -> None:
+    rows = [torch.randn(size, generator=torch.Generator().manual_seed(w)) for w in range(workers)]
+    expected = rows[0].clone()
+    for row in rows[1:]:
+        expected += row
+    simulation = run(workers, min(spare, workers), rows)
+    to_the_end(simulation)
+    assert not any(simulation.nodes["worker", w].program.busy for w in range(workers))
+    assert all(torch.equal(row, expected / workers) for row in rows)
+
+
+def test_a_spare_server_that_is_lost_is_named() -> None:
+    simulation = run(2, 1, [torch.ones(1000), torch.ones(1000)], silence_s=3.0)
+    simulation.remove(("server", 2))
+    with pytest.raises(WorkerLost, match="The server at tcp://server-2, which sums, has given no sign of life for 3 s"):
+        to_the_end(simulation)
+
+
+def test_servers_that_live_wait_for_a_worker_that_does_not_come() -> None:
+    simulation = run(2, 1, [torch.ones(1000)], silence_s=3.0, liveness_timeout_s=20.0)
+    with pytest.raises(WorkerLost, match="A summation server has not answered for 20 s; a worker or a server is lost"):
+        to_the_end(simulation)
+    assert simulation.now == pytest.approx(20.0, abs=1.0)
