@@ -11,7 +11,7 @@ import torch
 from hocket.drivers.gossip_world import LIVENESS_TIMEOUT_S, GossipWorld, PerfectNetwork
 from hocket.drivers.simulation import Call, Simulation
 from hocket.programs.coordinator import COORDINATOR, Coordinator, CoordinatorClient
-from hocket.programs.gossip.links import Request
+from hocket.programs.gossip.links import PeerConfig, Request
 from hocket.programs.gossip.observer import PeerObserver
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import Mean, PeerState, weight_of
@@ -300,6 +300,33 @@ def test_saved_at_any_moment_it_goes_on_as_if_never_stopped(kind: str) -> None:
             assert one.state.push_sum_weight == other.state.push_sum_weight
             assert vars(one.account) == vars(other.account)
     assert busy > 0 or kind == "pushsum", "some were saved while they waited"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_of_another_run_goes_on_from_its_strategy_state(kind: str) -> None:
+    config = PeerConfig(0, 4, kind, greets=False)
+
+    def begun(weights: torch.Tensor) -> GossipPeer:
+        peer = GossipPeer(config)
+        peer.start([weights.clone().view(1, -1)], 0.0)
+        return peer
+
+    old = begun(torch.arange(4.0))
+    for step in range(3):
+        old.before_update(step + 0.1)
+        if old.busy:
+            break  # a caller waits for its partner
+        old.rows[0].mul_(1.5)
+        old.after_update(None, step + 0.2)
+    new = begun(old.rows[0])
+    new.resume(old.strategy_state(), 1.0)
+    assert new.strategy_state() == old.strategy_state()
+    assert (new.step, new.exchanges.turn) == (old.step, old.exchanges.turn)
+    assert new.step > 0
+    assert new.exchanges.turn > 0
+    assert (new.state.push_sum_weight < 1) == (kind == "pushsum")
+    assert torch.equal(new.rows[0], old.rows[0])
+    assert torch.equal(new.state.x[0], old.state.x[0])
 
 
 # --- the coordinator -----------------------------------------------------------------------------------------------------------

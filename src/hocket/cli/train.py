@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +48,9 @@ def command(
         float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")
     ] = LIVENESS_TIMEOUT_S,
     replace: Annotated[bool, typer.Option("--replace", help="Servers, gossip: start another worker for one that died.")] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Servers, gossip, sandblaster: folder for all events, for python -m hocket.drivers.replay.")
+    ] = None,
     **given: Any,
 ) -> None:
     """Train a model with one strategy, on real processes or on virtual workers."""
@@ -55,14 +58,15 @@ def command(
     sys.path.insert(0, os.getcwd())  # for module:factory
     launcher = None if given["virtual"] else find_launcher(os.environ)
     settings = _settings(given, 1 if launcher is None else launcher.processes)
-    policy = GivenPolicy(liveness_timeout, snapshot, replace, keys)
+    policy = GivenPolicy(liveness_timeout, snapshot, replace, keys, record)
     start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain)
     if explain and settings.split is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     strategy, virtual = settings.strategy, settings.workers.virtual
     if settings.optimizer.name == BATCH_OPTIMIZER:
-        _refuse_policy(f"--optimizer {settings.optimizer.name}", policy)
-        _train_on_batches(settings, start)
+        recorded = None if virtual else record
+        _refuse_policy(f"--optimizer {settings.optimizer.name}", dataclasses.replace(policy, record=record if virtual else None))
+        _train_on_batches(settings, start, recorded)
     elif strategy.runtime != "collective" and not virtual and (settings.workers.count > 1 or needs_servers(strategy)):
         _supervise(settings, start, policy)
     else:
@@ -72,7 +76,7 @@ def command(
         _start(settings, start)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class GivenPolicy:
     """What the command line says about faults; it counts only for runs whose processes a supervisor starts."""
 
@@ -80,16 +84,17 @@ class GivenPolicy:
     snapshot_s: float
     replace: bool
     keys: Path | None
+    record: Path | None
 
     def parsed(self) -> FaultPolicy:
         """The policy of a run."""
         if self.snapshot_s < 0 or self.liveness_timeout_s <= 0:
             given = f"--snapshot {self.snapshot_s:g} --liveness-timeout {self.liveness_timeout_s:g}"
             raise HocketError(f"{given}: seconds are above 0 (--snapshot 0: none).")
-        return FaultPolicy(self.liveness_timeout_s, self.snapshot_s, self.replace, self.keys)
+        return FaultPolicy(self.liveness_timeout_s, self.snapshot_s, self.replace, self.keys, self.record)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Start:
     """How a run is started, beside its settings."""
 
@@ -113,7 +118,7 @@ def _settings(given: dict[str, Any], launched: int) -> RunSettings:
     return RunSettings.of(**given)
 
 
-def _train_on_batches(settings: RunSettings, start: Start) -> None:
+def _train_on_batches(settings: RunSettings, start: Start, record: Path | None) -> None:
     name, virtual = settings.optimizer.name, settings.workers.virtual
     if start.joined or start.processes not in (None, settings.workers.count) or (start.device not in (None, "cpu") and not virtual):
         raise HocketError(
@@ -123,7 +128,7 @@ def _train_on_batches(settings: RunSettings, start: Start) -> None:
     if not start.checkpoints:
         raise HocketError(f"--no-checkpoints: --optimizer {name} keeps only its last iterations, in --out; leave it out.")
     with interruptible():
-        train_on_batches(settings, device_of(start.device if virtual else "cpu"), start.data_dir, start.out, start.resume)
+        train_on_batches(settings, device_of(start.device if virtual else "cpu"), start.data_dir, start.out, start.resume, record)
 
 
 def _refuse_policy(what: str, policy: GivenPolicy) -> None:
@@ -133,6 +138,7 @@ def _refuse_policy(what: str, policy: GivenPolicy) -> None:
         "--snapshot": policy.snapshot_s != SNAPSHOT_S,
         "--liveness-timeout": policy.liveness_timeout_s != LIVENESS_TIMEOUT_S,
         "--replace": policy.replace,
+        "--record": policy.record is not None,
     }
     if named := [option for option, is_given in given.items() if is_given]:
         raise HocketError(f"{', '.join(named)}: {what} has no use for it; leave it out (real processes that do not wait have).")

@@ -239,16 +239,15 @@ class GossipRuntime:
         return [new.view(1, -1).to(row.device) for new, row in zip(looked.rows, self._rows, strict=True)], looked.buffers
 
     def state_dict(self) -> dict[str, Any]:
-        """All strategy state of this worker: its step and its push-sum weight. The weights are those of the model."""
+        """All strategy state of this worker: its step, its turn and its push-sum weight. The weights are those of the model."""
         with self.driver.lock:
-            return {"step": self.program.step, "push_sum_weight": self.program.state.push_sum_weight}
+            return self.program.strategy_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, before the first step; every worker begins with a push-sum weight of 1 and the model's weights."""
+        """Go on from there with the model's weights, before the first step."""
         if self.step:
             raise HocketError(f"load_state_dict after {self.step} steps: load it before the first step of this job.")
-        with self.driver.lock:
-            self.program.step = int(state["step"])
+        self._call(self.program.resume, state)
 
     def summary(self) -> dict[str, Any]:
         """Everything so far: seconds are means over workers, ``bytes_sent``, ``exchanges`` and ``lost`` ones sums over workers.

@@ -47,7 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             driver = start_serving(server, listener, snapshots, None if given.record is None else Recorder(given.record))
             version = None if server.shard is None else server.shard.version
             print(json.dumps({"address": listener.address, "version": version}), flush=True)
-            driver.serve(lambda: given.child and _closed(sys.stdin.fileno()))
+            stopped: list[int] = []
+            if given.record is not None:  # the end of a recording is written, too
+                signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+            driver.serve(lambda: bool(stopped) or (given.child and _closed(sys.stdin.fileno())))
+            driver.close()
     except HocketError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(2)

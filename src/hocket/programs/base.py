@@ -143,6 +143,10 @@ class Program:
         """Everything to go on from, where the program can be saved."""
         raise NotImplementedError
 
+    def end_state(self) -> dict[str, Any]:
+        """What a replay of this program must end with, in parts."""
+        return self.state_dict()
+
     def describe_peer(self, peer: int) -> str:
         """A peer's name in error messages, with its address where that is known."""
         address = self.addresses.get(peer)

@@ -8,6 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from hocket.cluster.join import without_launcher
 from hocket.data import load
+from hocket.drivers.replay import describe_recording
 from hocket.errors import HocketError, NonFiniteGradient
 from hocket.models import build
 from hocket.programs.server.wire import link_bytes
@@ -36,6 +38,7 @@ from hocket.transport import Keys
 Watch = Callable[[Progress], None]
 OnEpoch = Callable[[dict[str, Any]], None]
 WORKER = "worker"
+_LEAVE_S = 20.0
 
 
 def ignore(_: Any) -> None:
@@ -90,6 +93,7 @@ class SupervisedRun(ABC):
         with self.supervisor:
             self._write_run()
             self._train(watch, on_epoch)
+            self._await_recordings()
         return self.metrics.lines
 
     # --- for kinds of runs ---------------------------------------------------------------------------------------------------
@@ -153,6 +157,12 @@ class SupervisedRun(ABC):
         else:
             raise HocketError(f"Worker {worker} {how}, and no worker is left; see their own output above.")
 
+    def _await_recordings(self) -> None:
+        """Workers that record write how they ended when they leave."""
+        deadline = time.monotonic() + (0.0 if self.policy.record is None else _LEAVE_S)
+        while time.monotonic() < deadline and None in self.supervisor.codes(WORKER).values():
+            time.sleep(0.05)
+
     def _start_worker(self, worker: int, incarnation: int) -> subprocess.Popen[str]:
         environ = without_launcher(os.environ)
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.settings.workers.count)))
@@ -165,6 +175,11 @@ class SupervisedRun(ABC):
         return f"cuda:{worker % max(torch.cuda.device_count(), 1)}"
 
     def _write_run(self) -> None:
+        if self.policy.record is not None:
+            shards = sum(role.count for role in self.server_roles())
+            data_dir = None if self.data_dir is None else str(self.data_dir)
+            facts = {"settings": self.settings.by_name(), "shards": shards, "device": str(self.device), "data_dir": data_dir}
+            describe_recording(self.policy.record, "train", **facts)
         if self._record is not None:
             processes = sum(role.count for role in self.supervisor.roles.values())
             where = {

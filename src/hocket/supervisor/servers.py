@@ -20,6 +20,8 @@ from hocket.train.watch import check_weights
 from hocket.transport import Envelope
 
 SHARD = "shard"
+_GRACE_S = 5.0
+"""A shard that records writes how it ended."""
 
 
 class ServerRun(SupervisedRun):
@@ -40,7 +42,7 @@ class ServerRun(SupervisedRun):
         return f"{super().description} and {'1 shard' if shards == 1 else f'{shards} shards'}"
 
     def server_roles(self) -> list[Role]:
-        return [Role(SHARD, self.slices.shards, self._start_shard, grace_s=0.0)]
+        return [Role(SHARD, self.slices.shards, self._start_shard, grace_s=0.0 if self.policy.record is None else _GRACE_S)]
 
     # --- processes -----------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Whose turn a mini-batch is, its rate and its randomness are functions of its num
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,8 @@ def batch_sequence(settings: RunSettings, data: DataSet) -> BatchSequence:
     return BatchSequence(partition, total if plan.max_steps is None else min(total, plan.max_steps))
 
 
-def work(post: WorkerTask) -> None:
-    """Train until there is no mini-batch left, and leave."""
+def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] | None = None) -> None:
+    """Train until there is no mini-batch left, and leave; ``connect`` makes another link than one of sockets."""
     settings = RunSettings.of(**post.settings)
     device = torch.device(post.device)
     data = load(settings.data.name, None if post.data_dir is None else Path(post.data_dir))
@@ -75,7 +76,7 @@ def work(post: WorkerTask) -> None:
     optimizer = settings.make_optimizer(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
     at = factor(settings.optimizer.lr_schedule, sequence.steps, round(settings.optimizer.warmup * len(sequence.partition)))
-    job, link = _enter(post, settings, model, optimizer, sequence)
+    job, link = _enter(post, settings, model, optimizer, sequence, connect)
     throttle, account = Throttle(settings.workers.slowdown_of(post.worker)), link.account
     x, y = (t.to(device) for t in data.train)
     dtype, random = settings.numerics.dtype, bool(random_modules(model))
@@ -105,14 +106,21 @@ def work(post: WorkerTask) -> None:
 
 
 def _enter(
-    post: WorkerTask, settings: RunSettings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence
+    post: WorkerTask,
+    settings: RunSettings,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sequence: BatchSequence,
+    connect: Callable[[WorkerConfig | PeerConfig], Any] | None,
 ) -> tuple[Job, Link]:
     """A job of this worker, and its link to servers or peers."""
     strategy, keys, job = settings.strategy, None if post.keys is None else Keys.read(post.keys), bytes.fromhex(post.job)
+    record = None if post.record is None else Path(post.record)
     links: list[Link] = []
 
     def connect_server(layout: Layout) -> ServerRuntime:
-        links.append(link := _connect(post, settings, layout, sequence))
+        config = _server_config(post, settings, layout, sequence)
+        links.append(link := ServerRuntime(post.addresses, job, config, keys, record) if connect is None else connect(config))
         return link
 
     def connect_peer(layout: Layout) -> GossipRuntime:
@@ -120,7 +128,10 @@ def _enter(
         config = PeerConfig(
             post.worker, settings.workers.count, rule, settings.seed, post.liveness_timeout_s, post.incarnation, joins
         )
-        links.append(link := connect_coordinated(strategy, layout, config, post.addresses[0], job, keys, _record(post)))
+        if connect is None:
+            links.append(link := connect_coordinated(strategy, layout, config, post.addresses[0], job, keys, record))
+        else:
+            links.append(link := connect(config))
         return link
 
     runtime = peer_runtime(connect_peer) if strategy.runtime == "peers" else server_runtime(connect_server)
@@ -129,8 +140,8 @@ def _enter(
     return Job(model, optimizer, strategy, runtime, **options), links[0]
 
 
-def _connect(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
-    config = WorkerConfig(
+def _server_config(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> WorkerConfig:
+    return WorkerConfig(
         settings.strategy,
         layout,
         post.worker,
@@ -141,12 +152,6 @@ def _connect(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: 
         per_epoch=sequence.per_epoch,
         replaces=post.incarnation > 0,
     )
-    keys = None if post.keys is None else Keys.read(post.keys)
-    return ServerRuntime(post.addresses, bytes.fromhex(post.job), config, keys, _record(post))
-
-
-def _record(post: WorkerTask) -> Path | None:
-    return None if post.record is None else Path(post.record)
 
 
 def _next(job: Job, link: Link, worker: int, sequence: BatchSequence) -> MiniBatch | None:

@@ -66,6 +66,20 @@ class GossipPeer(PeerServer):
         self._show()
         return self._begin("start", now)
 
+    def resume(self, state: dict[str, Any], now: float) -> Effects:
+        """Go on from a :meth:`strategy_state`, with the weights given to :meth:`start`; before the first step.
+
+        What other workers have sent since is kept.
+        """
+        self.now = max(now, self.now)
+        self._take_over()
+        self.step, self.exchanges.turn = int(state["step"]), int(state["turn"])
+        more = float(state["push_sum_weight"]) - 1.0
+        if more:
+            self.state.take_in([shown * more for shown in self._shown], more, own=True)
+        self._show()
+        return self._done()
+
     def before_update(self, now: float) -> Effects:
         """A gradient is there: wait for the exchange under way, and show the weights as they are by now in ``rows``."""
         return self._begin("before", now)
@@ -225,6 +239,13 @@ class GossipPeer(PeerServer):
             row.copy_(new.view(1, -1))
 
     # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def strategy_state(self) -> dict[str, Any]:
+        """What this worker adds to the weights of its model: where it stands, and the weight that these have in the mean."""
+        return {"step": self.step, "turn": self.exchanges.turn, "push_sum_weight": self.state.push_sum_weight}
+
+    def end_state(self) -> dict[str, Any]:
+        return {"rows": list(self.rows), **self.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker; its ``rows``, messages and timers under way are the driver's."""

@@ -269,6 +269,9 @@ class ShardServer(ObservedShard):
             "counters": [self.pushed, self.lost, self.epochs.done],
         }
 
+    def end_state(self) -> dict[str, Any]:
+        return {} if self.shard is None else {**self.state_dict(), "rejected": dict(self.rejected)}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         self._start_shard(state["job_config"], state["start_config"], [w.clone() for w in state["shard"]["weights"]])

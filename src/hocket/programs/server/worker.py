@@ -256,6 +256,9 @@ class ServerWorker(PushRequests):
             }
         )
 
+    def end_state(self) -> dict[str, Any]:
+        return {"rows": list(self.rows), **self.state_dict()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         state = copy.deepcopy(state)
