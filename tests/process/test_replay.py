@@ -193,6 +193,7 @@ def test_a_recording_that_was_changed_is_found_out(nursery: Nursery, tmp_path: P
         )
 
     events = [read_record(tmp_path / f"worker-{w}") for w in range(2)]
+    assert again([events[0], events[1][:-1]]) == {("worker", 0): []}, "worker 1 has no end to compare with"
     next(event for event in events[1] if event["event"] == "batch")["id"] += 1
     assert "rows" in again(events)["worker", 0]
     pushes = [event for event in events[1] if event.get("kind") == "PUSH"]

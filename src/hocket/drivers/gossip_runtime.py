@@ -141,7 +141,7 @@ class GossipRuntime:
     def refused(self) -> dict[str, int]:
         """How many messages to this worker were refused, by reason."""
         with self.driver.lock:
-            return dict(self.program.refused + self.program.transport_rejected())
+            return dict(self.program.rejected + self.program.transport_rejected())
 
     def before_update(self, gradients: Sequence[Tensor] = ()) -> None:
         """Gradients are there: wait for the exchange under way; the weights as they are by now come into the rows."""

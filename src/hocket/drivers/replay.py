@@ -23,7 +23,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,10 @@ def call_by_name(program: Any, event: Event) -> Effects:
         getattr(program.account, name.removeprefix("account."))(now)
         return []
     return list(getattr(program, name)(*event["arguments"], now=now))
+
+
+class _Abandoned(BaseException):
+    """The worker's recording has no further events, or the replay has failed elsewhere."""
 
 
 class ReplayLink:
@@ -147,8 +151,10 @@ class ReplayLink:
 
     def _next(self) -> Event:
         event = next(self._events, None)
-        if event is None or event["event"] == "end":
-            raise HocketError(f"The recording of worker {self.worker} ends before its training does; only whole runs are replayed.")
+        if event is None:
+            raise _Abandoned  # the process was killed here
+        if event["event"] == "end":
+            raise HocketError(f"The recording does not replay: worker {self.worker} had left by now.")
         return event
 
 
@@ -226,8 +232,9 @@ class _Replay:
 
             link = ReplayLink(events, handle, lambda effects: self._carry_out(key, effects))
             assert node.work is not None
-            node.work(link)
-            link.close()
+            with suppress(_Abandoned):
+                node.work(link)
+                link.close()
 
         yield from _in_turns(body)
 
@@ -275,10 +282,6 @@ class _Replay:
                 del waiting[: place + 1]
                 return message
         return None
-
-
-class _Abandoned(BaseException):
-    """The replay has failed elsewhere."""
 
 
 def _in_turns(body: Callable[[Callable[[], None]], None]) -> Iterator[None]:

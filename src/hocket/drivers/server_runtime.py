@@ -223,7 +223,7 @@ class ServerRuntime:
             with self.paused():
                 statuses = self._statuses()
             if statuses[0] is not None:
-                self._accounts, self._staleness = dict(statuses[0]["workers"]), dict(statuses[0]["ages"])
+                self._accounts, self._staleness = dict(statuses[0]["workers"]), dict(statuses[0]["staleness"])
             self._lost |= {place: int(status["lost"]) for place, status in enumerate(statuses) if status is not None}
         self._accounts[str(self.config.worker)] = self.figures()
 

@@ -32,6 +32,7 @@ from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordin
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
+from hocket.train.record import write_whole
 from hocket.train.throttle import Throttle
 from hocket.transport.frame import Envelope, Kind
 from hocket.transport.link import Caller, Listener
@@ -228,15 +229,5 @@ def most_bytes(values: int) -> int:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """See :func:`write_whole`."""
-    write_whole(file, json.dumps(content).encode())
-
-
-def write_whole(file: Path, content: bytes) -> None:
     """There is the whole file or none."""
-    beside = file.with_suffix(".new")
-    with beside.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
+    write_whole(file, json.dumps(content).encode())

@@ -36,12 +36,12 @@ class Evaluator:
 
 
 class EpochMetrics:
-    """A line per epoch, from figures that only grow: ``workers`` (accounts), ``ages`` (staleness) and counts by name."""
+    """A line per epoch, from figures that only grow: ``workers`` (accounts), ``staleness`` and counts by name."""
 
     def __init__(self, record: Record | None) -> None:
         self.lines: list[dict[str, Any]] = []
         self._record = record
-        self._before: dict[str, Any] = {"workers": {}, "ages": {}}
+        self._before: dict[str, Any] = {"workers": {}, "staleness": {}}
         self._took = 0.0
 
     def add(self, epoch: int, accuracy: float | None, figures: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
@@ -50,10 +50,10 @@ class EpochMetrics:
         entry, loss = entry_of(workers, before["workers"])
         took = max((account["seconds"] for account in workers.values()), default=0.0)
         line = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": max(took - self._took, 0.0)}
-        line["staleness"] = staleness_since(figures["ages"], before["ages"])
+        line["staleness"] = staleness_since(figures["staleness"], before["staleness"])
         totals = {name: max(count, before.get(name, 0)) for name, count in counts.items()}
         line |= {name: total - before.get(name, 0) for name, total in totals.items()}
-        self._before, self._took = {"workers": workers, "ages": figures["ages"], **totals}, took
+        self._before, self._took = {"workers": workers, "staleness": figures["staleness"], **totals}, took
         self.lines.append(line)
         if self._record is not None:
             self._record.write_metrics(self.lines)

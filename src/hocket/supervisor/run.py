@@ -21,6 +21,7 @@ from hocket.data import load
 from hocket.drivers.replay import describe_recording
 from hocket.errors import HocketError, NonFiniteGradient
 from hocket.models import build
+from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.programs.server.wire import link_bytes
 from hocket.supervisor.evaluation import EpochMetrics, Evaluate, Evaluator
 from hocket.supervisor.policy import FaultPolicy
@@ -30,7 +31,6 @@ from hocket.train.job import layout_for
 from hocket.train.loop import Progress
 from hocket.train.record import Record
 from hocket.train.run import describe_run
-from hocket.train.runtimes.server import optimizer_spec_for
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.transport import Keys
@@ -67,7 +67,7 @@ class SupervisedRun(ABC):
         optimizer = settings.make_optimizer(list(self.model.parameters()))
         buckets = settings.buckets
         self.layout = layout_for(self.model, optimizer, self.strategy, buckets.cap_bytes, buckets.first_cap_bytes)
-        optimizer_spec_for(self.strategy, optimizer)  # refuses what shards cannot run
+        shard_optimizer(self.strategy, optimizer)  # refuses what shards cannot run
         self.sequence = batch_sequence(settings, data)
         self.epochs = -(-self.sequence.steps // len(self.sequence.partition))
         self.evaluate = Evaluator(self.model, self.layout, data, device) if evaluate is None else evaluate

@@ -85,7 +85,7 @@ class GossipProtocol(AsyncProtocol):
     def staleness(self) -> dict[int, int] | None:
         total: Counter[int] = Counter()
         for worker in self.workers:
-            total.update(worker.account.ages)
+            total.update(worker.account.staleness)
         return dict(total)
 
     def state_dict(self) -> dict[str, Any]:

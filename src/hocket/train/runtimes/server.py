@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.drivers.server_runtime import ServerRuntime
-from hocket.programs.server.optimizer_spec import OptimizerSpec
-from hocket.strategy import Strategy
+from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.train.ledger_view import MeshAxes
 from hocket.train.runtimes.base import Binding
 from hocket.train.runtimes.messages import MessageRuntime
@@ -18,18 +15,11 @@ from hocket.train.runtimes.messages import MessageRuntime
 Connect = Callable[[Layout], ServerRuntime]
 
 
-def optimizer_spec_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The optimiser of the shards; where the workers keep theirs, whatever it is, one that never moves."""
-    if strategy.sync.averages_weights or strategy.topology.peer_to_peer:
-        return OptimizerSpec("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
-    return OptimizerSpec.of(optimizer, strategy.topology.server_optimizer)
-
-
 def server_runtime(connect: Connect, cluster: Cluster | None = None, axes: MeshAxes | None = None) -> MessageRuntime:
     """A worker of the shards that ``connect`` finds."""
 
     def join(binding: Binding) -> ServerRuntime:
-        spec = optimizer_spec_for(binding.strategy, binding.optimizer)  # refuses an optimiser that shards do not know
+        spec = shard_optimizer(binding.strategy, binding.optimizer)  # refuses an optimiser that shards do not know
         link = connect(binding.layout)
         link.join(binding.weights, spec)
         return link
