@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.layout import layout_of
+from hocket.drivers.gossip_runtime import GossipRuntime
 from hocket.drivers.record import Recorder
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.shard_process import start_serving
+from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.shard_server import ShardServer
@@ -23,6 +25,7 @@ from hocket.transport import Listener
 
 JOB = bytes(range(16))
 WORKERS, BATCHES = 2, 24
+PEER_STEPS = 25
 LAYOUT = layout_of(nn.Linear(9, 5).named_parameters())
 ADAM = OptimizerSpec("adam", ({"lr": 0.05},))
 
@@ -70,8 +73,14 @@ def shard(rank: int, folder: str, place: int, record: str) -> None:
 
 def worker(rank: int, folder: str, text: str, number: int, addresses: list[str], record: str) -> None:
     torch.set_num_threads(1)
-    runtime, rows = ServerRuntime(addresses, JOB, config_of(text, number), record=Path(record)), start_rows()
-    program = runtime.program
+    runtime = ServerRuntime(addresses, JOB, config_of(text, number), record=Path(record))
+    train(runtime)
+    torch.save(worker_state(runtime.program), f"{record}.pt")
+
+
+def train(runtime: Any) -> None:
+    """A worker's loop, on real links and in the replay."""
+    rows, program, number = start_rows(), runtime.program, runtime.worker
     runtime.join(rows, ADAM)
     while True:
         if program.sync.static_partition:
@@ -87,4 +96,43 @@ def worker(rank: int, folder: str, text: str, number: int, addresses: list[str],
         runtime.after_update([0.05], None)
     runtime.finish()
     runtime.leave()
-    torch.save(worker_state(program), f"{record}.pt")
+
+
+# --- gossip --------------------------------------------------------------------------------------------------------------------
+
+
+def peer_config(kind: str, worker: int, world: int) -> PeerConfig:
+    return PeerConfig(worker, world, kind, seed=5)
+
+
+def peer(rank: int, folder: str, kind: str, world: int, record: str) -> None:
+    """Worker ``rank``; the workers find each other by files in ``folder``."""
+    torch.set_num_threads(1)
+
+    def find(address: str) -> list[str]:
+        Path(folder, f"address-{rank}").write_text(address + "\n")
+        files = [Path(folder, f"address-{w}") for w in range(world)]
+        while not all(file.exists() and file.read_text().endswith("\n") for file in files):
+            time.sleep(0.01)
+        return [file.read_text().strip() for file in files]
+
+    runtime = GossipRuntime(peer_config(kind, rank, world), JOB, 1 << 22, find, record=Path(f"{record}-{rank}"))
+    train_peer(runtime)
+    torch.save({"rows": runtime.program.rows, **runtime.program.state_dict()}, f"{record}-{rank}.pt")
+
+
+def train_peer(runtime: Any) -> None:
+    """A gossip worker's loop, on real links and in the replay."""
+    rows, buffers, number = [row + runtime.worker for row in start_rows()], torch.zeros(2), runtime.worker
+    momentum = torch.zeros_like(rows[0][0])
+    runtime.join(rows, None, buffers)
+    for step in range(PEER_STEPS):
+        batch = runtime.record_batch(step * 10 + number)
+        found = gradient(rows, batch)
+        time.sleep(0.001 * (1 + number))  # somebody is slower
+        runtime.before_update()
+        momentum = 0.9 * momentum + found[0]
+        rows[0] -= 0.1 * momentum
+        runtime.after_update([0.1], buffers + step)
+    runtime.finish()
+    runtime.leave()

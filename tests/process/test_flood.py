@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from hocket.cluster.layout import Layout
-from hocket.programs.server.epoch_snapshots import EpochSnapshots, SnapshotRequest
+from hocket.programs.server.members import EpochSnapshots, SnapshotRequest
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.wire import OBSERVER, WORKER_MARK, job_config
 from hocket.strategy import Strategy

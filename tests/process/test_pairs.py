@@ -449,7 +449,7 @@ def test_who_joins_gives_and_takes_nothing_before_it_has_weights_and_needs_someb
             for each in joining:
                 with pytest.raises(HocketError, match="no other worker has weights for it: start again"):
                     each.result(LIMIT_S)
-            assert answerer.runtime.program.refused["early"] >= 1
+            assert answerer.runtime.program.rejected["early"] >= 1
             assert float(answerer.runtime.program.state.x[0][0]) == 99.0
         with Newcomer(crowd, 0, [None, None]) as alone, pytest.raises(HocketError, match="no other worker has weights"):
             alone.join()
@@ -755,7 +755,7 @@ def test_a_coordinator_dispatches_every_mini_batch_and_is_told_the_mean(nursery:
 
         def over() -> bool:
             driver.poll(0.01)
-            return len(coordinator.means) == 3 and coordinator.refused["shape"] == 1 and coordinator.refused["worker"] == 1
+            return len(coordinator.means) == 3 and coordinator.rejected["shape"] == 1 and coordinator.rejected["worker"] == 1
 
         assert eventually(lambda: driver.poll(0.01) or 0 in coordinator.incarnations, LIMIT_S)
         with Caller(listener.address, JOB) as stranger:
@@ -826,15 +826,15 @@ def test_a_coordinator_goes_on_with_the_sums_of_a_replaced_worker_and_dispatches
         lose(1)
         with Caller(listener.address, JOB) as dead, Caller(listener.address, JOB) as newcomer:
             told(dead, Kind.HELLO, 0, address="there")
-            first = {"ages": {"0": 5, "2": 1}, "lost": 4, "bytes_sent": 100, "loss": 3.0, "losses": 2}
+            first = {"staleness": {"0": 5, "2": 1}, "lost": 4, "bytes_sent": 100, "loss": 3.0, "losses": 2}
             assert told(dead, Kind.FETCH, 0, done=[], ledger=first).metadata["batch_ids"] == [0]
             lose(0)
-            assert told(dead, Kind.FETCH, 0, done=[0], ledger={**first, "ages": {"0": 6, "2": 1}}).metadata["batch_ids"] == []
+            assert told(dead, Kind.FETCH, 0, done=[0], ledger={**first, "staleness": {"0": 6, "2": 1}}).metadata["batch_ids"] == []
             welcome = told(newcomer, Kind.HELLO, 1, address="here")
             assert welcome.metadata["addresses"] == ["here", None]
             assert coordinator.gone == {1}
             assert (coordinator.staleness, coordinator.lost_exchanges) == ({"0": 6, "2": 1}, 4)
-            again = {"ages": {"0": 1}, "lost": 1, "bytes_sent": 100, "loss": 1.0, "losses": 2}
+            again = {"staleness": {"0": 1}, "lost": 1, "bytes_sent": 100, "loss": 1.0, "losses": 2}
             assert told(newcomer, Kind.FETCH, 1, done=[], ledger=again).metadata["batch_ids"] == [0]
             assert (coordinator.staleness, coordinator.lost_exchanges) == ({"0": 7, "2": 1}, 5)
             entry, loss = entry_of(coordinator.figures, {"0": first})
@@ -858,7 +858,7 @@ def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_t
     with Listener("tcp://127.0.0.1:0", JOB) as silent:
         assert run.look(lambda: [silent.address, None]) is None
         counts = {"lost": 0, "lost_exchanges": 3}
-        metrics = run.epoch_ends(lambda: None, {"workers": {}, "ages": {"0": 4}, "counts": counts}, 1)
+        metrics = run.epoch_ends(lambda: None, {"workers": {}, "staleness": {"0": 4}, "counts": counts}, 1)
         assert (metrics["staleness"], metrics["lost_exchanges"]) == ({"0": 4}, 3)
         assert metrics["accuracy"] is None
         assert not run.is_over()

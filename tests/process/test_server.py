@@ -67,7 +67,7 @@ def test_the_classical_scheme_equals_bulk(nursery: Nursery, tmp_path: Path, stra
         status = service.ends()
         found = flat(service.weights())
     assert torch.equal(found, expected), f"they differ by {(found - expected).abs().max():.2e}"
-    assert status["ages"] == {"0": status["progress"]}
+    assert status["staleness"] == {"0": status["progress"]}
     assert status["lost"] == 0
     assert status["refused"] == {}
 
@@ -88,7 +88,7 @@ def test_those_who_do_not_wait_learn_too(nursery: Nursery, tmp_path: Path, strat
         accuracy = service.accuracy()
     assert accuracy > 0.85, status
     assert status["progress"] == 15 * 15 * 3
-    pushes = sum(status["ages"].values())
+    pushes = sum(status["staleness"].values())
     assert pushes == pytest.approx(status["progress"] / (3 if "push=3" in strategy else 1), abs=3)
     whole = 4 * sum(service.slices.sizes)
     sent = status["workers"]["0"]["bytes_sent"] / status["workers"]["0"]["exchanges"]

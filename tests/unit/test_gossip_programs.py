@@ -11,7 +11,7 @@ import torch
 from faults.gossip_world import LIVENESS_TIMEOUT_S, GossipWorld, PerfectNetwork
 from hocket.drivers.simulation import Call, Simulation
 from hocket.programs.coordinator import COORDINATOR, Coordinator, CoordinatorClient
-from hocket.programs.gossip.links import Request
+from hocket.programs.gossip.links import PeerConfig, Request
 from hocket.programs.gossip.observer import PeerObserver
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import Mean, PeerState, weight_of
@@ -64,8 +64,8 @@ def test_all_is_kept_at_every_moment_and_ends_in_one_mean(kind: str, workers: in
     assert mean is not None
     assert mean.here == list(range(workers))
     assert mean.push_sum_weight == workers
-    assert all(p.account.lost == 0 and p.state.lost_weight == 0 and not p.refused for p in run.peers.values())
-    assert sum(p.account.ages[age] for p in run.peers.values() for age in p.account.ages) == 12 * workers
+    assert all(p.account.lost == 0 and p.state.lost_weight == 0 and not p.rejected for p in run.peers.values())
+    assert sum(p.account.staleness[age] for p in run.peers.values() for age in p.account.staleness) == 12 * workers
     assert workers == 1 or sum(p.account.exchanges for p in run.peers.values()) > 0
     expected = sum(u.flatten() for own in run.workers.values() for u in own.updates[::2]) / workers + run.start[0].flatten()
     torch.testing.assert_close(mean.rows[0], expected, rtol=0, atol=1e-9)
@@ -90,8 +90,8 @@ def test_staleness_counts_what_came_from_others_between_two_steps() -> None:
     run = GossipWorld("rotating", 4, 10, timers=False, step_s=lambda worker: 1.0)
     run.go()
     for peer in run.peers.values():
-        assert set(peer.account.ages) == {0, 1}
-        assert peer.account.ages[0] == 1, "nobody has called before the first step"
+        assert set(peer.account.staleness) == {0, 1}
+        assert peer.account.staleness[0] == 1, "nobody has called before the first step"
 
 
 @pytest.mark.parametrize("kind", ["rotating", "pushsum"])
@@ -255,7 +255,7 @@ def test_a_worker_that_was_suspended_refuses_what_lay_there() -> None:
     run.go(lambda: run.simulation.now > 2.0)
     run.simulation.nodes["worker", 1].timers.clear()  # its timers do not fire: it is suspended
     run.go(lambda: run.simulation.now > 2.0 + TIMEOUT_S)
-    assert run.peer(1).refused["late"] > 0
+    assert run.peer(1).rejected["late"] > 0
     run.assert_kept()
 
 
@@ -300,6 +300,33 @@ def test_saved_at_any_moment_it_goes_on_as_if_never_stopped(kind: str) -> None:
             assert one.state.push_sum_weight == other.state.push_sum_weight
             assert vars(one.account) == vars(other.account)
     assert busy > 0 or kind == "pushsum", "some were saved while they waited"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_of_another_run_goes_on_from_its_strategy_state(kind: str) -> None:
+    config = PeerConfig(0, 4, kind, greets=False)
+
+    def begun(weights: torch.Tensor) -> GossipPeer:
+        peer = GossipPeer(config)
+        peer.start([weights.clone().view(1, -1)], 0.0)
+        return peer
+
+    old = begun(torch.arange(4.0))
+    for step in range(3):
+        old.before_update(step + 0.1)
+        if old.busy:
+            break  # a caller waits for its partner
+        old.rows[0].mul_(1.5)
+        old.after_update(None, step + 0.2)
+    new = begun(old.rows[0])
+    new.resume(old.strategy_state(), 1.0)
+    assert new.strategy_state() == old.strategy_state()
+    assert (new.step, new.exchanges.turn) == (old.step, old.exchanges.turn)
+    assert new.step > 0
+    assert new.exchanges.turn > 0
+    assert (new.state.push_sum_weight < 1) == (kind == "pushsum")
+    assert torch.equal(new.rows[0], old.rows[0])
+    assert torch.equal(new.state.x[0], old.state.x[0])
 
 
 # --- the coordinator -----------------------------------------------------------------------------------------------------------
@@ -360,7 +387,7 @@ def test_every_mini_batch_is_dispatched_once_whatever_is_lost(seed: int) -> None
     assert sorted(coordinator.means) == list(range(workers))
     assert client.worker_addresses == [f"tcp://127.0.0.1:{w + 1}" for w in range(workers)]
     assert set(coordinator.figures) == {"0", "1", "2"}
-    assert not coordinator.refused
+    assert not coordinator.rejected
 
 
 def test_the_coordinator_gives_a_dead_workers_mini_batches_to_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from rich.table import Table
 
 from hocket.cli.options import option
 from hocket.data import load
+from hocket.drivers.replay import DESCRIPTION, ReplayNode, describe_recording
 from hocket.errors import HocketError
 from hocket.models import build, loss_for
 from hocket.sandblaster import Sandblaster
+from hocket.sandblaster.replay import replay_nodes as sandblaster_nodes
 from hocket.strategy import Strategy
 from hocket.topology import Topology
 from hocket.train.asynchronous import DEFAULT_CLUSTER
@@ -33,11 +36,17 @@ _EVALUATIONS = 10
 
 
 def train_on_batches(
-    settings: RunSettings, device: torch.device, data_dir: Path | None, out: Path | None, resume: bool = False
+    settings: RunSettings,
+    device: torch.device,
+    data_dir: Path | None,
+    out: Path | None,
+    resume: bool = False,
+    recording: Path | None = None,
 ) -> None:
     """Train; ``epochs`` are iterations, the strategy ``server(shards=n)`` gives the shards; ``device`` is virtual workers'.
 
-    Real workers' last iteration lies in ``out``: with ``resume`` the run there goes on from it.
+    Real workers' last iteration lies in ``out``: with ``resume`` the run there goes on from it. ``recording`` is a folder for all
+    that happens to their processes, to replay the run.
     """
     strategy = settings.strategy
     server = strategy.topology
@@ -62,7 +71,10 @@ def train_on_batches(
             record.write_run({**described, "versions": versions()})
     kept = None if out is None or not resume else out / "metrics.jsonl"
     before = len(kept.read_text().splitlines()) if kept is not None and kept.exists() else 0
-    run = _run(settings, job, record, before, out)
+    if recording is not None:
+        where = None if data_dir is None else str(data_dir)
+        describe_recording(recording, "sandblaster", settings=settings.by_name(), data_dir=where)
+    run = _run(settings, job, record, before, out, recording)
     metrics = [_metrics(row) for row in run.metrics]  # real workers' last one has an accuracy now
     if record is not None:
         record.write_metrics(metrics)
@@ -96,7 +108,9 @@ def _described(settings: RunSettings, job: Sandblaster, device: torch.device) ->
     return {**given, "strategy": BATCH_OPTIMIZER, "cluster": cluster, "spec": job.cluster.describe() if virtual else None}
 
 
-def _run(settings: RunSettings, job: Sandblaster, record: Record | None, before: int, out: Path | None) -> Any:
+def _run(
+    settings: RunSettings, job: Sandblaster, record: Record | None, before: int, out: Path | None, recording: Path | None
+) -> Any:
     """Train; after each iteration that the record does not have yet (it has ``before``) its figures are written."""
     metrics: list[dict[str, Any]] = []
     restarts = 0
@@ -118,7 +132,17 @@ def _run(settings: RunSettings, job: Sandblaster, record: Record | None, before:
         if settings.workers.virtual:
             return job.run(watch)
         slowdown = [settings.workers.slowdown_of(worker) for worker in range(settings.workers.count)]
-        return job.launch(None if out is None else out / STATE, watch=tend, on_iteration=watch, slowdown=slowdown)
+        kept = None if out is None else out / STATE
+        return job.launch(kept, watch=tend, on_iteration=watch, slowdown=slowdown, record=recording)
+
+
+def replay_nodes(folder: Path) -> dict[Any, ReplayNode]:
+    """All processes of a run that was recorded in ``folder``."""
+    described = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    settings, data_dir = RunSettings.of(**described["settings"]), described["data_dir"]
+    job = _job(settings, settings.strategy.topology, torch.device("cpu"), None if data_dir is None else Path(data_dir))
+    torch.set_num_threads(1)  # as its workers do
+    return sandblaster_nodes(folder, job)
 
 
 def _refuse_ignored(settings: RunSettings, server: Topology) -> None:

@@ -48,6 +48,9 @@ def command(
         float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")
     ] = LIVENESS_TIMEOUT_S,
     replace: Annotated[bool, typer.Option("--replace", help="Servers, gossip: start another worker for one that died.")] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Servers, gossip, sandblaster: folder for all events, for python -m hocket.drivers.replay.")
+    ] = None,
     **given: Any,
 ) -> None:
     """Train a model with one strategy, on real processes or on virtual workers."""
@@ -55,14 +58,15 @@ def command(
     sys.path.insert(0, os.getcwd())  # for module:factory
     launcher = None if given["virtual"] else find_launcher(os.environ)
     settings = _settings(given, 1 if launcher is None else launcher.processes)
-    policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace}
+    policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace, "record": record}
     start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain)
     if explain and settings.split is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     strategy, virtual = settings.strategy, settings.workers.virtual
     if settings.optimizer.name == BATCH_OPTIMIZER:
-        _refuse_policy(f"--optimizer {settings.optimizer.name}", policy)
-        _train_on_batches(settings, start)
+        refused = policy if virtual else {name: value for name, value in policy.items() if name != "record"}
+        _refuse_policy(f"--optimizer {settings.optimizer.name}", refused)
+        _train_on_batches(settings, start, record)
     elif strategy.runtime != "collective" and not virtual and (settings.workers.count > 1 or needs_servers(strategy)):
         _supervise(settings, start, policy)
     else:
@@ -96,7 +100,7 @@ def _settings(given: dict[str, Any], launched: int) -> RunSettings:
     return RunSettings.of(**given)
 
 
-def _train_on_batches(settings: RunSettings, start: Start) -> None:
+def _train_on_batches(settings: RunSettings, start: Start, record: Path | None) -> None:
     name, virtual = settings.optimizer.name, settings.workers.virtual
     if start.joined or start.processes not in (None, settings.workers.count) or (start.device not in (None, "cpu") and not virtual):
         raise HocketError(
@@ -106,7 +110,7 @@ def _train_on_batches(settings: RunSettings, start: Start) -> None:
     if not start.checkpoints:
         raise HocketError(f"--no-checkpoints: --optimizer {name} keeps only its last iterations, in --out; leave it out.")
     with interruptible():
-        train_on_batches(settings, device_of(start.device if virtual else "cpu"), start.data_dir, start.out, start.resume)
+        train_on_batches(settings, device_of(start.device if virtual else "cpu"), start.data_dir, start.out, start.resume, record)
 
 
 def _refuse_policy(what: str, policy: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ class GossipRuntime(WorkerRuntime):
     def refused(self) -> dict[str, int]:
         """How many messages to this worker were refused, by reason."""
         with self.driver.lock:
-            return dict(self.program.refused + self.program.transport_rejected())
+            return dict(self.program.rejected + self.program.transport_rejected())
 
     def before_update(self, gradients: Sequence[Tensor] = ()) -> None:
         """Gradients are there: wait for the exchange under way; the weights as they are by now come into the rows."""
@@ -220,15 +220,14 @@ class GossipRuntime(WorkerRuntime):
         return [new.view(1, -1).to(row.device) for new, row in zip(looked.rows, self._rows, strict=True)], looked.buffers
 
     def state_dict(self) -> dict[str, Any]:
-        """Its step and its push-sum weight. The weights are those of the model."""
+        """All strategy state of this worker: its step, its turn and its push-sum weight. The weights are those of the model."""
         with self.driver.lock:
-            return {"step": self.program.step, "push_sum_weight": self.program.state.push_sum_weight}
+            return self.program.strategy_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, before the first step; every worker begins with a push-sum weight of 1 and the model's weights."""
+        """Go on from there with the model's weights, before the first step."""
         self._refuse_late_load()
-        with self.driver.lock:
-            self.program.step = int(state["step"])
+        self._call(self.program.resume, state)
 
     def refresh(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """``staleness`` counts all gradients by how many contributions of others had arrived since their weights were read,

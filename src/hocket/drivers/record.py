@@ -8,9 +8,11 @@ start      what the program is: a worker's strategy, digest of the layout, numbe
 call       ``name`` of a method of the program or (``account.begin``) of its account, ``arguments`` (tensors are null: the replay
            computes them), ``now``
 batch      ``id`` of the mini-batch that the worker takes for its next step
-message    ``sender`` (a number, or an identity in hexadecimal digits), ``kind``, ``worker``, ``step``, ``number``, ``bytes`` of its
-           tensors; ``metadata``, where no recorded program sent it (heartbeats, observers, refusals of a link); ``now``
+message    ``sender`` (a number, or an identity in hexadecimal digits), ``kind``, ``worker``, ``place``, ``step``, ``number``,
+           ``bytes`` of its tensors, ``check`` (a checksum of its metadata); ``metadata``, where it may be that no recorded
+           program sent it (heartbeats, observers, refusals of a link); ``now``
 timer      ``name``; ``now``
+end        ``digests`` of all parts of the program's state: a replay must end with the same
 =========  ======================================================================================================================
 
 A message's content is not recorded: the replay of its sender makes it again.
@@ -18,15 +20,21 @@ A message's content is not recorded: the replay of its sender makes it again.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hocket.errors import HocketError
-from hocket.programs.base import Address
+from hocket.programs.base import Address, Program, to_plain
 from hocket.transport import Envelope, Kind
+
+_FIGURES = ("figures", "ledger", "ledgers")
 
 
 class Recorder:
@@ -41,7 +49,7 @@ class Recorder:
 
     def start(self, **program: Any) -> None:
         """A process begins; what its program is."""
-        self._write("start", program)
+        self._write("start", {"threads": torch.get_num_threads(), **program})
 
     def call(self, name: str, arguments: tuple[Any, ...], now: float) -> None:
         """A method of the program is called."""
@@ -57,9 +65,11 @@ class Recorder:
             "sender": sender.hex() if isinstance(sender, bytes) else sender,
             "kind": message.kind.name,
             "worker": message.sender,
+            "place": message.place,
             "step": message.step,
             "number": message.number,
             "bytes": message.tensor_bytes,
+            "check": checksum(message),
             "now": now,
         }
         if message.sender < 0 or message.kind == Kind.BEAT:
@@ -70,8 +80,13 @@ class Recorder:
         """A timer has run out."""
         self._write("timer", {"name": name, "now": now})
 
+    def end(self, program: Program) -> None:
+        """The process has left, with its program in this state; what comes later is not recorded."""
+        self._write("end", {"digests": digests_of(program)})
+        self._file.close()
+
     def close(self) -> None:
-        """The process has left; what comes later is not recorded."""
+        """Without an end."""
         self._file.close()
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
@@ -88,6 +103,62 @@ def read_record(path: str | Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return events
+
+
+def read_whole(path: Path) -> list[dict[str, Any]]:
+    """The events of one process that was not started again and began anew; anything else is refused."""
+    if not path.exists():
+        raise HocketError(f"{path.parent} has no recording of {path.stem.replace('-', ' ')}; only whole runs are replayed.")
+    events = read_record(path)
+    starts = [event for event in events if event["event"] == "start"]
+    if len(starts) != 1 or starts[0].get("restored") or starts[0].get("resumed"):
+        raise HocketError(
+            f"{path}: this process went on from a snapshot or in the place of one that died, and what was on disk is not recorded; "
+            "only runs without restarts are replayed."
+        )
+    return events
+
+
+def checksum(message: Envelope) -> int:
+    """Of a message's metadata, without figures: the thread that trains may count meanwhile."""
+    return zlib.crc32(json.dumps({name: value for name, value in message.metadata.items() if name not in _FIGURES}).encode())
+
+
+def digests_of(program: Program) -> dict[str, str]:
+    """A digest of each part of a program's state: equal digests, equal bits."""
+    return {name: digest(value) for name, value in program.end_state().items()}
+
+
+def digest(value: Any) -> str:
+    """Of a value made of tensors, numbers and texts in mappings, sequences and objects.
+
+    >>> zeros = torch.zeros(2)
+    >>> digest({"x": zeros, "n": 1}) == digest({"n": 1, "x": zeros}), digest(zeros) == digest(-zeros)
+    (True, False)
+    """
+    found = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, Tensor):
+            found.update(f"{part.dtype}{list(part.shape)}".encode())
+            found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        elif isinstance(part, Mapping):
+            for name in sorted(part, key=str):
+                add(str(name))
+                add(part[name])
+        elif isinstance(part, (list, tuple)):
+            found.update(f"[{len(part)}".encode())
+            for each in part:
+                add(each)
+        elif isinstance(part, Envelope):
+            add(to_plain(part))
+        elif hasattr(part, "__dict__"):
+            add(vars(part))
+        else:
+            found.update(f"{part!r};".encode())
+
+    add(value)
+    return found.hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:

@@ -146,7 +146,7 @@ class ServerRuntime(WorkerRuntime):
             with self.paused(), self.observer() as observer:
                 statuses = {place: status for place, status in observer.statuses(STATUS_S).items() if status is not None}
             if 0 in statuses:
-                self._accounts, self._staleness = dict(statuses[0]["workers"]), dict(statuses[0]["ages"])
+                self._accounts, self._staleness = dict(statuses[0]["workers"]), dict(statuses[0]["staleness"])
             self._lost |= {place: int(status["lost"]) for place, status in statuses.items()}
         self._accounts[str(self.worker)] = self.figures()
         return self._accounts, {"lost": max(self._lost.values(), default=0), "staleness": dict(self._staleness)}

@@ -6,6 +6,7 @@ What it answers to which message is in :mod:`hocket.programs.server.shard_server
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             server = ShardServer(given.place, given.liveness_timeout, 0.0 if snapshots is None else given.snapshot, given.stay)
             driver = start_serving(server, listener, snapshots, None if given.record is None else Recorder(given.record))
             announce(address=listener.address, version=None if server.shard is None else server.shard.version)
-            driver.serve(lambda: given.child and input_closed())
+            stopped: list[int] = []
+            if given.record is not None:  # the end of a recording is written, too
+                signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+            driver.serve(lambda: bool(stopped) or (given.child and input_closed()))
+            driver.close()
     except HocketError as error:
         announce(error=str(error))
         sys.exit(2)

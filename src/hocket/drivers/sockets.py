@@ -126,7 +126,7 @@ class SocketDriver:
         if self.listener is not None:
             self.listener.close(linger_s)
         if self.recorder is not None:
-            self.recorder.close()
+            self.recorder.end(self.program)
 
     def _idle(self) -> bool:
         return not self.program.busy

@@ -33,7 +33,7 @@ class Account:
     loss: float = 0.0
     """The sum of the losses of ``losses`` mini-batches."""
     losses: int = 0
-    ages: dict[int, int] = field(default_factory=dict)
+    staleness: dict[int, int] = field(default_factory=dict)
     """Without servers: how many gradients had which staleness, the number of contributions of other workers that arrived between
     reading the gradient's weights and applying it."""
     begun: float | None = None
@@ -72,25 +72,16 @@ class Account:
     def add_staleness(self, age: int) -> None:
         """A gradient of this staleness was applied."""
         age = min(age, _MAX_STALENESS)
-        self.ages[age] = self.ages.get(age, 0) + 1
+        self.staleness[age] = self.staleness.get(age, 0) + 1
 
     def describe(self, now: float) -> dict[str, Any]:
         """Plain data for a message."""
         until = now if self.paused is None else self.paused
         seconds = 0.0 if self.begun is None else until - self.begun
-        return {
-            "seconds": seconds,
-            "wait_s": self.wait_s,
-            "transfer_s": self.transfer_s,
-            "transfer_hidden_s": self.hidden_s,
-            "bytes_sent": self.bytes_sent,
-            "exchanges": self.exchanges,
-            "nonfinite": self.nonfinite,
-            "lost": self.lost,
-            "loss": self.loss,
-            "losses": self.losses,
-            "ages": {str(age): count for age, count in sorted(self.ages.copy().items())},  # a copy: another thread may ask
-        }
+        plain = {name: getattr(self, name) for name in ("bytes_sent", "exchanges", "nonfinite", "lost", "loss", "losses")}
+        times = {"seconds": seconds, "wait_s": self.wait_s, "transfer_s": self.transfer_s, "transfer_hidden_s": self.hidden_s}
+        staleness = sorted(self.staleness.copy().items())  # another thread may ask
+        return {**times, **plain, "staleness": {str(age): count for age, count in staleness}}
 
 
 _SECONDS = ("seconds", "wait_s", "transfer_s", "transfer_hidden_s")
@@ -133,30 +124,30 @@ def entry_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, An
 def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Two accounts as one: that of a worker and of the one whose place it took.
 
-    >>> added({"bytes_sent": 5, "ages": {"0": 1}}, {"bytes_sent": 2, "ages": {"0": 2, "1": 1}})
-    {'bytes_sent': 7, 'ages': {'0': 3, '1': 1}}
+    >>> added({"bytes_sent": 5, "staleness": {"0": 1}}, {"bytes_sent": 2, "staleness": {"0": 2, "1": 1}})
+    {'bytes_sent': 7, 'staleness': {'0': 3, '1': 1}}
     """
     names = dict.fromkeys((*one, *other))
-    sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name != "ages"}
-    return {**sums, "ages": staleness_of([one, other])}
+    sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name != "staleness"}
+    return {**sums, "staleness": staleness_of([one, other])}
 
 
 def staleness_of(accounts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """All workers' staleness in one histogram, the freshest first.
 
-    >>> staleness_of([{"ages": {"0": 2, "10": 1}}, {"ages": {"2": 3, "0": 1}}, {}])
+    >>> staleness_of([{"staleness": {"0": 2, "10": 1}}, {"staleness": {"2": 3, "0": 1}}, {}])
     {'0': 3, '2': 3, '10': 1}
     """
     sums: Counter[int] = Counter()
     for account in accounts:
-        sums.update({int(age): int(count) for age, count in account.get("ages", {}).items()})
+        sums.update({int(age): int(count) for age, count in account.get("staleness", {}).items()})
     return {str(age): sums[age] for age in sorted(sums)}
 
 
-def staleness_since(ages: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+def staleness_since(found: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     """What has come to a histogram.
 
     >>> staleness_since({"0": 3, "1": 5}, {"0": 3, "1": 4})
     {'1': 1}
     """
-    return {age: count - before.get(age, 0) for age, count in ages.items() if count > before.get(age, 0)}
+    return {age: count - before.get(age, 0) for age, count in found.items() if count > before.get(age, 0)}

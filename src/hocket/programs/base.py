@@ -12,12 +12,13 @@ Where an algorithm is a sequence with waits in between (join, then fetch, then a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from hocket.errors import WorkerLost
 from hocket.transport.frame import Envelope, Kind
 
 Address = int | bytes
@@ -103,7 +104,7 @@ class Until:
 
 
 Task = Generator[Until, None, Any]
-_TASK = "task"
+_TASK, _RETRY = "task", "retry"
 
 
 class Program:
@@ -142,6 +143,10 @@ class Program:
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, where the program can be saved."""
         raise NotImplementedError
+
+    def end_state(self) -> dict[str, Any]:
+        """What a replay of this program must end with, in parts."""
+        return self.state_dict()
 
     def describe_peer(self, peer: int) -> str:
         """A peer's name in error messages, with its address where that is known."""
@@ -194,6 +199,103 @@ class Program:
                 raise
             if self._until.at is not None and not self._until.condition():
                 self._set_timer(_TASK, self._until.at)
+
+
+@dataclass
+class Link:
+    """A peer that a :class:`Client` asks."""
+
+    peer: int
+    request: Envelope | None = None
+    reply: Envelope | None = None
+    heard: float = 0.0
+    """When it last gave a sign of life."""
+    asked: float = 0.0
+    """When it was last asked again."""
+
+
+class Client(Program):
+    """Asks its peers, one request at a time each.
+
+    A peer that neither answers nor gives a sign of life for two seconds is asked again, and given up after ``give_up_s``.
+    """
+
+    give_up_s = 60.0
+    silence_s, check_every_s = 2.0, 0.5
+    links: Sequence[Link]
+    number = 0
+    """Of the last request."""
+
+    @property
+    def open(self) -> bool:
+        """Whether something requested has not been taken yet."""
+        return any(link.request is not None for link in self.links)
+
+    def _request(self, messages: Sequence[Envelope]) -> None:
+        """One of each of the first peers, under the next number."""
+        assert not self.open
+        self.number += 1
+        for link, message in zip(self.links, messages, strict=False):
+            link.request, link.reply, link.heard = replace(message, number=self.number), None, self.now
+            self._send(link.peer, link.request)
+        self._set_timer(_RETRY, self.now + self.check_every_s)
+
+    def _answered(self) -> bool:
+        return all(link.reply is not None for link in self.links if link.request is not None)
+
+    def on_timer(self, name: str) -> None:
+        """Ask silent peers again."""
+        for link in self.links:
+            if link.request is None or link.reply is not None:
+                continue
+            if self.now - link.heard > self.give_up_s:
+                raise WorkerLost(f"{self.describe_peer(link.peer)} has not answered for {self.give_up_s:g} s.")
+            if self.now - max(link.heard, link.asked) > self.silence_s:
+                link.asked = self.now
+                self._ask_again(link)
+        if self.open:
+            self._set_timer(_RETRY, self.now + self.check_every_s)
+
+    def _ask_again(self, link: Any) -> None:
+        self._send(link.peer, link.request)
+
+
+class Service(Program):
+    """A program that answers others. Whatever one of them sends, the service goes on: what it does not accept changes nothing."""
+
+    role = "A service"
+    """What it is called in refusals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rejected: Counter[str] = Counter()
+        """How many messages were not accepted, by reason."""
+
+    def _serve(self, peer: Address, message: Envelope, handlers: Mapping[Kind, Callable[[bytes, Envelope], None]]) -> None:
+        assert isinstance(peer, bytes)
+        try:
+            if message.kind not in handlers:
+                raise Rejected("kind", f"{self.role} does not accept {message.kind.name}.")
+            try:
+                self._admit(message)
+                handlers[message.kind](peer, message)
+            except Rejected:
+                raise
+            except Exception as error:
+                why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                raise Rejected("shape", f"The message cannot be read: {why}.") from None
+        except Rejected as rejected:
+            self.rejected[rejected.reason] += 1
+            self._answer(peer, Kind.REFUSAL, message.number, {"reason": rejected.reason, "sentence": str(rejected)})
+
+    def _admit(self, message: Envelope) -> None:
+        """Raises Rejected where the sender is not one that is served."""
+
+    def _answer(
+        self, peer: bytes, kind: Kind, number: int, metadata: Mapping[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
+    ) -> None:
+        # A peer that is gone does not get it; one that is merely slow asks again.
+        self._send(peer, Envelope(kind, number=number, step=step, metadata=metadata, tensors=tensors))
 
 
 def to_plain(message: Envelope | None) -> list[Any] | None:

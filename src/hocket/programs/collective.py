@@ -197,10 +197,7 @@ class CollectiveProgram:
         self.drain()
         return copy.deepcopy(
             {
-                "strategy": str(self.strategy),
-                "layout": self.layout.digest(),
-                "workers": [self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size],
-                "seed": self.seed,
+                **self._identity(),
                 "step": self.step,
                 "exchanges": self.exchanges,
                 "landing": self._mixed,
@@ -213,13 +210,7 @@ class CollectiveProgram:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the :meth:`state_dict` of the same strategy, model and workers per process."""
-        own = {
-            "strategy": str(self.strategy),
-            "layout": self.layout.digest(),
-            "workers": [self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size],
-            "seed": self.seed,
-        }
-        for name, value in own.items():
+        for name, value in self._identity().items():
             if state.get(name) != value:
                 raise HocketError(
                     f"The checkpoint's {name} is {state.get(name)}, this job's is {value}; resume with the saved {name}."
@@ -230,10 +221,12 @@ class CollectiveProgram:
         if self.cluster.clock is not None and clock is not None:
             self.cluster.clock.load_state_dict(clock)  # its tensors stay on the CPU
         state = _to(state, self.cluster.device)
-        self.step, self.exchanges = state["step"], state["exchanges"]
-        self._mixed = state["landing"]
-        self.gradient_state, self.weight_state = state["gradient_state"], state["weight_state"]
-        self.outer_state = state["outer_state"]
+        self.step, self.exchanges, self._mixed = state["step"], state["exchanges"], state["landing"]
+        self.gradient_state, self.weight_state, self.outer_state = (state[f"{k}_state"] for k in ("gradient", "weight", "outer"))
+
+    def _identity(self) -> dict[str, Any]:
+        workers = [self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size]
+        return {"strategy": str(self.strategy), "layout": self.layout.digest(), "workers": workers, "seed": self.seed}
 
     def _context(self, bucket: int) -> Context:
         return Context(

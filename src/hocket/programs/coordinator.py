@@ -13,22 +13,20 @@ PUSH       the final mean, mini-batches done, its account           REPLY
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from hocket.errors import HocketError, WorkerLost
+from hocket.errors import HocketError
 from hocket.programs.account import Account, added, staleness_of
-from hocket.programs.base import Address, Effects, Program, Rejected, Task, Until
+from hocket.programs.base import Address, Client, Effects, Link, Rejected, Service, Task, Until
 from hocket.programs.gossip.state import Mean
 from hocket.programs.server.members import BatchDispatcher
 from hocket.transport.frame import Envelope, Kind
 
 _WAIT_EVERY_S = 1.0
 _CHECK_EVERY_S = 0.5
-_REPEAT_S = 2.0
-_GIVE_UP_S = 60.0
-"""Without a message from the coordinator."""
 _CHECK = "check"
 COORDINATOR = 0
 """Its number among the peers of a :class:`CoordinatorClient`."""
@@ -41,15 +39,17 @@ class _Member:
     address: str
     incarnation: int = 0
     answered: int = -1
-    answer: Envelope | None = None
+    answer: dict[str, Any] = field(default_factory=dict)
     waiting: tuple[bytes, int] | None = None
     """It waits for the addresses: who, and the number of its request."""
     before: dict[str, Any] | None = None
     """The account of the processes whose place it took."""
 
 
-class Coordinator(Program):
+class Coordinator(Service):
     """Serves ``workers`` workers; a free worker takes the next of ``total`` mini-batches."""
+
+    role = "A coordinator"
 
     def __init__(self, workers: int, total: int) -> None:
         super().__init__()
@@ -61,7 +61,6 @@ class Coordinator(Program):
         self.gone: set[int] = set()
         self.lost = 0
         """Mini-batches that were held by workers that are gone; others do them."""
-        self.refused: Counter[str] = Counter()
         self._members: dict[int, _Member] = {}
         self._notified = 0.0
 
@@ -104,19 +103,11 @@ class Coordinator(Program):
         return self._done()
 
     def on_message(self, sender: Address, message: Envelope) -> None:
-        assert isinstance(sender, bytes)
-        handlers = {Kind.HELLO: self._hello, Kind.FETCH: self._fetch, Kind.PUSH: self._push}
-        try:
-            if message.kind not in handlers or not 0 <= message.sender < self.workers:
-                raise Rejected("worker", f"A coordinator does not accept {message.kind.name} from {message.sender}.")
-            try:
-                handlers[message.kind](sender, message)
-            except (ValueError, TypeError, KeyError, IndexError) as error:  # whatever a peer sent, the coordinator goes on
-                raise Rejected("shape", f"The message cannot be read: {error}.") from None
-        except Rejected as rejected:
-            self.refused[rejected.reason] += 1
-            metadata = {"reason": rejected.reason, "sentence": str(rejected)}
-            self._send(sender, Envelope(Kind.REFUSAL, number=message.number, metadata=metadata))
+        self._serve(sender, message, {Kind.HELLO: self._hello, Kind.FETCH: self._fetch, Kind.PUSH: self._push})
+
+    def _admit(self, message: Envelope) -> None:
+        if not 0 <= message.sender < self.workers:
+            raise Rejected("worker", f"There is no worker {message.sender} in a job of {self.workers}.")
 
     def on_timer(self, name: str) -> None:
         """Tell those who wait that this coordinator lives."""
@@ -125,8 +116,7 @@ class Coordinator(Program):
             self._notified = self.now
             for member in self._members.values():
                 if member.waiting is not None:
-                    peer, number = member.waiting
-                    self._send(peer, Envelope(Kind.WAIT, number=number))
+                    self._answer(member.waiting[0], Kind.WAIT, member.waiting[1], {})
 
     # --- requests ------------------------------------------------------------------------------------------------------------
 
@@ -147,55 +137,45 @@ class Coordinator(Program):
         addresses = self.worker_addresses
         for member in self._members.values():
             if addresses is not None and member.waiting is not None:
-                peer, number = member.waiting
-                member.waiting = None
-                self._send(peer, Envelope(Kind.WELCOME, number=number, metadata={"addresses": addresses}))
+                (peer, number), member.waiting = member.waiting, None
+                self._answer(peer, Kind.WELCOME, number, {"addresses": addresses})
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
-        member = self._known(message)
-        if message.number > member.answered:
-            self._note_done(member, message)
+        def dispatch() -> dict[str, Any]:
             gone = message.sender in self.gone  # it had asked before it died
-            numbers = [] if gone else self.dispatcher.take(message.sender, 1)
-            metadata = {"batch_ids": numbers, "over": self.dispatcher.empty}
-            member.answered, member.answer = message.number, Envelope(Kind.REPLY, number=message.number, metadata=metadata)
-        self._answer_again(peer, member, message)
+            return {"batch_ids": [] if gone else self.dispatcher.take(message.sender, 1), "over": self.dispatcher.empty}
+
+        self._once(peer, message, dispatch)
 
     def _push(self, peer: bytes, message: Envelope) -> None:
-        member = self._known(message)
-        if message.number > member.answered:
-            tensors, metadata = list(message.tensors), message.metadata
-            buffers = tensors.pop() if metadata["buffers"] else None
-            mean = Mean(tensors, buffers, [int(w) for w in metadata["here"]], float(metadata["push_sum_weight"]))
-            self._note_done(member, message)
+        mean = Mean.read(message.metadata, message.tensors)
+
+        def keep() -> dict[str, Any]:
             self.means[message.sender] = mean
-            member.answered, member.answer = message.number, Envelope(Kind.REPLY, number=message.number)
-        self._answer_again(peer, member, message)
+            return {}
 
-    def _answer_again(self, peer: bytes, member: _Member, message: Envelope) -> None:
-        if message.number == member.answered and member.answer is not None:
-            self._send(peer, member.answer)
+        self._once(peer, message, keep)
 
-    def _known(self, message: Envelope) -> _Member:
+    def _once(self, peer: bytes, message: Envelope, act: Callable[[], dict[str, Any]]) -> None:
+        """Act on a worker's request, and answer with what that gives; one that comes again gets the same answer."""
         member = self._members.get(message.sender)
         if member is None:
             raise Rejected("hello", "This coordinator does not know this worker: say hello first.")
         self._check(member, message.sender, int(message.metadata["incarnation"]))
-        return member
+        if message.number > member.answered:
+            self.dispatcher.done(message.sender, [int(number) for number in message.metadata["done"]])
+            self.figures[str(message.sender)] = added(member.before or {}, message.metadata["ledger"])
+            member.answered, member.answer = message.number, act()
+        if message.number == member.answered:
+            self._answer(peer, Kind.REPLY, message.number, member.answer)
 
     def _check(self, member: _Member, worker: int, incarnation: int) -> None:
         if incarnation != member.incarnation:
             raise Rejected("outdated", f"Another process is worker {worker} now: this one can end.")
 
-    def _note_done(self, member: _Member, message: Envelope) -> None:
-        self.dispatcher.done(message.sender, [int(number) for number in message.metadata["done"]])
-        self.figures[str(message.sender)] = added(member.before or {}, message.metadata["ledger"])
 
-
-class CoordinatorClient(Program):
+class CoordinatorClient(Client):
     """A worker's side of the coordinator; the next mini-batch is requested while the worker computes."""
-
-    peer_kind = "Coordinator"
 
     def __init__(self, worker: int, incarnation: int = 0, account: Account | None = None) -> None:
         super().__init__()
@@ -208,11 +188,10 @@ class CoordinatorClient(Program):
         """Set by whoever trains: it takes no more mini-batches, because the others have ended."""
         self._batch_ids: deque[int] = deque()
         self._taken: list[int] = []
-        self._number = 0
-        self._request: Envelope | None = None
-        self._answer: Envelope | None = None
+        self._link = Link(COORDINATOR)
+        self.links = [self._link]
         self._none_left = False
-        self._heard = self._sent = self._checked = 0.0
+        self._checked = 0.0
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
@@ -230,7 +209,7 @@ class CoordinatorClient(Program):
         number = self._batch_ids.popleft() if self._batch_ids else None
         if number is not None:
             self._taken.append(number)
-            if not self._none_left and self._request is None:
+            if not self._none_left and not self.open:
                 self._ask(Kind.FETCH, self._report(self._taken[:-1]))
                 self._taken = self._taken[-1:]
         return number, self._done()
@@ -250,7 +229,7 @@ class CoordinatorClient(Program):
         """Before it ends it asks once more: a worker that has died may have left some."""
         last = self.over
         while not self._batch_ids and not last:
-            if self._request is None:
+            if not self.open:
                 last = self._none_left
                 self._ask(Kind.FETCH, self._report(self._taken))
                 self._taken = []
@@ -259,19 +238,21 @@ class CoordinatorClient(Program):
             self._none_left = bool(metadata["over"])
 
     def _deliver(self, mean: Mean, ledger: dict[str, Any] | None) -> Task:
-        if self._request is not None:
+        if self.open:
             yield from self._wait()
-        tensors = mean.rows if mean.buffers is None else [*mean.rows, mean.buffers]
-        metadata = {"here": mean.here, "push_sum_weight": mean.push_sum_weight, "buffers": mean.buffers is not None}
+        metadata, tensors = mean.described()
         report = self._report(self._taken)
-        self._ask(Kind.PUSH, {**metadata, **report, "ledger": ledger or report["ledger"]}, tuple(tensors))
+        self._ask(Kind.PUSH, {**metadata, **report, "ledger": ledger or report["ledger"]}, tensors)
         self._taken = []
         yield from self._wait()
 
     def _wait(self) -> Task:
-        yield Until(lambda: self._answer is not None)
-        answer, self._answer, self._request = self._answer, None, None
-        return answer
+        yield Until(self._answered)
+        self._link.request = None
+        return self._link.reply
+
+    def describe_peer(self, peer: int) -> str:
+        return "The coordinator"
 
     # --- messages ------------------------------------------------------------------------------------------------------------
 
@@ -279,30 +260,21 @@ class CoordinatorClient(Program):
         return {"done": list(done), "ledger": self.account.describe(self.now), "incarnation": self.incarnation}
 
     def _ask(self, kind: Kind, metadata: dict[str, Any], tensors: tuple[Any, ...] = ()) -> None:
-        self._number += 1
-        self._request = Envelope(kind, self.worker, number=self._number, metadata=metadata, tensors=tensors)
-        self._heard = self._sent = self._checked = self.now
-        self._send(COORDINATOR, self._request)
-        self._set_timer(_CHECK, self.now + _CHECK_EVERY_S)
+        self._checked = self.now
+        self._request([Envelope(kind, self.worker, metadata=metadata, tensors=tensors)])
 
     def on_message(self, sender: Address, message: Envelope) -> None:
-        self._heard = self.now
-        if self._request is None or message.number != self._request.number:
+        link = self._link
+        link.heard = self.now
+        if link.request is None or message.number != link.request.number:
             return
         if message.kind == Kind.REFUSAL:
             raise HocketError(f"The coordinator: {message.metadata.get('sentence')}")
-        if message.kind != Kind.WAIT and self._answer is None:
-            self._answer = message
+        if message.kind != Kind.WAIT and link.reply is None:
+            link.reply = message
 
     def on_timer(self, name: str) -> None:
-        """Repeat what got no answer."""
-        if self._request is None or self._answer is not None:
-            return
-        self._heard += max(self.now - self._checked - 2 * _CHECK_EVERY_S, 0.0)  # time in which this process was suspended
+        """Time in which this process was suspended does not count against the coordinator."""
+        self._link.heard += max(self.now - self._checked - 2 * self.check_every_s, 0.0)
         self._checked = self.now
-        if self.now - self._heard > _GIVE_UP_S:
-            raise WorkerLost(f"The coordinator has not answered for {_GIVE_UP_S:g} s.")
-        if self.now - max(self._sent, self._heard) > _REPEAT_S:
-            self._sent = self.now
-            self._send(COORDINATOR, self._request)
-        self._set_timer(_CHECK, self.now + _CHECK_EVERY_S)
+        super().on_timer(name)

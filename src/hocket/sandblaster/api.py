@@ -155,13 +155,15 @@ class Sandblaster:
         watch: Callable[[Any], None] = lambda _: None,
         on_iteration: Callable[[dict[str, Any]], None] = lambda _: None,
         slowdown: Sequence[float] = (1.0,),
+        record: str | Path | None = None,
     ) -> SandblasterRun:
         """Train on real processes of this machine: a coordinator, ``shards`` and ``workers`` (call it under ``__main__``).
 
         The run goes on without workers that die or are silent for ``liveness_timeout_s``; a coordinator or shard that is killed is
         started again, at most ``restarts`` times. With a ``folder`` a run that was stopped goes on where it was. ``on_iteration``
         sees each iteration's metrics as they come, those before a stop too; accuracy is that of the end. Worker ``i`` takes
-        ``slowdown[i]`` times as long to compute (repeated over all), for experiments.
+        ``slowdown[i]`` times as long to compute (repeated over all), for experiments. ``record`` is a folder for recordings of all
+        that happens to the processes; :func:`hocket.sandblaster.replay.replay_nodes` replays them.
         """
         from hocket.sandblaster.launch import launch  # ZeroMQ is not needed before
 
@@ -169,7 +171,14 @@ class Sandblaster:
             raise HocketError(f"slowdown={slowdown!r}: real workers can only be made slower; give numbers of at least 1.")
 
         metrics, x, ended = launch(
-            self, None if folder is None else Path(folder), liveness_timeout_s, restarts, watch, on_iteration, slowdown
+            self,
+            None if folder is None else Path(folder),
+            liveness_timeout_s,
+            restarts,
+            watch,
+            on_iteration,
+            slowdown,
+            None if record is None else Path(record),
         )
         objective = self.objective()
         metrics[-1]["accuracy"] = self.accuracy(objective, x)

@@ -276,6 +276,9 @@ class SandblasterCoordinator(Dispatch):
         """The state and the metrics after the last iteration that all shards have saved; nothing before the first."""
         return self._saved or {}
 
+    def end_state(self) -> dict[str, Any]:
+        return {"state": self.state, "metrics": self.metrics}
+
     # --- the conversation ----------------------------------------------------------------------------------------------------
 
     def _train(self) -> Task:

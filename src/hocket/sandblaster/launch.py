@@ -130,6 +130,7 @@ def launch(
     watch: Callable[[SandblasterProcesses], None] = lambda _: None,
     on_iteration: Callable[[dict[str, Any]], None] = lambda _: None,
     slowdown: Sequence[float] = (1.0,),
+    record: Path | None = None,
 ) -> tuple[list[dict[str, Any]], Tensor, str]:
     """Run ``job`` on processes: metrics, weights and why it ended."""
     with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as name:
@@ -137,7 +138,7 @@ def launch(
         where.mkdir(parents=True, exist_ok=True)
         point = job.objective().point.cpu()
         config = job.config(liveness_timeout_s=liveness_timeout_s, remedy=NOTHING_KEPT if folder is None else GO_ON)
-        plan = Plan(secrets.token_bytes(JOB_BYTES), where, config, _digest(point, *job.train), len(point))
+        plan = Plan(secrets.token_bytes(JOB_BYTES), where, config, _digest(point, *job.train), len(point), record)
         _check_folder(plan)
         (where / LINK_FILE).unlink(missing_ok=True)
         processes = _processes(plan, point, _pickled(job), job.workers, slowdown)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hocket.drivers.record import Recorder
 from hocket.drivers.snapshots import KEPT, sealed, unsealed
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError, WorkerLost
@@ -31,6 +32,7 @@ from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordin
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
+from hocket.train.record import write_whole
 from hocket.train.throttle import Throttle
 from hocket.transport.frame import Envelope, Kind
 from hocket.transport.link import Caller, Listener
@@ -54,6 +56,8 @@ class Plan:
     config: CoordinatorConfig
     digest: str
     values: int
+    record: Path | None = None
+    """A folder for recordings of all that happens to the processes, to replay the run."""
 
     def facts(self) -> dict[str, Any]:
         """What must be the same to go on from what lies in the folder."""
@@ -70,6 +74,14 @@ class Plan:
         """The coordinator's state and metrics after the last iteration, and the run's facts; nothing before the first."""
         file = self.folder / STATE_FILE
         return json.loads(file.read_text()) if file.exists() else {}
+
+    def recorder(self, process: str, identity: bytes = b"", **program: Any) -> Recorder | None:
+        """The recorder of one process, which others know by ``identity``; ``program`` is what a replay builds it with."""
+        if self.record is None:
+            return None
+        recorder = Recorder(self.record / f"{process}.jsonl")
+        recorder.start(identity=identity.hex(), **program)
+        return recorder
 
     def slices(self, shard: int, iteration: int | str) -> Path:
         """The file of a shard's vectors after an iteration."""
@@ -90,13 +102,13 @@ class ProcessDriver(SocketDriver):
 
     def run(self, compute: Computing | None = None) -> None:
         """Start the program and serve it until it has finished; ``compute(point, portion)`` is what a worker does."""
-        self.carry_out(self.program.start(self.clock()))
+        self.begin(self.program.start)
         while not self._over:
             self.poll(0.0 if self._portions else BEAT_S)
             if self._portions and compute is not None:
                 task = self._portions.popleft()
                 loss, gradient = compute(task.point, task.portion)
-                self.carry_out(self.program.computed(task.portion, loss, gradient, self.clock()))
+                self.begin(self.program.computed, task.portion, loss, gradient)
 
     def carry_out(self, effects: Effects) -> None:
         for effect in effects:
@@ -105,7 +117,7 @@ class ProcessDriver(SocketDriver):
             elif isinstance(effect, Snapshot):
                 self._save(effect.name, self.program.state_dict())
             elif isinstance(effect, Restore):
-                self.carry_out(self.program.restored(self._load(effect.name), self.clock()))
+                self.begin(self.program.restored, self._load(effect.name))
             else:
                 self._over |= isinstance(effect, Finished)
                 super().carry_out([effect])
@@ -122,7 +134,13 @@ def be_coordinator(plan: Plan, incarnation: int) -> None:
     try:
         listener = Listener(plan.address(), plan.job, high_water=QUEUE)
         write_json(plan.folder / LINK_FILE, {"address": listener.address})
-        with closing(ProcessDriver(program, listener=listener, save=save)) as driver:
+        recorder = plan.recorder(
+            "coordinator-0",
+            incarnation=incarnation,
+            liveness_timeout_s=plan.config.liveness_timeout_s,
+            resumed=bool(plan.written()),
+        )
+        with closing(ProcessDriver(program, listener=listener, save=save, recorder=recorder)) as driver:
             driver.run()
     except (HocketError, WorkerLost) as error:
         write_json(plan.folder / FAILURE_FILE, {"kind": type(error).__name__, "sentence": str(error)})
@@ -147,7 +165,9 @@ def be_shard(plan: Plan, incarnation: int, number: int, values: Any) -> None:
     def load(name: str) -> Any:
         return unsealed(plan.slices(number, name).read_bytes())
 
-    with closing(ProcessDriver(program, listener=listener, callers={COORDINATOR: coordinator}, save=save, load=load)) as driver:
+    recorder = plan.recorder(f"shard-{number}", identity, address=listener.address, incarnation=incarnation)
+    links = {"listener": listener, "callers": {COORDINATOR: coordinator}, "recorder": recorder}
+    with closing(ProcessDriver(program, save, load, **links)) as driver:
         driver.run()
 
 
@@ -158,12 +178,15 @@ def be_worker(plan: Plan, number: int, job: bytes, slowdown: float) -> None:
     sandblaster: Sandblaster = pickle.loads(job)  # from the process that started this one
     program = SandblasterWorker(plan.values, plan.config.shards)
 
-    def connect(peer: int, address: str) -> Caller:
-        return Caller(address, plan.job, most_bytes=most_bytes(plan.values), high_water=64)
+    identity = f"worker {number} {secrets.token_hex(4)}".encode()
 
-    coordinator = Caller(plan.address(), plan.job, identity=f"worker {number} {secrets.token_hex(4)}".encode())
+    def connect(peer: int, address: str) -> Caller:
+        return Caller(address, plan.job, identity=identity, most_bytes=most_bytes(plan.values), high_water=64)
+
+    coordinator = Caller(plan.address(), plan.job, identity=identity)
     threading.Thread(target=_beat, args=(program, plan), daemon=True).start()
-    with closing(ProcessDriver(program, callers={COORDINATOR: coordinator}, connect=connect)) as driver:
+    recorder = plan.recorder(f"worker-{number}", identity)
+    with closing(ProcessDriver(program, callers={COORDINATOR: coordinator}, connect=connect, recorder=recorder)) as driver:
         driver.run(throttled(sandblaster.objective(), slowdown))
 
 
@@ -206,15 +229,5 @@ def most_bytes(values: int) -> int:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """See :func:`write_whole`."""
-    write_whole(file, json.dumps(content).encode())
-
-
-def write_whole(file: Path, content: bytes) -> None:
     """There is the whole file or none."""
-    beside = file.with_suffix(".new")
-    with beside.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(file)
+    write_whole(file, json.dumps(content).encode())

@@ -139,6 +139,9 @@ class SandblasterWorker(_Subordinate):
         self._total: Tensor | None = None
         self._pushed: dict[int, Tensor] = {}
 
+    def end_state(self) -> dict[str, Any]:
+        return {"orders": [self.evaluation, self.ticket, self._obeyed], "total": self._total, "pushed": self._pushed}
+
     def computed(self, portion: int, loss: float, gradient: Tensor, now: float) -> Effects:
         """The portion that a :class:`Compute` asked for: its share of the loss and of the gradient."""
         self.now = max(now, self.now)

@@ -151,7 +151,7 @@ class GossipRun(SupervisedRun):
         """Where the workers stand, as they have told the coordinator."""
         coordinator = self.coordinator
         counts = {"lost": coordinator.lost, "lost_exchanges": coordinator.lost_exchanges}
-        return {"workers": dict(coordinator.figures), "ages": coordinator.staleness, "counts": counts}
+        return {"workers": dict(coordinator.figures), "staleness": coordinator.staleness, "counts": counts}
 
     def epoch_ends(self, look: Callable[[], Mean | None], figures: dict[str, Any], epoch: int) -> dict[str, Any]:
         """Evaluate and record an epoch."""

@@ -8,6 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from hocket.cluster.join import without_launcher
 from hocket.cluster.layout import Layout
 from hocket.data import DataSet, load
 from hocket.drivers.processes import Role, Supervisor, error_told, how_ended, say
+from hocket.drivers.replay import describe_recording
 from hocket.errors import HocketError, NonFiniteGradient, SettingError
 from hocket.models import build
 from hocket.programs.account import entry_of, staleness_since
+from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S, link_bytes
 from hocket.train.async_worker import WorkerTask, batch_sequence
 from hocket.train.job import layout_for
@@ -31,7 +34,6 @@ from hocket.train.loop import Progress, accuracy_of
 from hocket.train.record import Record
 from hocket.train.replicas import swapped_weights
 from hocket.train.run import describe_run
-from hocket.train.runtimes.messages import optimizer_spec_for
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.transport import Keys
@@ -41,6 +43,7 @@ OnEpoch = Callable[[dict[str, Any]], None]
 Evaluate = Callable[[list[Tensor], Tensor | None], float | None]
 """The accuracy of weights ``[1, values]`` per bucket and of flat floating-point buffers; None where there is none."""
 WORKER = "worker"
+_LEAVE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,12 @@ def evaluator(model: nn.Module, layout: Layout, data: DataSet, device: torch.dev
 
 
 class EpochMetrics:
-    """A line per epoch, from figures that only grow: ``workers`` (accounts), ``ages`` (staleness) and counts by name."""
+    """A line per epoch, from figures that only grow: ``workers`` (accounts), ``staleness`` and counts by name."""
 
     def __init__(self, record: Record | None) -> None:
         self.lines: list[dict[str, Any]] = []
         self._record = record
-        self._before: dict[str, Any] = {"workers": {}, "ages": {}}
+        self._before: dict[str, Any] = {"workers": {}, "staleness": {}}
         self._took = 0.0
 
     def add(self, epoch: int, accuracy: float | None, figures: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
@@ -97,10 +100,10 @@ class EpochMetrics:
         entry, loss = entry_of(workers, before["workers"])
         took = max((account["seconds"] for account in workers.values()), default=0.0)
         line = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": max(took - self._took, 0.0)}
-        line["staleness"] = staleness_since(figures["ages"], before["ages"])
+        line["staleness"] = staleness_since(figures["staleness"], before["staleness"])
         totals = {name: max(count, before.get(name, 0)) for name, count in counts.items()}
         line |= {name: total - before.get(name, 0) for name, total in totals.items()}
-        self._before, self._took = {"workers": workers, "ages": figures["ages"], **totals}, took
+        self._before, self._took = {"workers": workers, "staleness": figures["staleness"], **totals}, took
         self.lines.append(line)
         if self._record is not None:
             self._record.write_metrics(self.lines)
@@ -129,7 +132,7 @@ class SupervisedRun(ABC):
         optimizer = settings.make_optimizer(list(self.model.parameters()))
         buckets = settings.buckets
         self.layout = layout_for(self.model, optimizer, self.strategy, buckets.cap_bytes, buckets.first_cap_bytes)
-        optimizer_spec_for(self.strategy, optimizer)  # refuses what shards cannot run
+        shard_optimizer(self.strategy, optimizer)  # refuses what shards cannot run
         self.sequence = batch_sequence(settings, data)
         self.epochs = -(-self.sequence.steps // len(self.sequence.partition))
         self.evaluate = evaluate or evaluator(self.model, self.layout, data, device)
@@ -153,6 +156,7 @@ class SupervisedRun(ABC):
         with self.supervisor:
             self._write_run()
             self._train(watch, on_epoch)
+            self._await_recordings()
         return self.metrics.lines
 
     def server_roles(self) -> list[Role]:
@@ -204,6 +208,12 @@ class SupervisedRun(ABC):
         else:
             raise HocketError(f"Worker {worker} {how}, and no worker is left; see their own output above.")
 
+    def _await_recordings(self) -> None:
+        """Workers that record write how they ended when they leave."""
+        deadline = time.monotonic() + (0.0 if self.policy.record is None else _LEAVE_S)
+        while time.monotonic() < deadline and None in self.supervisor.codes(WORKER).values():
+            time.sleep(0.05)
+
     def _start_worker(self, worker: int, incarnation: int) -> subprocess.Popen[str]:
         environ = without_launcher(os.environ)
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.settings.workers.count)))
@@ -211,6 +221,11 @@ class SupervisedRun(ABC):
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
 
     def _write_run(self) -> None:
+        if self.policy.record is not None:
+            shards = sum(role.count for role in self.server_roles())
+            data_dir = None if self.data_dir is None else str(self.data_dir)
+            facts = {"settings": self.settings.by_name(), "shards": shards, "device": str(self.device), "data_dir": data_dir}
+            describe_recording(self.policy.record, "train", **facts)
         if self._record is not None:
             processes = sum(role.count for role in self.supervisor.roles.values())
             where = {"kind": "processes", "workers": self.settings.workers.count, "processes": processes}

@@ -20,6 +20,9 @@ from hocket.supervisor.run import WORKER, OnEpoch, SupervisedRun, Watch
 from hocket.train.loop import Progress
 from hocket.train.watch import check_weights
 
+_GRACE_S = 5.0
+"""A shard that records writes how it ended."""
+
 
 class ServerRun(SupervisedRun):
     """Shards and workers."""
@@ -39,7 +42,7 @@ class ServerRun(SupervisedRun):
         return f"{super().description} and {'1 shard' if shards == 1 else f'{shards} shards'}"
 
     def server_roles(self) -> list[Role]:
-        return [Role(SHARD, self.slices.shards, self._start_shard, grace_s=0.0)]
+        return [Role(SHARD, self.slices.shards, self._start_shard, grace_s=0.0 if self.policy.record is None else _GRACE_S)]
 
     def _start_shard(self, place: int, incarnation: int) -> subprocess.Popen[str]:
         policy, bind = self.policy, "tcp://127.0.0.1:0" if incarnation == 0 else self.addresses[place]

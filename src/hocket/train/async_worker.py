@@ -5,6 +5,7 @@ Whose turn a mini-batch is, its rate and its randomness are functions of its num
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,8 @@ def batch_sequence(settings: RunSettings, data: DataSet) -> BatchSequence:
     return settings.plan().sequence(len(data.train[0]), settings.workers.count)
 
 
-def work(post: WorkerTask) -> None:
-    """Train until there is no mini-batch left, and leave."""
+def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] | None = None) -> None:
+    """Train until there is no mini-batch left, and leave; ``connect`` makes another link than one of sockets."""
     settings = RunSettings.of(**post.settings)
     device = torch.device(post.device)
     data = load(settings.data.name, None if post.data_dir is None else Path(post.data_dir))
@@ -69,7 +70,7 @@ def work(post: WorkerTask) -> None:
     base = [float(group["lr"]) for group in optimizer.param_groups]
     plan = settings.plan()
     at = plan.lr_factor(sequence)
-    job, link = _enter(post, settings, model, optimizer, sequence)
+    job, link = _enter(post, settings, model, optimizer, sequence, connect)
     throttle, account = Throttle(settings.workers.slowdown_of(post.worker)), link.account
     train = (data.train[0].to(device), data.train[1].to(device))
     random = bool(random_modules(model))
@@ -93,31 +94,44 @@ def work(post: WorkerTask) -> None:
 
 
 def _enter(
-    post: WorkerTask, settings: RunSettings, model: nn.Module, optimizer: torch.optim.Optimizer, sequence: BatchSequence
+    post: WorkerTask,
+    settings: RunSettings,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sequence: BatchSequence,
+    connect: Callable[[WorkerConfig | PeerConfig], Any] | None,
 ) -> tuple[Job, WorkerRuntime]:
     """A job of this worker, and its link to servers or peers."""
     strategy, numerics = settings.strategy, settings.numerics
-    runtime = (
-        peer_runtime(lambda layout: _connect_peer(post, settings, layout))
-        if strategy.runtime == "peers"
-        else server_runtime(lambda layout: _connect_server(post, settings, layout, sequence))
-    )
+
+    def connect_peer(layout: Layout) -> GossipRuntime:
+        config = _peer_config(post, settings)
+        return _connect_peer(post, settings, layout, config) if connect is None else connect(config)
+
+    def connect_server(layout: Layout) -> ServerRuntime:
+        config = _server_config(post, settings, layout, sequence)
+        return _connect_server(post, config) if connect is None else connect(config)
+
+    runtime = peer_runtime(connect_peer) if strategy.runtime == "peers" else server_runtime(connect_server)
     job = Job(model, optimizer, strategy, runtime, nonfinite=numerics.nonfinite, seed=settings.seed, buckets=settings.buckets)
     return job, runtime.link
 
 
-def _connect_peer(post: WorkerTask, settings: RunSettings, layout: Layout) -> GossipRuntime:
+def _peer_config(post: WorkerTask, settings: RunSettings) -> PeerConfig:
+    rule, world, joins = settings.strategy.topology.partner_rule, settings.workers.count, post.incarnation > 0
+    return PeerConfig(post.worker, world, rule, settings.seed, post.liveness_timeout_s, post.incarnation, joins)
+
+
+def _connect_peer(post: WorkerTask, settings: RunSettings, layout: Layout, config: PeerConfig) -> GossipRuntime:
     """A worker without servers finds the others through the coordinator."""
-    strategy, (job, keys, record) = settings.strategy, _link_options(post)
-    rule, joins = strategy.topology.partner_rule, post.incarnation > 0
-    config = PeerConfig(post.worker, settings.workers.count, rule, settings.seed, post.liveness_timeout_s, post.incarnation, joins)
-    most = link_bytes(strategy, layout)
+    job, keys, record = _link_options(post)
+    most = link_bytes(settings.strategy, layout)
     coordinator = CoordinatorLink(post.addresses[0], job, post.worker, keys, most, post.incarnation)
     return GossipRuntime(config, job, most, coordinator=coordinator, keys=keys, record=record)
 
 
-def _connect_server(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> ServerRuntime:
-    config = WorkerConfig(
+def _server_config(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> WorkerConfig:
+    return WorkerConfig(
         settings.strategy,
         layout,
         post.worker,
@@ -128,6 +142,9 @@ def _connect_server(post: WorkerTask, settings: RunSettings, layout: Layout, seq
         per_epoch=sequence.per_epoch,
         replaces=post.incarnation > 0,
     )
+
+
+def _connect_server(post: WorkerTask, config: WorkerConfig) -> ServerRuntime:
     job, keys, record = _link_options(post)
     return ServerRuntime(post.addresses, job, config, keys, record)
 

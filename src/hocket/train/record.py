@@ -130,7 +130,10 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write to a temporary name, then rename: a reader never sees half a file."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_bytes(content)
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)

@@ -160,15 +160,12 @@ def _fetch_mean(node: PeerServer, peer: int) -> Task:
     answers = yield from node.ask_all([peer], Kind.FETCH, expects, {"mean": True})
     if peer not in answers:
         return None
-    answer = answers[peer]
-    count = len(node.state.x)
+    mean = Mean.read(answers[peer].metadata, answers[peer].tensors)
     try:
-        rows = node.state.fitting(answer.tensors[:count])
+        node.state.fitting(mean.rows)
     except ValueError as error:
         raise HocketError(f"Worker {peer} has another mean: {error}.") from None
-    buffers = answer.tensors[-1] if answer.metadata["buffers"] else None
-    here, weight = [int(w) for w in answer.metadata["here"]], float(answer.metadata["push_sum_weight"])
-    return Mean(rows, buffers, here, weight, dict(answer.metadata["ledgers"]))
+    return mean
 
 
 def _own(node: PeerServer) -> Part:

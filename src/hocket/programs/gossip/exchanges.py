@@ -8,7 +8,7 @@ answer comes so late that the caller has gone on: it then adds half of the diffe
 
 *Push-sum* waits for nobody. After a step a worker keeps half of its weights and of its push-sum weight and sends the other half on.
 A half that the receiver refused is taken back. To each worker it has one half under way at a time; a worker with less than half of
-its first push-sum weight keeps it until others have sent some (:func:`~hocket.programs.gossip.partners.receiver`).
+its first push-sum weight keeps it until others have sent some (:func:`receiver`).
 
 Why an exchange counts exactly once is told in :mod:`hocket.programs.gossip.server`.
 """
@@ -16,15 +16,18 @@ Why an exchange counts exactly once is told in :mod:`hocket.programs.gossip.serv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
 
 from hocket.cluster.message import framed
 from hocket.errors import HocketError
 from hocket.programs.gossip.links import Request
-from hocket.programs.gossip.partners import in_turn, receiver
 from hocket.programs.gossip.server import PeerServer
 from hocket.programs.gossip.state import weight_of, weight_tensor
-from hocket.topology.partners import answerer
+from hocket.topology.partners import answerer, target
 from hocket.transport.frame import Envelope, Kind
+
+_MIN_WEIGHT = 0.5
+"""An update counts ``1/ω`` at the weights that gradients are computed at: a worker with a small ω would take wild steps."""
 
 
 class Exchanges(ABC):
@@ -132,3 +135,34 @@ class Halves(Exchanges):
         else:
             self.node.account.lost += 1
             self.node.state.lost_weight += weight_of(request.message.tensors[-1])
+
+
+def in_turn(partner: Callable[[int], int], turn: int, workers: int, free: Callable[[int], bool]) -> tuple[int | None, int]:
+    """The next partner in turn that is free (None: none is), and the turn after it.
+
+    >>> in_turn(lambda turn: turn % 3, 4, 3, lambda other: other != 1), in_turn(lambda turn: turn % 3, 4, 3, lambda other: False)
+    ((2, 6), (None, 10))
+    """
+    last = turn + 2 * workers
+    found = next((at for at in range(turn, last) if free(partner(at))), None)
+    return (None, last) if found is None else (partner(found), found + 1)
+
+
+def receiver(
+    worker: int,
+    workers: int,
+    turn: int,
+    weight: float,
+    under_way: Collection[int],
+    reachable: Callable[[int], bool] = lambda _: True,
+) -> tuple[int | None, int]:
+    """The worker that gets half of ``worker``'s push-sum weight (None: it keeps all), and the turn after it.
+
+    ``under_way``: workers that have not acknowledged the last half sent to them.
+
+    >>> receiver(0, 4, 0, 1.0, ()), receiver(0, 4, 0, 1.0, {1}), receiver(0, 4, 0, 0.49, ()), receiver(0, 1, 0, 1.0, ())
+    ((1, 1), (2, 2), (None, 0), (None, 0))
+    """
+    if weight < _MIN_WEIGHT or workers == 1:
+        return None, turn
+    return in_turn(lambda at: target(worker, at, workers), turn, workers, lambda other: other not in under_way and reachable(other))

@@ -11,7 +11,6 @@ receiver has said whether it took it. Instead of repeating it, this worker asks 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from hocket.errors import HocketError
-from hocket.programs.base import Program, Task, Until, from_plain, to_plain
+from hocket.programs.base import Service, Task, Until, from_plain, to_plain
 from hocket.programs.gossip.state import JOINING, PHASES
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S
 from hocket.transport.frame import Envelope, Kind
@@ -112,10 +111,10 @@ class Request:
         return self.answer is not None or self.lost
 
 
-class PeerLinks(Program):
+class PeerLinks(Service):
     """The other workers, and what they were asked."""
 
-    peer_kind = "Worker"
+    peer_kind, role = "Worker", "A worker"
 
     def __init__(self, config: PeerConfig) -> None:
         super().__init__()
@@ -253,11 +252,9 @@ class PeerLinks(Program):
     def _open_to(self, peer: int) -> list[Request]:
         return [r for r in self.requests.values() if r.peer == peer and not r.answered]
 
-    @abstractmethod
     def _settled(self, request: Request, message: Envelope) -> None:
         """The other worker took an exchange (REPLY), or did not and never will (REFUSAL)."""
 
-    @abstractmethod
     def _lost(self, request: Request, taken: bool) -> None:
         """The other worker is gone before it could complete an exchange; ``taken``: it said that it took it."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hocket.programs.base import Address, Connect, Effects, Task
 from hocket.programs.gossip.agreement import gather
-from hocket.programs.gossip.links import PeerConfig, PeerLinks, Request
+from hocket.programs.gossip.links import PeerConfig, PeerLinks
 from hocket.programs.gossip.state import Mean, PeerState, mean_of
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, OBSERVER
 from hocket.transport.frame import Envelope
@@ -51,12 +51,6 @@ class PeerObserver(PeerLinks):
     def on_message(self, sender: Address, message: Envelope) -> None:
         assert isinstance(sender, int)
         self._hear(sender, message)
-
-    def _settled(self, request: Request, message: Envelope) -> None:
-        raise AssertionError("an observer exchanges nothing")
-
-    def _lost(self, request: Request, taken: bool) -> None:
-        raise AssertionError("an observer exchanges nothing")
 
     def _status(self) -> dict[str, Any]:
         return {}

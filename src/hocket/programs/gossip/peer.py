@@ -27,6 +27,8 @@ from hocket.programs.gossip.server import Decision, PeerServer
 from hocket.programs.gossip.state import Mean, PeerState, Rows, flat
 from hocket.transport.frame import Envelope, Kind
 
+_SAVED = ("now", "step", "_number", "_changes", "_heard", "_checked", "_pinged", "_timed", "_late_until", "_shown", "_doing")
+
 
 class GossipPeer(PeerServer):
     """One worker; ``config`` says which."""
@@ -65,6 +67,20 @@ class GossipPeer(PeerServer):
         self._start_checks()
         self._show()
         return self._begin("start", now)
+
+    def resume(self, state: dict[str, Any], now: float) -> Effects:
+        """Go on from a :meth:`strategy_state`, with the weights given to :meth:`start`; before the first step.
+
+        What other workers have sent since is kept.
+        """
+        self.now = max(now, self.now)
+        self._take_over()
+        self.step, self.exchanges.turn = int(state["step"]), int(state["turn"])
+        more = float(state["push_sum_weight"]) - 1.0
+        if more:
+            self.state.take_in([shown * more for shown in self._shown], more, own=True)
+        self._show()
+        return self._done()
 
     def before_update(self, now: float) -> Effects:
         """A gradient is there: wait for the exchange under way, and show the weights as they are by now in ``rows``."""
@@ -199,8 +215,6 @@ class GossipPeer(PeerServer):
         assert self.mean is not None
         self._write(self.mean.rows)
 
-    # --- exchanges -----------------------------------------------------------------------------------------------------------
-
     def _settled(self, request: Request, message: Envelope) -> None:
         self.exchanges.settled(request, message)
 
@@ -226,6 +240,13 @@ class GossipPeer(PeerServer):
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
+    def strategy_state(self) -> dict[str, Any]:
+        """What this worker adds to the weights of its model: where it stands, and the weight that these have in the mean."""
+        return {"step": self.step, "turn": self.exchanges.turn, "push_sum_weight": self.state.push_sum_weight}
+
+    def end_state(self) -> dict[str, Any]:
+        return {"rows": list(self.rows), **self.state_dict()}
+
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker; its ``rows``, messages and timers under way are the driver's."""
         return copy.deepcopy(
@@ -235,12 +256,10 @@ class GossipPeer(PeerServer):
                 "decisions": {peer: vars(decision) for peer, decision in self.decisions.items()},
                 "peers": {peer: vars(other) for peer, other in self.peers.items()},
                 "requests": {number: r.state() for number, r in self.requests.items() if r.exchange},
-                "counters": [self.now, self.step, self._number, self.exchanges.turn, self._changes, self._heard],
-                "time": [self._checked, self._pinged, self._timed, self._late_until],
-                "shown": self._shown,
+                **{name: getattr(self, name) for name in _SAVED},
+                "turn": self.exchanges.turn,
                 "given": sorted(self.given),
-                "refused": dict(self.refused),
-                "doing": self._doing,
+                "rejected": dict(self.rejected),
             }
         )
 
@@ -254,9 +273,8 @@ class GossipPeer(PeerServer):
         self.decisions = {peer: Decision(**saved) for peer, saved in state["decisions"].items()}
         self.peers = {peer: Peer(**saved) for peer, saved in state["peers"].items()}
         self.requests = {number: Request.load(saved) for number, saved in state["requests"].items()}
-        self.now, self.step, self._number, self.exchanges.turn, self._changes, self._heard = state["counters"]
-        self._checked, self._pinged, self._timed, self._late_until = state["time"]
-        self._shown, self.given, self.refused = state["shown"], set(state["given"]), Counter(state["refused"])
-        self._doing = state["doing"]
+        for name in _SAVED:
+            setattr(self, name, state[name])
+        self.exchanges.turn, self.given, self.rejected = state["turn"], set(state["given"]), Counter(state["rejected"])
         self._task = None if self._doing is None else self._do(*self._doing)
         self._until = None

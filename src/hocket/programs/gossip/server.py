@@ -20,16 +20,18 @@ until the caller has it. So ``Σ x`` and ``Σ ω``, with what is on its way, sur
 messages; where a process dies, the sender counts what it cannot know about as lost.
 
 A worker that was suspended for half the liveness timeout refuses exchanges for a second (reason ``late``): they may have waited
-for as long as it was away. Wrong senders, kinds and shapes are refused, counted in ``refused``, and change nothing; a worker that
+for as long as it was away. Wrong senders, kinds and shapes are refused, counted in ``rejected``, and change nothing; a worker that
 joins takes and gives nothing before it has weights.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from hocket.cluster.message import framed
 from hocket.programs.account import Account
@@ -62,7 +64,6 @@ class PeerServer(PeerLinks):
         self.decisions: dict[int, Decision] = {}
         self.given: set[int] = set()
         """The workers that have fetched the final mean here."""
-        self.refused: Counter[str] = Counter()
 
     def ledger(self) -> dict[str, Any]:
         """This worker's account; an exchange with a worker that cannot be reached counts as lost for as long."""
@@ -76,14 +77,6 @@ class PeerServer(PeerLinks):
         if isinstance(sender, int):
             self._hear(sender, message)
             return
-        try:
-            self._serve(sender, message)
-        except Rejected as rejected:
-            self.refused[rejected.reason] += 1
-            metadata = {"reason": rejected.reason, "sentence": str(rejected)}
-            self._answer(sender, Kind.REFUSAL, message.number, metadata)
-
-    def _serve(self, peer: bytes, message: Envelope) -> None:
         handlers = {
             Kind.PUSH: self._push,
             Kind.BEAT: self._beat,
@@ -91,16 +84,7 @@ class PeerServer(PeerLinks):
             Kind.FETCH: self._fetch,
             Kind.GOODBYE: self._goodbye,
         }
-        if message.kind not in handlers:
-            raise Rejected("kind", f"A worker does not accept {message.kind.name}.")
-        try:
-            self._admit(message)
-            handlers[message.kind](peer, message)
-        except Rejected:
-            raise
-        except Exception as error:  # whatever a peer sent, this worker goes on
-            why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise Rejected("shape", f"The message cannot be read: {why}.") from None
+        self._serve(sender, message, handlers)
 
     def _admit(self, message: Envelope) -> None:
         """Refuse who is not of this job, and processes that were replaced."""
@@ -210,9 +194,8 @@ class PeerServer(PeerLinks):
             raise Rejected("early", "This worker does not know the final mean yet.")
         if message.sender != OBSERVER:
             self.given.add(message.sender)
-        metadata = {"here": mean.here, "push_sum_weight": mean.push_sum_weight, "buffers": mean.buffers is not None}
-        tensors = mean.rows if mean.buffers is None else [*mean.rows, mean.buffers]
-        self._answer(peer, Kind.REPLY, message.number, {**metadata, "ledgers": mean.ledgers}, tuple(tensors))
+        metadata, tensors = mean.described()
+        self._answer(peer, Kind.REPLY, message.number, {**metadata, "ledgers": mean.ledgers}, tensors)
 
     def _goodbye(self, peer: bytes, message: Envelope) -> None:
         decision = self.decisions.get(message.sender)
@@ -234,5 +217,7 @@ class PeerServer(PeerLinks):
         open_ = sorted({request.peer for request in self.exchanges_open})
         return {"incarnation": self.config.incarnation, "phase": self.state.phase, "open": open_}
 
-    def _answer(self, peer: bytes, kind: Kind, number: int, metadata: dict[str, Any], tensors: tuple[Any, ...] = ()) -> None:
+    def _answer(
+        self, peer: bytes, kind: Kind, number: int, metadata: Mapping[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
+    ) -> None:
         self._send(peer, Envelope(kind, self.worker, number=number, metadata={**self._status(), **metadata}, tensors=tensors))

@@ -7,7 +7,7 @@ is by now. Tensors here are replaced, never written to, so they can be sent with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,19 @@ class Mean:
     here: list[int]
     push_sum_weight: float
     ledgers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def described(self) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+        """The metadata and the tensors of a message; without the accounts."""
+        metadata = {"here": self.here, "push_sum_weight": self.push_sum_weight, "buffers": self.buffers is not None}
+        return metadata, tuple(self.rows if self.buffers is None else [*self.rows, self.buffers])
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, Any], tensors: Sequence[Tensor]) -> Mean:
+        """Back from :meth:`described`, with the accounts if they are there."""
+        rows = list(tensors)
+        buffers = rows.pop() if metadata["buffers"] else None
+        here, weight = [int(w) for w in metadata["here"]], float(metadata["push_sum_weight"])
+        return cls(rows, buffers, here, weight, dict(metadata.get("ledgers", {})))
 
 
 class PeerState:

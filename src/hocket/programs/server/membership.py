@@ -1,22 +1,23 @@
-"""Who the workers of a shard are: they join with HELLO, are missed when silent, come back, are replaced, and leave."""
+"""Who the workers of a shard are: they join with HELLO, are missed when silent, come back, are replaced, and leave.
+
+Observers may ask for progress, figures, and the weights at the end of every epoch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from abc import abstractmethod
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hocket.programs.base import Program, Rejected, Say, Snapshot
-from hocket.programs.server.epoch_snapshots import EpochSnapshots
-from hocket.programs.server.members import BatchDispatcher, Member
+from hocket.programs.base import Rejected, Say, Service, Snapshot
+from hocket.programs.server.members import BatchDispatcher, EpochSnapshot, EpochSnapshots, Member, SnapshotRequest
 from hocket.programs.server.optimizer_spec import OptimizerSpec
-from hocket.programs.server.shard import Shard, make_shard
-from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, JobConfig, difference
+from hocket.programs.server.shard import AveragingShard, ParameterShard, Shard
+from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, OBSERVER, JobConfig, difference
 from hocket.strategy import Strategy
 from hocket.transport.frame import Envelope, Kind
 
@@ -24,8 +25,10 @@ _FIRST_TIMEOUT_S = 60.0
 """How long a worker that has not come yet is waited for."""
 
 
-class Membership(Program):
-    """The members of shard ``place`` of a job."""
+class Membership(Service):
+    """The members of shard ``place`` of a job, and what observers may ask about them."""
+
+    role = "A shard"
 
     def __init__(
         self,
@@ -37,7 +40,6 @@ class Membership(Program):
         """``snapshot_s``: seconds between snapshots, 0 for none. ``stays``: it does not end when all workers have left."""
         super().__init__()
         self.place, self.liveness_timeout_s, self.snapshot_s, self.stays = place, liveness_timeout_s, snapshot_s, stays
-        self.rejected: Counter[str] = Counter()
         self.shard: Shard | None = None
         self.job_config: JobConfig = {}
         self.members: dict[int, Member] = {}
@@ -104,7 +106,10 @@ class Membership(Program):
     def _start_shard(self, config: JobConfig, start: dict[str, Any], weights: list[Tensor]) -> None:
         strategy = Strategy.parse(config["strategy"])
         optimizer, workers = OptimizerSpec.read(start["optimizer"]), range(config["world"])
-        self.shard = make_shard(weights, start["groups"], optimizer, strategy.sync, workers, strategy.topology.lr_factor)
+        if strategy.sync.averages_weights:
+            self.shard = AveragingShard(weights, workers)
+        else:
+            self.shard = ParameterShard(weights, start["groups"], optimizer, strategy.sync, workers, strategy.topology.lr_factor)
         self.job_config, self._start_config, self._strategy = config, start, strategy
         self.members = {worker: Member(seen=self.now) for worker in workers}
         self.epochs = EpochSnapshots(start["per_epoch"], start["total"], self.epochs.requests)
@@ -162,10 +167,10 @@ class Membership(Program):
             self.dispatcher.give_back(message.sender, lost=False)
         self._look_at_epoch()
 
-    def _reject(self, peer: bytes, number: int, rejected: Rejected) -> None:
-        self.rejected[rejected.reason] += 1
-        metadata = {"reason": rejected.reason, "sentence": str(rejected)}
-        self._send(peer, Envelope(Kind.REFUSAL, self.place, self.place, number=number, metadata=metadata))
+    def _answer(
+        self, peer: bytes, kind: Kind, number: int, metadata: Mapping[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
+    ) -> None:
+        self._send(peer, Envelope(kind, self.place, self.place, step, number, metadata, tensors))
 
     def _say(self, text: str) -> None:
         if self.place == 0:
@@ -174,16 +179,6 @@ class Membership(Program):
     def _save(self) -> None:
         self._saved = self.now
         self._effects.append(Snapshot())
-
-    @abstractmethod
-    def _look_at_epoch(self) -> None:
-        """The progress may have come to the end of an epoch."""
-
-    @abstractmethod
-    def _answer(
-        self, peer: bytes, kind: Kind, number: int, metadata: dict[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
-    ) -> None:
-        """Send an answer."""
 
     def _miss_silent(self, suspended_s: float) -> None:
         """Go on without workers that are silent; time in which this process was stopped does not count against them."""
@@ -194,3 +189,73 @@ class Membership(Program):
             if worker in self.shard.done and self.now - member.seen > timeout_s:
                 self._say(f"worker {worker} has been silent for {self.now - member.seen:.0f} s; the others go on without it")
                 self._gone(worker)
+
+    # --- observers -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> int:
+        """Mini-batches that are done with, whether they had their effect or were lost."""
+        if self.shard is None:
+            return 0
+        if self.dispatcher is not None:
+            return self.dispatcher.counted
+        if not self._strategy.sync.static_partition:
+            return self.pushed
+        done = self.shard.done
+        floor = min(done.values()) if done else max(m.reached for m in self.members.values())
+        # A worker that has ended has done all that it had; one that is away may have missed what the others did.
+        return sum(done.get(w, m.reached if m.ended else max(m.reached, floor)) for w, m in self.members.items())
+
+    @property
+    def all_lost(self) -> int:
+        """Mini-batches lost, also those of workers that were away, where every worker has its own part of the data."""
+        return self.lost + (max(self.progress - self.pushed, 0) if self._strategy.sync.static_partition else 0)
+
+    def figures(self) -> dict[str, Any]:
+        """Where the job stands, as plain data."""
+        assert self.shard is not None
+        return {
+            "progress": self.progress,
+            "lost": self.all_lost,
+            "version": self.shard.version,
+            "staleness": {str(age): count for age, count in sorted(self.shard.staleness.items())},
+            "workers": {str(w): m.figures for w, m in self.members.items() if m.figures},
+            "here": sorted(self.shard.done),
+            "refused": dict(self.rejected + self.transport_rejected()),
+        }
+
+    def _look_at_epoch(self) -> None:
+        self.epochs.look(self.progress, self.snapshot)
+
+    def snapshot(self) -> EpochSnapshot:
+        """The weights and figures as they are now."""
+        assert self.shard is not None
+        figures = self.figures() if self.place == 0 else {"lost": self.all_lost}
+        return EpochSnapshot(tuple(w.clone() for w in self.shard.weights), self._mean_buffers(), figures)
+
+    def _mean_buffers(self) -> Tensor | None:
+        rows = [m.buffers for m in self.members.values() if m.buffers is not None]
+        return torch.stack(rows).mean(0) if rows else None
+
+    def _with_buffers(self, tensors: tuple[Tensor, ...], metadata: dict[str, Any]) -> tuple[Tensor, ...]:
+        buffers = self._mean_buffers()
+        metadata["buffers"] = buffers is not None
+        return tensors if buffers is None else (*tensors, buffers)
+
+    def _show(self, asked: SnapshotRequest) -> None:
+        found = self.epochs.show(asked.epoch) or self.snapshot()
+        tensors = found.weights if found.buffers is None else (*found.weights, found.buffers)
+        metadata = {"buffers": found.buffers is not None, "figures": found.figures, "at": self.now}
+        self._answer(asked.peer, Kind.REPLY, asked.number, metadata, tensors)
+
+    def _order(self, peer: bytes, message: Envelope) -> None:
+        if message.sender != OBSERVER:
+            raise Rejected("worker", "Only observers give orders.")
+        gone, unseen = message.metadata.get("gone"), message.metadata.get("unseen")
+        # ``unseen``: unless another process has said hello as this worker meanwhile.
+        if self.shard is not None and gone in self.shard.done and not (unseen and self.members[gone].incarnation):
+            self._gone(gone)
+        metadata: dict[str, Any] = {"weights": self.shard is not None, "at": self.now}
+        if self.shard is not None:
+            metadata["figures"] = self.figures()
+        self._answer(peer, Kind.ANSWER, message.number, metadata)

@@ -74,8 +74,8 @@ class OptimizerSpec:
 
 
 def shard_optimizer(strategy: Strategy, optimizer: Optimizer) -> OptimizerSpec:
-    """The optimiser of the shards; under ``stale`` the workers keep theirs, whatever it is."""
-    if strategy.sync.averages_weights:
+    """The optimiser of the shards; where the workers keep theirs, whatever it is, one that never moves."""
+    if strategy.sync.averages_weights or strategy.topology.peer_to_peer:
         return OptimizerSpec("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
     return OptimizerSpec.of(optimizer, strategy.topology.server_optimizer)
 

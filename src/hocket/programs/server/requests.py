@@ -15,19 +15,19 @@ from typing import Any
 from torch import Tensor
 
 from hocket.cluster.layout import Layout
+from hocket.cluster.message import FRAME_BYTES, framed
 from hocket.errors import HocketError, WorkerLost
-from hocket.programs.base import Address, Program, Task, Until, from_plain, to_plain
+from hocket.programs.account import Account
+from hocket.programs.base import Address, Client, Link, Task, Until, from_plain, to_plain
 from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.push_encoder import PushEncoder
 from hocket.programs.server.slices import Slices
-from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, job_config, slices_of
+from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, MAX_BATCH_IDS, as_tensors, job_config, slices_of
 from hocket.strategy import Strategy
 from hocket.transport.frame import Envelope, Kind
 
 GIVE_UP_S = 60.0
-_SILENCE_S = 2.0
-_RETRY_S = 0.5
 _PAUSE_S = 0.05
-_RETRY = "retry"
 _HELLO_AGAIN = ("hello", "step")
 """Refusals that a new hello mends."""
 
@@ -50,15 +50,9 @@ class WorkerConfig:
 
 
 @dataclass
-class ShardLink:
-    """One shard as a worker sees it."""
+class ShardLink(Link):
+    """One shard as a worker sees it; it is asked again by a hello."""
 
-    place: int
-    request: Envelope | None = None
-    reply: Envelope | None = None
-    heard: float = 0.0
-    """When it last gave a sign of life."""
-    greeted: float = 0.0
     offset_s: float = 0.0
     """What its clock shows more than ours."""
     seen: int = 0
@@ -67,25 +61,28 @@ class ShardLink:
 
     def state(self) -> list[Any]:
         """As plain data."""
-        times = [self.heard, self.greeted, self.offset_s, self.seen]
+        times = [self.heard, self.asked, self.offset_s, self.seen]
         return [to_plain(self.request), to_plain(self.reply), *times]
 
     def load(self, state: list[Any]) -> None:
         """Back from :meth:`state`."""
-        request, reply, self.heard, self.greeted, self.offset_s, self.seen = state
+        request, reply, self.heard, self.asked, self.offset_s, self.seen = state
         self.request, self.reply = from_plain(request), from_plain(reply)
 
 
-class ShardRequests(Program):
-    """Joins the shards and keeps requests alive; :class:`~hocket.programs.server.worker.ServerWorker` says what to request."""
+class ShardRequests(Client):
+    """Joins the shards, pushes gradients, fetches weights and mini-batches, and keeps requests alive.
+
+    :class:`~hocket.programs.server.worker.ServerWorker` says when.
+    """
 
     peer_kind = "Shard"
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.give_up_s = config, config.give_up_s
         self.slices = Slices.of(config.strategy, config.layout, config.world)
-        self.links = [ShardLink(place) for place in range(self.slices.shards)]
+        self.links: list[ShardLink] = [ShardLink(place) for place in range(self.slices.shards)]
         self.rows: Sequence[Tensor] = ()
         """This worker's weights ``[1, values]`` per bucket: fetched weights are written there."""
         self.batch_ids: deque[int] = deque()
@@ -93,16 +90,19 @@ class ShardRequests(Program):
         self._taken: list[int] = []
         self._optimizer: OptimizerSpec | None = None
         self._pushed = 0
-        self._number = 0
         self._sent = 0.0
         self._call = -1  # the version of the weights whose holders were called to a meeting last
         self._greeting: int | None = None
+        self.sync = config.strategy.sync
+        self.account = Account()
+        self.step = 0
+        """Steps done; a worker that was away goes on with the others."""
+        self._encoder = PushEncoder(config.strategy, self.slices, config.worker, config.world, config.seed)
+        self._sums: list[Tensor] = []
+        self._lrs: list[float] = []
+        self._buffers: Tensor | None = None
+        self._seen = self.versions
         self._resumes = False  # whether it goes on from a checkpoint: its steps were pushed to other shards
-
-    @property
-    def open(self) -> bool:
-        """Whether something requested has not been applied yet."""
-        return any(link.request is not None for link in self.links)
 
     @property
     def versions(self) -> list[int]:
@@ -118,11 +118,11 @@ class ShardRequests(Program):
             since, brings = self.now, initializer
             while not (welcome := (yield from self._greet(link, brings))).metadata["weights"]:
                 # The worker whose weights the first shard took brings them to all, so that they are of one worker.
-                brings = brings or link.place == 0 or self.now - since > self.config.liveness_timeout_s
+                brings = brings or link.peer == 0 or self.now - since > self.config.liveness_timeout_s
                 if not brings:
                     yield Until(lambda: False, self.now + _PAUSE_S)
             steps.append(welcome.step)
-            initializer = bool(welcome.metadata["initializer"]) if link.place == 0 else initializer
+            initializer = bool(welcome.metadata["initializer"]) if link.peer == 0 else initializer
         self._pushed = max(steps)
         for link, step in zip(self.links, steps, strict=True):
             if step < self._pushed:
@@ -132,14 +132,14 @@ class ShardRequests(Program):
     def _greet(self, link: ShardLink, brings: bool) -> Task:
         """Say hello until it is answered."""
         begun, asked = self.now, -math.inf
-        self._greeting = link.place
+        self._greeting = link.peer
         while True:
-            if self.now - begun > self.config.give_up_s:
-                raise WorkerLost(f"{self.describe_peer(link.place)} has not answered for {self.config.give_up_s:g} s.")
-            if self.now >= asked + _SILENCE_S:  # the very time of the Until below, or the task would spin by a rounding error
+            if self.now - begun > self.give_up_s:
+                raise WorkerLost(f"{self.describe_peer(link.peer)} has not answered for {self.give_up_s:g} s.")
+            if self.now >= asked + self.silence_s:  # the very time of the Until below, or the task would spin by a rounding error
                 asked = self.now
                 self._say_hello(link, brings)
-            yield Until(lambda: bool(link.greetings), asked + _SILENCE_S)
+            yield Until(lambda: bool(link.greetings), asked + self.silence_s)
             if not link.greetings:
                 continue
             answer = link.greetings.popleft()
@@ -148,7 +148,7 @@ class ShardRequests(Program):
                 self._greeting = None
                 link.offset_s = float(answer.metadata["at"]) - (asked + self.now) / 2
                 return answer
-            if answer.metadata.get("reason") == "taken" and self.now - begun < self.config.liveness_timeout_s + _SILENCE_S:
+            if answer.metadata.get("reason") == "taken" and self.now - begun < self.config.liveness_timeout_s + self.silence_s:
                 continue  # the worker that this one replaces has not been missed yet
             raise self._refusal(link, answer)
 
@@ -162,15 +162,15 @@ class ShardRequests(Program):
         }
         if self._resumes:
             metadata["resumes"] = True
-        if link.place == 0:
+        if link.peer == 0:
             metadata["holds"] = self._holds(link)
         tensors: tuple[Tensor, ...] = ()
         if brings:
             metadata |= {"optimizer": self._optimizer.describe(), "groups": [b.group for b in config.layout.buckets]}
             metadata |= {"total": config.total, "per_epoch": config.per_epoch}
-            tensors = slices_of(self.slices, link.place, self.rows)
-        link.greeted = self.now
-        self._send(link.place, Envelope(Kind.HELLO, config.worker, link.place, metadata=metadata, tensors=tensors))
+            tensors = slices_of(self.slices, link.peer, self.rows)
+        link.asked = self.now
+        self._send(link.peer, Envelope(Kind.HELLO, config.worker, link.peer, metadata=metadata, tensors=tensors))
 
     def _holds(self, link: ShardLink) -> list[int]:
         """The mini-batches that this worker has and that are not known to be in the weights."""
@@ -179,17 +179,8 @@ class ShardRequests(Program):
 
     # --- requests ------------------------------------------------------------------------------------------------------------
 
-    def _request(self, requests: Sequence[Envelope]) -> None:
-        assert not self.open
-        self._number += 1
-        for link, request in zip(self.links, requests, strict=False):
-            link.request, link.reply, link.heard = replace(request, number=self._number), None, self.now
-            self._send(link.place, link.request)
-        self._sent = self.now
-        self._set_timer(_RETRY, self.now + _RETRY_S)
-
-    def _answered(self) -> bool:
-        return all(link.reply is not None for link in self.links if link.request is not None)
+    def _ask_again(self, link: ShardLink) -> None:
+        self._say_hello(link, brings=False)
 
     def on_message(self, sender: Address, message: Envelope) -> None:
         assert isinstance(sender, int)
@@ -205,26 +196,67 @@ class ShardRequests(Program):
             link.reply = message
         elif message.kind == Kind.WELCOME:
             if message.metadata["weights"]:
-                self._send(link.place, link.request)
+                self._send(link.peer, link.request)
             else:
                 self._say_hello(link, brings=True)
         elif message.kind == Kind.REFUSAL and message.number in (0, link.request.number):
             if message.metadata.get("reason") not in _HELLO_AGAIN:
                 raise self._refusal(link, message)
-            if self.now - link.greeted > _SILENCE_S / 4:
+            if self.now - link.asked > self.silence_s / 4:
                 self._say_hello(link, brings=False)
 
-    def on_timer(self, name: str) -> None:
-        """Say hello again to shards that are silent."""
-        for link in self.links:
-            if link.request is None or link.reply is not None:
-                continue
-            if self.now - link.heard > self.config.give_up_s:
-                raise WorkerLost(f"{self.describe_peer(link.place)} has not answered for {self.config.give_up_s:g} s.")
-            if self.now - max(link.heard, link.greeted) > _SILENCE_S:
-                self._say_hello(link, brings=False)
-        if self.open:
-            self._set_timer(_RETRY, self.now + _RETRY_S)
+    @property
+    def pushed(self) -> int:
+        """Steps whose push all shards have answered."""
+        return self._pushed
+
+    def next_batch(self) -> int | None:
+        """The number of the next mini-batch that lies ready; None when there is none."""
+        if not self.batch_ids:
+            return None
+        self._taken.append(self.batch_ids.popleft())
+        return self._taken[-1]
+
+    def _push(self, fetch: bool, want: int) -> None:
+        """Push the sums up to this step; ``fetch``: the push requests weights too."""
+        requests = []
+        for link, messages in zip(self.links, self._encoder.encode(self.step, self._sums), strict=True):
+            parts, tensors = as_tensors(messages)
+            metadata = {"parts": parts, "lrs": self._lrs, "fetch": fetch, "seen": self._seen[link.peer]}
+            size = sum(int(m.payload_bytes().sum()) for m in messages)
+            if link.peer == 0:
+                metadata |= {"batch_ids": self._taken, "want": want, "buffers": self._buffers is not None}
+                if self._buffers is not None:
+                    tensors.append(self._buffers)
+                    size += self._buffers.numel() * self._buffers.element_size()
+            self.account.bytes_sent += framed(size)
+            requests.append(Envelope(Kind.PUSH, self.config.worker, link.peer, self.step, 0, metadata, tuple(tensors)))
+        figures = self.account.describe(self.now)
+        requests[0] = replace(requests[0], metadata={**requests[0].metadata, "figures": figures})
+        self._taken, self._sums = [], []
+        self._request(requests)
+        self._sent = self.now
+
+    def _fetch(self, want: int, weights: bool = True, final: bool = False) -> None:
+        """Request weights, or mini-batches alone; ``final``: the weights when all workers have ended."""
+        metadata = {"fetch": weights, "want": want, "final": final}
+        asked = self.links if weights else self.links[:1]
+        self.account.bytes_sent += FRAME_BYTES * len(asked)
+        self._request([Envelope(Kind.FETCH, self.config.worker, link.peer, self.step, 0, metadata) for link in asked])
+        self._sent = self.now
+
+    def _want(self) -> int:
+        """Mini-batches to request now: up to the step at which the next answer is applied."""
+        if self.config.total is None:
+            return 0
+        sync, talk = self.sync, self.step + 1
+        if sync.averages_weights:
+            steps = sync.period
+        else:
+            while not (sync.server_action(talk).push or sync.server_action(talk).fetch):
+                talk += 1
+            steps = talk - self.step + (sync.overlaps or not sync.server_action(talk).fetch)
+        return max(0, min(steps - len(self.batch_ids), MAX_BATCH_IDS))
 
     def _refusal(self, link: ShardLink, message: Envelope) -> HocketError:
-        return HocketError(f"{self.describe_peer(link.place)}: {message.metadata.get('sentence')}")
+        return HocketError(f"{self.describe_peer(link.peer)}: {message.metadata.get('sentence')}")

@@ -294,17 +294,3 @@ class AveragingShard(Shard):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._arrived = {int(w): (int(k), list(weights)) for w, (k, weights) in state["arrived"].items()}
-
-
-def make_shard(
-    weights: Sequence[Tensor],
-    groups: Sequence[int],
-    optimizer: OptimizerSpec,
-    sync: Sync,
-    workers: Iterable[int],
-    lr_factor: float = 1.0,
-) -> Shard:
-    """The shard that a synchronisation needs."""
-    if sync.averages_weights:
-        return AveragingShard(weights, workers)
-    return ParameterShard(weights, groups, optimizer, sync, workers, lr_factor)

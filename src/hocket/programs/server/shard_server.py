@@ -35,9 +35,8 @@ import torch
 from torch import Tensor
 
 from hocket.programs.base import Address, Effects, Finished, Rejected
-from hocket.programs.server.epoch_snapshots import SnapshotRequest
-from hocket.programs.server.members import Member, Request
-from hocket.programs.server.observation import ObservedShard
+from hocket.programs.server.members import Member, Request, SnapshotRequest
+from hocket.programs.server.membership import Membership
 from hocket.programs.server.shard import Shard
 from hocket.programs.server.wire import (
     FETCH,
@@ -56,7 +55,7 @@ _LONG = 3
 _CHECK = "check"
 
 
-class ShardServer(ObservedShard):
+class ShardServer(Membership):
     """Shard ``place`` of a job."""
 
     # --- events --------------------------------------------------------------------------------------------------------------
@@ -72,7 +71,6 @@ class ShardServer(ObservedShard):
         return self._done()
 
     def on_message(self, sender: Address, message: Envelope) -> None:
-        assert isinstance(sender, bytes)
         handlers = {
             Kind.HELLO: self._hello,
             Kind.PUSH: self._push,
@@ -81,18 +79,7 @@ class ShardServer(ObservedShard):
             Kind.GOODBYE: self._goodbye,
             Kind.ORDER: self._order,
         }
-        try:
-            if message.kind not in handlers:
-                raise Rejected("kind", f"A shard does not accept {message.kind.name}.")
-            try:
-                handlers[message.kind](sender, message)
-            except Rejected:
-                raise
-            except Exception as error:  # whatever a peer sent, the server goes on
-                why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-                raise Rejected("shape", f"The message cannot be read: {why}.") from None
-        except Rejected as rejected:
-            self._reject(sender, message.number, rejected)
+        self._serve(sender, message, handlers)
         self._release()
 
     def on_timer(self, name: str) -> None:
@@ -253,20 +240,11 @@ class ShardServer(ObservedShard):
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from."""
         assert self.shard is not None
-        members = {
-            worker: {
-                "incarnation": m.incarnation.hex(),
-                "reached": m.reached,
-                "ended": m.ended,
-                "left": m.left,
-                "answered": m.answered,
-                "dispatched": list(m.dispatched),
-                "figures": json.dumps(m.figures),
-                "buffers": m.buffers,
-                "request": None if m.request is None else [m.request.peer.hex(), *list(vars(m.request).values())[1:]],
-            }
-            for worker, m in self.members.items()
-        }
+        members = {}
+        for worker, m in self.members.items():
+            request = None if m.request is None else [m.request.peer.hex(), *list(vars(m.request).values())[1:]]
+            plain = {"incarnation": m.incarnation.hex(), "figures": json.dumps(m.figures), "request": request}
+            members[worker] = {name: value for name, value in {**vars(m), **plain}.items() if name != "seen"}
         return {
             "job_config": self.job_config,
             "start_config": self._start_config,
@@ -275,6 +253,9 @@ class ShardServer(ObservedShard):
             "dispatcher": None if self.dispatcher is None else self.dispatcher.state_dict(),
             "counters": [self.pushed, self.lost, self.epochs.done],
         }
+
+    def end_state(self) -> dict[str, Any]:
+        return {} if self.shard is None else {**self.state_dict(), "rejected": dict(self.rejected)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""

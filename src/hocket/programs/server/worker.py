@@ -21,12 +21,14 @@ from hocket.cluster.message import framed
 from hocket.programs.account import Account
 from hocket.programs.base import Effects, Task, Until
 from hocket.programs.server.optimizer_spec import OptimizerSpec
-from hocket.programs.server.pushes import PushRequests
-from hocket.programs.server.requests import WorkerConfig
+from hocket.programs.server.requests import ShardRequests, WorkerConfig
 from hocket.transport.frame import Envelope, Kind
 
+_SAVED = ["step", "over", "_sums", "_gradients", "_waiting", "_seen", "_steps_since_meeting", "_taken"]
+_SAVED += ["_pushed", "number", "_sent", "_call"]
 
-class ServerWorker(PushRequests):
+
+class ServerWorker(ShardRequests):
     """One worker; ``config`` says which."""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -89,7 +91,7 @@ class ServerWorker(PushRequests):
         """Say goodbye."""
         self.now = max(now, self.now)
         for link in self.links:
-            self._send(link.place, Envelope(Kind.GOODBYE, self.config.worker, link.place))
+            self._send(link.peer, Envelope(Kind.GOODBYE, self.config.worker, link.peer))
         return self._done()
 
     # --- tasks ---------------------------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class ServerWorker(PushRequests):
             reply = link.reply
             assert reply is not None
             for b, part in enumerate(reply.tensors[: len(self.rows)]):
-                self.slices.put(b, link.place, part.to(self.rows[b].dtype), self.rows[b][0])
+                self.slices.put(b, link.peer, part.to(self.rows[b].dtype), self.rows[b][0])
             if reply.tensors:
                 link.seen = int(reply.metadata["seen"])
             self.account.bytes_sent += framed(reply.tensor_bytes)
@@ -238,37 +240,27 @@ class ServerWorker(PushRequests):
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker; messages under way are the driver's."""
-        return copy.deepcopy(
-            {
-                "step": self.step,
-                "over": self.over,
-                "encoder": self._encoder.state_dict(),
-                "sums": self._sums,
-                "gradients": self._gradients,
-                "waiting": self._waiting,
-                "seen": list(self._seen),
-                "since": self._steps_since_meeting,
-                "batch_ids": list(self.batch_ids),
-                "taken": list(self._taken),
-                "counters": [self._pushed, self._number, self._sent, self._call],
-                "links": [link.state() for link in self.links],
-                "account": vars(self.account),
-            }
-        )
+        parts = {
+            "encoder": self._encoder.state_dict(),
+            "links": [link.state() for link in self.links],
+            "account": vars(self.account),
+        }
+        plain = {name: getattr(self, name) for name in _SAVED}
+        return copy.deepcopy({**plain, **parts, "batch_ids": list(self.batch_ids)})
+
+    def end_state(self) -> dict[str, Any]:
+        return {"rows": list(self.rows), **self.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         state = copy.deepcopy(state)
-        self.step, self.over, self._sums, self._seen = state["step"], state["over"], state["sums"], state["seen"]
+        for name in _SAVED:
+            setattr(self, name, state[name])
         self._encoder.load_state_dict(state["encoder"])
-        self._gradients = state["gradients"]
-        self._steps_since_meeting = state["since"]
-        self.batch_ids, self._taken = deque(state["batch_ids"]), state["taken"]
-        self._pushed, self._number, self._sent, self._call = state["counters"]
+        self.batch_ids, self.account = deque(state["batch_ids"]), Account(**state["account"])
         for link, saved in zip(self.links, state["links"], strict=True):
             link.load(saved)
-        self.account = Account(**state["account"])
         self._task = self._until = None
-        if state["waiting"] is not None:
-            self._task = self._resumed(*state["waiting"])
+        if self._waiting is not None:
+            self._task = self._resumed(*self._waiting)
             self._advance()

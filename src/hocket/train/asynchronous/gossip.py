@@ -64,7 +64,7 @@ class GossipProtocol(AsyncProtocol):
         return rows, None
 
     def staleness(self) -> dict[int, int] | None:
-        return dict(sum((Counter(worker.account.ages) for worker in self.workers), Counter[int]()))
+        return dict(sum((Counter(worker.account.staleness) for worker in self.workers), Counter[int]()))
 
     def state_dict(self) -> dict[str, Any]:
         return {"workers": [w.state_dict() for w in self.workers], "counters": [self.following, self.done]}

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
@@ -23,7 +22,7 @@ from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.worker_runtime import WorkerRuntime
 from hocket.errors import HocketError
 from hocket.programs.account import Account
-from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import MeshAxes, MessageLedger
 from hocket.train.runtimes.base import Binding
@@ -150,20 +149,13 @@ class MessageRuntime:
         self.link.load_state_dict(state)
 
 
-def optimizer_spec_for(strategy: Strategy, optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """The optimiser of the shards; where the workers keep theirs, whatever it is, one that never moves."""
-    if strategy.sync.averages_weights or strategy.topology.peer_to_peer:
-        return OptimizerSpec("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
-    return OptimizerSpec.of(optimizer, strategy.topology.server_optimizer)
-
-
 def server_runtime(
     connect: Callable[[Layout], ServerRuntime], cluster: Cluster | None = None, axes: MeshAxes | None = None
 ) -> MessageRuntime:
     """A worker of the shards that ``connect`` finds."""
 
     def join(binding: Binding) -> ServerRuntime:
-        spec = optimizer_spec_for(binding.strategy, binding.optimizer)  # refuses an optimiser that shards do not know
+        spec = shard_optimizer(binding.strategy, binding.optimizer)  # refuses an optimiser that shards do not know
         link = connect(binding.layout)
         link.join(binding.weights, spec)
         return link
