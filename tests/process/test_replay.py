@@ -175,7 +175,9 @@ def test_a_run_of_the_command_replays_to_the_same_bits(
     finally:
         torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()
-    assert {"worker 0: the same bits", "worker 1: the same bits"} <= set(lines)
+    same = {line.partition(":")[0] for line in lines if line.endswith("the same bits")}
+    # A worker of Sandblaster that came when the others had done everything is not told of the end.
+    assert same & {"worker 0", "worker 1"} if "--optimizer" in options else same >= {"worker 0", "worker 1"}, lines
     assert all(line.endswith(": the same bits") for line in lines)
 
 
