@@ -620,9 +620,13 @@ def test_a_stopped_worker_ends_nobody_and_may_return(nursery: Nursery, tmp_path:
 
 @pytest.fixture
 def no_children() -> Iterator[None]:
-    before = set(psutil.Process().children(recursive=True))
+    def others() -> dict[int, str]:
+        found = {child.pid: str(child) for child in psutil.Process().children(recursive=True)}
+        return {pid: text for pid, text in found.items() if pid not in before}
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
-    assert eventually(lambda: not set(psutil.Process().children(recursive=True)) - before)
+    assert eventually(lambda: not others()), others()
 
 
 @pytest.mark.usefixtures("no_children")
