@@ -16,7 +16,7 @@ from torch import nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
 from hocket.cluster.layout import Buckets, Layout
-from hocket.data.distribute import distribute_loader, distributed_length
+from hocket.data.distribute import LoaderPositions, distribute_loader, distributed_length
 from hocket.errors import HocketError
 from hocket.split.materialize import materialize
 from hocket.split.mesh import Mesh, forget
@@ -41,7 +41,7 @@ class _Session:
     cluster: Cluster | None = None
     jobs: list[Job] = []  # noqa: RUF012 - one session per process
     seed: int = 0
-    epochs: dict[int, tuple[Any, int]] = {}  # noqa: RUF012
+    loaders = LoaderPositions()
     servers: list[str] | None = None
     started: list[Servers] = []  # noqa: RUF012
     job: str | None = None
@@ -94,7 +94,7 @@ def init(
 
 def shutdown() -> None:
     """Leave the cluster in good order (also done when the program ends)."""
-    for job in _Session.jobs:
+    for job in list(_Session.jobs):
         if job.strategy.runtime != "collective":  # the others are not waited for
             job.detach()
     for servers in _Session.started:
@@ -102,7 +102,7 @@ def shutdown() -> None:
     forget()
     if _Session.cluster is not None:
         _Session.cluster.close()
-    _Session.cluster, _Session.jobs, _Session.epochs, _Session.started = None, [], {}, []
+    _Session.cluster, _Session.jobs, _Session.loaders, _Session.started = None, [], LoaderPositions(), []
 
 
 def parallelize(
@@ -149,8 +149,13 @@ def parallelize(
     else:
         refuse_split_options(None, pipeline)
         job = _unsplit(model, optimizer, parsed, sharding, options)
-    _Session.jobs = [*(other for other in _Session.jobs if other.attached), job]
+    job.loaders, job.on_detach = _Session.loaders, _forget_job
+    _Session.jobs.append(job)
     return job
+
+
+def _forget_job(job: Job) -> None:
+    _Session.jobs = [other for other in _Session.jobs if other is not job]
 
 
 def _refuse_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -268,9 +273,12 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster) -> ServerRunt
 def distribute(loader: Iterable[Any], epoch: int | None = None) -> DistributedLoader:
     """This worker's part of ``loader``: rounds of N batches are dealt out evenly, so nobody waits for a batch that is not there.
 
-    A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch (they count the iterations over this
-    loader, unless ``epoch`` is given); the last, incomplete round is split evenly, and gradients are weighted by samples. Of any
-    other iterable each worker takes every N-th batch.
+    A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch; the last, incomplete round is split
+    evenly, and gradients are weighted by samples. Of any other iterable each worker takes every N-th batch.
+
+    Workers count the epochs over loaders of the same size, unless ``epoch`` is given; the loader may be built anew for each. The
+    count, and the place in an epoch that has not ended, are in ``job.state_dict()``: after ``job.load_state_dict`` the next
+    iteration goes on there.
     """
     _joined("hocket.distribute(…)")
     return DistributedLoader(loader, epoch)
@@ -288,17 +296,16 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         _joined("iterating over hocket.distribute(…)")
-        epoch = self.epoch
-        if epoch is None:
-            # Kept alive with its count: the id of a loader that is gone may come back, on some workers only.
-            _, epoch = _Session.epochs.get(id(self.loader), (self.loader, 0))
-            _Session.epochs[id(self.loader)] = (self.loader, epoch + 1)
+        positions, world, worker, seed = _Session.loaders, _Session.world, _Session.worker, _Session.seed
+        place = positions.begin(self.loader, self.epoch)
         try:
-            for batch, weight in distribute_loader(self.loader, _Session.world, _Session.worker, _Session.seed, epoch):
+            for batch, weight in distribute_loader(self.loader, world, worker, seed, place.epoch, place.batches):
                 for job in _Session.jobs:
                     job.weight = weight
+                place.batches += 1
                 yield batch
         finally:
+            positions.end(place)
             for job in _Session.jobs:
                 job.weight = 1.0
 

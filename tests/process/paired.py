@@ -33,12 +33,12 @@ def _job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str) -> J
 
 def _end(job: Job) -> dict[str, Any]:
     own = flat(job.model)
-    job.finish()
+    model = job.finish()
     assert job.runtime.link.mean is not None
     return {
         "own": own,
         "steps": job.step,
-        "end": flat(job.model),
+        "end": flat(model),
         "here": job.runtime.link.mean.here,
         "weight": job.runtime.link.mean.push_sum_weight,
         "ledger": job.summary(all_workers=True),

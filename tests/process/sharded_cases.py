@@ -240,16 +240,23 @@ def gathered(rank: int, nonfinite: str, bad: int) -> dict[str, Any]:
             sentence = str(error)
             break
         plain_optimizer.step()
-    early = refusal(lambda: half_a_step(model, optimizer, rank)) if bad < 0 else ""
+    if bad < 0:  # a step of one pass
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        for worker in range(2):
+            half_a_step(plain, None, worker, 2)
+        half_a_step(model, optimizer, rank, 1)
+        plain_optimizer.step()
     summary = job.summary(all_workers=True)
     ended = {"full": flat(job.finish()), "plain": flat(plain), "start": flat(small("mlp"))}
-    return {**ended, "sentence": sentence, "early": early, "nonfinite": summary["nonfinite"]}
+    return {**ended, "sentence": sentence, "nonfinite": summary["nonfinite"]}
 
 
-def half_a_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+def half_a_step(model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int, workers: int) -> None:
     x, y = samples("mlp", 0, rank)
-    F.cross_entropy(model(x), y).backward()
-    optimizer.step()
+    (F.cross_entropy(model(x), y) / workers).backward()
+    if optimizer is not None:
+        optimizer.step()
 
 
 def runs(rank: int) -> dict[str, Any]:

@@ -139,8 +139,7 @@ def went_on(job: Any, again: Callable[[nn.Module], Any], rank: int) -> dict[str,
     loop(other, range(STEPS, 2 * STEPS), rank)
     found = {"step": step, "late": refusal(lambda: other.load_state_dict(state)), "foreign": foreign}
     found["lost"] = other.summary()["lost"]
-    other.finish()
-    return {**found, "weights": flat(other.model)}
+    return {**found, "weights": flat(other.finish())}
 
 
 @pytest.mark.parametrize("text", RESUMED)
@@ -155,10 +154,10 @@ def test_a_worker_of_servers_goes_on_from_its_state(text: str) -> None:
 
         straight = made(one, net())
         loop(straight, range(2 * STEPS), 0)
-        straight.finish()
+        ended = straight.finish()
         found = went_on(made(two, net()), lambda model: made(three, model), 0)
     assert found["step"] == STEPS
-    assert torch.equal(found["weights"], flat(straight.model))
+    assert torch.equal(found["weights"], flat(ended))
     assert not torch.equal(found["weights"], flat(net()))
     assert "before the first step" in found["late"]
     assert "The checkpoint's seed is -1" in found["foreign"]
@@ -171,8 +170,7 @@ def resuming(rank: int, folder: str) -> None:
     found: dict[str, Any] = {}
     straight = begin(TOGETHER)
     loop(straight, range(2 * STEPS), rank)
-    straight.finish()
-    found["straight"] = flat(straight.model)
+    found["straight"] = flat(straight.finish())
     again = lambda model: hocket.parallelize(model, sgd(model, momentum=0.0), TOGETHER)  # noqa: E731
     found |= went_on(begin(TOGETHER), again, rank)
     plain = begin("bulk")

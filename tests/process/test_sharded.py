@@ -119,7 +119,6 @@ def test_full_sharding_sums_several_backward_passes(world: tuple[int, Results]) 
     for worker in world[1]["gathered raise -1"]:
         assert (worker["full"] - worker["start"]).norm() > 0.05
         torch.testing.assert_close(worker["full"], worker["plain"], rtol=0, atol=1e-5)
-        assert "after 1 backward passes, but accumulate=2" in worker["early"]
         assert worker["nonfinite"] == 0
 
 

@@ -68,6 +68,7 @@ class ReplayLink:
         """The worker's program; set it before the first call."""
         self.attached = True
         self._events, self._handle, self._carry_out = iter(events), handle, carry_out
+        self._options: list[dict[str, Any]] = []
 
     @property
     def worker(self) -> int:
@@ -100,6 +101,11 @@ class ReplayLink:
 
     def before_update(self, gradients: Sequence[Tensor] = ()) -> None:
         self._call("before_update", *([] if self._gossips else [gradients]))
+
+    def set_options(self, options: list[dict[str, Any]]) -> None:
+        if options != self._options and not self._gossips:
+            self._options = options
+            self._call("set_options", options)
 
     def after_update(self, lrs: Sequence[float], buffers: Tensor | None) -> None:
         self._call("after_update", *([] if self._gossips else [lrs]), buffers)

@@ -53,6 +53,7 @@ class ServerRuntime(WorkerRuntime):
         self._accounts: dict[str, dict[str, Any]] = {}
         self._staleness: dict[str, int] = {}
         self._lost: dict[int, int] = {}
+        self._options: list[dict[str, Any]] = []
 
     # --- training ------------------------------------------------------------------------------------------------------------
 
@@ -73,6 +74,11 @@ class ServerRuntime(WorkerRuntime):
 
     def before_update(self, gradients: Sequence[Tensor]) -> None:
         self.driver.call(self.program.before_update, gradients)
+
+    def set_options(self, options: list[dict[str, Any]]) -> None:
+        if options != self._options:
+            self._options = options
+            self.driver.call(self.program.set_options, options)
 
     def after_update(self, lrs: Sequence[float], buffers: Tensor | None) -> None:
         self.driver.call(self.program.after_update, list(lrs), buffers)

@@ -51,6 +51,9 @@ class WorkerRuntime(ABC):
     def before_update(self, gradients: Sequence[Tensor]) -> None:
         """This step's gradients, flat, one per bucket (none where the program takes none); do not write to them any more."""
 
+    def set_options(self, options: list[dict[str, Any]]) -> None:  # noqa: B027 - peers keep their optimisers
+        """What has changed of the optimiser's options beside the rates, per group, before the step is done; servers follow it."""
+
     @abstractmethod
     def after_update(self, lrs: Sequence[float], buffers: Tensor | None) -> None:
         """The step is done, with these learning rates; ``buffers`` are the worker's floating-point buffers, flat."""

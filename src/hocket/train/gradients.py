@@ -75,16 +75,30 @@ class BucketedGradients:
         """They were not hidden."""
 
     def exchange(self) -> None:
-        """Exchange gradients that came without hooks, where this step exchanges any; they are whole, so ``accumulate`` is 1."""
+        """Exchange the gradients that are there, where this step exchanges any: they came without hooks, or from fewer backward
+        passes than ``accumulate``."""
         if self._runtime.alone or not self._runtime.mixes_gradients:
             self._binding.backwards += 1
             return
+        self._binding.backwards = max(self._binding.backwards, self._binding.accumulate - 1)
         for b, params in enumerate(self._binding.params):
             for s, p in enumerate(params):
                 if p.grad is not None:
                     self._take(b, s, p)
         if self._end_of_backward():
             self._finish_exchange()
+
+    def exchange_late(self) -> None:
+        """A step of fewer backward passes than ``accumulate``, such as an epoch's last: its gradients are exchanged before it."""
+        passes, accumulate = self._binding.backwards, self._binding.accumulate
+        if not 0 < passes < accumulate or not self._runtime.mixes_gradients:
+            return
+        if self._scaler is not None:
+            raise HocketError(
+                f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}, so their gradients were not "
+                "exchanged before the scaler looked at them; call job.exchange() before scaler.step(…) or scaler.unscale_(…)."
+            )
+        self.exchange()
 
     def _on_gradient(self, bucket: int, slot: int, p: nn.Parameter) -> None:
         current = torch._C._current_graph_task_id()
@@ -238,6 +252,9 @@ class StepGradients:
     def exchange(self) -> None:
         """They travel with the step."""
 
+    def exchange_late(self) -> None:
+        """They travel with the step."""
+
     def rows(self) -> list[Tensor]:
         """This step's gradients as rows of their own: those that are sent must not be written to any more."""
         binding, fresh = self._binding, [b.empty(1) for b in self._binding.layout.buckets]
@@ -295,20 +312,18 @@ def call_closure(runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def check_passes(binding: Binding, runtime: Runtime, closure: bool = False) -> None:
-    """Refuse a step after another number of backward passes than ``accumulate``, where that matters; a closure may make some."""
+    """Refuse a step after more backward passes than ``accumulate``, where that matters, or after none; a closure may make some."""
     passes, accumulate = binding.backwards, binding.accumulate
     if not passes and not closure and runtime.mixes_gradients and any(p.grad is not None for own in binding.params for p in own):
         raise HocketError(
             "optimizer.step() without a backward pass since the last step, so its gradients were not exchanged; call backward() "
             "before each step, or job.exchange() where gradients come from elsewhere."
         )
-    if passes and passes < accumulate:
-        raise HocketError(f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}; make them agree.")
     if passes > accumulate and runtime.mixes_gradients and not runtime.linear:
         raise HocketError(
             f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}: each was exchanged, "
-            f"and {binding.strategy} mixes what it mixed before; say accumulate={passes}, or discard gradients that are not for "
-            "this optimiser with zero_grad(set_to_none=True)."
+            f"and {binding.strategy} mixes what it mixed before; say accumulate={passes}, make a step of an epoch's last passes, "
+            "too, or discard gradients that are not for this optimiser with zero_grad(set_to_none=True)."
         )
 
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Buckets, Layout
+from hocket.data.distribute import LoaderPositions
 from hocket.errors import HocketError
 from hocket.split.parts import broadcast_tensors
 from hocket.split.sharded import ShardedState
@@ -62,8 +63,10 @@ class Job:
         passes itself (:meth:`exchange`)."""
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         runtime.refuse(strategy, scaler)
-        self.model, self.optimizer, self.strategy = model, optimizer, strategy
-        self.runtime, self.split = runtime, split
+        self.strategy, self.runtime, self.split = strategy, runtime, split
+        self.loaders: LoaderPositions | None = None
+        """Where the training stands in its data; saved with the job."""
+        self.on_detach: Callable[[Job], None] | None = None
         if runtime.synchronous:
             check_device(model, runtime.cluster)
         apart = {} if split is None else split.apart
@@ -93,6 +96,16 @@ class Job:
     # --- what users call ---------------------------------------------------------------------------------------------------
 
     @property
+    def model(self) -> nn.Module:
+        """What is trained; a job that has ended does not keep it alive."""
+        return self._binding.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What steps it."""
+        return self._binding.optimizer
+
+    @property
     def weight(self) -> float:
         """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.distribute`). It counts
         where the gradients of all workers make one update."""
@@ -113,13 +126,17 @@ class Job:
         return bool(self._handles)
 
     def state_dict(self) -> dict[str, Any]:
-        """All strategy state of this worker; save it beside the model's and the optimiser's."""
+        """All strategy state of this worker, and the place in its data; save it beside the model's and the optimiser's."""
         state = self.runtime.state_dict()
-        return state if self.split is None else self.split.described_state(state)
+        state = state if self.split is None else self.split.described_state(state)
+        return state if self.loaders is None else {**state, "loaders": self.loaders.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`; with servers or peers, before the first step."""
-        self.runtime.load_state_dict(state if self.split is None else self.split.load_described(state))
+        own = {name: value for name, value in state.items() if name != "loaders"}
+        self.runtime.load_state_dict(own if self.split is None else self.split.load_described(own))
+        if self.loaders is not None and "loaders" in state:
+            self.loaders.load_state_dict(state["loaders"])
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -127,6 +144,8 @@ class Job:
 
         All workers must enter together; with servers or peers any worker may enter alone.
         """
+        if not self._handles:
+            raise HocketError("This job has ended, so there is no mean to make; after job.finish() the model is the mean.")
         if self.split is not None:
             self.split.drain()
         self._binding.reclaim()
@@ -156,6 +175,11 @@ class Job:
         self._handles = []
         if self.split is not None:
             self.split.close()
+        else:
+            self._gradients = None
+            self._binding.release()
+        if self.on_detach is not None:
+            self.on_detach(self)
 
     def summary(self, all_workers: bool = False) -> dict[str, Any]:
         """The figures so far: ``seconds``, ``compute_s``, ``wait_s``, ``transfer_s``, ``transfer_hidden_s``, ``bytes_sent``,
@@ -247,7 +271,8 @@ class Job:
         return found
 
     def exchange(self) -> None:
-        """Exchange gradients that autograd's hooks did not see, where this step exchanges any during the backward pass."""
+        """Exchange the gradients that are there, where this step exchanges any during the backward pass: those that autograd's
+        hooks did not see, or those of fewer passes than ``accumulate`` (to clip an epoch's last step)."""
         if self._gradients is not None:
             self._gradients.exchange()
 
@@ -267,6 +292,8 @@ class Job:
         runtime, binding = self.runtime, self._binding
         closure, replaced = call_closure(runtime, args, kwargs)
         binding.reclaim()
+        if self._gradients is not None:
+            self._gradients.exchange_late()
         check_passes(binding, runtime, closure)
         if self._ours and not runtime.alone:
             refuse_newcomers(self.optimizer, self._ours)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hocket.programs.base import Rejected, Say, Service, Snapshot
 from hocket.programs.server.members import BatchDispatcher, EpochSnapshot, EpochSnapshots, Member, SnapshotRequest
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.shard import AveragingShard, ParameterShard, Shard
-from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, OBSERVER, JobConfig, difference
+from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, OBSERVER, JobConfig, difference, read_state
 from hocket.strategy import Strategy
 from hocket.transport.frame import Envelope, Kind
 
@@ -99,13 +100,16 @@ class Membership(Service):
         start = {name: metadata[name] for name in ("optimizer", "groups", "total", "per_epoch")}
         if not all(start[name] is None or isinstance(start[name], int) for name in ("total", "per_epoch")):
             raise ValueError("it says no number of mini-batches")
-        self._start_shard(config, start, [t.clone() for t in tensors])
+        weights = [t.clone() for t in tensors[: len(start["groups"])]]
+        self._start_shard(config, start, weights, read_state(metadata.get("state", []), tensors[len(weights) :]))
         if self.snapshot_s > 0:
             self._save()
 
-    def _start_shard(self, config: JobConfig, start: dict[str, Any], weights: list[Tensor]) -> None:
+    def _start_shard(
+        self, config: JobConfig, start: dict[str, Any], weights: list[Tensor], state: tuple[dict[str, Any], ...] = ()
+    ) -> None:
         strategy = Strategy.parse(config["strategy"])
-        optimizer, workers = OptimizerSpec.read(start["optimizer"]), range(config["world"])
+        optimizer, workers = replace(OptimizerSpec.read(start["optimizer"]), state=state), range(config["world"])
         if strategy.sync.averages_weights:
             self.shard = AveragingShard(weights, workers)
         else:

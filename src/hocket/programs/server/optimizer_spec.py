@@ -33,6 +33,8 @@ class OptimizerSpec:
 
     name: str
     groups: tuple[Options, ...]
+    state: tuple[Options, ...] = ()
+    """Per bucket what an optimiser that has stepped remembers: numbers, and rows ``[values]``; see :func:`state_rows`."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, instead: str | None = None) -> OptimizerSpec:
@@ -59,6 +61,37 @@ class OptimizerSpec:
         groups = [{"params": p, **{k: v for k, v in g.items() if k in known}} for p, g in zip(parameters, self.groups, strict=True)]
         return kind(groups)  # type: ignore[call-arg]
 
+    def changes(self, optimizer: Optimizer, instead: str | None = None) -> list[Options]:
+        """Per group the options, beside the rate, that ``optimizer`` has by now and this spec has not.
+
+        >>> sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1, momentum=0.9)
+        >>> spec = OptimizerSpec.of(sgd)
+        >>> sgd.param_groups[0] |= {"lr": 0.2, "momentum": 0.8}
+        >>> spec.changes(sgd)
+        [{'momentum': 0.8}]
+        """
+        found = []
+        for own, now in zip(self.groups, OptimizerSpec.of(optimizer, instead).groups, strict=True):
+            found.append({k: v for k, v in now.items() if k in own and k != "lr" and own[k] != v})
+            fixed = next((k for k, v in found[-1].items() if not _numeric(v) or not _numeric(own[k])), None)
+            if fixed is not None:
+                raise HocketError(
+                    f"The optimiser's option {fixed} has changed to {found[-1][fixed]}, which servers do not follow (they follow "
+                    "numbers); call job.detach() and parallelize again."
+                )
+        return found if any(found) else []
+
+    def changed(self, told: Any) -> list[Options]:
+        """The options of all groups with what a worker told of :meth:`changes`; ValueError where it is something else."""
+        if not isinstance(told, list) or len(told) not in (0, len(self.groups)):
+            raise ValueError("changed options are not those of this optimiser")
+        found = []
+        for own, new in zip(self.groups, told or [{}] * len(self.groups), strict=True):
+            if not isinstance(new, dict) or not all(k in own and _numeric(own[k]) and _numeric(v) for k, v in new.items()):
+                raise ValueError("changed options are not those of this optimiser")
+            found.append({k: v for k, v in {**own, **{k: _restore(v) for k, v in new.items()}}.items() if k != "lr"})
+        return found
+
     def describe(self) -> Options:
         """Plain data for a message."""
         return {"name": self.name, "groups": list(self.groups)}
@@ -75,9 +108,79 @@ class OptimizerSpec:
 
 def shard_optimizer(strategy: Strategy, optimizer: Optimizer) -> OptimizerSpec:
     """The optimiser of the shards; where the workers keep theirs, whatever it is, one that never moves."""
-    if strategy.sync.averages_weights or strategy.topology.peer_to_peer:
+    if workers_optimize(strategy):
         return OptimizerSpec("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
     return OptimizerSpec.of(optimizer, strategy.topology.server_optimizer)
+
+
+def workers_optimize(strategy: Strategy) -> bool:
+    """Whether the workers' own optimisers make all updates."""
+    return strategy.sync.averages_weights or strategy.topology.peer_to_peer
+
+
+def state_rows(optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]]) -> tuple[Options, ...]:
+    """What ``optimizer`` remembers of earlier steps, per bucket of parameters: numbers, and rows with a value per weight.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> sgd = torch.optim.SGD([weight], 0.1, momentum=0.9)
+    >>> state_rows(sgd, [[weight]])
+    ()
+    >>> weight.grad = torch.ones(2)
+    >>> sgd.step()
+    >>> state_rows(sgd, [[weight]])
+    ({'momentum_buffer': tensor([1., 1.])},)
+    """
+    if not any(optimizer.state.values()):
+        return ()
+    found: list[Options] = []
+    for params in buckets:
+        states = [{k: v for k, v in optimizer.state.get(p, {}).items() if v is not None} for p in params]
+        rows = {k for p, state in zip(params, states, strict=True) for k, v in state.items() if _is_row(v, p)}
+        numbers = [{k: _plain(v) for k, v in state.items() if k not in rows} for state in states]
+        if any(set(state) != set(states[0]) or own != numbers[0] for state, own in zip(states, numbers, strict=True)):
+            raise HocketError(
+                "The optimiser has made steps of some parameters that it has not made of others, and servers keep one number of "
+                "steps per bucket; give hocket.parallelize(…) a new optimiser."
+            )
+        found.append({**numbers[0], **{k: torch.cat([state[k].detach().flatten() for state in states]) for k in sorted(rows)}})
+    return tuple(found)
+
+
+def load_rows(optimizer: Optimizer, parameters: Sequence[nn.Parameter], state: Sequence[Options]) -> None:
+    """Give ``optimizer``, which has made no step, the state that :func:`state_rows` found, cut as the parameters are.
+
+    ValueError where it is not what this optimiser remembers.
+    """
+    if len(state) != len(parameters):
+        raise ValueError(f"the optimiser's state of {len(state)} buckets instead of {len(parameters)}")
+    for parameter, told in zip(parameters, state, strict=True):
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        probe = nn.Parameter(parameter.detach().new_zeros(1))
+        probe.grad = torch.zeros_like(probe)
+        one = type(optimizer)([{**group, "params": [probe]}])  # type: ignore[call-arg]
+        one.step()
+        kinds = {k: v for k, v in one.state[probe].items() if v is not None}
+        for k, value in told.items():
+            row = isinstance(value, torch.Tensor)
+            if k not in kinds or row != (isinstance(kinds[k], torch.Tensor) and kinds[k].dim() > 0):
+                raise ValueError(f"the optimiser remembers no {str(k)[:50]} of this kind")
+            if row and value.numel() != parameter.numel():
+                raise ValueError(f"the optimiser's {k} has {value.numel()} values instead of {parameter.numel()}")
+            if not row and not isinstance(value, (int, float)):
+                raise ValueError(f"the optimiser's {k} is no number")
+        optimizer.state[parameter] = {
+            k: v.clone() if isinstance(v, torch.Tensor) else torch.tensor(v) if isinstance(kinds[k], torch.Tensor) else v
+            for k, v in told.items()
+        }
+
+
+def _is_row(value: Any, parameter: nn.Parameter) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def _numeric(value: Any) -> bool:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values)
 
 
 def _plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ from hocket.programs.base import Address, Client, Link, Task, Until, from_plain,
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.push_encoder import PushEncoder
 from hocket.programs.server.slices import Slices
-from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, MAX_BATCH_IDS, as_tensors, job_config, slices_of
+from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, MAX_BATCH_IDS, as_tensors, job_config, slices_of, write_state
 from hocket.strategy import Strategy
 from hocket.transport.frame import Envelope, Kind
 
@@ -100,6 +100,7 @@ class ShardRequests(Client):
         self._encoder = PushEncoder(config.strategy, self.slices, config.worker, config.world, config.seed)
         self._sums: list[Tensor] = []
         self._lrs: list[float] = []
+        self._options: list[dict[str, Any]] = []
         self._buffers: Tensor | None = None
         self._seen = self.versions
         self._resumes = False  # whether it goes on from a checkpoint: its steps were pushed to other shards
@@ -169,6 +170,9 @@ class ShardRequests(Client):
             metadata |= {"optimizer": self._optimizer.describe(), "groups": [b.group for b in config.layout.buckets]}
             metadata |= {"total": config.total, "per_epoch": config.per_epoch}
             tensors = slices_of(self.slices, link.peer, self.rows)
+            if self._optimizer.state:
+                metadata["state"], rows = write_state(self._optimizer.state, self.slices, link.peer)
+                tensors += tuple(rows)
         link.asked = self.now
         self._send(link.peer, Envelope(Kind.HELLO, config.worker, link.peer, metadata=metadata, tensors=tensors))
 
@@ -223,6 +227,8 @@ class ShardRequests(Client):
         for link, messages in zip(self.links, self._encoder.encode(self.step, self._sums), strict=True):
             parts, tensors = as_tensors(messages)
             metadata = {"parts": parts, "lrs": self._lrs, "fetch": fetch, "seen": self._seen[link.peer]}
+            if self._options:
+                metadata["options"] = self._options
             size = sum(int(m.payload_bytes().sum()) for m in messages)
             if link.peer == 0:
                 metadata |= {"batch_ids": self._taken, "want": want, "buffers": self._buffers is not None}

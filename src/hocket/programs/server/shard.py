@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.optimizer_spec import OptimizerSpec, load_rows
 from hocket.sync.base import Sync
 
 _MEAN_SQUARE, _EPS = 0.95, 1e-7
@@ -44,6 +44,9 @@ class Shard(ABC):
 
         ``seen`` is the version of the weights they were computed at, where that is not the last one given.
         """
+
+    def set_options(self, told: Any) -> None:  # noqa: B027 - a mean of weights has none
+        """The optimiser's options of the push that comes next, as far as they have changed (:meth:`OptimizerSpec.changes`)."""
 
     @abstractmethod
     def ready(self, worker: int, step: int) -> bool:
@@ -103,11 +106,14 @@ class ParameterShard(Shard):
         held: list[list[nn.Parameter]] = [[] for _ in optimizer.groups]
         for parameter, group in zip(self._parameters, groups, strict=True):
             held[group].append(parameter)
-        self.optimizer = optimizer.build(held)
+        self.spec, self.optimizer = optimizer, optimizer.build(held)
+        if optimizer.state:
+            load_rows(self.optimizer, self._parameters, optimizer.state)
         self.together = sync.max_staleness == 0
         self._given: dict[int, int] = {}
         self._waiting: dict[int, tuple[int, list[Tensor]]] = {}
         self._lrs: Sequence[float] = ()
+        self._options = optimizer.changed([])
         self._compensation, self._strength = sync.delay_compensation
         self._then: dict[int, list[Tensor]] = {}
         self._squares: list[Tensor] | None = None
@@ -158,6 +164,9 @@ class ParameterShard(Shard):
         self._step_together()
         return lost
 
+    def set_options(self, told: Any) -> None:
+        self._options = self.spec.changed(told)
+
     # --- updates -------------------------------------------------------------------------------------------------------------
 
     def _step_together(self) -> None:
@@ -186,8 +195,8 @@ class ParameterShard(Shard):
         self._step(means, self._lrs)
 
     def _step(self, gradients: Sequence[Tensor], lrs: Sequence[float]) -> None:
-        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
-            group["lr"] = lr * self.lr_factor
+        for group, lr, options in zip(self.optimizer.param_groups, lrs, self._options, strict=True):
+            group |= {**options, "lr": lr * self.lr_factor}
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         self.optimizer.step()
@@ -222,6 +231,7 @@ class ParameterShard(Shard):
             "given": self._given,
             "waiting": self._waiting,
             "lrs": list(self._lrs),
+            "options": self._options,
             "then": self._then,
             "squares": self._squares,
         }
@@ -233,6 +243,7 @@ class ParameterShard(Shard):
         self.optimizer.load_state_dict(state["optimizer"])
         self._given, self._waiting, self._lrs = dict(state["given"]), dict(state["waiting"]), state["lrs"]
         self._then, self._squares = dict(state["then"]), state["squares"]
+        self._options = state.get("options", self._options)
 
 
 class AveragingShard(Shard):

@@ -8,9 +8,9 @@ twice.
 message    from a worker (or an observer)                                      is answered by
 =========  ==================================================================  =============================================
 HELLO      job configuration, steps pushed so far, mini-batches held;          WELCOME: the step to go on from, whether weights
-           optimiser and a slice of the weights, where the shard has none      are there, and brought by it; or REFUSAL
-PUSH       step, coded gradients, learning rates, its figures; whether it      REPLY, at once or once it may go on
-           wants weights
+           optimiser with its state, weights, where the shard has none         are there, and brought by it; or REFUSAL
+PUSH       step, coded gradients, learning rates, other options of the         REPLY, at once or once it may go on
+           optimiser that have changed, its figures; whether it wants weights
 FETCH      step; *final*: it has ended and wants the final weights; from an    REPLY: weights, how long they were held back,
            observer: the weights at the end of an epoch                        from shard 0 the next mini-batches
 BEAT       every second                                                        nothing
@@ -118,6 +118,7 @@ class ShardServer(Membership):
             tensors, lrs = self._read(shard, message), [float(lr) for lr in metadata["lrs"]]
             if len(lrs) != len(self._start_config["optimizer"]["groups"]):
                 raise ValueError(f"{len(lrs)} learning rates for {len(self._start_config['optimizer']['groups'])} groups")
+            shard.set_options(metadata.get("options", []))
             seen, ids = metadata.get("seen"), [int(number) for number in metadata.get("batch_ids", [])]
             if self.place == 0:
                 member.figures = dict(metadata.get("figures", {}))

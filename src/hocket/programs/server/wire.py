@@ -43,7 +43,8 @@ def job_id(text: str) -> bytes:
 
 
 def link_bytes(strategy: Strategy, layout: Layout) -> int:
-    """The largest message of a job: a shard's slice, coded as badly as can be, all buffers, and room for header and metadata."""
+    """The largest message of a job: a shard's slice, coded as badly as can be or with an optimiser's state (two values per weight),
+    all buffers, and room for header and metadata."""
     shards = strategy.topology.num_shards(1)  # at least; more make it smaller
     return 3 * (layout.bytes // shards + 8 * len(layout.buckets)) + layout.buffer_bytes + (1 << 20)
 
@@ -103,6 +104,23 @@ def gradients_of(
             raise ValueError(f"bucket {bucket} is of {value.dtype}")
         found.append(value.to(own.dtype))
     return found
+
+
+def write_state(state: Sequence[dict[str, Any]], slices: Slices, shard: int) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    """A shard's slice of an optimiser's state: per bucket its numbers (None: the next of the tensors)."""
+    told = [{k: None if isinstance(v, Tensor) else v for k, v in bucket.items()} for bucket in state]
+    rows = [(b, v) for b, bucket in enumerate(state) for v in bucket.values() if isinstance(v, Tensor)]
+    return told, [slices.cut(b, row)[shard].clone().contiguous() for b, row in rows]
+
+
+def read_state(told: Any, tensors: Sequence[Tensor]) -> tuple[dict[str, Any], ...]:
+    """Back from :func:`write_state`; raises ValueError where they do not fit."""
+    if not isinstance(told, list) or not all(isinstance(bucket, dict) for bucket in told):
+        raise ValueError("the optimiser's state is not that of buckets")
+    if sum(v is None for bucket in told for v in bucket.values()) != len(tensors):
+        raise ValueError(f"{len(tensors)} tensors beside the weights, but the optimiser's state has another number")
+    rest = iter(tensors)
+    return tuple({str(k): next(rest) if v is None else v for k, v in bucket.items()} for bucket in told)
 
 
 def slices_of(slices: Slices, shard: int, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -66,6 +66,11 @@ class ServerWorker(ShardRequests):
         self._lrs, self._buffers = list(lrs), buffers
         return self._run(self._after(), now)
 
+    def set_options(self, options: list[dict[str, Any]], now: float) -> Effects:
+        """What has changed of the optimiser's options beside the rates, per group; nothing where all are as at the beginning."""
+        self.now, self._options = max(now, self.now), options
+        return self._done()
+
     def take_batch(self, now: float) -> Effects:
         """Make sure that a mini-batch lies ready, if there is one left."""
         return self._run(self._ensure_batch(), now)

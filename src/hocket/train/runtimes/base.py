@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,15 @@ from hocket.strategy import Strategy
 from hocket.train.ledger_view import JobLedger
 from hocket.train.watch import Where
 
+T = TypeVar("T")
+
 
 @dataclass
 class Binding:
     """What a job trains, as its runtime sees it."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    given_model: nn.Module | ref[nn.Module]
+    given_optimizer: torch.optim.Optimizer | ref[torch.optim.Optimizer]
     strategy: Strategy
     layout: Layout
     params: list[list[nn.Parameter]] = field(default_factory=list)
@@ -51,6 +54,20 @@ class Binding:
     """This worker's share of the next exchange: its samples × N / all samples."""
     backwards: int = 0
     """Backward passes since the last step, where they are counted."""
+
+    @property
+    def model(self) -> nn.Module:
+        return _alive(self.given_model)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return _alive(self.given_optimizer)
+
+    def release(self) -> None:
+        """The job has ended: model and optimiser live as long as somebody else needs them."""
+        self.given_model, self.given_optimizer = ref(self.model), ref(self.optimizer)
+        self.params, self.weights = [], []
+        self.__dict__.pop("_homes", None)
 
     @cached_property
     def _homes(self) -> tuple[list[nn.Parameter], list[Tensor], list[int]]:
@@ -105,6 +122,13 @@ class Binding:
         finally:
             for tensor, old in zip(tensors, kept, strict=True):
                 tensor.data.copy_(old)
+
+
+def _alive(held: T | ref[T]) -> T:
+    found = held() if isinstance(held, ref) else held
+    if found is None:
+        raise HocketError("The job has ended, and its model was freed; keep the model that job.finish() returns.")
+    return found
 
 
 def _kind(tensor: Tensor) -> str:

@@ -1,15 +1,15 @@
 """Messages: each worker is a program that talks to servers or peers and does not wait for all others.
 
 A *link* (:class:`~hocket.drivers.worker_runtime.WorkerRuntime`) is this program on sockets. Servers hold the weights and run the
-optimiser; the learning rates are the worker's. Gossip peers keep their optimisers: their program takes the weights before and after
-a step, not gradients.
+optimiser; its options (learning rates, momentum, weight decay) are the worker's. Gossip peers keep their optimisers: their program
+takes the weights before and after a step, not gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.worker_runtime import WorkerRuntime
 from hocket.errors import HocketError
 from hocket.programs.account import Account
-from hocket.programs.server.optimizer_spec import shard_optimizer
+from hocket.programs.server.optimizer_spec import shard_optimizer, state_rows, workers_optimize
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import MeshAxes, MessageLedger
 from hocket.train.runtimes.base import Binding
@@ -65,7 +65,8 @@ class MessageRuntime:
             )
 
     def join(self, binding: Binding) -> None:
-        self.binding = binding
+        self.binding, strategy = binding, binding.strategy
+        self.spec = None if workers_optimize(strategy) else shard_optimizer(strategy, binding.optimizer)
         self.weighs_gradients = binding.strategy.sync.max_staleness == 0
         self.link = self._join(binding)
         self.where = _Worker(self.link.account, range(self.link.worker, self.link.worker + 1))
@@ -104,6 +105,8 @@ class MessageRuntime:
 
     def after_update(self) -> None:
         lrs = [float(group["lr"]) for group in self.binding.optimizer.param_groups]
+        if self.spec is not None:
+            self.link.set_options(self.spec.changes(self.binding.optimizer, self.binding.strategy.topology.server_optimizer))
         self.link.after_update(lrs, self.binding.flat_buffers)
 
     def drain(self) -> None:
@@ -156,6 +159,8 @@ def server_runtime(
 
     def join(binding: Binding) -> ServerRuntime:
         spec = shard_optimizer(binding.strategy, binding.optimizer)  # refuses an optimiser that shards do not know
+        if not workers_optimize(binding.strategy) and binding.strategy.topology.server_optimizer is None:
+            spec = replace(spec, state=state_rows(binding.optimizer, binding.params))
         link = connect(binding.layout)
         link.join(binding.weights, spec)
         return link
