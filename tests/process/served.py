@@ -19,12 +19,12 @@ import hocket
 from hocket.data import load
 from hocket.drivers import shard_process
 from hocket.drivers.observer import Observer
-from hocket.models import build
+from hocket.models import build, loss_for
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import link_bytes
 from hocket.train.async_worker import WorkerTask, read_worker_task, work
 from hocket.train.checks import layout_for
-from hocket.train.loop import accuracy_of
+from hocket.train.evaluate import Evaluator
 from hocket.train.replicas import swapped_weights
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
@@ -280,8 +280,9 @@ class Service:
 
     def accuracy(self) -> float:
         with swapped_weights(self.model, self.layout, self.weights(), {}):
-            right, seen = accuracy_of(self.model, (self.data.test[0], self.data.test[1]), self.data)
-        return right / seen
+            accuracy = Evaluator(self.data, loss_for(self.data)).tally(self.model, self.data.test).accuracy
+        assert accuracy is not None
+        return accuracy
 
     def said(self) -> str:
         return "".join(group.said() for group in self.groups)

@@ -27,6 +27,7 @@ def test_real_and_virtual_workers_come_to_the_same(hocket: Hocket, tmp_path: Pat
     real, virtual = (metrics_of(tmp_path / name) for name in ("real", "virtual"))
     assert [m["loss"] for m in real] == [m["loss"] for m in virtual]
     assert real[-1]["accuracy"] == virtual[-1]["accuracy"] > 0.3
+    assert real[-1]["test_loss"] == virtual[-1]["test_loss"] > 0
     assert all(m["bytes_coordinator"] < 0.01 * m["bytes_sent"] for m in (*real, *virtual))
     assert json.loads((tmp_path / "virtual" / "run.json").read_text())["spec"]["slowdown"] == [1, 1, 4]
 

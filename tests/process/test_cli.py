@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,8 @@ def test_resuming_equals_never_having_stopped(hocket: Hocket, tmp_path: Path) ->
     parts, unbroken = timeless(metrics_of(tmp_path / "parts")), timeless(metrics_of(tmp_path / "whole"))
     assert parts[1]["loss"] == unbroken[1]["loss"]
     assert parts[1]["accuracy"] == unbroken[1]["accuracy"]
+    assert parts[1]["test_loss"] == unbroken[1]["test_loss"] > 0
+    assert re.search(r"accuracy +worst +loss", whole.stdout)  # "test" is the line above
 
 
 def test_a_described_cluster_gives_virtual_workers_seconds_that_survive_a_stop(hocket: Hocket, tmp_path: Path) -> None:

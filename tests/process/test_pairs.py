@@ -657,6 +657,7 @@ def test_the_command_trains_and_survives_the_loss_of_a_worker(tmp_path: Path) ->
     assert [line["epoch"] for line in lines] == list(range(1, 21))
     assert lines[-1]["accuracy"] > 0.85
     assert lines[-1]["loss"] < lines[0]["loss"]
+    assert 0 < lines[-1]["test_loss"] < 1
     assert all(line["bytes_sent"] > 0 for line in lines[:2])
     assert sum(line["lost"] for line in lines) <= 2
     assert sum(line["lost_exchanges"] for line in lines) >= 1

@@ -386,6 +386,7 @@ def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [m["epoch"] for m in metrics] == [1, 2, 3, 4, 5, 6]
     assert metrics[-1]["accuracy"] > 0.85
+    assert 0 < metrics[-1]["test_loss"] < metrics[0]["test_loss"]
     assert all(m["seconds"] == pytest.approx(m["compute_s"] + m["wait_s"] + m["transfer_s"]) for m in metrics)
     assert all(m["staleness"] and m["bytes_sent"] > 0 and m["loss"] > 0 for m in metrics)
     assert sum(m["lost"] for m in metrics) >= 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import errno
 import html
+import io
 import itertools
 import json
+import math
 import os
 import re
 import statistics
@@ -338,6 +340,47 @@ def test_answers_on_hand_made_runs(tmp_path: Path) -> None:
     assert "measured" in page
 
 
+def losing(*losses: float, seconds: float = 1.0, sent: int = 1000, text: bool = True) -> list[dict[str, Any]]:
+    """Epochs of a language model, or of one without an accuracy."""
+    more = [{"perplexity": math.exp(loss)} if text else {} for loss in losses]
+    accuracy = 0.4 if text else None
+    return [line(e, accuracy, seconds, sent, test_loss=loss, **more[e - 1]) for e, loss in enumerate(losses, 1)]
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_text_and_runs_without_an_accuracy_are_compared_by_test_loss(tmp_path: Path, text: bool) -> None:
+    runs = {
+        BASELINE: losing(2.0, 1.5, seconds=20.0, sent=10_000, text=text),
+        "local(16) + gossip": losing(1.5, 1.4, seconds=6.0, sent=2_000, text=text),
+        "bulk + allreduce + topk(0.01)": losing(1.9, 1.51, seconds=15.0, sent=100, text=text),
+        "bulk + allreduce + sign": losing(3.0, 2.9, sent=1, text=text),
+    }
+    report = study_of(tmp_path, runs)
+    perplexity = " (perplexity 4.06)" if text else ""
+    assert report.answers == [
+        "Fastest to a test loss of 1.52: local(16) + gossip, 6.00 s (bulk + allreduce: 40.0 s, 6.7× slower)",
+        "Least traffic within 1 % of bulk + allreduce: bulk + allreduce + topk(0.01), 100× fewer bytes (+0.7 %)",
+        f"Lowest test loss: local(16) + gossip, 1.40{perplexity} (bulk + allreduce: 1.50, +7.1 %)",
+    ]
+    assert report.rows[0].label == "local(16) + gossip"
+    assert [row.label for row in report.rows if row.on_frontier] == [*runs][1:]
+    (cells,) = [row for row in csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())) if row["strategy"] == BASELINE]
+    assert float(cells["test_loss"]) == 1.5
+    assert float(cells["perplexity"]) == pytest.approx(math.exp(1.5)) if text else "perplexity" not in cells
+    names = charts.draw(report.rows)
+    assert {name.rsplit("-", 1)[1] for name in names} == {"loss.png", "frontier.png", "bars.png"}
+    assert all(charts.ours(name) for name in names)
+
+
+def test_where_there_is_an_accuracy_it_is_compared_and_the_test_loss_is_a_column(tmp_path: Path) -> None:
+    lines = {BASELINE: [line(1, 0.7, test_loss=0.2), line(2, 0.8, test_loss=0.9)], "local(4)": [line(1, 0.6), line(2, 0.7)]}
+    report = study_of(tmp_path, lines)
+    assert report.rows[0].strategy == BASELINE
+    assert report.answers[-1].startswith("Most accurate: bulk + allreduce, 80.0 %")
+    assert "test loss" in (tmp_path / "table.md").read_text()
+    assert "perplexity" not in (tmp_path / "table.md").read_text()
+
+
 @pytest.mark.parametrize(
     "other, plain_is_enough",
     [
@@ -470,7 +513,7 @@ def test_charts_of_runs_that_are_gone_go_too_and_nothing_else_does(tmp_path: Pat
 
 def test_a_chart_of_the_frontier_ends_a_little_below_it() -> None:
     def row(percent: float) -> Any:
-        return SimpleNamespace(final=percent / 100)
+        return SimpleNamespace(final=percent / 100, facet=SimpleNamespace(by_loss=False))
 
     line = [row(60.0), row(70.0)]
     assert charts._floor([*line, row(65.0)], line) == pytest.approx(60.0)  # nothing is far down

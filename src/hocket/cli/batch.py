@@ -17,6 +17,7 @@ from hocket.data import load
 from hocket.drivers.replay import DESCRIPTION, ReplayNode, describe_recording
 from hocket.errors import HocketError
 from hocket.models import build, loss_for
+from hocket.report.figures import plain
 from hocket.sandblaster import Sandblaster
 from hocket.sandblaster.replay import replay_nodes as sandblaster_nodes
 from hocket.strategy import Strategy
@@ -159,7 +160,8 @@ def _refuse_ignored(settings: RunSettings, server: Topology) -> None:
 
 def _metrics(row: dict[str, Any]) -> dict[str, Any]:
     """An iteration in the words of metrics.jsonl."""
-    line = {"epoch": row["iteration"], **{name: row[name] for name in ("accuracy", "loss", "seconds")}}
+    line = {"epoch": row["iteration"], "accuracy": row["accuracy"], "loss": row["loss"], "test_loss": row.get("test_loss")}
+    line |= {name: row[name] for name in ("perplexity", "seconds") if name in row}
     line |= dict.fromkeys(("compute_s", "wait_s", "transfer_s", "transfer_hidden_s"))
     line |= {"bytes_sent": row["bytes_shards"] + row["bytes_coordinator"], "exchanges": row["evaluations"]}
     return line | {name: row[name] for name in ("bytes_coordinator", "issued", "duplicated", "wasted", "lost")}
@@ -169,13 +171,13 @@ def _show(settings: RunSettings, job: Sandblaster, metrics: list[dict[str, Any]]
     kind = f"virtual workers, seconds predicted for {job.cluster.name}" if settings.workers.virtual else "workers"
     who = f"{settings.workers.count} {kind}"
     table = Table(title=f"Sandblaster L-BFGS: {settings.model} on {settings.data.name}, {job.shards} shards, {who}")
-    for column in ("iteration", "loss", "accuracy", "evals", "seconds", "MB", "central"):
+    for column in ("iteration", "loss", "test loss", "accuracy", "evals", "seconds", "MB", "central"):
         table.add_column(column, justify="right")
     for row in metrics:
         accuracy = "–" if row["accuracy"] is None else f"{row['accuracy']:.1%}"
         share = f"{row['bytes_coordinator'] / max(row['bytes_sent'], 1):.2%}"
         costs = (str(row["exchanges"]), f"{row['seconds']:.2f}", f"{row['bytes_sent'] / 1e6:,.1f}", share)
-        table.add_row(str(row["epoch"]), f"{row['loss']:.5f}", accuracy, *costs)
+        table.add_row(str(row["epoch"]), f"{row['loss']:.5f}", plain(row.get("test_loss")), accuracy, *costs)
     console = Console()
     console.print(table)
     console.print(f"Ended: {ended}. evals: of the whole batch; central: the coordinator's share of all bytes sent.", style="dim")

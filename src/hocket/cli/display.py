@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -62,8 +62,8 @@ class Display:
     def epoch(self, metrics: dict[str, Any]) -> None:
         """One epoch has ended."""
         note = f"epoch {metrics['epoch']}  loss {metrics['loss']:.4f}"
-        if metrics["accuracy"] is not None:
-            note += f"  accuracy {metrics['accuracy']:.2%}"
+        if quality := quality_of(metrics, 2):
+            note += f"  {quality}"
         if self._bar is not None:
             self._bar.update(self._task, note=note)
         elif self._speaks and (metrics["epoch"] % self._every == 0 or metrics["epoch"] == self._epochs):
@@ -78,7 +78,7 @@ class StudyDisplay(Watch):
         self._console = Console(stderr=True)
         self._over: list[tuple[int, Outcome]] = []
         self._now: int | None = None
-        self._share, self._note, self._accuracy = 0.0, "", ""
+        self._share, self._note, self._quality = 0.0, "", ""
         self._begun, self._done, self._before = time.monotonic(), 0.0, 0.0
         self._whole = sum(_cost(r) for r in study.runs)
         settings = [r.settings.by_name() for r in study.runs]
@@ -101,7 +101,7 @@ class StudyDisplay(Watch):
             self._over.append((number, outcome))
             self._say(number, f"{_result(outcome)} (from before)")
         else:
-            self._now, self._share, self._note, self._accuracy = number, 0.0, "", ""
+            self._now, self._share, self._note, self._quality = number, 0.0, "", ""
 
     def trying(self, lr: float) -> None:
         self._share, self._note = 0.0, f"trying rate {lr:g}"
@@ -113,8 +113,8 @@ class StudyDisplay(Watch):
         self._share = where.step / max(1, where.steps)
 
     def epoch(self, metrics: dict[str, Any]) -> None:
-        if self._note == "training" and metrics["accuracy"] is not None:
-            self._accuracy = f"{metrics['accuracy']:.1%}"
+        if self._note == "training":
+            self._quality = quality_of(metrics)
 
     def end(self, number: int, outcome: Outcome) -> None:
         self._now = None
@@ -145,12 +145,12 @@ class StudyDisplay(Watch):
         predicted = [f"s, predicted for {names[0]}" if len(names) == 1 else "s, predicted"] if names else []
         widest = max(20, self._console.width - 42 - sum(len(title) + 3 for title in predicted))  # what the figures leave
         table.add_column("run", overflow="ellipsis", no_wrap=True, max_width=widest)
-        for column in ("accuracy", "MB", "took, s", *predicted):
+        for column in ("result", "MB", "took, s", *predicted):
             table.add_column(column, justify="right", no_wrap=True, min_width=8)
         room = max(3, self._console.height - 9)
         for _, outcome in self._over[-room:]:
-            accuracy, sent, took, virtual = _figures(outcome)
-            cells = ["failed" if outcome.failure else accuracy, sent, took, *[virtual for _ in predicted]]
+            quality, sent, took, virtual = _figures(outcome)
+            cells = ["failed" if outcome.failure else quality, sent, took, *[virtual for _ in predicted]]
             table.add_row(escape(self._name(outcome.planned)), *cells)
         parts: list[RenderableType] = [table] if self._over else []
         number = self._now  # another thread draws while this one goes on
@@ -158,7 +158,7 @@ class StudyDisplay(Watch):
             now = Table.grid(padding=(0, 1))
             now.add_column(overflow="ellipsis", no_wrap=True, style="bold", max_width=widest)
             bar = ProgressBar(total=1.0, completed=self._share, width=20)
-            now.add_row(escape(self._name(self._study.runs[number])), bar, f"{self._note} {self._accuracy}")
+            now.add_row(escape(self._name(self._study.runs[number])), bar, f"{self._note} {self._quality}")
             parts.append(now)
         return Group(*parts, f"{len(self._over)} of {len(self._study.runs)} runs done{self._left()}")
 
@@ -179,23 +179,22 @@ def _cost(planned: Planned) -> float:
 
 
 def _figures(outcome: Outcome) -> tuple[str, str, str, str]:
-    """Accuracy, MB, seconds that it took here, and seconds predicted for a described cluster."""
+    """Accuracy or test loss, MB, seconds that it took here, and seconds predicted for a described cluster."""
     if outcome.failure or not outcome.metrics:
         return NONE, NONE, NONE, NONE
-    accuracy = outcome.metrics[-1].get("accuracy")
     sent, took_s = (sum(m.get(name) or 0 for m in outcome.metrics) for name in ("bytes_sent", "wall_s"))
     predicted = total_of(list(outcome.metrics)).seconds if cluster_name(outcome.run) else None
-    return _percent(accuracy), plain(sent / 1e6), plain(took_s), plain(predicted)
+    return quality_of(outcome.metrics[-1]) or NONE, plain(sent / 1e6), plain(took_s), plain(predicted)
 
 
 def _result(outcome: Outcome) -> str:
     if outcome.failure:
         return f"failed: {outcome.failure}"
-    accuracy, sent, took, virtual = _figures(outcome)
+    quality, sent, took, virtual = _figures(outcome)
     lr = f", rate {outcome.lr:g}" if outcome.planned.tuned else ""
     cluster = cluster_name(outcome.run)
     predicted = f", {virtual} s predicted for {cluster}" if cluster else ""
-    return f"accuracy {accuracy}, {sent} MB, {took} s{predicted}{lr}"
+    return f"{quality}, {sent} MB, {took} s{predicted}{lr}"
 
 
 def study_tables(rows: Sequence[Row]) -> list[Table]:
@@ -205,19 +204,25 @@ def study_tables(rows: Sequence[Row]) -> list[Table]:
         here = [row for row in rows if row.facet == facet]
         seeds = max(len(row.seeds) for row in here)
         epochs = max(row.epochs for row in here)
-        table = results_table(f"{facet}, {epochs} epochs{f', means of {seeds} seeds' if seeds > 1 else ''}")
+        quality = PERPLEXITY if facet.by_loss else ACCURACY
+        table = results_table(f"{facet}, {epochs} epochs{f', means of {seeds} seeds' if seeds > 1 else ''}", quality)
         for row in here:
             if not row.ranked:
                 table.add_row(escape(row.label), row.state, style="dim")
                 continue
-            worst, sent, *parts = (f.mean if f else None for f in (row.worst, row.bytes_sent, row.compute, row.wait, row.transfer))
-            add_result(table, row.label, (row.final, worst), parts, sent or 0.0, row.times_fewer)
+            found = {"accuracy": row.accuracy, "worst": row.worst, "test loss": row.test_loss, "perplexity": row.perplexity}
+            figures = {name: f.mean if f else None for name, f in found.items()}
+            sent, *parts = (f.mean if f else None for f in (row.bytes_sent, row.compute, row.wait, row.transfer))
+            add_result(table, row.label, [figures[name] for name in quality], parts, sent or 0.0, row.times_fewer)
         tables.append(table)
     return tables
 
 
+ACCURACY, PERPLEXITY = ("accuracy", "worst", "test loss"), ("test loss", "perplexity")
+"""The columns of how good models are; the second ones of text, or where there is no accuracy."""
 LEGEND = (
-    "accuracy: of the mean model; worst: of the worst replica. compute, wait, transfer: seconds, means over workers "
+    "accuracy, test loss: of the mean model; worst: accuracy of the worst replica; perplexity: exp(test loss). "
+    "compute, wait, transfer: seconds, means over workers "
     "(of virtual workers: predicted). "
     "MB: sent by all workers together; fewer bytes: how many times fewer than bulk + allreduce."
 )
@@ -254,23 +259,50 @@ def total_of(metrics: list[dict[str, Any]]) -> Entry:
     return total
 
 
-def results_table(title: str) -> Table:
-    """An empty table of results."""
+def quality_of(metrics: Mapping[str, Any], digits: int = 1) -> str:
+    """How good the mean model is: its accuracy; of text, or without an accuracy, the test loss.
+
+    >>> quality_of({"accuracy": 0.5, "test_loss": 1.2}), quality_of({"accuracy": 0.5, "test_loss": 1.5, "perplexity": 4.48})
+    ('accuracy 50.0%', 'test loss 1.50, perplexity 4.48')
+    """
+    accuracy, test_loss, perplexity = (metrics.get(name) for name in ("accuracy", "test_loss", "perplexity"))
+    if perplexity is None and accuracy is not None:
+        return f"accuracy {accuracy:.{digits}%}"
+    if test_loss is None:
+        return ""
+    return f"test loss {plain(test_loss)}" + (f", perplexity {plain(perplexity)}" if perplexity is not None else "")
+
+
+def result_of(title: str, strategy: str, metrics: list[dict[str, Any]], times_fewer: float | None) -> Table:
+    """The table of one run."""
+    total, last = total_of(metrics), metrics[-1]
+    found = {"accuracy": last.get("accuracy"), "test loss": last.get("test_loss"), "perplexity": last.get("perplexity")}
+    found["worst"] = last.get("accuracy_worst", found["accuracy"])
+    quality = PERPLEXITY if found["perplexity"] is not None or found["accuracy"] is None else ACCURACY
+    table, parts = results_table(title, quality), (total.compute_s, total.wait_s, total.transfer_s)
+    add_result(table, strategy, [found[name] for name in quality], parts, total.bytes_sent, times_fewer)
+    return table
+
+
+def results_table(title: str, quality: Sequence[str]) -> Table:
+    """An empty table of results; ``quality`` are its columns of how good models are."""
     table = Table(title=title, title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, box=SIMPLE_HEAD)
     table.add_column("strategy", overflow="fold", min_width=12)
-    for column in ("accuracy", "worst", "compute", "wait", "transfer", "MB", "fewer bytes"):
-        table.add_column(column, justify="right", no_wrap=True)
+    for column in (*quality, "compute", "wait", "transfer", "MB", "fewer bytes"):
+        table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
     return table
 
 
 def add_result(
     table: Table,
     label: str,
-    accuracies: Sequence[float | None],
+    quality: Sequence[float | None],
     seconds: Sequence[float | None],
     bytes_sent: float,
     times_fewer: float | None,
 ) -> None:
-    """One run as a row: its accuracies (mean model, worst replica), and seconds of compute, wait and transfer."""
-    figures = [*map(_percent, accuracies), *map(plain, seconds), plain(bytes_sent / 1e6), times(times_fewer)]
+    """One run as a row: how good it is (:data:`ACCURACY` or :data:`PERPLEXITY`), and seconds of compute, wait and transfer."""
+    forms = (_percent, _percent, plain) if len(quality) == len(ACCURACY) else (plain, plain)
+    good = [form(value) for form, value in zip(forms, quality, strict=True)]
+    figures = [*good, *map(plain, seconds), plain(bytes_sent / 1e6), times(times_fewer)]
     table.add_row(escape(label), *figures)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from hocket.cli.batch import train_on_batches
-from hocket.cli.display import LEGEND, Display, add_result, plain_notes, predicted_for, results_table, total_of
+from hocket.cli.display import LEGEND, Display, plain_notes, predicted_for, result_of, total_of
 from hocket.cli.launch import launch
 from hocket.cli.options import option, with_settings
 from hocket.cluster.base import Cluster
@@ -188,12 +188,9 @@ def _who(settings: RunSettings, cluster: Cluster) -> str:
 
 
 def _show(title: str, strategy: str, metrics: list[dict[str, Any]], baseline: int, out: Path | None) -> None:
-    table, total, accuracy = results_table(title), total_of(metrics), metrics[-1].get("accuracy")
-    parts, sent = (total.compute_s, total.wait_s, total.transfer_s), total.bytes_sent
-    worst = metrics[-1].get("accuracy_worst", accuracy)
-    add_result(table, strategy, (accuracy, worst), parts, sent, baseline / sent if sent else None)
+    sent = total_of(metrics).bytes_sent
     console = Console()
-    console.print(table)
+    console.print(result_of(title, strategy, metrics, baseline / sent if sent else None))
     console.print(LEGEND + " Reduction computed against bulk + allreduce, not measured.", style="dim")
     for name, sent, seconds in axes_of(metrics):
         console.print(f"{name} axis: {sent / 1e6:,.1f} MB sent, {seconds:.2f} s waited", style="dim")

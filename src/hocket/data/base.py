@@ -36,13 +36,17 @@ class DataSet:
 
     name: str
     train: Pair
-    test: Pair
+    test: Pair | None
+    """None: nothing is evaluated."""
     classes: int
     prepare: Callable[[Tensor], Tensor]
     augment: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        for part, (inputs, targets) in (("train", self.train), ("test", self.test)):
+        for part, pair in (("train", self.train), ("test", self.test)):
+            if pair is None:
+                continue
+            inputs, targets = pair
             if len(inputs) != len(targets) or not len(inputs):
                 raise HocketError(
                     f"The {part} part of data set '{self.name}' needs as many targets as inputs, and at least one of each; "
@@ -58,6 +62,11 @@ class DataSet:
     def text(self) -> bool:
         """Whether inputs are tokens (int64) rather than values."""
         return self.train[0].dtype == torch.int64
+
+    @property
+    def language(self) -> bool:
+        """Whether a model is to predict a token at every position, so that its perplexity says more than its accuracy."""
+        return self.text and not self.train[1].is_floating_point() and self.train[1].shape == self.train[0].shape
 
     @property
     def example(self) -> Tensor:

@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hocket.report.figures import percent, points, seconds, times
+from hocket.report.figures import plain, seconds, times
+from hocket.report.measure import measure_of
 from hocket.report.rows import BASELINE, Facet, Row, baseline_of
 
 WITHIN = 1.0
-"""Points of accuracy that may be given up for fewer bytes, unless the study names another number."""
-_POINT = 0.01
+"""Points of accuracy (per cent of a test loss) that may be given up for fewer bytes, unless the study names another number."""
 _MORE_ACCURATE = 0.005
 _FASTER = 1.05
 _LEANER = 1.05
@@ -47,11 +47,11 @@ def basis(rows: Sequence[Row], facet: Facet) -> str:
 
 
 def answers_of(facet: Facet, rows: Sequence[Row], within: float = WITHIN) -> list[Answer]:
-    """The answers for one facet; ``within`` points of accuracy may be given up for fewer bytes."""
+    """The answers for one facet; ``within`` points of accuracy, or per cent of the test loss, may be given up for fewer bytes."""
     ranked = [r for r in rows if r.facet == facet and r.ranked]
     if not ranked:
         finished = any(r.facet == facet and r.state == "finished" for r in rows)
-        why = "no accuracy was recorded" if finished else "no run has finished"
+        why = "no accuracy was recorded, and no test loss" if finished else "no run has finished"
         return [Answer("", detail=f"There is nothing to rank here: {why}.")]
     base, found = baseline_of(ranked[0], ranked), list[Answer]()
     threshold, several = _threshold(ranked, base), len(ranked) > 1
@@ -68,28 +68,16 @@ def answers_of(facet: Facet, rows: Sequence[Row], within: float = WITHIN) -> lis
 
 
 def time_to(row: Row, threshold: float) -> float | None:
-    """Seconds until the end of the first epoch that reached an accuracy; None if none did or without a clock."""
-    return next((p.seconds for p in row.curve if p.accuracy and p.accuracy.mean >= threshold - 1e-9), None)
-
-
-def round_below(accuracy: float) -> float:
-    """The largest round accuracy below it: a multiple of five points where one is near, otherwise a full point.
-
-    >>> round_below(0.713), round_below(0.69), round_below(0.9787), round_below(0.003)
-    (0.7, 0.69, 0.97, 0.003)
-    """
-    five = math.floor(accuracy * 20 + 1e-9) / 20
-    if accuracy < 0.9 and five and accuracy - five <= 0.03:
-        return five
-    return math.floor(accuracy * 100 + 1e-9) / 100 or accuracy
+    """Seconds until the end of the first epoch that reached a score; None if none did or without a clock."""
+    return next((p.seconds for p in row.curve if (s := row.score_of(p)) and s.mean >= threshold - 1e-9), None)
 
 
 def _threshold(ranked: list[Row], base: Row | None) -> float:
-    """A round accuracy at least one point below the baseline's, so that noise in its last epochs does not decide."""
+    """A round score a little below the baseline's, or below the median's."""
+    measure = measure_of(ranked[0])
     if base is not None:
-        best = max(p.accuracy.mean for p in base.curve if p.accuracy)
-        return round_below(best - _POINT if best > 2 * _POINT else best)
-    return round_below(sorted(r.final for r in ranked)[len(ranked) // 2])
+        return measure.below(max(s.mean for p in base.curve if (s := base.score_of(p))))
+    return measure.below(sorted(r.final for r in ranked)[len(ranked) // 2], noise=False)
 
 
 def _fastest(ranked: list[Row], base: Row | None, threshold: float) -> Answer:
@@ -97,7 +85,7 @@ def _fastest(ranked: list[Row], base: Row | None, threshold: float) -> Answer:
         clock = "virtual workers have no clock without a described cluster, so seconds are not known; bytes are"
         why = clock if ranked[0].facet.virtual else "no seconds were recorded"
         return Answer("Fastest", detail=f"cannot be said here: {why}.")
-    question = f"Fastest to {_goal(threshold)}{_predicted(ranked[0].facet)}"
+    question = f"Fastest to {measure_of(ranked[0]).goal(threshold)}{_predicted(ranked[0].facet)}"
     timed = [(t, r) for r in ranked if (t := time_to(r, threshold)) is not None]
     if not timed:
         return Answer(question, detail="no run with a clock reached it.")
@@ -111,7 +99,8 @@ def _fastest(ranked: list[Row], base: Row | None, threshold: float) -> Answer:
 
 
 def _least_traffic(ranked: list[Row], base: Row, within: float) -> Answer:
-    question = f"Least traffic within {_points(within)} of {_called(base)}"
+    measure = measure_of(base)
+    question = f"Least traffic within {measure.margin(within)} of {_called(base)}"
     if not base.bytes_sent or base.bytes_sent.mean == 0:
         return Answer(question, detail="one worker sends nothing.")
     ranked = [r for r in ranked if baseline_of(r, ranked) is base]  # runs of another length have a baseline of their own
@@ -122,26 +111,28 @@ def _least_traffic(ranked: list[Row], base: Row, within: float) -> Answer:
         nearest = max(lean, key=lambda r: _gain(r, base), default=None)
         if nearest is None:
             return Answer(question, detail=f"nothing here sends less than {_called(base)}.")
-        cost = f"{_fewer(nearest, base)}, {points(_gain(nearest, base))}"
+        cost = f"{_fewer(nearest, base)}, {measure.difference(_gain(nearest, base))}"
         return Answer(question, detail=f"nothing here; nearest is {nearest.label}, {cost}.")
-    return Answer(question, row.label, _fewer(row, base), points(_gain(row, base)))
+    return Answer(question, row.label, _fewer(row, base), measure.difference(_gain(row, base)))
 
 
 def _most_accurate(ranked: list[Row], base: Row | None) -> Answer:
+    measure = measure_of(ranked[0])
     row = max(ranked, key=lambda r: (r.final, r is base, -(r.bytes_sent.mean if r.bytes_sent else 0.0)))
     if base is None or row is base:
         other = max((r for r in ranked if r is not row), key=lambda r: r.final, default=None)
-        detail = f"next: {other.label}, {percent(other.final)}" if other else ""
+        detail = f"next: {other.label}, {measure.show(other.final)}" if other else ""
     else:
-        detail = f"{_called(base)}: {percent(base.final)}, {points(base.final - row.final)}"
+        detail = f"{_called(base)}: {measure.show(base.final)}, {measure.difference(_gain(base, row))}"
         if _gain(row, base) <= max(_spreads(row, base)) > 0:
             detail += ", within the seeds' spread"
-    return Answer("Most accurate", row.label, percent(row.final), detail)
+    figure = measure.show(row.final) + (f" (perplexity {plain(row.perplexity.mean)})" if row.perplexity else "")
+    return Answer(measure.best, row.label, figure if row.facet.by_loss else measure.show(row.final), detail)
 
 
 def _plain_is_enough(ranked: list[Row], base: Row, threshold: float, within: float) -> str:
     """Why ``bulk + allreduce`` is as good as anything, or an empty string if something beats it."""
-    others = [r for r in ranked if r is not base]
+    others, measure = [r for r in ranked if r is not base], measure_of(base)
     if any(_gain(r, base) > max(_MORE_ACCURATE, *_spreads(r, base)) for r in others):  # a smaller gain is noise
         return ""
     plain = time_to(base, threshold)
@@ -150,9 +141,9 @@ def _plain_is_enough(ranked: list[Row], base: Row, threshold: float, within: flo
         if any(t is not None and t * _FASTER < plain for t in (time_to(r, threshold) for r in others)):
             return ""
         saved = "; what others save is traffic, not time" if lean else ""
-        sooner = f"nothing reaches {_goal(threshold)} more than 5 % sooner{_predicted(base.facet)}"
-        return f"{sooner} or ends more than 0.5 points higher{saved}"
-    return "" if lean else f"nothing sends less within {_points(within)} of it or ends more than 0.5 points higher"
+        sooner = f"nothing reaches {measure.goal(threshold)} more than 5 % sooner{_predicted(base.facet)}"
+        return f"{sooner} or ends more than 0.5 {measure.unit_higher}{saved}"
+    return "" if lean else f"nothing sends less within {measure.margin(within)} of it or ends more than 0.5 {measure.unit_higher}"
 
 
 def _called(base: Row) -> str:
@@ -164,25 +155,17 @@ def _predicted(facet: Facet) -> str:
     return f" ({facet.predicted})" if facet.cluster else ""
 
 
-def _points(within: float) -> str:
-    return "1 point" if within == 1 else f"{within:g} points"
-
-
 def _fewer(row: Row, base: Row) -> str:
     ratio = _ratio(row, base)
     return "nothing sent" if math.isinf(ratio) else f"{times(ratio)} fewer bytes"
 
 
-def _goal(threshold: float) -> str:
-    return percent(threshold, 0 if math.isclose(threshold * 100, round(threshold * 100)) else 1)
-
-
 def _gain(row: Row, base: Row) -> float:
-    return row.final - base.final
+    return measure_of(base).gain(row, base)
 
 
-def _spreads(*rows: Row) -> list[float]:
-    return [0.0, *(r.accuracy.spread for r in rows if r.accuracy and r.accuracy.spread is not None)]
+def _spreads(row: Row, base: Row) -> list[float]:
+    return [measure_of(base).spread(r, base) for r in (row, base)]
 
 
 def _ratio(row: Row, base: Row) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 from hocket.report.answers import basis
 from hocket.report.figures import percent, seconds
+from hocket.report.measure import measure_of
 from hocket.report.rows import Facet, Row, frontier
 from hocket.report.split import LOOKS, MOST_TIMELINES
 from hocket.report.staleness import column_edges, column_of, place_of
@@ -74,7 +75,9 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
     looks, pictures = styles(rows), list[tuple[str, bytes | None]]()
     for facet in sorted({r.facet for r in rows}):
         inside = [r for r in rows if r.facet == facet]
-        pictures += [(f"{_stem(facet)}-{name}", chart(inside, looks)) for name, chart in _CHARTS.items()]
+        for name, chart in _CHARTS.items():
+            name = "loss" if facet.by_loss and name == "accuracy" else name
+            pictures.append((f"{_stem(facet)}-{name}", chart(inside, looks)))
     for facet in sorted({replace(r.facet, workers=0) for r in rows}):
         inside = [r for r in rows if replace(r.facet, workers=0) == facet]
         pictures.append((f"{_stem(facet)}-workers", _workers(inside, looks)))
@@ -98,7 +101,7 @@ def ours(name: str) -> bool:
     >>> [ours(n) for n in ("digits-cnn-4-virtual-frontier.png", "mlp-workers-2.png", "x-timeline.png", "holiday.png")]
     [True, True, True, False]
     """
-    return re.search(r"-(accuracy|frontier|bars|staleness|workers|timeline)(-\d+)?\.png$", name) is not None
+    return re.search(r"-(accuracy|loss|frontier|bars|staleness|workers|timeline)(-\d+)?\.png$", name) is not None
 
 
 def safe(name: str) -> str:
@@ -117,17 +120,18 @@ def _unused(name: str, files: dict[str, bytes]) -> str:
     return path
 
 
-def _accuracy(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
-    drawn = [r for r in rows if any(p.accuracy for p in r.curve)]
+def _epochs(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
+    drawn = [r for r in rows if any(r.score_of(p) for p in r.curve)]
     if not drawn:
         return None
-    figure, axes = _canvas("Accuracy per epoch", rows, "accuracy of the mean model (%)", "epoch")
+    measure = measure_of(rows[0])
+    figure, axes = _canvas(f"{measure.axis.capitalize()} per epoch", rows, _axis(rows, "of the mean model"), "epoch")
     named = _named(drawn, drawn[:_MOST_NAMED])
     for row in sorted(drawn, key=lambda r: (r in named, r.plain)):
-        marked = [p for p in row.curve if p.accuracy]
+        marked = [(p.epoch, s.mean) for p in row.curve if (s := row.score_of(p))]
         axes.plot(
-            [p.epoch for p in marked],
-            [p.accuracy.mean * 100 for p in marked if p.accuracy],
+            [epoch for epoch, _ in marked],
+            [_height(row, score) for _, score in marked],
             label=_legend(row, looks, named),
             markersize=4,
             marker="" if len(marked) > 1 else "o",
@@ -142,16 +146,17 @@ def _frontier(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     drawn = [r for r in rows if r.ranked and r.mb_per_worker]
     if not drawn:
         return None
-    figure, axes = _canvas("Traffic against accuracy", rows, "final accuracy (%)", "MB sent per worker (log scale)")
+    title = f"Traffic against {measure_of(rows[0]).axis}"
+    figure, axes = _canvas(title, rows, _axis(rows), "MB sent per worker (log scale)")
     line = frontier(drawn)
     steps = {"color": "#b9bfc9", "linewidth": 1.2, "zorder": 1, "label": "_frontier", "drawstyle": "steps-post"}
-    axes.plot([r.mb_per_worker for r in line], [_percent(r) for r in line], **steps)
+    axes.plot([r.mb_per_worker for r in line], [_place(r) for r in line], **steps)
     named = _named(drawn, line + drawn)
     floor = _floor(drawn, line)
-    places = {row.label: (row.mb_per_worker or 0.0, max(floor, _percent(row))) for row in drawn}
+    places = {row.label: (row.mb_per_worker or 0.0, max(floor, _place(row))) for row in drawn}
     for row in sorted(drawn, key=lambda r: r in named):
         look = _look(looks[row.label], row in named)
-        below = _percent(row) < floor
+        below = _place(row) < floor
         axes.plot(
             *([value] for value in places[row.label]),
             linestyle="",
@@ -162,7 +167,7 @@ def _frontier(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
             alpha=1 if row.on_frontier or row.plain else 0.75,
             label=_legend(row, looks, named),
         )
-    if floor > min(map(_percent, drawn)):
+    if floor > min(map(_place, drawn)):
         axes.set_xlabel("MB sent per worker (log scale); ▽ further down", color=_QUIET)
     axes.set_xscale("log")
     axes.margins(0.08)
@@ -174,8 +179,9 @@ def _frontier(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
 
 def _floor(drawn: list[Row], line: list[Row]) -> float:
     """The lower limit of the chart, a little below the frontier: a few failed runs far below would compress all others."""
-    low, high = min(map(_percent, line)), max(map(_percent, line))
-    return max(min(map(_percent, drawn)), low - max(3.0, (high - low) / 4))
+    low, high = min(map(_place, line)), max(map(_place, line))
+    least = 0.03 * abs(high) if drawn[0].facet.by_loss else 3.0
+    return max(min(map(_place, drawn)), low - max(least, (high - low) / 4))
 
 
 def _number(axes: Any, names: dict[str, tuple[float, float]], points: list[tuple[float, float]]) -> None:
@@ -241,7 +247,7 @@ def _staleness(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     return _finish(figure, axes, len(aged) - len(drawn))
 
 
-_CHARTS = {"accuracy": _accuracy, "frontier": _frontier, "bars": _bars, "staleness": _staleness}
+_CHARTS = {"accuracy": _epochs, "frontier": _frontier, "bars": _bars, "staleness": _staleness}
 
 
 def _staleness_ticks(edges: list[int]) -> list[int]:
@@ -265,9 +271,9 @@ def _workers(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
     counts = sorted({r.facet.workers for r in rows if r.ranked})
     if len(counts) < 2:
         return None
-    figure, axes = _canvas("Worker counts side by side", rows, "final accuracy (%)", "workers")
+    figure, axes = _canvas("Worker counts side by side", rows, _axis(rows), "workers")
     labels = sorted({r.label for r in rows if r.ranked}, key=lambda label: looks[label].number)
-    best = sorted((r for r in rows if r.ranked), key=lambda r: -_percent(r))
+    best = sorted((r for r in rows if r.ranked), key=lambda r: -_place(r))
     named = _named(best, list({r.label: r for r in reversed(best)}.values())[::-1])
     shown = {r.label: r for r in named}
     for label in sorted(labels, key=lambda label: label in shown):
@@ -277,7 +283,7 @@ def _workers(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
         look = looks[label]
         axes.plot(
             [x + shift for x in xs],
-            [_percent(found[counts[x]]) for x in xs],
+            [_place(found[counts[x]]) for x in xs],
             marker=_MARKERS[look.mark % len(_MARKERS)],
             markersize=6,
             linewidth=0.7,
@@ -333,6 +339,8 @@ def _canvas(title: str, rows: list[Row], ylabel: str, xlabel: str, height: float
     axes.set_ylabel(ylabel, color=_QUIET)
     axes.grid(color="#e6e8ec", linewidth=0.8)
     axes.set_axisbelow(True)
+    if ylabel and facet.by_loss:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{-value:g}")
     axes.tick_params(colors=_QUIET, length=0)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
@@ -379,5 +387,14 @@ def _plain(text: str) -> str:
     return " " + short.replace("$", r"\$")
 
 
-def _percent(row: Row) -> float:
-    return row.final * 100
+def _place(row: Row) -> float:
+    return _height(row, row.final)
+
+
+def _height(row: Row, score: float) -> float:
+    """Where a score is drawn: better ones higher, so a test loss (minus the score) on a reversed axis."""
+    return score if row.facet.by_loss else score * 100
+
+
+def _axis(rows: list[Row], of: str = "at the end") -> str:
+    return f"test loss {of}, lower losses higher up" if rows[0].facet.by_loss else f"accuracy {of} (%)"

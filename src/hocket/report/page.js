@@ -44,6 +44,7 @@
     return size >= 10 ? v.toFixed(1) : size >= 1 ? v.toFixed(2) : String(Number(v.toPrecision(3)));
   };
   const percent = (v) => `${(v * 100).toFixed(1)} %`;
+  const scored = (v) => (facets[state.facet].by_loss ? `test loss ${digits(-v)}` : percent(v));
   const short = (v) => (v >= 1000 ? v.toLocaleString("en") : String(Number(v.toPrecision(6))));
 
   function ticks(low, high, count) {
@@ -144,8 +145,15 @@
       root.append(svg("text", { x: area.left - 8, y: at(value) + 4, "text-anchor": "end" }, form(value)));
     }
   }
-  function accuracyAxis(plot, values, whole = false) {
+  // Better is higher: accuracies in per cent, test losses (minus the score) on a reversed axis.
+  function scoreAxis(plot, values, whole = false) {
     const low = Math.min(...values), high = Math.max(...values);
+    if (facets[state.facet].by_loss) {
+      const pad = Math.max((high - low) * 0.06, Math.abs(high) * 0.01);
+      const at = linear(low - pad, Math.min(0, high + pad), plot.area.bottom, plot.area.top);
+      axisY(plot, at, ticks(low - pad, Math.min(0, high + pad), 5), (v) => short(v ? -v : 0));
+      return at;
+    }
     const pad = Math.max((high - low) * 0.06, (0.02 - (high - low)) / 2); // at least two points: less is chance drawn large
     const bottom = Math.max(0, low - pad);
     let top = Math.min(1, high + pad);
@@ -229,18 +237,18 @@
     byId(figure).querySelector("figcaption p").textContent = text;
   }
 
-  // Lines: accuracy against epochs, seconds or MB ----------------------------------------------------------------------------
-  const EPOCH = 0, ACCURACY = 1, SPREAD = 2, SECONDS = 3, MB = 4;
+  // Lines: scores against epochs, seconds or MB ----------------------------------------------------------------------------
+  const EPOCH = 0, SCORE = 1, SPREAD = 2, SECONDS = 3, MB = 4;
 
   function lines(figure, chosen, x, options) {
     const tracks = chosen
-      .map((row) => ({ row, points: row.curve.filter((p) => p[ACCURACY] !== null && p[x] !== null && (!options.log || p[x] > 0)) }))
+      .map((row) => ({ row, points: row.curve.filter((p) => p[SCORE] !== null && p[x] !== null && (!options.log || p[x] > 0)) }))
       .filter((track) => track.points.length);
     if (!tracks.length) return say(figure, options.empty);
     const many = tracks.length > MANY;
     const plot = begin(figure, innerWidth < 560 ? 300 : 380, { left: 46, right: 34, top: 10, bottom: 46 });
     plot.root.classList.toggle("many", many);
-    const y = accuracyAxis(plot, tracks.flatMap((t) => t.points.map((p) => p[ACCURACY])), true);
+    const y = scoreAxis(plot, tracks.flatMap((t) => t.points.map((p) => p[SCORE])), true);
     const xs = tracks.flatMap((t) => t.points.map((p) => p[x]));
     let low = Math.min(...xs), high = Math.max(...xs);
     const count = Math.max(3, Math.floor(plot.w / 90));
@@ -260,10 +268,10 @@
     for (const track of tracks) {
       const s = series[track.row.series];
       const element = group(plot, track.row);
-      const places = track.points.map((p) => [at(p[x]), y(p[ACCURACY])]);
+      const places = track.points.map((p) => [at(p[x]), y(p[SCORE])]);
       if (!many && x === EPOCH && track.points.every((p) => p[SPREAD])) {
         const inside = (v) => Math.max(plot.area.top, Math.min(plot.area.bottom, v));
-        const edge = (sign) => track.points.map((p) => `${at(p[x]).toFixed(1)} ${inside(y(p[ACCURACY] + sign * p[SPREAD])).toFixed(1)}`);
+        const edge = (sign) => track.points.map((p) => `${at(p[x]).toFixed(1)} ${inside(y(p[SCORE] + sign * p[SPREAD])).toFixed(1)}`);
         element.append(svg("path", { class: "band", d: `M${edge(1).join("L")}L${edge(-1).reverse().join("L")}Z` }));
       }
       const path = `M${places.map(([a, b]) => `${a.toFixed(1)} ${b.toFixed(1)}`).join("L")}`;
@@ -284,7 +292,7 @@
 
   // Numbers at line ends, keyed to the legend and pushed apart; at many lines only for the best and the baseline.
   function endLabels(plot, tracks, many) {
-    let named = tracks.filter((t) => t.row.ranked).sort((a, b) => b.row.accuracy - a.row.accuracy);
+    let named = tracks.filter((t) => t.row.ranked).sort((a, b) => b.row.score - a.row.score);
     if (many) named = named.filter((t, i) => i < 3 || series[t.row.series].baseline);
     named.sort((a, b) => a.end[1] - b.end[1]);
     const ys = apart(named.map((t) => t.end[1]), 12, plot.area.top, plot.area.bottom);
@@ -320,32 +328,32 @@
     const plot = begin("frontier", innerWidth < 560 ? 340 : 440, { left: 46, right: 18, top: 14, bottom: 46 });
     const best = shown.filter((row) => row.frontier).sort((a, b) => a.mb - b.mb);
     // A little under the frontier the chart ends: a few failures far down would leave the rest a thin stripe.
-    const heights = (best.length ? best : shown).map((row) => row.accuracy);
+    const heights = (best.length ? best : shown).map((row) => row.score);
     const least = Math.min(...heights), span = Math.max(...heights) - least;
-    const floor = Math.max(Math.min(...shown.map((row) => row.accuracy)), least - Math.max(0.03, span / 4));
-    const height = (row) => Math.max(floor, row.accuracy);
-    const y = accuracyAxis(plot, shown.map(height));
+    const floor = Math.max(Math.min(...shown.map((row) => row.score)), least - Math.max(0.03 * (facets[state.facet].by_loss ? Math.abs(least) : 1), span / 4));
+    const height = (row) => Math.max(floor, row.score);
+    const y = scoreAxis(plot, shown.map(height));
     const sent = shown.map((row) => row.mb);
     const [low, high] = [Math.min(...sent) / 1.6, Math.max(...sent) * 1.6];
     const x = log(low, high, plot.area.left, plot.area.right);
-    axisX(plot, x, logTicks(low, high, Math.max(3, Math.floor(plot.w / 80))), short, shown.some((row) => row.accuracy < floor) ? "MB sent per worker (log scale); ▽ further down" : "MB sent per worker (log scale)");
-    const steps = best.map((row, i) => (i ? `H${x(row.mb)}V${y(row.accuracy)}` : `M${x(row.mb)} ${y(row.accuracy)}`));
+    axisX(plot, x, logTicks(low, high, Math.max(3, Math.floor(plot.w / 80))), short, shown.some((row) => row.score < floor) ? "MB sent per worker (log scale); ▽ further down" : "MB sent per worker (log scale)");
+    const steps = best.map((row, i) => (i ? `H${x(row.mb)}V${y(row.score)}` : `M${x(row.mb)} ${y(row.score)}`));
     plot.root.append(svg("path", { class: "pareto", d: steps.join("") }));
     shown.sort((a, b) => a.frontier - b.frontier);
     for (const row of shown) {
       const element = group(plot, row, row.frontier || series[row.series].baseline ? "" : "faint");
-      const place = { x: x(row.mb), y: y(height(row)) }, below = row.accuracy < floor;
+      const place = { x: x(row.mb), y: y(height(row)) }, below = row.score < floor;
       element.append(below ? further(place.x, place.y) : marker(series[row.series].mark, place.x, place.y, row.frontier ? 5.5 : 4.2));
       plot.targets.push({ ...place, row, group: element, halo: halo(element), at: row.frontier ? "on the frontier" : below ? "further down than drawn" : "" });
     }
-    placeLabels(plot, best.map((row) => [x(row.mb), y(row.accuracy)]));
+    placeLabels(plot, best.map((row) => [x(row.mb), y(row.score)]));
     finish(plot);
   }
 
   // Lines that end in different places: a number beside the end where there is room, for the best first.
   function nearLabels(plot, tracks) {
     const taken = plot.targets.map((t) => ({ x: t.x - 3, y: t.y - 3, w: 6, h: 6 }));
-    for (const track of [...tracks].filter((t) => t.row.ranked).sort((a, b) => b.row.accuracy - a.row.accuracy)) {
+    for (const track of [...tracks].filter((t) => t.row.ranked).sort((a, b) => b.row.score - a.row.score)) {
       const text = String(series[track.row.series].number);
       const target = { x: track.end[0], y: track.end[1] };
       const box = nearby(target, width(text, 11) + 3, 12, [7], (b) => !taken.some((t) => overlap(t, b)));
@@ -367,7 +375,7 @@
     const free = (box) => box.x >= area.left + 2 && box.x + box.w <= plot.w - 2 && box.y >= area.top - 8 && box.y + box.h <= area.bottom - 2
       && !taken.some((t) => overlap(t, box));
     const important = (t) => (t.row.frontier ? 2 : 0) + (series[t.row.series].baseline ? 1 : 0);
-    const order = [...plot.targets].sort((a, b) => important(b) - important(a) || b.row.accuracy - a.row.accuracy);
+    const order = [...plot.targets].sort((a, b) => important(b) - important(a) || b.row.score - a.row.score);
     for (const target of order) {
       const s = series[target.row.series];
       const wanted = important(target) ? [`${s.number}  ${s.label}`, String(s.number)] : [String(s.number)];
@@ -516,14 +524,14 @@
   // Worker counts ------------------------------------------------------------------------------------------------------------
   function workers() {
     const facet = facets[state.facet];
-    const near = (f) => f.data === facet.data && f.model === facet.model && f.kind === facet.kind && f.study === facet.study && f.cluster === facet.cluster;
+    const near = (f) => f.data === facet.data && f.model === facet.model && f.kind === facet.kind && f.study === facet.study && f.cluster === facet.cluster && f.by_loss === facet.by_loss;
     const found = rows.filter((row) => row.ranked && near(facets[row.facet]));
     const counts = [...new Set(found.map((row) => facets[row.facet].workers))].sort((a, b) => a - b);
     byId("workers").hidden = counts.length < 2;
     if (counts.length < 2) return;
     const kinds = [...new Set(found.map((row) => row.series))].sort((a, b) => a - b);
     const plot = begin("workers", innerWidth < 560 ? 320 : 380, { left: 46, right: 10, top: 10, bottom: 46 });
-    const y = accuracyAxis(plot, found.map((row) => row.accuracy));
+    const y = scoreAxis(plot, found.map((row) => row.score));
     const column = (plot.area.right - plot.area.left) / counts.length;
     const centre = (count) => plot.area.left + column * (counts.indexOf(count) + 0.5);
     counts.slice(1).forEach((count) => {
@@ -535,7 +543,7 @@
       const own = found.filter((row) => row.series === kind).sort((a, b) => facets[a.facet].workers - facets[b.facet].workers);
       const shift = kinds.length > 1 ? (kinds.indexOf(kind) / (kinds.length - 1) - 0.5) * column * 0.72 : 0;
       const element = group(plot, own[0]);
-      const place = (row) => [centre(facets[row.facet].workers) + shift, y(row.accuracy)];
+      const place = (row) => [centre(facets[row.facet].workers) + shift, y(row.score)];
       element.append(svg("path", { class: "line slope", d: `M${own.map((row) => place(row).map((v) => v.toFixed(1)).join(" ")).join("L")}` }));
       for (const row of own) element.append(marker(series[kind].mark, ...place(row), kinds.length > MANY ? 3 : 4.5));
       const ring = halo(element);
@@ -543,7 +551,7 @@
         const [px, py] = place(row);
         plot.targets.push({ x: px, y: py, row, group: element, halo: ring, at: `${facets[row.facet].workers} ${facet.kind} workers` });
       }
-      element.setAttribute("aria-label", own.map((row) => `${facets[row.facet].workers} workers: ${percent(row.accuracy)}`).join(", "));
+      element.setAttribute("aria-label", own.map((row) => `${facets[row.facet].workers} workers: ${scored(row.score)}`).join(", "));
     }
     finish(plot);
   }
@@ -659,17 +667,20 @@
     const chosen = rows.filter((row) => row.facet === state.facet);
     legend(chosen);
     const workersText = `${facet.workers} ${facet.kind} worker${facet.workers === 1 ? "" : "s"}`;
-    caption("epochs", "Accuracy per epoch", `Accuracy of the mean model at the end of each epoch, ${workersText}.`);
-    caption("frontier", "Traffic against accuracy", `Up and to the left is better; nothing beats the strategies on the line in both. Bytes ${facet.kind === "virtual" ? "of virtual workers, counted" : "measured"}.`);
-    lines("epochs", chosen, EPOCH, { title: "epoch", empty: "No run here recorded an accuracy.", at: (p) => `epoch ${p[EPOCH]}: ${percent(p[ACCURACY])}` });
+    const [measure, Measure] = facet.by_loss ? ["test loss", "Test loss"] : ["accuracy", "Accuracy"];
+    const reversed = facet.by_loss ? " Lower losses are higher up." : "";
+    caption("epochs", `${Measure} per epoch`, `${Measure} of the mean model at the end of each epoch, ${workersText}.${reversed}`);
+    caption("workers", "Worker counts side by side", `Final ${measure} of each strategy; lines join the same strategy.${reversed}`);
+    caption("frontier", `Traffic against ${measure}`, `Up and to the left is better; nothing beats the strategies on the line in both. Bytes ${facet.kind === "virtual" ? "of virtual workers, counted" : "measured"}.`);
+    lines("epochs", chosen, EPOCH, { title: "epoch", empty: "No run here recorded an accuracy or a test loss.", at: (p) => `epoch ${p[EPOCH]}: ${scored(p[SCORE])}` });
     const timed = chosen.some((row) => row.curve.some((p) => p[SECONDS] !== null));
     if (timed) {
-      caption("cost", "Accuracy against seconds", `Seconds since the start, mean over workers${origin(facet)}.`);
-      lines("cost", chosen, SECONDS, { title: inSeconds(facet), empty: "", at: (p) => `epoch ${p[EPOCH]}, ${digits(p[SECONDS])} s: ${percent(p[ACCURACY])}` });
+      caption("cost", `${Measure} against seconds`, `Seconds since the start, mean over workers${origin(facet)}.`);
+      lines("cost", chosen, SECONDS, { title: inSeconds(facet), empty: "", at: (p) => `epoch ${p[EPOCH]}, ${digits(p[SECONDS])} s: ${scored(p[SCORE])}` });
     } else {
       const why = facet.kind === "virtual" ? "Virtual workers have no clock without --cluster, so there are no seconds to draw" : "No seconds were recorded";
-      caption("cost", "Accuracy against traffic", `${why}; this is accuracy against MB sent instead.`);
-      lines("cost", chosen, MB, { title: "MB sent per worker (log scale)", log: true, empty: "Nothing was sent here.", at: (p) => `epoch ${p[EPOCH]}, ${digits(p[MB])} MB: ${percent(p[ACCURACY])}` });
+      caption("cost", `${Measure} against traffic`, `${why}; this is ${measure} against MB sent instead.`);
+      lines("cost", chosen, MB, { title: "MB sent per worker (log scale)", log: true, empty: "Nothing was sent here.", at: (p) => `epoch ${p[EPOCH]}, ${digits(p[MB])} MB: ${scored(p[SCORE])}` });
     }
     frontier(chosen);
     bars(chosen);

@@ -118,7 +118,7 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
     place = {label: i for i, label in enumerate(labels)}
     shown = columns(rows)
     edges = {f: column_edges(row.staleness for row in rows if row.facet == f) for f in facets}
-    names = ("data", "model", "workers", "kind", "study", "cluster")
+    names = ("data", "model", "workers", "kind", "study", "cluster", "by_loss")
     return {
         "facets": [{**{name: getattr(f, name) for name in names}, "staleness": edges[f]} for f in facets],
         "series": [{"label": label, **vars(looks[label])} for label in labels],
@@ -129,7 +129,7 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
                 "ranked": row.ranked,
                 "state": row.state,
                 "frontier": row.on_frontier,
-                "accuracy": row.accuracy and row.accuracy.mean,
+                "score": row.score and row.score.mean,
                 "mb": row.mb_per_worker,
                 **{name: figure and figure.mean for name, figure in row.clock.items()},
                 "curve": _curve(row),
@@ -143,13 +143,13 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
 
 
 def _curve(row: Row) -> list[list[float | None]]:
-    """By epoch: its number, accuracy, spread, seconds, MB per worker; at most as many epochs and digits as a plot can show."""
+    """By epoch: its number, score, spread, seconds, MB per worker; at most as many epochs and digits as a plot can show."""
     last, points = len(row.curve) - 1, []
     places = {round(i * last / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)} if last >= _MOST_POINTS else range(last + 1)
     for point in (row.curve[place] for place in sorted(places)):
-        accuracy = point.accuracy
+        score = row.score_of(point)
         sent = None if point.bytes_sent is None else point.bytes_sent / max(1, row.facet.workers) / 1e6
-        figures = (point.epoch, accuracy and accuracy.mean, accuracy and accuracy.spread, point.seconds, sent)
+        figures = (point.epoch, score and score.mean, score and score.spread, point.seconds, sent)
         points.append([None if f is None else float(f"{f:.7g}") for f in figures])
     return points
 
@@ -165,7 +165,8 @@ def _tip(row: Row) -> list[list[str]]:
     def share(figure: Figure | None) -> str:
         return "–" if figure is None else f"{figure.scaled(100).text(1)} %"
 
-    pairs = [["accuracy", share(row.accuracy)]]
+    pairs = [["accuracy", share(row.accuracy)]] if row.accuracy or not row.facet.by_loss else []
+    pairs += [[name, figure.text()] for name, figure in (("test loss", row.test_loss), ("perplexity", row.perplexity)) if figure]
     if row.worst and row.accuracy and row.worst.mean != row.accuracy.mean:
         pairs.append(["worst replica", share(row.worst)])
     pairs += [[name, f"{figure.text()} s"] for name, figure in row.clock.items() if figure]

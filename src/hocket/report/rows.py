@@ -37,6 +37,8 @@ class Facet:
     study: str = ""
     cluster: str = ""
     """The described cluster that seconds are predicted for."""
+    by_loss: bool = False
+    """Compared by test loss: the data are text, or no run has an accuracy."""
 
     @property
     def predicted(self) -> str:
@@ -93,6 +95,7 @@ class Point:
 
     epoch: int
     accuracy: Figure | None
+    test_loss: Figure | None
     seconds: float | None
     bytes_sent: float | None
 
@@ -128,6 +131,9 @@ class Row:
     transfer: Figure | None
     bytes_sent: Figure | None
     curve: tuple[Point, ...]
+    test_loss: Figure | None = None
+    perplexity: Figure | None = None
+    """Of language models: exp(test loss)."""
     staleness: Staleness | None = None
     """The staleness of gradients of asynchronous workers."""
     lost: Figure | None = None
@@ -142,15 +148,26 @@ class Row:
     """How many times fewer bytes than ``bulk + allreduce`` of the same facet."""
     on_frontier: bool = False
 
+    def score_of(self, found: Row | Point) -> Figure | None:
+        """Larger is better: the accuracy, or minus the test loss."""
+        if not self.facet.by_loss:
+            return found.accuracy
+        return None if found.test_loss is None else Figure(-found.test_loss.mean, found.test_loss.spread)
+
+    @property
+    def score(self) -> Figure | None:
+        """That at the end."""
+        return self.score_of(self)
+
     @property
     def final(self) -> float:
-        """The mean accuracy at the end; 0 where none was recorded."""
-        return self.accuracy.mean if self.accuracy else 0.0
+        """Its mean; 0 where none was recorded."""
+        return self.score.mean if self.score else 0.0
 
     @property
     def ranked(self) -> bool:
         """Whether it takes part in comparisons."""
-        return self.state == FINISHED and self.accuracy is not None
+        return self.state == FINISHED and self.score is not None
 
     @property
     def mb_per_worker(self) -> float | None:
@@ -200,8 +217,16 @@ def make_rows(runs: Iterable[RunRecord]) -> list[Row]:
         again = configuration, str(run.settings.get("seed"))
         groups[configuration, times[again]].append(run)
         times[again] += 1
-    rows = _compared(_labelled(_apart([_row(group) for group in groups.values()])))
+    rows = _compared(_labelled(_apart(_by_measure([_row(group) for group in groups.values()]))))
     return sorted(rows, key=lambda r: (r.facet, not r.ranked, -r.final, r.label))
+
+
+def _by_measure(rows: list[Row]) -> list[Row]:
+    """Facets of text, and those without any accuracy, are compared by test loss."""
+    text = {row.facet for row in rows if row.perplexity}
+    counted, lost = ({row.facet for row in rows if getattr(row, name)} for name in ("accuracy", "test_loss"))
+    by_loss = text | (lost - counted)
+    return [replace(row, facet=replace(row.facet, by_loss=row.facet in by_loss)) for row in rows]
 
 
 def cluster_name(settings: Mapping[str, Any]) -> str:
@@ -234,7 +259,7 @@ def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """The rows of one facet that no other beats in both accuracy and bytes, by bytes."""
+    """The rows of one facet that no other beats in both score and bytes, by bytes."""
     known = [(r.bytes_sent.mean, -r.final, r) for r in rows if r.ranked and r.bytes_sent]
 
     best = [a for a in known if not any(b[0] <= a[0] and b[1] <= a[1] and b[:2] != a[:2] for b in known)]
@@ -291,6 +316,8 @@ def _row(runs: list[RunRecord]) -> Row:
         transfer=total("transfer_s"),
         bytes_sent=total("bytes_sent"),
         curve=_curve(runs),
+        test_loss=last("test_loss"),
+        perplexity=last("perplexity"),
         staleness=Staleness.of(line for run in runs for line in run.lines),
         lost=total("lost"),
         comm_stats={axis: found for axis, found in axes.items() if found.bytes_sent or found.seconds},
@@ -309,8 +336,9 @@ def _curve(runs: list[RunRecord]) -> tuple[Point, ...]:
         for name, before in sums.items():
             step = Figure.of([number(track[epoch].get(name)) for track in tracks])
             sums[name] = before + step.mean if before is not None and step is not None else None
-        accuracy = Figure.of([number(track[epoch].get("accuracy")) for track in tracks])
-        curve.append(Point(epoch, accuracy, sums["seconds"], sums["bytes_sent"]))
+        names = ("accuracy", "test_loss")
+        accuracy, test_loss = (Figure.of([number(track[epoch].get(name)) for track in tracks]) for name in names)
+        curve.append(Point(epoch, accuracy, test_loss, sums["seconds"], sums["bytes_sent"]))
     return tuple(curve)
 
 

@@ -87,6 +87,8 @@ _COLUMNS = (
     Column("strategy", "strategy", lambda r: r.label),
     Column("accuracy", "accuracy", lambda r: r.accuracy, "%", scale=100, digits=1),
     Column("accuracy_worst", "worst replica", lambda r: r.worst, "%", scale=100, digits=1),
+    Column("test_loss", "test loss", lambda r: r.test_loss, scale=1, needed=lambda r: r.test_loss),
+    Column("perplexity", "perplexity", lambda r: r.perplexity, scale=1, needed=lambda r: r.perplexity),
     Column("epochs", "epochs", lambda r: float(r.epochs), form="{:.0f}".format),
     Column("seconds", "seconds", lambda r: r.seconds, scale=1),
     Column("compute_s", "compute", lambda r: r.compute, "s", scale=1),

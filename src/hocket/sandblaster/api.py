@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hocket.cluster.spec import ClusterSpec
@@ -22,6 +21,7 @@ from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.portions import cut
 from hocket.sandblaster.virtual import VirtualWorld
 from hocket.train.engines.base import Loss
+from hocket.train.evaluate import Evaluation, Evaluator
 from hocket.train.simulate import seeded
 
 
@@ -29,7 +29,8 @@ from hocket.train.simulate import seeded
 class SandblasterRun:
     """What a run gave: ``metrics`` one dict per iteration (number 0: the first evaluation), the ``model``, and why it ``ended``.
 
-    A dict holds ``iteration``, the ``loss`` reached, its ``accuracy`` where there are test data, and what this iteration took:
+    A dict holds ``iteration``, the ``loss`` reached, its ``accuracy`` and ``test_loss`` where there are
+    test data, and what this iteration took:
     ``evaluations``, ``seconds``, ``bytes_coordinator`` (through the coordinator), ``bytes_shards`` (between workers and shards),
     portions ``issued``, ``duplicated`` (second copies), ``wasted`` (computed in vain), and workers ``lost``.
     """
@@ -47,6 +48,11 @@ class SandblasterRun:
     def accuracy(self) -> float | None:
         """At the end, on the test data."""
         return self.metrics[-1]["accuracy"]
+
+    @property
+    def test_loss(self) -> float | None:
+        """At the end, on the test data."""
+        return self.metrics[-1]["test_loss"]
 
     @property
     def evaluations(self) -> int:
@@ -139,7 +145,7 @@ class Sandblaster:
         world = self.world()
 
         def tell(row: dict[str, Any]) -> None:
-            row["accuracy"] = self.accuracy(world.objective, world.x)
+            row |= self.evaluate(world.objective, world.x).line(row["loss"])
             watch(row)
 
         world.run(tell)
@@ -181,19 +187,18 @@ class Sandblaster:
             None if record is None else Path(record),
         )
         objective = self.objective()
-        metrics[-1]["accuracy"] = self.accuracy(objective, x)
+        metrics[-1] |= self.evaluate(objective, x).line(metrics[-1]["loss"])
         objective.move(x)
         return SandblasterRun(metrics, objective.model, ended)
 
-    @torch.no_grad()
-    def accuracy(self, objective: Objective, x: Tensor) -> float | None:
-        """Of the weights ``x`` on the test data, None without such or without classes."""
-        if self.test is None or self.test[1].is_floating_point():
-            return None
-        inputs, targets = (part.to(x.device) for part in self.test)
+    def evaluate(self, objective: Objective, x: Tensor) -> Evaluation:
+        """The weights ``x`` on the test data."""
+        if self.test is None:
+            return Evaluation()
         objective.move(x)
-        hits = objective.model(self.prepare(inputs)).argmax(-1) == targets
-        return hits.double().mean().item()
+        evaluator = Evaluator(DataSet("batch", self.train, self.test, 0, self.prepare), self.loss)
+        inputs, targets = (part.to(x.device) for part in self.test)
+        return evaluator.evaluation(evaluator.tally(objective.model, (inputs, targets)))
 
 
 def _parts(data: Any, test: Any) -> tuple[Pair, Pair | None, Callable[[Tensor], Tensor]]:

@@ -328,7 +328,7 @@ class SandblasterCoordinator(Dispatch):
     def _mark(self) -> Task:
         """An iteration has ended."""
         state, spent = self.state, self._spent()
-        row = {"iteration": state.iteration, "loss": state.loss, "accuracy": None}
+        row = {"iteration": state.iteration, "loss": state.loss, "accuracy": None, "test_loss": None}
         row["evaluations"] = state.evaluations - sum(row["evaluations"] for row in self.metrics)
         self.metrics.append({**row, **{name: spent[name] - self._before.get(name, 0) for name in spent}})
         yield from self._ask((("save", state.iteration),))

@@ -155,9 +155,9 @@ class GossipRun(SupervisedRun):
 
     def epoch_ends(self, look: Callable[[], Mean | None], figures: dict[str, Any], epoch: int) -> dict[str, Any]:
         """Evaluate and record an epoch."""
-        mean, accuracy = look(), None
+        mean, evaluation = look(), None
         if mean is not None:
             rows = [row.view(1, -1) for row in mean.rows]
             check_weights(self.layout, rows, epoch)
-            accuracy = self.evaluate(rows, mean.buffers)
-        return self.metrics.add(epoch, accuracy, figures, figures["counts"])
+            evaluation = self.evaluate(rows, mean.buffers)
+        return self.metrics.add(epoch, evaluation, figures, figures["counts"])

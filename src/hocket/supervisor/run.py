@@ -24,13 +24,14 @@ from hocket.data import DataSet, load
 from hocket.drivers.processes import Role, Supervisor, error_told, how_ended, say
 from hocket.drivers.replay import describe_recording
 from hocket.errors import HocketError, NonFiniteGradient, SettingError
-from hocket.models import build
+from hocket.models import build, loss_for
 from hocket.programs.account import entry_of, staleness_since
 from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S, link_bytes
 from hocket.train.async_worker import WorkerTask, batch_sequence
+from hocket.train.evaluate import Evaluation, Evaluator
 from hocket.train.job import layout_for
-from hocket.train.loop import Progress, accuracy_of
+from hocket.train.loop import Progress
 from hocket.train.record import Record
 from hocket.train.replicas import swapped_weights
 from hocket.train.run import describe_run
@@ -40,8 +41,8 @@ from hocket.transport import Keys
 
 Watch = Callable[[Progress], None]
 OnEpoch = Callable[[dict[str, Any]], None]
-Evaluate = Callable[[list[Tensor], Tensor | None], float | None]
-"""The accuracy of weights ``[1, values]`` per bucket and of flat floating-point buffers; None where there is none."""
+Evaluate = Callable[[list[Tensor], Tensor | None], Evaluation | float | None]
+"""Of weights ``[1, values]`` per bucket and of flat floating-point buffers: an evaluation, or only the accuracy, or None."""
 WORKER = "worker"
 _LEAVE_S = 20.0
 
@@ -71,16 +72,18 @@ class FaultPolicy:
 
 
 def evaluator(model: nn.Module, layout: Layout, data: DataSet, device: torch.device) -> Evaluate:
-    """The accuracy of a model on the test set of ``data``."""
+    """Evaluates a model on the test set of ``data``, with the loss of the training."""
+    evaluator = Evaluator(data, loss_for(data))
 
-    def evaluate(rows: list[Tensor], flat: Tensor | None) -> float | None:
+    def evaluate(rows: list[Tensor], flat: Tensor | None) -> Evaluation:
+        if data.test is None:
+            return Evaluation()
         floating = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
         parts = () if flat is None else flat.split([b.numel() for b in floating.values()])
         buffers = {n: part.view(b.shape).to(b) for (n, b), part in zip(floating.items(), parts, strict=False)}
         x, y = (t.to(device) for t in data.test)
         with swapped_weights(model, layout, [row.to(device) for row in rows], buffers):
-            right, seen = accuracy_of(model, (x, y), data)
-        return right / seen if seen else None
+            return evaluator.evaluation(evaluator.tally(model, (x, y)))
 
     return evaluate
 
@@ -94,12 +97,15 @@ class EpochMetrics:
         self._before: dict[str, Any] = {"workers": {}, "staleness": {}}
         self._took = 0.0
 
-    def add(self, epoch: int, accuracy: float | None, figures: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
+    def add(
+        self, epoch: int, found: Evaluation | float | None, figures: Mapping[str, Any], counts: Mapping[str, int]
+    ) -> dict[str, Any]:
         """The line of an epoch that has ended with these figures; it is also written to the record."""
         before, workers = self._before, figures["workers"]
         entry, loss = entry_of(workers, before["workers"])
         took = max((account["seconds"] for account in workers.values()), default=0.0)
-        line = {"epoch": epoch, "accuracy": accuracy, "loss": loss, **vars(entry), "wall_s": max(took - self._took, 0.0)}
+        evaluation = found if isinstance(found, Evaluation) else Evaluation(accuracy=found)
+        line = {"epoch": epoch, **evaluation.line(loss), **vars(entry), "wall_s": max(took - self._took, 0.0)}
         line["staleness"] = staleness_since(figures["staleness"], before["staleness"])
         totals = {name: max(count, before.get(name, 0)) for name, count in counts.items()}
         line |= {name: total - before.get(name, 0) for name, total in totals.items()}
@@ -113,7 +119,7 @@ class EpochMetrics:
 class SupervisedRun(ABC):
     """A run of ``settings`` on processes of this machine; ``out`` is the folder for run.json and metrics.jsonl.
 
-    ``evaluate`` is called with the global weights after every epoch (default: the accuracy on the test set).
+    ``evaluate`` is called with the global weights after every epoch (default: test loss and accuracy on the test set).
     """
 
     def __init__(

@@ -108,5 +108,5 @@ class ServerRun(SupervisedRun):
     def _epoch_ends(self, found: GlobalWeights, epoch: int, on_epoch: OnEpoch) -> None:
         """Evaluate and record an epoch."""
         check_weights(self.layout, found.rows, epoch)
-        accuracy = self.evaluate(found.rows, found.buffers)
-        on_epoch(self.metrics.add(epoch, accuracy, found.figures, {"lost": found.lost}))
+        evaluation = self.evaluate(found.rows, found.buffers)
+        on_epoch(self.metrics.add(epoch, evaluation, found.figures, {"lost": found.lost}))

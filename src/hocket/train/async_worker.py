@@ -24,7 +24,7 @@ from hocket.models import build, loss_for
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.wire import link_bytes
-from hocket.train.engines.loop import random_modules, seeded_loss
+from hocket.train.engines.loop import draws_numbers, seeded_loss
 from hocket.train.job import Job
 from hocket.train.runtimes.messages import peer_runtime, server_runtime
 from hocket.train.settings import RunSettings
@@ -73,7 +73,7 @@ def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] |
     job, link = _enter(post, settings, model, optimizer, sequence, connect)
     throttle, account = Throttle(settings.workers.slowdown_of(post.worker)), link.account
     train = (data.train[0].to(device), data.train[1].to(device))
-    random = bool(random_modules(model))
+    random = draws_numbers(model, loss_of)
     model.train()
     while (minibatch := _next(job, link, post.worker, sequence)) is not None:
         throttle.begin()

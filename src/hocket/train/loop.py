@@ -26,13 +26,11 @@ from hocket.data.partition import Last, Partition, Round
 from hocket.errors import SettingError, nearest
 from hocket.noise import step_keys
 from hocket.train.balance import by_speed, check_balance, check_speeds
+from hocket.train.evaluate import Evaluation, Evaluator, Metric, Tally
 from hocket.train.flops import step_flops
 from hocket.train.ledger_view import ClusterLedger, JobLedger
 from hocket.train.lr_schedule import factor
 from hocket.train.replicas import Loss, Replicas
-
-_EVALUATION_BATCH = 1000
-_MOST_ON_CUDA, _ROOM = 10_000, 2**34
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,8 @@ class TrainingPlan:
     last: str = "even"
     evaluate: bool = True
     """Evaluate the mean model after every epoch, not only after the last."""
+    evaluate_last: bool = True
+    """Evaluate the mean model after the last epoch."""
     worst: bool = True
     """After the last epoch evaluate every replica too, for the worst of them."""
     balance: str = "even"
@@ -126,14 +126,18 @@ Watch = Callable[[Progress], None]
 class EpochLoop(ABC):
     """What all trainings share: epochs of mini-batches, and a line of metrics after each."""
 
-    def __init__(self, replicas: Any, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
+    def __init__(
+        self, replicas: Any, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan, metric: Metric | None = None
+    ) -> None:
         self.replicas, self.cluster, self.data, self.loss, self.plan = replicas, cluster, data, loss, plan
         self.metrics: list[dict[str, Any]] = []
         self.epoch = 0
         self.batches = plan.sequence(len(data.train[0]), cluster.size)
         self.steps = self.batches.steps
         self.ledger: JobLedger = getattr(replicas, "ledger", None) or ClusterLedger(cluster)
-        self._train, self._test = ((x.to(cluster.device), y.to(cluster.device)) for x, y in (data.train, data.test))
+        self.evaluator = Evaluator(data, loss, metric)
+        self._train = data.train[0].to(cluster.device), data.train[1].to(cluster.device)
+        self._test = None if data.test is None else (data.test[0].to(cluster.device), data.test[1].to(cluster.device))
 
     @property
     @abstractmethod
@@ -151,9 +155,9 @@ class EpochLoop(ABC):
             begun = time.perf_counter()
             entry, mean_loss = self._train_epoch(watch)
             wall = time.perf_counter() - begun
-            accuracy = self._evaluate() if self.plan.evaluate or self.over else None
-            metrics = {"epoch": self.epoch, "accuracy": accuracy, "loss": mean_loss, **vars(entry), "wall_s": wall}
-            self.metrics.append({**metrics, **self._further_metrics(accuracy)})
+            found = self._evaluate() if self.plan.evaluate or (self.over and self.plan.evaluate_last) else Evaluation()
+            metrics = {"epoch": self.epoch, **found.line(mean_loss), **vars(entry), "wall_s": wall}
+            self.metrics.append({**metrics, **self._further_metrics(found.accuracy)})
             yield self.metrics[-1]
 
     @abstractmethod
@@ -176,16 +180,16 @@ class EpochLoop(ABC):
     def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
         """What only some trainings tell of an epoch."""
 
-    def _evaluate(self) -> float | None:
-        """The accuracy on the test set; each process looks at its part of it."""
+    def _evaluate(self) -> Evaluation:
+        """The mean model on the test set; each process looks at its part of it."""
+        if self._test is None:
+            return Evaluation()
         (x, y), workers, size = self._test, self.cluster.workers, self.cluster.size
         part = slice(workers.start * len(x) // size, workers.stop * len(x) // size)
         with self.averaged() as model:
-            right, seen = accuracy_of(model, (x[part], y[part]), self.data)
-        rows = torch.zeros(self.cluster.rows, 2, dtype=torch.float64)
-        rows[0] = torch.tensor([right, seen])
-        right, seen = self.cluster.all_gather_metrics(rows).sum(0).tolist()
-        return right / seen if seen else None
+            own = self.evaluator.tally(model, (x[part], y[part]))
+        rows = self.cluster.all_gather_metrics(own.rows(self.cluster.rows))
+        return self.evaluator.evaluation(Tally(*rows.sum(0).tolist()))
 
     def _watch_step(self, watch: Watch) -> None:
         watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))
@@ -197,8 +201,10 @@ class Training(EpochLoop):
     replicas: Replicas
     step: int = 0
 
-    def __init__(self, replicas: Replicas, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
-        super().__init__(replicas, cluster, data, loss, plan)
+    def __init__(
+        self, replicas: Replicas, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan, metric: Metric | None = None
+    ) -> None:
+        super().__init__(replicas, cluster, data, loss, plan, metric)
         self.shares: list[int] | None = None
         """Samples of each worker in a whole round of the next epoch, where that goes by speed."""
         if plan.balance == "speed":
@@ -235,7 +241,7 @@ class Training(EpochLoop):
         if self.shares is not None:
             metrics["shares"] = self.shares
             self.shares = by_speed(self.shares, self._samples, self.cluster.ledger.computed)
-        worst = self._worst() if self.over and self.plan.worst else None
+        worst = self._worst() if self.over and self.plan.worst and self.plan.evaluate_last else None
         if worst is not None and worst != accuracy:
             metrics["accuracy_worst"] = worst
         return metrics
@@ -289,10 +295,12 @@ class Training(EpochLoop):
         return torch.tensor([len(i) / self.plan.batch_size for i in index], dtype=torch.float64)
 
     def _worst(self) -> float | None:
-        if self.cluster.size == 1 or not _countable(self._test[1]):
+        if self.cluster.size == 1 or self._test is None or self._test[1].is_floating_point():
             return None
-        own = [r / n for r, n in (accuracy_of(model, self._test, self.data) for model in self.replicas.each())]
-        return float(self.cluster.all_gather_metrics(torch.tensor(own, dtype=torch.float64).unsqueeze(1)).min())
+        found = [self.evaluator.tally(model, self._test).accuracy for model in self.replicas.each()]
+        own = torch.tensor([math.nan if accuracy is None else accuracy for accuracy in found], dtype=torch.float64)
+        worst = float(self.cluster.all_gather_metrics(own.unsqueeze(1)).min())
+        return None if math.isnan(worst) else worst
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._progress(), "replicas": self.replicas.state_dict()}
@@ -327,33 +335,3 @@ class Training(EpochLoop):
 
     def _load_progress(self, state: dict[str, Any]) -> None:
         self.epoch, self.step, self.metrics = state["epoch"], state["step"], list(state["metrics"])
-
-
-def _countable(targets: Tensor) -> bool:
-    return not targets.is_floating_point()
-
-
-def _evaluation_batch(x: Tensor) -> int:
-    """Samples at a time; a GPU with room takes more of them where they are small, so as not to wait for the next launch."""
-    if not x.is_cuda or not len(x) or torch.cuda.mem_get_info(x.device)[0] < _ROOM:
-        return _EVALUATION_BATCH
-    return min(_MOST_ON_CUDA, max(_EVALUATION_BATCH, 2**25 // x[0].numel()))
-
-
-@torch.no_grad()
-def accuracy_of(model: nn.Module, pair: tuple[Tensor, Tensor], data: DataSet) -> tuple[float, float]:
-    """Right answers and questions; ``(0, 0)`` where targets are not classes."""
-    x, y = pair
-    if not _countable(y):
-        return 0.0, 0.0
-    training = model.training
-    model.eval()
-    right = torch.zeros((), dtype=torch.int64, device=x.device)
-    try:
-        batch = _evaluation_batch(x)
-        for start in range(0, len(x), batch):
-            part = slice(start, start + batch)
-            right += (model(data.prepare(x[part])).argmax(-1) == y[part]).sum()
-    finally:
-        model.train(training)
-    return float(right), float(y.numel())

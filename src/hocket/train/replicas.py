@@ -23,7 +23,7 @@ from hocket.programs.collective import CollectiveProgram
 from hocket.strategy import Strategy
 from hocket.train.checks import Factory, check_equal, check_job, layout_for, optimizer_for
 from hocket.train.engines import Engine, choose, stack_buffers
-from hocket.train.engines.loop import random_modules, seeded_loss
+from hocket.train.engines.loop import draws_numbers, seeded_loss
 from hocket.train.job import Job
 from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.train.stacked import StackedOptimizer, clip_rows_
@@ -95,7 +95,7 @@ class LiveReplica:
         self._runtime = CollectiveRuntime(cluster, zero)
         self.job = Job(model, self._optimizer, strategy, self._runtime, nonfinite=nonfinite, seed=seed, buckets=buckets)
         self.layout = self.job.layout
-        self._random = bool(random_modules(model))
+        self._random = draws_numbers(model, loss)
         self._throttle = Throttle(slowdown)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimul
 from hocket.train.balance import check_balance
 from hocket.train.checks import mention_period
 from hocket.train.engines import Engine
+from hocket.train.evaluate import Metric
 from hocket.train.loop import EpochLoop, Progress, Training, TrainingPlan, check_count
 from hocket.train.replicas import Factory, Loss, StackedReplicas, engine_of
 
@@ -40,8 +41,23 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """Of the mean model, after the last epoch."""
+        """Of the mean model on the test set, after the last epoch."""
         return self.metrics[-1]["accuracy"]
+
+    @property
+    def test_loss(self) -> float | None:
+        """Of the mean model on the test set, after the last epoch."""
+        return self.metrics[-1]["test_loss"]
+
+    @property
+    def perplexity(self) -> float | None:
+        """``exp(test_loss)``, of a language model."""
+        return self.metrics[-1].get("perplexity")
+
+    @property
+    def metric(self) -> float | None:
+        """What ``metric`` gave for the mean model, after the last epoch."""
+        return self.metrics[-1].get("metric")
 
 
 def simulate(
@@ -50,6 +66,7 @@ def simulate(
     train_set: Any,
     test_set: Any = None,
     *,
+    metric: Metric | None = None,
     strategy: str | Strategy = "bulk + allreduce",
     workers: int = 4,
     optimizer: Factory = lambda params: torch.optim.SGD(params, 0.1),
@@ -79,6 +96,11 @@ def simulate(
     ``optimizer`` on its own ``batch_size`` samples; means, gossip and compression are those of ``strategy``, the same code that
     real processes run.
 
+    ``loss(model(inputs), targets)`` is one number, the mean over a batch; the output may be a tensor, a dict, a tuple or an object
+    such as Hugging Face models return. After every epoch the mean model is evaluated on ``test_set``: ``test_loss``; ``accuracy``
+    where targets are classes and the output is their logits or has them as ``logits``; and ``metric(output, targets)``, a number
+    for a batch, where one is given. Without a ``test_set``, or with ``evaluate=False``, nothing is evaluated.
+
     ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.ClusterSpec`): seconds are
     then predicted for it; without it they are None. With it, ``balance="speed"`` deals each round out by the workers' speeds in the
     epoch before, instead of evenly.
@@ -92,11 +114,12 @@ def simulate(
     check_count("workers", workers)
     parsed = Strategy.parse(strategy)
     check_balance(balance, parsed)
-    plan = TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, evaluate, balance=balance)
+    plan = TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, balance=balance)
+    plan = replace(plan, evaluate=evaluate, evaluate_last=evaluate)
     options: dict[str, Any] = {"clip": clip, "autocast": autocast, "nonfinite": nonfinite, "engine": engine}
     options["buckets"] = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
     where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
-    training = train_rows(model, loss, optimizer, _data(train_set, test_set), parsed, where, plan, **options)
+    training = train_rows(model, loss, optimizer, _data(train_set, test_set), parsed, where, plan, metric=metric, **options)
     mention_period(parsed, training.steps, workers)
     for _ in training.run(watch):
         pass
@@ -111,9 +134,8 @@ def _spec(cluster: str | Path | ClusterSpec | None, strategy: Strategy) -> Clust
 
 
 def _data(train_set: Any, test_set: Any) -> DataSet:
-    """Both sets as tensors; without a test set the training set is evaluated."""
-    train = as_tensors(train_set)
-    return DataSet("simulated", train, train if test_set is None else as_tensors(test_set), 0, identity)
+    """Both sets as tensors."""
+    return DataSet("simulated", as_tensors(train_set), None if test_set is None else as_tensors(test_set), 0, identity)
 
 
 def train_rows(
@@ -127,6 +149,7 @@ def train_rows(
     *,
     engine: str | Callable[[Layout], Engine] = "auto",
     autocast: torch.dtype | None = None,
+    metric: Metric | None = None,
     **options: Any,
 ) -> EpochLoop:
     """A training of the workers that ``cluster`` hosts here, as rows: in step, or not, as ``strategy`` says."""
@@ -134,8 +157,9 @@ def train_rows(
     make = engine_of(engine, built, loss, cluster, autocast)
     if strategy.runtime == "collective":
         replicas = StackedReplicas(built, loss, optimizer, strategy, cluster, seed=plan.seed, engine=make, **options)
-        return Training(replicas, cluster, data, loss, plan)
-    return AsyncSimulation(AsyncReplicas(built, optimizer, strategy, cluster, engine=make, **options), cluster, data, loss, plan)
+        return Training(replicas, cluster, data, loss, plan, metric)
+    rows = AsyncReplicas(built, optimizer, strategy, cluster, engine=make, **options)
+    return AsyncSimulation(rows, cluster, data, loss, plan, metric)
 
 
 def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:

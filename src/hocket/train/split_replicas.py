@@ -15,7 +15,7 @@ from hocket.split.mesh import Mesh
 from hocket.split.options import Pipeline
 from hocket.split.split_model import Facade
 from hocket.strategy import Strategy
-from hocket.train.engines.loop import forked, random_modules
+from hocket.train.engines.loop import draws_numbers, forked
 from hocket.train.job import Job
 from hocket.train.replicas import Factory, Loss
 from hocket.train.runtimes.fsdp import FsdpRuntime
@@ -141,14 +141,12 @@ class FullReplica(_JobReplica):
     ) -> None:
         super().__init__(model, optimizer, clip, autocast)
         self.model, self.loss, self.runtime = model, loss, FsdpRuntime(cluster)
-        self._random = random_modules(model)
+        self._random = draws_numbers(model, loss)
         self._attach(Job(model, self.optimizer, strategy, self.runtime, nonfinite=nonfinite, seed=seed))
 
     def _step(self, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        with forked(bool(self._random), x.device), self._autocast(x):
-            if self._random:
-                torch.manual_seed(int(key))
+        with forked(self._random, x.device, int(key)), self._autocast(x):
             loss = self.loss(self.model(x), y)
         loss.backward()
         if self.clip is not None:

@@ -25,6 +25,7 @@ from hocket.programs.base import from_plain, to_plain
 from hocket.train.asynchronous.gossip import GossipProtocol
 from hocket.train.asynchronous.replicas import AsyncReplicas
 from hocket.train.asynchronous.servers import ServerProtocol
+from hocket.train.evaluate import Metric
 from hocket.train.loop import EpochLoop, TrainingPlan, Watch
 from hocket.train.replicas import Loss
 from hocket.train.watch import check_weights
@@ -45,8 +46,16 @@ class AsyncSimulation(EpochLoop):
 
     replicas: AsyncReplicas
 
-    def __init__(self, replicas: AsyncReplicas, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
-        super().__init__(replicas, cluster, data, loss, plan)
+    def __init__(
+        self,
+        replicas: AsyncReplicas,
+        cluster: Cluster,
+        data: DataSet,
+        loss: Loss,
+        plan: TrainingPlan,
+        metric: Metric | None = None,
+    ) -> None:
+        super().__init__(replicas, cluster, data, loss, plan, metric)
         size = cluster.size
         self._factor = plan.lr_factor(self.batches)
         self._base_lrs = [float(g["lr"]) for g in replicas.optimizer.param_groups]

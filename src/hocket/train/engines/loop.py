@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,8 @@ class LoopEngine:
     """One worker after another on one template module; bit-equal to plain training of each.
 
     While a gradient is computed the template's parameters and buffers are views of the row; afterwards it has its own back.
-    Models with active dropout run each row under ``torch.manual_seed(keys[row])``, as a process of its own would. ``autocast`` is
-    the dtype of mixed precision, ``accumulate`` cuts each batch into that many parts.
+    Models that may draw random numbers (:func:`draws_numbers`) run each row under ``torch.manual_seed(keys[row])``, as a process of
+    its own would. ``autocast`` is the dtype of mixed precision, ``accumulate`` cuts each batch into that many parts.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class LoopEngine:
         self.model, self.loss, self.layout = model, loss, layout
         self.autocast, self.accumulate = autocast, accumulate
         self._random = random_modules(model)
+        self._unknown = draws_numbers(model, loss) and not self._random
+        self._drew = False
         self._parameters = _parameters(model, layout)
         self._bound: _Bound | None = None
 
@@ -49,15 +53,21 @@ class LoopEngine:
         with forked(seeds is not None, weights[0].device), bound.home(self._parameters):
             for row in range(bound.rows):
                 if seeds is not None:
-                    torch.manual_seed(seeds[row])
+                    seed_generators(seeds[row], weights[0].device)
                 bound.move_in(self._parameters, row)
                 losses.append(self._backward(_straight(inputs[row]), _straight(targets[row])))
                 missing += [(row, slot) for slot in bound.collect(self._parameters, row)]
+            if seeds is not None and not self._drew:
+                self._drew = _have_moved(seeds[-1], weights[0].device)
         return torch.stack(losses), _used(bound.rows, len(self._parameters), missing)
 
     def is_seeded(self) -> bool:
-        """Whether a row draws random numbers."""
-        return any(m.training for m in self._random)
+        """Whether a row may draw random numbers."""
+        return self._unknown or self.draws()
+
+    def draws(self) -> bool:
+        """Whether a row draws random numbers, as far as is known."""
+        return self._drew or any(m.training for m in self._random)
 
     def _bind(self, weights: Rows, buffers: Buffers, grads: Rows) -> _Bound:
         """The views of all rows; made anew only when the storage has moved."""
@@ -185,34 +195,73 @@ def _buffer_places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return {full: holders[id(b)] for full, b in model.named_buffers()}
 
 
+_DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
 def random_modules(model: nn.Module) -> list[nn.Module]:
     """Modules that draw random numbers while training."""
 
     def draws(m: nn.Module) -> bool:
         rate = getattr(m, "dropout", 0)
         numeric = isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0
-        return numeric or (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or isinstance(m, nn.RReLU)
+        return numeric or (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or isinstance(m, _DRAWING)
 
     return [m for m in model.modules() if draws(m)]
 
 
+def draws_numbers(model: nn.Module, loss: Loss) -> bool:
+    """Whether the model or the loss may draw random numbers: some module does, or runs code that is not known to draw none.
+
+    >>> relu = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> draws_numbers(relu, nn.functional.cross_entropy), draws_numbers(relu, lambda out, y: out.sum())
+    (False, True)
+    """
+    known = all(_is_known(type(m)) for m in model.modules()) and _is_known(loss if inspect.isroutine(loss) else type(loss))
+    return not known or bool(random_modules(model))
+
+
+def _is_known(code: Any) -> bool:
+    """Whether it is torch's or Hocket's own, in which :func:`random_modules` finds all that is random."""
+    return (getattr(code, "__module__", None) or "").startswith(("torch.nn.", "torch._C._nn", "hocket.models."))
+
+
 @contextlib.contextmanager
-def forked(seeded: bool, device: torch.device) -> Iterator[None]:
-    """Leaves the global generators as they were."""
+def forked(seeded: bool, device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Leaves the global generators as they were; in between they start at ``seed`` unless that is None."""
     if not seeded:
         yield
         return
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if seed is not None:
+            seed_generators(seed, device)
         yield
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """What ``torch.manual_seed`` does to the generators of the CPU and of ``device``, in a hundredth of its time."""
+    for generator in _generators(device):
+        generator.manual_seed(seed)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def _have_moved(seed: int, device: torch.device) -> bool:
+    """Whether numbers were drawn since the generators were seeded with ``seed``, which they are again."""
+    states = [g.get_state() for g in _generators(device)]
+    seed_generators(seed, device)
+    return any(not torch.equal(g.get_state(), state) for g, state in zip(_generators(device), states, strict=True))
 
 
 def seeded_loss(
     model: nn.Module, loss: Loss, x: Tensor, y: Tensor, key: Tensor, random: bool, autocast: torch.dtype | None
 ) -> Tensor:
     """The loss of one worker's mini-batch; a model that is ``random`` draws from its key, as in an engine."""
-    with forked(random, x.device), torch.autocast(x.device.type, autocast, enabled=autocast is not None):
-        if random:
-            torch.manual_seed(int(key))
+    with forked(random, x.device, int(key)), torch.autocast(x.device.type, autocast, enabled=autocast is not None):
         return loss(model(x), y)
 
 

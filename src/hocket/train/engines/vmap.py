@@ -26,7 +26,8 @@ class VmapEngine:
     """All workers at once: ``vmap`` of the loss over the flat rows, ordinary autograd around it, compiled on CUDA.
 
     Rounds with batches of different sizes go to the loop. ``chunk`` computes that many rows at a time, which bounds memory.
-    Dropout differs from row to row and step to step, is repeatable for the same keys, but does not equal the loop's.
+    Random numbers (dropout, ``torch.randn_like``) differ from row to row and step to step, are repeatable for the same keys, but do
+    not equal the loop's.
     With ``fall_back`` a model that vmap cannot do is noted once and computed by the loop; otherwise it is refused.
     """
 
@@ -102,13 +103,11 @@ class VmapEngine:
         self._refused = True
 
     def _all(self, weights: Rows, buffers: Buffers, x: Tensor, y: Tensor, grads: Rows, keys: Tensor) -> Tensor:
-        if self.loop.is_seeded():
-            with forked(True, weights[0].device):
-                torch.manual_seed(int(keys[0]))
-                return self._chunks(weights, buffers, x, y, grads)
-        if self._graph and x.is_cuda:
+        if self._graph and x.is_cuda and not self.loop.draws():  # a recorded graph draws the same numbers again
             return self._replay(weights, buffers, x, y, grads)
-        return self._chunks(weights, buffers, x, y, grads)
+        seeded = self.loop.is_seeded()
+        with forked(seeded, weights[0].device, int(keys[0]) if seeded else None):
+            return self._chunks(weights, buffers, x, y, grads)
 
     def _replay(self, weights: Rows, buffers: Buffers, x: Tensor, y: Tensor, grads: Rows) -> Tensor:
         """The same as one CUDA graph: a few workers are otherwise bound by the CPU that launches their kernels.

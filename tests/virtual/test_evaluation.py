@@ -1,0 +1,163 @@
+"""What is evaluated, on what, and of what outputs; and that random numbers drawn by functions repeat with the seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hocket
+from virtual.world import CLASSES, FEATURES, Tiny, sgd
+
+SERVED = "async + server"
+
+
+@dataclass
+class Output:
+    """As Hugging Face models return."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tensor": (lambda t: t, lambda o: o),
+    "dict": (lambda t: {"hidden": t.sum(), "logits": t}, lambda o: o["logits"]),
+    "object": (lambda t: Output(t.sum(), t), lambda o: o.logits),
+    "tuple": (lambda t: (t.sum(-1), t), lambda o: o[1]),
+}
+
+
+class Wrapped(Tiny):
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(super().forward(x))
+
+
+def samples(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, CLASSES, (count,), generator=generator)
+    return torch.randn(count, FEATURES, generator=generator) + 2 * F.one_hot(y, FEATURES), y
+
+
+def simulated(model: Callable[[], nn.Module], loss: Any = F.cross_entropy, test: Any = None, **options: Any) -> Any:
+    given = {"workers": 3, "batch_size": 4, "epochs": 2, "optimizer": sgd(), **options}
+    return hocket.simulate(model, loss, samples(60), test, **given)
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "local(2) + gossip", SERVED])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_output_of_any_kind_trains_alike_and_is_evaluated(kind: str, strategy: str) -> None:
+    wrap, logits = KINDS[kind]
+    test = samples(1203, 1)  # more than one batch of an evaluation, and a last one that is smaller
+    metric = lambda output, y: (logits(output) - F.one_hot(y, CLASSES)).square().mean()  # noqa: E731
+    loss = lambda output, y: F.cross_entropy(logits(output), y)  # noqa: E731
+    run = simulated(lambda: Wrapped(wrap), loss, test, metric=metric, strategy=strategy)
+    plain = simulated(Tiny, F.cross_entropy, test, strategy=strategy)
+    with torch.no_grad():
+        output = run.model(test[0])
+    assert run.test_loss == pytest.approx(plain.test_loss) == pytest.approx(float(loss(output, test[1])), rel=1e-5)
+    assert run.metric == pytest.approx(float(metric(output, test[1])), rel=1e-5)
+    assert plain.metric is None
+    assert run.perplexity is None
+    assert run.accuracy == (None if kind == "tuple" else plain.accuracy)
+    assert [set(m) - {"metric", "accuracy_worst"} for m in run.metrics] == [set(m) - {"accuracy_worst"} for m in plain.metrics]
+
+
+def test_classes_in_the_second_place_as_torch_has_them() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(1, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(x.unsqueeze(-1)).movedim(-1, 1)  # [batch, classes, positions]
+
+    x = torch.arange(40.0).view(8, 5) % 3
+    run = hocket.simulate(Positions, F.cross_entropy, (x, x.long()), (x, x.long()), workers=2, batch_size=2)
+    with torch.no_grad():
+        right = (run.model(x).argmax(1) == x.long()).double().mean()
+    assert run.accuracy == pytest.approx(float(right))
+
+
+def test_a_language_model_has_a_perplexity_and_a_regression_a_test_loss_only() -> None:
+    tokens = torch.randint(0, 7, (24, 6), generator=torch.Generator().manual_seed(0))
+    loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+    run = hocket.simulate(lambda: nn.Embedding(7, 7), loss, (tokens, tokens), (tokens, tokens), workers=2, batch_size=3)
+    assert run.perplexity == pytest.approx(math.exp(run.test_loss))
+    values = samples(30)[0]
+    run = hocket.simulate(lambda: nn.Linear(4, 1), F.mse_loss, (values, values[:, :1]), (values, values[:, :1]), batch_size=2)
+    assert run.accuracy is None
+    assert run.test_loss > 0
+
+
+@pytest.mark.parametrize("strategy", ["bulk", SERVED])
+@pytest.mark.parametrize("given", ["no test set", "evaluate=False"])
+def test_without_a_test_set_or_with_evaluate_false_nothing_is_evaluated(given: str, strategy: str) -> None:
+    modes: list[bool] = []
+
+    class Watched(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            modes.append(self.training)
+            return super().forward(x)
+
+    options = {"test": samples(9), "evaluate": False} if "False" in given else {}
+    run = simulated(Watched, strategy=strategy, **options)
+    assert all(modes)
+    assert [(m["accuracy"], m["test_loss"]) for m in run.metrics] == [(None, None)] * 2
+    assert not any("accuracy_worst" in m for m in run.metrics)
+
+
+class Dropped(Tiny):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+class Noisy(Tiny):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+def noisy_loss(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output + 0.5 * torch.rand(()), y)
+
+
+RANDOM = {"dropout": (Dropped, F.cross_entropy), "noise": (Noisy, F.cross_entropy), "loss": (nn.Linear, noisy_loss)}
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("strategy", ["bulk", "local(2) + gossip", SERVED])
+@pytest.mark.parametrize("name", RANDOM)
+def test_numbers_drawn_by_functions_repeat_with_the_seed(name: str, strategy: str, engine: str) -> None:
+    made, loss = RANDOM[name]
+    model = made if made is not nn.Linear else lambda: nn.Linear(FEATURES, CLASSES)
+
+    def trained(seed: int) -> tuple[Any, ...]:
+        torch.manual_seed(seed)  # the global state must not matter
+        before = torch.get_rng_state()
+        run = simulated(model, loss, samples(40, 1), strategy=strategy, engine=engine, seed=3)
+        assert torch.equal(torch.get_rng_state(), before)
+        return run.test_loss, torch.cat([p.detach().flatten() for p in run.model.parameters()]).tolist()
+
+    assert trained(1) == trained(2)
+
+
+def test_rows_and_steps_draw_different_numbers() -> None:
+    seen: list[float] = []
+
+    class Seen(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(float(torch.rand(())))
+            return super().forward(x)
+
+    simulated(Seen, engine="loop")
+    assert len(seen) == len(set(seen)) == 3 * 5 * 2
