@@ -273,6 +273,10 @@ def distribute(loader: Iterable[Any], epoch: int | None = None) -> DistributedLo
     other iterable each worker takes every N-th batch.
     """
     _joined("hocket.distribute(…)")
+    if isinstance(loader, nn.Module):  # an nn.Sequential is iterable
+        raise HocketError(f"distribute takes a DataLoader, got the model {type(loader).__name__}; a model is for parallelize.")
+    if not hasattr(loader, "__iter__"):
+        raise HocketError(f"distribute takes a DataLoader or another iterable of batches, got {type(loader).__name__}.")
     return DistributedLoader(loader, epoch)
 
 
