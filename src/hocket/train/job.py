@@ -21,6 +21,7 @@ from hocket.errors import HocketError
 from hocket.split.parts import broadcast_tensors
 from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
+from hocket.train.audit import audited, refuse_audit
 from hocket.train.checks import (
     check_device,
     check_equal,
@@ -51,7 +52,7 @@ class Job:
         *,
         accumulate: int = 1,
         nonfinite: str = "raise",
-        check: bool = True,
+        check: bool | str = True,
         steps: int | None = None,
         seed: int = 0,
         scaler: Any = None,
@@ -62,6 +63,7 @@ class Job:
         passes itself (:meth:`exchange`)."""
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         runtime.refuse(strategy, scaler)
+        refuse_audit(check, runtime, whole=split is None)
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.runtime, self.split = runtime, split
         if runtime.synchronous:
@@ -81,7 +83,7 @@ class Job:
         runtime.join(self._binding)
         self._nonfinite = NonFinite(policy, self.layout, runtime.where)
         self._gradients = gradients_for(self._binding, runtime, self._nonfinite, scaler) if self._binding.params else None
-        self._handles = self._hook(passes_hooked)
+        self._handles = audited(self._binding, runtime, lambda: self._hook(passes_hooked))
         runtime.hooked()
         if scaler is not None:
             share_overflow(self, scaler)
