@@ -103,8 +103,9 @@ class Virtual:
             finally:
                 cluster.close()
         for text in (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)):
-            # The study has one note about the proven period.
-            if "convergence is proven up to" not in text and text not in self.noted:
+            # The study has one note about the proven period. A try of a learning rate is short on purpose.
+            known = "convergence is proven up to" in text or (out is None and "sends each value" in text)
+            if not known and text not in self.noted:
                 self.noted.add(text)
                 watch.note(text)
         return training.metrics

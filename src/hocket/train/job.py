@@ -28,7 +28,7 @@ from hocket.train.checks import (
     check_job,
     check_optimizer,
     layout_for,
-    mention_period,
+    mention_steps,
     refuse_newcomers,
 )
 from hocket.train.gradients import call_closure, check_passes, gradients_for, share_overflow
@@ -88,7 +88,7 @@ class Job:
         if scaler is not None:
             share_overflow(self, scaler)
         if runtime.cluster.workers.start == 0:
-            mention_period(strategy, steps, runtime.cluster.size)
+            mention_steps(strategy, steps, runtime.cluster.size)
         if split is not None:
             split.attach(self)
 
