@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch import nn
 
 import hocket
 from hocket.cluster.virtual import VirtualCluster
+from hocket.errors import NonFiniteGradient
 from hocket.strategy import Strategy
+from hocket.study.carry_out import Data, Search, Watch
+from hocket.study.folder import Folder
 from hocket.train.checks import mention_steps
 from hocket.train.run import run
 from hocket.train.settings import RunSettings
@@ -65,3 +69,55 @@ def test_simulate_and_train_give_the_hint() -> None:
     settings = RunSettings.of(strategy="topk(0.01)", workers=4, virtual=True, model="mlp", max_steps=2, epochs=1)
     with pytest.warns(UserWarning, match="sends each value 0.02 times"):
         run(settings, VirtualCluster(4))
+
+
+# --- learning rates --------------------------------------------------------------------------------------------------------------
+
+
+def searched(tmp_path: Path, max_steps: int, whole: dict[float, float | None]) -> tuple[dict[str, Any], list[float], list[str]]:
+    """A search in which a higher rate is better in tries, and ``whole`` says what whole trainings give: what was found, the
+    rates of whole trainings, and the notes."""
+    trained, notes = [], []
+
+    def virtual(settings: RunSettings, out: Path | None, watch: Watch) -> list[dict[str, Any]]:
+        lr = settings.optimizer.lr
+        if settings.max_steps != max_steps:  # a try
+            return [{"loss": {0.03: 0.4, 0.1: 0.3, 0.3: 0.2, 1.0: 0.9}[lr], "accuracy": 0.5}]
+        trained.append(lr)
+        if whole[lr] is None:
+            raise NonFiniteGradient("NaN or Inf.")
+        return [{"loss": whole[lr], "accuracy": 0.5}]
+
+    class Notes(Watch):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    settings = RunSettings.of(workers=2, virtual=True, model="mlp", batch_size=16, epochs=50, max_steps=max_steps)
+    folder = Folder(tmp_path)
+    tmp_path.mkdir(exist_ok=True)
+    search = Search(folder, settings, Data(), virtual, Notes())
+    found = search.run()
+    assert Search(folder, settings, Data(), virtual, Notes()).run()["chosen"] == found["chosen"], "not searched again"
+    return found, trained, notes
+
+
+@pytest.mark.parametrize("whole, chosen, order", [
+    ({0.3: 0.5, 0.1: 0.1, 0.03: 0.3}, 0.1, [0.3, 0.1, 0.03]),
+    ({0.3: None, 0.1: 0.3, 0.03: 0.1}, 0.03, [0.3, 0.1, 0.03]),
+    ({0.3: 0.1, 0.1: 0.2}, 0.3, [0.3, 0.1]),
+    ({0.3: 0.1, 0.1: None}, 0.3, [0.3, 0.1]),
+])  # fmt: skip
+def test_after_short_tries_the_best_rate_has_to_beat_the_next_lower_one_in_whole_trainings(
+    tmp_path: Path, whole: dict[float, float | None], chosen: float, order: list[float]
+) -> None:
+    found, trained, notes = searched(tmp_path, 90, whole)
+    assert found["chosen"] == chosen
+    assert trained == order
+    assert {float(lr) for lr in found["given_up"]} == {lr for lr in whole if lr > chosen}
+    (note,) = notes
+    assert "Tries of learning rates have 45 steps, fewer than 100" in note
+
+
+def test_after_long_tries_nothing_is_trained_whole_and_nothing_is_noted(tmp_path: Path) -> None:
+    found, trained, notes = searched(tmp_path, 400, {})
+    assert (found["chosen"], trained, notes) == (0.3, [], [])
