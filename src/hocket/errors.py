@@ -52,8 +52,28 @@ class NonFiniteGradient(RuntimeError):
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` — did you mean 'x'?`` for the known word nearest to ``word``, or an empty string.
 
-    >>> nearest("gosip", ["gossip", "allreduce"])
-    " — did you mean 'gossip'?"
+    >>> nearest("gosip", ["gossip", "allreduce"]), nearest("asink", ["sign", "async"])
+    (" — did you mean 'gossip'?", " — did you mean 'async'?")
     """
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" — did you mean '{found[0]}'?" if found else ""
+    found = difflib.get_close_matches(word, list(known), n=5, cutoff=0.5)
+    return f" — did you mean '{min(found, key=lambda other: _edits(word, other))}'?" if found else ""
+
+
+def _edits(word: str, other: str) -> int:
+    """The number of letters to insert, delete or replace (Levenshtein's distance)."""
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(word, 1):
+        before, row = row, [i]
+        for j, b in enumerate(other, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (a != b)))
+    return row[-1]
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes in the unit that leaves digits to read.
+
+    >>> bytes_text(1640), bytes_text(25_000_000), bytes_text(3.2e9)
+    ('1.6 kB', '25.0 MB', '3.2 GB')
+    """
+    unit, scale = next((u, s) for u, s in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)) if count < 999.95 * s or u == "GB")
+    return f"{count / scale:,.1f} {unit}"

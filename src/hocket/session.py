@@ -23,6 +23,7 @@ from hocket.split.mesh import Mesh, forget
 from hocket.split.options import Pipeline, refuse_split_options
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
+from hocket.train.audit import AUDIT
 from hocket.train.checks import needs_servers
 from hocket.train.job import Job
 from hocket.train.runtimes.base import Runtime
@@ -113,7 +114,7 @@ def parallelize(
     accumulate: int = 1,
     scaler: Any = None,
     nonfinite: str = "raise",
-    check: bool = True,
+    check: bool | str = True,
     steps: int | None = None,
     buckets: Buckets = Buckets(),  # noqa: B008 - frozen
     mesh: Mesh | str | None = None,
@@ -124,8 +125,10 @@ def parallelize(
 
     ``accumulate`` backward passes make a step. ``scaler`` is the GradScaler, if one is used: all workers then skip together.
     ``nonfinite`` gradients raise or are left out (``"skip"``). ``check=False`` drops the small agreement per exchange on unused
-    parameters and non-finite gradients. ``steps`` is the planned number of steps, if known. ``buckets``: how large the parts are in
-    which gradients and weights travel (:class:`hocket.Buckets`).
+    parameters and non-finite gradients; ``check="audit"`` compares the workers' exchanges and, under ``bulk``, their weights in
+    every step and names the first difference (worker, step, parameter), to find a mistake in a loop. ``steps`` is the planned
+    number of steps, if known. ``buckets``: how large the parts are in which gradients and weights travel
+    (:class:`hocket.Buckets`).
 
     A ``mesh`` splits the model itself: ``Mesh(data=2, pipeline=2, tensor=2)`` or ``"data=2,pipeline=2"``; the strategy works
     between replicas. Operations are split by the mesh's ``plan``. Layers are cut and run as ``pipeline`` says
@@ -136,6 +139,8 @@ def parallelize(
     """
     cluster = _joined("hocket.parallelize(…)")
     _refuse_twice(model, optimizer)
+    if check not in (True, False, AUDIT):
+        raise HocketError(f"check={check!r}: use True, False or 'audit'.")
     parsed, placed = Strategy.parse(strategy), None if mesh is None else Mesh.parse(mesh)
     if sharding not in (None, *SHARDINGS):
         raise HocketError(f"sharding={sharding!r}: use 'zero1' (a part of the optimiser's state) or 'fsdp' (a part of everything).")
@@ -281,6 +286,10 @@ def distribute(loader: Iterable[Any], epoch: int | None = None) -> DistributedLo
     iteration goes on there.
     """
     _joined("hocket.distribute(…)")
+    if isinstance(loader, nn.Module):  # an nn.Sequential is iterable
+        raise HocketError(f"distribute takes a DataLoader, got the model {type(loader).__name__}; a model is for parallelize.")
+    if not hasattr(loader, "__iter__"):
+        raise HocketError(f"distribute takes a DataLoader or another iterable of batches, got {type(loader).__name__}.")
     return DistributedLoader(loader, epoch)
 
 

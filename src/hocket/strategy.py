@@ -14,6 +14,7 @@ from hocket.compression import DGC, Compressor, NoCompression, chained
 from hocket.errors import HocketError, nearest
 from hocket.notation import Term, read, shortened, write
 from hocket.sync import Bulk, Moment, Sync
+from hocket.synonyms import meant, meant_by_text
 from hocket.topology import Topology
 
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class Strategy:
                 f"A strategy is text or a hocket.Strategy, not {type(text).__name__}; for example 'local(4) + gossip'."
             )
         parts: dict[str, Any] = {}
-        for chain in read(text):
+        for chain in _read(text):
             axis, spec = _axis_and_spec(chain)
             if axis in parts:
                 both = f"{_text(parts[axis])} and {_text(spec)}"
@@ -120,6 +121,15 @@ class Strategy:
         return self.topology.refusal(compressor, self.weights)
 
 
+def _read(text: str) -> list[list[Term]]:
+    try:
+        return read(text)
+    except HocketError as error:
+        if hint := meant_by_text(text, tuple(_KNOWN)):
+            raise HocketError(f"{str(error).removesuffix('.')}{hint}.") from None
+        raise
+
+
 def _axis_and_spec(chain: list[Term]) -> tuple[str, Any]:
     first = chain[0]
     if len(chain) == 1 and first in (Term("weights"), Term("gradients")):
@@ -147,7 +157,7 @@ _KNOWN: dict[str, type] = {**sync.METHODS, **topology.METHODS, **compression.MET
 def _spec(term: Term) -> Any:
     if term.name not in _KNOWN:
         known = (*_KNOWN, "exchange")
-        raise HocketError(f"Unknown method '{term.name}'{nearest(term.name, known) or '.'} Known are {', '.join(sorted(_KNOWN))}.")
+        raise HocketError(f"Unknown method '{term.name}'{meant(term.name, known) or '.'} Known are {', '.join(sorted(_KNOWN))}.")
     kind = _KNOWN[term.name]
     names = [f.name for f in fields(kind) if f.name != "precision"]
     if ("=", True) in term.options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -260,3 +261,21 @@ def test_a_loop_that_ends_early_ends_the_others(start: Start, strategy: str, ear
     for rank in {0, 1, 2} - {early}:
         assert codes[rank] != 0
     assert f"Worker {early} (process {early}) died, ended early" in group.said()
+
+
+# --- hints -----------------------------------------------------------------------------------------------------------------------
+
+
+def hints(rank: int, steps: int | None) -> list[str]:
+    model = net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hocket.parallelize(model, sgd(model), "bulk + topk(0.01)", steps=steps).finish()
+    return [str(w.message) for w in caught]
+
+
+def test_few_steps_for_a_density_are_mentioned_once(loop: Loop) -> None:
+    (sentence,), others = loop(hints, steps=90)
+    assert "topk(0.01) sends each value 0.9 times on average in 90 steps" in sentence
+    assert others == []
+    assert loop(hints, steps=None) == [[], []]

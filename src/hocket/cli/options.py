@@ -9,13 +9,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from hocket import compression, sync, topology
 from hocket.cluster.spec import PRESETS
 from hocket.errors import HocketError, SettingError
 from hocket.split.pipeline.schedules import SCHEDULES
 from hocket.train.settings import RunSettings, defaults, types
 
+_METHODS = (f"{kind}: {', '.join(axis.METHODS)}." for kind, axis in (("When", sync), ("Whom", topology), ("What", compression)))
 HELP = {
-    "strategy": "Such as 'local(4) + gossip + topk(0.01)'.",
+    "strategy": f"Such as 'local(4) + gossip + topk(0.01)'. {' '.join(_METHODS)}",
     "workers": "How many (default: 1, or what was launched).",
     "virtual": "Virtual workers in this one process.",
     "data": "digits, mnist, cifar10, cifar100, shakespeare or module:factory.",

@@ -21,7 +21,7 @@ from hocket.cluster.join import find_launcher, join
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.drivers.processes import interruptible
-from hocket.errors import HocketError
+from hocket.errors import HocketError, bytes_text
 from hocket.models import build
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
@@ -193,7 +193,7 @@ def _show(title: str, strategy: str, metrics: list[dict[str, Any]], baseline: in
     console.print(result_of(title, strategy, metrics, baseline / sent if sent else None))
     console.print(LEGEND + " Reduction computed against bulk + allreduce, not measured.", style="dim")
     for name, sent, seconds in axes_of(metrics):
-        console.print(f"{name} axis: {sent / 1e6:,.1f} MB sent, {seconds:.2f} s waited", style="dim")
+        console.print(f"{name} axis: {bytes_text(sent)} sent, {seconds:.2f} s waited", style="dim")
     if out is not None:
         console.print(f"Records in {out}/run.json and {out}/metrics.jsonl")
 

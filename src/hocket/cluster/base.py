@@ -67,11 +67,13 @@ class Exchange:
         self._first: Any = None
         self._last: Any = None
 
-    def submit(self, work: Callable[[], Any], produced: float = 1.0) -> None:
-        """Start ``work`` (it may call any collective); it runs after everything submitted before it.
+    def submit(self, work: Callable[[], Any], produced: float = 1.0, name: str = "flags") -> None:
+        """Start ``work`` (it may call any collective); it runs after everything submitted before it. ``name`` says what it is.
 
         Virtual workers with a clock launch it when their backward pass has ``produced`` this share of the gradients.
         """
+        if self._cluster.on_submit is not None:
+            self._cluster.on_submit(name)
         if self._cluster.clock is not None:
             self._cluster.clock.launch(produced)
         self._last = self._cluster.ledger.clock.stamp()
@@ -103,6 +105,8 @@ class Cluster(ABC):
 
     clock: Clock | None = None
     """The virtual time of virtual workers on a described cluster."""
+    on_submit: Callable[[str], None] | None = None
+    """Called with the name of whatever is submitted to an exchange (:mod:`hocket.train.audit`)."""
     rank: int = 0
     """The number of this process among those of the cluster."""
     processes: int = 1

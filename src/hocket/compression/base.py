@@ -118,6 +118,11 @@ class Compressor:
         """Whether it compares values of the whole model: then there is one bucket, and slices are interleaved."""
         return False
 
+    def sends_per_value(self, exchanges: int) -> float | None:
+        """How often ``exchanges`` send each value on average, where the residual waits for later ones; None: it does not wait, or
+        the values decide (a static threshold)."""
+        return None
+
     @property
     def single_bucket(self) -> bool:
         """Whether all values are to be exchanged at once, in one bucket."""

@@ -58,6 +58,9 @@ class Chain(Codec):
             return self.second.uses_error_feedback
         return getattr(self.first, "feedback", None) is not False
 
+    def sends_per_value(self, exchanges: int) -> float | None:
+        return self.first.sends_per_value(exchanges)
+
     @property
     def second_phase(self) -> Chain:
         return Chain(self.first.second_phase, self.second)  # type: ignore[arg-type]

@@ -74,6 +74,10 @@ class DGC(Compressor):
             return self.density
         return max(self.density, 0.25 ** (1 + exchange * _STAGES // self.warmup))
 
+    def sends_per_value(self, exchanges: int) -> float | None:
+        warm = min(self.warmup, exchanges)
+        return sum(map(self.density_at, range(warm))) + self.density * (exchanges - warm)
+
     def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
         gradient = rows if self.clip is None else _clipped(rows, self.clip / math.sqrt(max(context.world, 1)))
         u = gradient if "u" not in state else state["u"] * self.momentum + gradient

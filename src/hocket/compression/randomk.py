@@ -62,6 +62,9 @@ class RandomK(Selection):
     def second_phase(self) -> RandomK:
         return replace(self, unbiased=False)  # the indices are those of the first phase: nothing more is lost, so nothing is scaled
 
+    def sends_per_value(self, exchanges: int) -> float | None:
+        return self.density * exchanges if self.uses_error_feedback else None
+
     def max_selected(self, size: int) -> int:
         return max(1, math.ceil(self.density * size))
 

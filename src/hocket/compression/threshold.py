@@ -53,6 +53,9 @@ class Threshold(Selection):
     def consensus_step(self, size: int, context: Context) -> float:
         return 1.0 if self.lossless else min(CONSENSUS_STEP, 2 * (self.keep or 1.0))
 
+    def sends_per_value(self, exchanges: int) -> float | None:
+        return self.keep * exchanges if self.keep is not None and self.uses_error_feedback else None
+
     def max_selected(self, size: int) -> int:
         return size
 

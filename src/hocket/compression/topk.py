@@ -35,6 +35,9 @@ class TopK(Selection):
     def uses_error_feedback(self) -> bool:
         return self.feedback is not False and not self.lossless
 
+    def sends_per_value(self, exchanges: int) -> float | None:
+        return self.density * exchanges if self.uses_error_feedback else None
+
     def max_selected(self, size: int) -> int:
         return max(1, math.ceil(self.density * size))
 

@@ -84,7 +84,8 @@ class CollectiveProgram:
             self._exchange = self.cluster.exchange()
             if self._kept is None and (self._discards or self.step < _WATCHED):
                 self._kept = list(self.gradient_state)
-        self._exchange.submit(partial(self._mix_gradients, bucket, rows), self._produced[bucket])
+        name = f"gradients of bucket {bucket}, {rows.shape[1]} values"
+        self._exchange.submit(partial(self._mix_gradients, bucket, rows), self._produced[bucket], name)
 
     def flags_ready(self, flags: Tensor) -> None:
         """Bool flags ``[rows, k]`` to be combined over all workers, as the last part of the exchange of gradients."""
@@ -166,7 +167,8 @@ class CollectiveProgram:
         for bucket, rows in enumerate(weights):
             # A copy: the forward pass reads the weights while they travel.
             copied = rows.clone()
-            self._exchange.submit(partial(self._mix_weights, bucket, copied))
+            name = f"weights of bucket {bucket}, {rows.shape[1]} values"
+            self._exchange.submit(partial(self._mix_weights, bucket, copied), name=name)
 
     def _exchange_now(self, weights: list[Tensor]) -> None:
         mixed = weights

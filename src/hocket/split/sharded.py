@@ -181,7 +181,7 @@ class ShardedState:
             return
         exchange = self.cluster.exchange()
         for owner, rows in self._pieces:
-            exchange.submit(partial(self.cluster.broadcast, rows, owner))
+            exchange.submit(partial(self.cluster.broadcast, rows, owner), name=f"updates of worker {owner}")
         exchange.wait()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------------

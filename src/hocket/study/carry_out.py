@@ -18,7 +18,7 @@ from hocket.data import DataSet, load
 from hocket.errors import HocketError, NonFiniteGradient, SettingError, WorkerLost
 from hocket.models import build
 from hocket.study.folder import Folder, Outcome
-from hocket.study.lr_search import best_lr, next_lr, short
+from hocket.study.lr_search import ENOUGH_STEPS, best_lr, next_lr, search_steps, short
 from hocket.study.plan import Planned, Study, rounds_of, start_lr, steps_of
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite
@@ -103,8 +103,9 @@ class Virtual:
             finally:
                 cluster.close()
         for text in (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)):
-            # The study has one note about the proven period.
-            if "convergence is proven up to" not in text and text not in self.noted:
+            # The study has one note about the proven period. A try of a learning rate is short on purpose.
+            known = "convergence is proven up to" in text or (out is None and "sends each value" in text)
+            if not known and text not in self.noted:
                 self.noted.add(text)
                 watch.note(text)
         return training.metrics
@@ -133,14 +134,14 @@ def carry_out(
     its reason; with ``retry`` runs that failed before are repeated.
     """
     watch = watch or Watch()
-    outcomes = []
+    outcomes, noted = [], set[str]()
     for number, planned in enumerate(study.runs):
         outcome = folder.outcome(planned)
         if outcome is not None and outcome.failure and retry:
             outcome = None
         watch.begin(number, planned, outcome)
         if outcome is None:
-            search = Search(folder, planned.settings, data, virtual, watch) if planned.tuned else None
+            search = Search(folder, planned.settings, data, virtual, watch, noted) if planned.tuned else None
             outcome = _run(folder, planned, virtual if planned.settings.workers.virtual else real, search, watch)
             watch.end(number, outcome)
         outcomes.append(outcome)
@@ -191,8 +192,11 @@ def sentence(error: Exception) -> str:
 class Search:
     """The search for the learning rate of a run, shared by its seeds and kept in the study's folder; see ``lr_search``."""
 
-    def __init__(self, folder: Folder, settings: RunSettings, data: Data, virtual: Train, watch: Watch) -> None:
+    def __init__(
+        self, folder: Folder, settings: RunSettings, data: Data, virtual: Train, watch: Watch, noted: set[str] | None = None
+    ) -> None:
         self.folder, self.settings, self.data, self.virtual, self.watch = folder, settings, data, virtual, watch
+        self.noted = set() if noted is None else noted
         self.lrs = folder.lrs()
         alike = {**Planned("", settings, True).described(), "virtual": None, "seed": None}
         alike = {name: value for name, value in alike.items() if name not in _CLOCK}
@@ -211,6 +215,8 @@ class Search:
             found["losses"][str(lr)] = loss
             found["tried"][str(lr)] = accuracy
             self.folder.write_lrs(self.lrs)
+        if found["chosen"] is None:
+            self._check_short_tries()
         found["chosen"] = best_lr(self._losses(), min(map(float, found["given_up"]), default=math.inf))
         if found["chosen"] is None:
             raise SettingError(
@@ -232,6 +238,31 @@ class Search:
         self.folder.write_lrs(self.lrs)
         return True
 
+    def _check_short_tries(self) -> None:
+        """Where tries are short, give up the best one as long as the best below it has a lower loss over the whole training."""
+        data, found = self.data(self.settings.data.name), self.found
+        steps = search_steps(rounds_of(self.settings, data), steps_of(self.settings, data))
+        if steps >= ENOUGH_STEPS:
+            return
+        note = (
+            f"Tries of learning rates have {steps} steps, fewer than {ENOUGH_STEPS}, and short trainings bear higher rates than "
+            "long ones: the best is compared with the next lower one over the whole training; train longer, or give lr a number."
+        )
+        if note not in self.noted:
+            self.noted.add(note)
+            self.watch.note(note)
+        whole: dict[float, float | None] = {}
+        best = best_lr(self._losses(), min(map(float, found["given_up"]), default=math.inf))
+        while best is not None and (lower := best_lr(self._losses(), best)) is not None:
+            for lr in (best, lower):
+                if lr not in whole:
+                    whole[lr], _ = self._trained(self.settings.changed(lr=lr))
+            of_best, of_lower = whole[best], whole[lower]
+            if of_lower is None or (of_best is not None and of_best <= of_lower):
+                return
+            found["given_up"][str(best)] = of_best
+            best = lower
+
     def _losses(self) -> dict[float, float]:
         return {float(lr): math.inf if loss is None else loss for lr, loss in self.found["losses"].items()}
 
@@ -240,6 +271,10 @@ class Search:
         data = self.data(self.settings.data.name)
         settings = short(self.settings, lr, rounds_of(self.settings, data), steps_of(self.settings, data))
         self.found["epochs"] = settings.epochs
+        return self._trained(settings)
+
+    def _trained(self, settings: RunSettings) -> tuple[float | None, float | None]:
+        """Training loss and accuracy of a training on virtual workers; None: it diverged."""
         try:
             alike = settings.changed(virtual=True, cluster=None, slowdown=None, balance="even")
             last = self.virtual(alike, None, self.watch)[-1]

@@ -8,7 +8,8 @@ or learned nothing.
 
 Short trainings tolerate higher learning rates than long ones: very short tries choose some at which whole trainings diverge. So a
 try has at least a hundred steps (but at most half of the training), and the choice is checked: if the whole training diverges, or
-ends with a higher training loss than its short one, the next lower learning rate is taken.
+ends with a higher training loss than its short one, the next lower learning rate is taken. Where the training is so short that
+tries have fewer steps, the best one and the best below it are compared over whole trainings before the choice, and so on downwards.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Mapping
 from hocket.train.settings import RunSettings
 
 MOST = 7
+ENOUGH_STEPS = 100
+"""A try with fewer steps is short: its choice is checked in whole trainings."""
 _STEPS = tuple(float(f"{digit}e{power}") for power in range(-6, 3) for digit in (1, 3))
 
 
@@ -58,7 +61,7 @@ def search_steps(rounds: int, steps: int) -> int:
     >>> search_steps(rounds=32, steps=1600), search_steps(rounds=18, steps=180), search_steps(rounds=500, steps=25_000)
     (160, 90, 2500)
     """
-    return min(max(min(steps // 10, 5 * rounds), 2 * rounds, 100), max(1, steps // 2))
+    return min(max(min(steps // 10, 5 * rounds), 2 * rounds, ENOUGH_STEPS), max(1, steps // 2))
 
 
 def short(settings: RunSettings, lr: float, rounds: int, steps: int) -> RunSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
 from hocket.errors import HocketError
+from hocket.notation import write
 from hocket.split.offload import refuse_offloaded
 from hocket.strategy import Strategy
+from hocket.sync import Moment
 
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimiser of parameters."""
@@ -77,18 +80,41 @@ def needs_servers(strategy: Strategy) -> bool:
     return strategy.topology.server_optimizer is not None or strategy.topology.lr_factor != 1
 
 
-def mention_period(strategy: Strategy, steps: int | None, workers: int) -> None:
-    """Mention once the period up to which convergence is proven, where there are local steps and their number is known."""
-    period = strategy.sync.period
+FEWEST_SENDS = 2.0
+"""Where a sparse code with feedback sends each value less often, accuracy is lost (measured: docs/methods/feedback.md)."""
+
+
+def mention_steps(strategy: Strategy, steps: int | None, workers: int) -> None:
+    """Warn where so many steps, if they are known, are few: for the period by theory, for the density by measurement."""
     if steps is None or workers == 1:
         return
-    proven = strategy.sync.proven_period(steps, workers)
+    period, proven = strategy.sync.period, strategy.sync.proven_period(steps, workers)
     if proven is not None and period > 1:
         warnings.warn(
             f"{strategy.sync.name} with a period of {period}: convergence is proven up to T^(1/4)/N^(3/4) = "
             f"{proven:.2f} steps for T = {steps} and N = {workers}; that is sufficient, not necessary.",
             stacklevel=3,
         )
+    exchanges = _exchanges(strategy, steps)
+    sends = strategy.compression.sends_per_value(exchanges)
+    if sends is not None and sends < FEWEST_SENDS and exchanges > 0:
+        code = " | ".join(write(link) for link in strategy.compression.links)
+        enough = (
+            f"a density of {min(1.0, FEWEST_SENDS / exchanges):.2g} or more, or {math.ceil(FEWEST_SENDS / sends * steps):,} steps"
+        )
+        warnings.warn(
+            f"{code} sends each value {sends:.2g} times on average in {steps:,} steps, the rest stays in the residual, and the "
+            f"model may learn little; use {enough}.",
+            stacklevel=3,
+        )
+
+
+def _exchanges(strategy: Strategy, steps: int) -> int:
+    """In how many of the steps workers exchange, judged by the first ones."""
+    if strategy.runtime != "collective":
+        return steps // strategy.sync.period
+    seen = min(steps, 10_000)
+    return steps * sum(strategy.moment(t) is not Moment.NEVER for t in range(1, seen + 1)) // max(1, seen)
 
 
 def refuse_newcomers(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:

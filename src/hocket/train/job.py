@@ -22,13 +22,14 @@ from hocket.errors import HocketError
 from hocket.split.parts import broadcast_tensors
 from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
+from hocket.train.audit import audited, refuse_audit
 from hocket.train.checks import (
     check_device,
     check_equal,
     check_job,
     check_optimizer,
     layout_for,
-    mention_period,
+    mention_steps,
     refuse_newcomers,
 )
 from hocket.train.gradients import call_closure, check_passes, gradients_for, share_overflow
@@ -52,7 +53,7 @@ class Job:
         *,
         accumulate: int = 1,
         nonfinite: str = "raise",
-        check: bool = True,
+        check: bool | str = True,
         steps: int | None = None,
         seed: int = 0,
         scaler: Any = None,
@@ -63,6 +64,7 @@ class Job:
         passes itself (:meth:`exchange`)."""
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         runtime.refuse(strategy, scaler)
+        refuse_audit(check, runtime, whole=split is None)
         self.strategy, self.runtime, self.split = strategy, runtime, split
         self.loaders: LoaderPositions | None = None
         """Where the training stands in its data; saved with the job."""
@@ -84,12 +86,12 @@ class Job:
         runtime.join(self._binding)
         self._nonfinite = NonFinite(policy, self.layout, runtime.where)
         self._gradients = gradients_for(self._binding, runtime, self._nonfinite, scaler) if self._binding.params else None
-        self._handles = self._hook(passes_hooked)
+        self._handles = audited(self._binding, runtime, lambda: self._hook(passes_hooked))
         runtime.hooked()
         if scaler is not None:
             share_overflow(self, scaler)
         if runtime.cluster.workers.start == 0:
-            mention_period(strategy, steps, runtime.cluster.size)
+            mention_steps(strategy, steps, runtime.cluster.size)
         if split is not None:
             split.attach(self)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Buckets, Layout
-from hocket.errors import HocketError, NonFiniteGradient
+from hocket.errors import HocketError, NonFiniteGradient, bytes_text
 from hocket.programs.collective import CollectiveProgram
 from hocket.strategy import Strategy
 from hocket.train.checks import Factory, check_equal, check_job, layout_for, optimizer_for
@@ -370,6 +370,6 @@ def _check_memory(layout: Layout, cluster: Cluster) -> None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > total:
         raise HocketError(
-            f"{cluster.rows} workers of {layout.bytes / 1e6:.0f} MB each need {needed / 1e9:.1f} GB for weights, gradients and "
-            f"momentum, but {cluster.device} has {total / 1e9:.1f} GB; use fewer workers, a smaller model, or several processes."
+            f"{cluster.rows} workers of {bytes_text(layout.bytes)} each need {bytes_text(needed)} for weights, gradients and "
+            f"momentum, but {cluster.device} has {bytes_text(total)}; use fewer workers, a smaller model, or several processes."
         )

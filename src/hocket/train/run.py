@@ -18,7 +18,7 @@ from hocket.data import DataSet, load
 from hocket.errors import HocketError, SettingError
 from hocket.models import build, loss_for
 from hocket.split import Mesh
-from hocket.train.checks import mention_period
+from hocket.train.checks import mention_steps
 from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.loop import EpochLoop, Progress, Training
 from hocket.train.record import Record, versions
@@ -57,7 +57,7 @@ def make_training(settings: RunSettings, cluster: Cluster, data: DataSet, engine
         make = lambda layout: _engine(settings, model, loss, layout, cluster, kept)  # noqa: E731
         training = train_rows(lambda: model, loss, optimizer, data, strategy, cluster, plan, engine=make, **options)
     if cluster.workers.start == 0 and not asynchronous:
-        mention_period(strategy, training.steps, cluster.size)
+        mention_steps(strategy, training.steps, cluster.size)
     return training
 
 

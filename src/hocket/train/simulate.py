@@ -22,7 +22,7 @@ from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.balance import check_balance
-from hocket.train.checks import mention_period
+from hocket.train.checks import mention_steps
 from hocket.train.engines import Engine
 from hocket.train.evaluate import Metric
 from hocket.train.loop import EpochLoop, Progress, Training, TrainingPlan, check_count
@@ -120,7 +120,7 @@ def simulate(
     options["buckets"] = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
     where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
     training = train_rows(model, loss, optimizer, _data(train_set, test_set), parsed, where, plan, metric=metric, **options)
-    mention_period(parsed, training.steps, workers)
+    mention_steps(parsed, training.steps, workers)
     for _ in training.run(watch):
         pass
     return Run(training.metrics, mean_model(training), training.ledger.total(), training.replicas)

@@ -48,7 +48,7 @@ class Binding:
     """Rows ``[1, values]`` per bucket; the parameters are views of them."""
     accumulate: int = 1
     nonfinite: str = "raise"
-    check: bool = True
+    check: bool | str = True
     seed: int = 0
     weight: float = 1.0
     """This worker's share of the next exchange: its samples × N / all samples."""

@@ -151,7 +151,7 @@ class CollectiveRuntime:
 
     def _mean(self, rows: Tensor) -> None:
         exchange = self.cluster.exchange()
-        exchange.submit(lambda: self.cluster.mean(rows, self.cluster.world))
+        exchange.submit(lambda: self.cluster.mean(rows, self.cluster.world), name=f"the mean of {rows.shape[1]} values")
         exchange.wait()
 
     # --- state ---------------------------------------------------------------------------------------------------------------

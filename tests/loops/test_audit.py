@@ -1,0 +1,104 @@
+"""``check="audit"``: the first difference between workers is named."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hocket
+from loops.harness import Loop, refusal
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 12, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def steps(rank: int, strategy: str, guilty: int | None, how: str, **options: Any) -> None:
+    """Eight steps; before the fifth one worker does something that the others do not."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    job = hocket.parallelize(model, optimizer, strategy, **options)
+    for step in range(8):
+        if rank == guilty and step == 4:
+            if how == "weight":
+                model[2].bias.data[1] += 1e-3
+            else:
+                with job.averaged():
+                    pass
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    job.finish()
+
+
+def named(rank: int, **arguments: Any) -> str:
+    return refusal(steps, rank, **arguments)
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_worker_that_changes_a_weight_is_named(loop: Loop, guilty: int) -> None:
+    sentences = loop(named, strategy="bulk", guilty=guilty, how="weight", check="audit")
+    for sentence in sentences:
+        assert sentence.startswith(f"Parameter 2.bias of worker {guilty} differs from worker {1 - guilty}'s after step 5: ")
+        assert f"worker {guilty} changed it outside the optimiser's step" in sentence
+
+
+def test_without_an_audit_the_change_goes_unnoticed(loop: Loop) -> None:
+    assert loop(named, strategy="bulk", guilty=1, how="weight") == ["", ""]
+
+
+def test_an_exchange_out_of_order_is_named(loop: Loop) -> None:
+    """One worker alone asks for the mean model, so that its weights meet the other's next ones."""
+    sentences = loop(named, strategy="local(2)", guilty=1, how="averaged", check="audit")
+    for sentence in sentences:
+        assert "worker 1 exchanges the mean of" in sentence
+        assert "but worker 0 weights of bucket 0" in sentence
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "bulk + topk(0.1)", "local(2)", "bulk + gossip", "diloco(2) + threshold(keep=0.1)"])
+def test_a_loop_without_a_mistake_passes(loop: Loop, strategy: str) -> None:
+    assert loop(named, strategy=strategy, guilty=None, how="", check="audit") == ["", ""]
+
+
+def test_what_cannot_be_compared_is_refused(loop: Loop) -> None:
+    for sentence in loop(named, strategy="async + server", guilty=None, how="", check="audit"):
+        assert "step together" in sentence
+    for sentence in loop(named, strategy="bulk", guilty=None, how="", check="adit"):
+        assert "use True, False or 'audit'" in sentence
+
+
+def timed(rank: int, rounds: int = 3) -> list[float]:
+    """Seconds of the fastest of some steps of a wider model, without an audit and with one, in turn."""
+    torch.set_num_threads(1)
+    least = [9.0, 9.0]
+    for _ in range(rounds):
+        for k, check in enumerate((True, "audit")):
+            torch.manual_seed(7)
+            model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+            optimizer = torch.optim.SGD(model.parameters(), 0.01)
+            job = hocket.parallelize(model, optimizer, "bulk", check=check)
+            for _ in range(12):
+                begun = time.perf_counter()
+                optimizer.zero_grad()
+                model(torch.randn(512, 512)).square().mean().backward()
+                optimizer.step()
+                least[k] = min(least[k], time.perf_counter() - begun)
+            job.finish()
+    return least
+
+
+def test_an_audit_costs_little(loop: Loop) -> None:
+    """The bound leaves room for a busy machine."""
+    least = [max(column) for column in zip(*loop(timed), strict=True)]
+    assert least[1] < 1.4 * least[0], least
