@@ -70,8 +70,52 @@ class Replicas(Protocol):
         """Take the model and the optimiser of a run that was split otherwise."""
 
 
-class LiveReplica:
-    """One worker: model, optimiser, and a job on their hooks."""
+class JobReplica:
+    """A model, or a part of one, and an optimiser; a job on their hooks makes all exchanges."""
+
+    job: Job
+
+    def __init__(self, model: nn.Module, loss: Loss, optimizer: Factory, clip: float | None, autocast: torch.dtype | None) -> None:
+        self.model, self.loss, self.clip, self.autocast = model, loss, clip, autocast
+        self.optimizer = optimizer(list(model.parameters()))
+        self._random = draws_numbers(model, loss)
+
+    def _attach(self, job: Job) -> None:
+        self.job, self.layout, self.ledger = job, job.layout, job.runtime.ledger
+
+    def step(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
+    ) -> Tensor:
+        self.job.weight = weights[0]
+        loss = self._step(inputs[0], targets[0], keys[0], weights[0] if always else 1.0)
+        return torch.empty(0) if loss is None else loss.detach().view(1)
+
+    def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
+        """A step on one mini-batch; its loss. ``factor`` is for gradients that are not weighted in an exchange."""
+        raise NotImplementedError
+
+    def _loss(self, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+        return seeded_loss(self.model, self.loss, x, y, key, self._random, self.autocast)
+
+    def _clip(self) -> None:
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+
+    def averaged(self) -> AbstractContextManager[nn.Module]:
+        return self.job.averaged()
+
+    def audit(self) -> None:
+        """Every step has been looked at."""
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict() if self.job.sharded is None else self.job.sharded.saved()
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        self.job.load_full_state(state)
+
+
+class LiveReplica(JobReplica):
+    """One worker with the whole model."""
 
     def __init__(
         self,
@@ -81,70 +125,46 @@ class LiveReplica:
         strategy: Strategy,
         cluster: Cluster,
         *,
-        seed: int = 0,
         clip: float | None = None,
         autocast: torch.dtype | None = None,
-        nonfinite: str = "raise",
-        buckets: Buckets = Buckets(),  # noqa: B008 - frozen
         slowdown: float = 1.0,
         zero: int = 0,
+        **options: Any,
     ) -> None:
         """``zero=1``: it keeps a part of the optimiser's state; worker 0's checkpoint has all of it."""
-        self.model, self.loss, self.clip, self.autocast, self.cluster = model, loss, clip, autocast, cluster
-        self._optimizer = optimizer(list(model.parameters()))
-        self._runtime = CollectiveRuntime(cluster, zero)
-        self.job = Job(model, self._optimizer, strategy, self._runtime, nonfinite=nonfinite, seed=seed, buckets=buckets)
-        self.layout = self.job.layout
-        self._random = draws_numbers(model, loss)
+        super().__init__(model, loss, optimizer, clip, autocast)
+        self.cluster = cluster
+        self._attach(Job(model, self.optimizer, strategy, CollectiveRuntime(cluster, zero), **options))
         self._throttle = Throttle(slowdown)
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._optimizer
-
-    def step(
-        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
-    ) -> Tensor:
-        self.job.weight = weights[0]
+    def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor:
         self._throttle.begin()
-        self._optimizer.zero_grad()
-        loss = seeded_loss(self.model, self.loss, inputs[0], targets[0], keys[0], self._random, self.autocast)
+        self.optimizer.zero_grad()
+        loss = self._loss(x, y, key)
         self._throttle.between()
         loss.backward()
         self._throttle.computed(self.job.gradients_at)
-        if always and weights[0] != 1.0 and not self._runtime.mixes_gradients:
-            torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], weights[0])
-        if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self._optimizer.step()
-        return loss.detach().view(1)
-
-    @contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
-        with self.job.averaged() as model:
-            yield model
-
-    def audit(self) -> None:
-        """Every step has been looked at."""
+        if factor != 1.0 and not self.job.runtime.mixes_gradients:
+            torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], factor)
+        self._clip()
+        self.optimizer.step()
+        return loss
 
     def each(self) -> Iterator[nn.Module]:
-        self._runtime.drain()
+        self.job.runtime.drain()
         with self.cluster.uncounted():
             yield self.model
 
     def state_dict(self) -> dict[str, Any]:
-        sharded = self.job.sharded
-        optimizer = self._optimizer.state_dict() if sharded is None else sharded.saved()
-        return {"model": self.model.state_dict(), "optimizer": optimizer, "job": self.job.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer_state(), "job": self.job.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.load_full_state(state)
         self.job.load_state_dict(state["job"])
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 class RowReplicas:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,51 +14,13 @@ from hocket.split.mesh import Mesh
 from hocket.split.options import Pipeline
 from hocket.split.split_model import Facade
 from hocket.strategy import Strategy
-from hocket.train.engines.loop import draws_numbers, forked
 from hocket.train.job import Job
-from hocket.train.replicas import Factory, Loss
+from hocket.train.replicas import Factory, JobReplica, Loss
 from hocket.train.runtimes.fsdp import FsdpRuntime
 from hocket.train.split_job import split_job
 
 
-class _JobReplica:
-    """A replica whose job makes all exchanges."""
-
-    model: nn.Module
-    job: Job
-
-    def __init__(self, model: nn.Module, optimizer: Factory, clip: float | None, autocast: torch.dtype | None) -> None:
-        self.clip, self.autocast = clip, autocast
-        self.optimizer = optimizer(list(model.parameters()))
-
-    def _attach(self, job: Job) -> None:
-        self.job, self.layout, self.ledger = job, job.layout, job.runtime.ledger
-
-    def step(
-        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
-    ) -> Tensor:
-        self.job.weight = weights[0]
-        loss = self._step(inputs[0], targets[0], keys[0])
-        return torch.empty(0) if loss is None else loss.detach().view(1)
-
-    def _step(self, x: Tensor, y: Tensor, key: Tensor) -> Tensor | None:
-        """A step on one mini-batch; its loss."""
-        raise NotImplementedError
-
-    def _autocast(self, x: Tensor) -> torch.autocast:
-        return torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None)
-
-    def averaged(self) -> AbstractContextManager[nn.Module]:
-        return self.job.averaged()
-
-    def audit(self) -> None:
-        """Every step has been looked at."""
-
-    def load_full_state(self, state: dict[str, Any]) -> None:
-        self.job.load_full_state(state)
-
-
-class MeshReplica(_JobReplica):
+class MeshReplica(JobReplica):
     """This process's part of a replica that is split over a mesh."""
 
     def __init__(
@@ -76,15 +37,15 @@ class MeshReplica(_JobReplica):
         autocast: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, optimizer, clip, autocast)
+        super().__init__(model, loss, optimizer, clip, autocast)
         self._attach(split_job(model, self.optimizer, strategy, world, mesh, replace(pipeline, loss=loss), **options))
         assert self.job.split is not None
         self.split = self.job.split
-        self.model: nn.Module = Facade(self.split)
+        self.model = Facade(self.split)
         self.cluster = self.job.cluster
 
-    def _step(self, x: Tensor, y: Tensor, key: Tensor) -> Tensor | None:
-        with self._autocast(x):
+    def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
+        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             if self.clip is None:
                 return self.job.train(x, y)
             self.optimizer.zero_grad()
@@ -104,11 +65,10 @@ class MeshReplica(_JobReplica):
 
     def state_dict(self) -> dict[str, Any]:
         """What this process has: it goes on from there on the same mesh."""
-        state, sharded = self.job.state_dict(), self.job.sharded
         return {
-            **state,
+            **self.job.state_dict(),
             "model": {name: t.detach().clone() for name, t in self.split.state.held().items()},
-            "optimizer": self.optimizer.state_dict() if sharded is None else sharded.saved(),
+            "optimizer": self._optimizer_state(),
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
@@ -122,7 +82,7 @@ class MeshReplica(_JobReplica):
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-class FullReplica(_JobReplica):
+class FullReplica(JobReplica):
     """A worker that keeps its part of weights, gradients and state (FSDP2). Worker 0's checkpoint has all of it, every worker's has
     its own buffers."""
 
@@ -134,24 +94,21 @@ class FullReplica(_JobReplica):
         strategy: Strategy,
         cluster: Cluster,
         *,
-        seed: int = 0,
         clip: float | None = None,
         autocast: torch.dtype | None = None,
-        nonfinite: str = "raise",
+        **options: Any,
     ) -> None:
-        super().__init__(model, optimizer, clip, autocast)
-        self.model, self.loss, self.runtime = model, loss, FsdpRuntime(cluster)
-        self._random = draws_numbers(model, loss)
-        self._attach(Job(model, self.optimizer, strategy, self.runtime, nonfinite=nonfinite, seed=seed))
+        super().__init__(model, loss, optimizer, clip, autocast)
+        self.runtime = FsdpRuntime(cluster)
+        self._attach(Job(model, self.optimizer, strategy, self.runtime, **options))
 
-    def _step(self, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
+    def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor:
         self.optimizer.zero_grad()
-        with forked(self._random, x.device, int(key)), self._autocast(x):
-            loss = self.loss(self.model(x), y)
+        loss = self._loss(x, y, key)
         loss.backward()
         if self.clip is not None:
             self.runtime.check_gradients()  # clipping would spread one NaN over all gradients
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self._clip()
         self.optimizer.step()
         return loss
 
