@@ -23,10 +23,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hocket.cluster.rendezvous import wait_for_all
 from hocket.errors import WorkerLost
 
 _BEAT_S = 0.5
 _GRACE_S = 3.0
+_TOGETHER_S = 1800.0
+"""How long a worker waits for others where all must come together: as long as torch waits in a collective."""
 
 
 def boot_id() -> str:
@@ -65,6 +68,18 @@ class Heartbeat:
         with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited first
             self._store.set(f"left/{self.rank}", "1")
         self._join()
+
+    def wait_for_all(self, what: str, key: str, ranks: list[int]) -> None:
+        """Wait until these processes have all come to ``what``; see :func:`~hocket.cluster.rendezvous.wait_for_all`."""
+        if self._store is None:
+            return
+
+        def left(rank: int) -> bool:
+            if self._gone is not None:
+                raise WorkerLost(self._sentence(self._gone), self.hosting[max(self._gone, 0)].start)
+            return self._has_left(rank)
+
+        wait_for_all(what, self._store, key, self.rank, ranks, left, self.liveness_timeout_s, _TOGETHER_S)
 
     def _join(self) -> None:
         """Wait for the threads: one that returns from torch during the interpreter's shutdown would abort the process."""

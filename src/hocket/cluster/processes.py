@@ -87,6 +87,7 @@ class ProcessCluster(Cluster):
         super().__init__(size, self.hosting[self.rank], device, timed=True)
         self.exact, self.keys = exact, keys
         self._messages = PointToPoint(self.rank, self._ranks, self.hosting, self.backend, self.device)
+        self._meetings = 0
         self._derived: weakref.WeakSet[ProcessCluster] = weakref.WeakSet()
         self._reductions: dict[int, ServerReduction] = {}
         self._host_size = host_size or size
@@ -118,6 +119,11 @@ class ProcessCluster(Cluster):
     @property
     def liveness_timeout_s(self) -> float:
         return self._heartbeat.liveness_timeout_s
+
+    def wait_for_all(self, what: str) -> None:
+        self._meetings += 1
+        name = getattr(self.group, "group_name", "world")
+        self._heartbeat.wait_for_all(what, f"meeting/{name}/{self._meetings}", self._ranks)
 
     def for_job(self) -> ProcessCluster:
         return self._derive(None, [self._ranks], self.size, self._host_size)
