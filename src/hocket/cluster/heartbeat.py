@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Heartbeat:
         self._gone: int | None = None
         self._told = False
         self._rounds = 0
+        self._meetings: Counter[str] = Counter()
         self._threads: list[threading.Thread] = []
         self._store: Any = None
         if processes > 1:
@@ -69,8 +71,8 @@ class Heartbeat:
             self._store.set(f"left/{self.rank}", "1")
         self._join()
 
-    def wait_for_all(self, what: str, key: str, ranks: list[int]) -> None:
-        """Wait until these processes have all come to ``what``; see :func:`~hocket.cluster.rendezvous.wait_for_all`."""
+    def wait_for_all(self, what: str, group: str, ranks: list[int]) -> None:
+        """Wait until the processes of a group have all come to ``what``; see :func:`~hocket.cluster.rendezvous.wait_for_all`."""
         if self._store is None:
             return
 
@@ -79,6 +81,8 @@ class Heartbeat:
                 raise WorkerLost(self._sentence(self._gone), self.hosting[max(self._gone, 0)].start)
             return self._has_left(rank)
 
+        self._meetings[group] += 1
+        key = f"meeting/{group}/{self._meetings[group]}"
         wait_for_all(what, self._store, key, self.rank, ranks, left, self.liveness_timeout_s, _TOGETHER_S)
 
     def _join(self) -> None:
