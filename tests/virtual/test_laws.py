@@ -153,6 +153,19 @@ def test_postlocal_is_bulk_until_after_and_then_local(after: int) -> None:
     torch.testing.assert_close(world.rows, rows, **CLOSE)
 
 
+@pytest.mark.parametrize("compression", ["topk(0.2)", "sign", "lowrank(1)", "topk(0.3) | qsgd(4)"])
+@pytest.mark.parametrize("topology", ["allreduce", "hierarchical(size=2)"])
+def test_postlocal_has_sent_all_gradients_of_its_bulk_phase_when_it_ends(topology: str, compression: str) -> None:
+    """The gradients of a linear loss do not depend on the weights: after the phase the mean of all of them has arrived."""
+    linear = {"make": lambda: torch.nn.Linear(4, 3), "loss": lambda out, y: out.gather(1, y[:, None]).mean()}
+    ended = World(f"postlocal(2, 4) + {topology} + {compression}", **linear).step(3)
+    uncompressed = World(f"postlocal(2, 4) + {topology}", **linear).step(3)
+    assert not torch.allclose(ended.rows, uncompressed.rows, **CLOSE)
+    for _ in range(2):
+        torch.testing.assert_close(ended.step().rows, uncompressed.step().rows, **CLOSE)
+    assert ended.replicas.program.gradient_state == [{} for _ in ended.replicas.layout.buckets]
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 def test_diloco_is_torchs_nesterov_on_the_mean_displacement(workers: int) -> None:
     world = World("diloco(2, lr=0.7, momentum=0.9)", workers=workers).step(STEPS)

@@ -169,6 +169,9 @@ class Cluster(ABC):
     def stop_heartbeat(self) -> None:  # noqa: B027
         """From now on processes neither watch each other nor end together: the workers are asynchronous."""
 
+    def wait_for_all(self, what: str) -> None:  # noqa: B027
+        """Wait until all processes have come to ``what``, such as ``job.averaged()``; say so where one does not come."""
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Inside, neither bytes nor time count: evaluation and checkpoints are not training."""

@@ -17,16 +17,20 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from hocket.cluster.rendezvous import wait_for_all
 from hocket.errors import WorkerLost
 
 _BEAT_S = 0.5
 _GRACE_S = 3.0
+_TOGETHER_S = 1800.0
+"""How long a worker waits for others where all must come together: as long as torch waits in a collective."""
 
 
 def boot_id() -> str:
@@ -44,6 +48,7 @@ class Heartbeat:
         self._gone: int | None = None
         self._told = False
         self._rounds = 0
+        self._meetings: Counter[str] = Counter()
         self._threads: list[threading.Thread] = []
         self._store: Any = None
         if processes > 1:
@@ -65,6 +70,20 @@ class Heartbeat:
         with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited first
             self._store.set(f"left/{self.rank}", "1")
         self._join()
+
+    def wait_for_all(self, what: str, group: str, ranks: list[int]) -> None:
+        """Wait until the processes of a group have all come to ``what``; see :func:`~hocket.cluster.rendezvous.wait_for_all`."""
+        if self._store is None:
+            return
+
+        def left(rank: int) -> bool:
+            if self._gone is not None:
+                raise WorkerLost(self._sentence(self._gone), self.hosting[max(self._gone, 0)].start)
+            return self._has_left(rank)
+
+        self._meetings[group] += 1
+        key = f"meeting/{group}/{self._meetings[group]}"
+        wait_for_all(what, self._store, key, self.rank, ranks, left, self.liveness_timeout_s, _TOGETHER_S)
 
     def _join(self) -> None:
         """Wait for the threads: one that returns from torch during the interpreter's shutdown would abort the process."""

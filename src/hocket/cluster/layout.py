@@ -130,7 +130,7 @@ def layout_of(
     Parameters named in ``apart`` share buckets only with those of the same kind.
 
     Shared parameters appear once (``named_parameters`` lists them once); frozen ones and, when groups are given, those
-    that no group holds are left out.
+    that no group holds are left out, and so are those without values where they would be a bucket of their own.
 
     >>> model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     >>> [[s.name for s in b.slots] for b in layout_of(model.named_parameters()).buckets]
@@ -150,7 +150,7 @@ def layout_of(
         held.append((name, p))
         if sum(q.numel() * q.element_size() for _, q in held) >= (bucket_cap_bytes if closed else first_bucket_cap_bytes):
             closed.append((key, open_.pop(key)))
-    closed += list(open_.items())
+    closed += [(key, held) for key, held in open_.items() if sum(q.numel() for _, q in held)]  # nothing to exchange, no bucket
     return Layout(tuple(_bucket(i, key, held) for i, (key, held) in enumerate(closed)))
 
 

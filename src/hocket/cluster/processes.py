@@ -119,6 +119,9 @@ class ProcessCluster(Cluster):
     def liveness_timeout_s(self) -> float:
         return self._heartbeat.liveness_timeout_s
 
+    def wait_for_all(self, what: str) -> None:
+        self._heartbeat.wait_for_all(what, getattr(self.group, "group_name", "world"), self._ranks)
+
     def for_job(self) -> ProcessCluster:
         return self._derive(None, [self._ranks], self.size, self._host_size)
 
@@ -241,12 +244,8 @@ class ProcessCluster(Cluster):
     def all_reduce_any(self, flags: Tensor) -> Tensor:
         self.ledger.sent += ring_bytes(flags.shape[1], self.size)
         mine = flags.any(0).to(self._messages.device, torch.uint8)
-
-        def agree() -> Tensor:
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.group)
-            return mine
-
-        return self._now(agree).to(flags.device, torch.bool)
+        self._now(lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.group))
+        return mine.to(flags.device, torch.bool)
 
     def all_gather_metrics(self, values: Tensor) -> Tensor:
         most = max(len(hosted) for hosted in self.hosting)

@@ -76,6 +76,11 @@ class CollectiveProgram:
         """Whether the step now under way exchanges gradients."""
         return not self.alone and self.strategy.moment(self.step + 1) is Moment.GRADIENTS
 
+    @property
+    def _last_gradients(self) -> bool:
+        """Whether weights are exchanged after this step, so that residuals of gradients would be left behind: all is sent now."""
+        return self.keeps_residuals and self.strategy.weights and self.strategy.sync.rebases(self.step + 1)
+
     def gradient_ready(self, bucket: int, rows: Tensor) -> None:
         """Gradients of one bucket are complete on all workers hosted here; call in bucket order."""
         if not self.mixes_gradients:
@@ -115,10 +120,12 @@ class CollectiveProgram:
         context = self._context(bucket)
         if self.linear:
             return self.channel.mean_later(rows, context)
-        rows = _real(rows)
-        mixed, self.gradient_state[bucket] = self.channel.gradients(
-            self.strategy.compression, rows if self._plain else rows.to(torch.float32), self.gradient_state[bucket], context
-        )
+        rows, compression, state = _real(rows), self.strategy.compression, self.gradient_state[bucket]
+        sent = rows if self._plain else rows.to(torch.float32)
+        if self._last_gradients:
+            mixed, self.gradient_state[bucket] = self.channel.whole_gradients(compression, sent, state, context), {}
+        else:
+            mixed, self.gradient_state[bucket] = self.channel.gradients(compression, sent, state, context)
         return rows.copy_(mixed) if mixed is not rows else rows
 
     # --- weights -----------------------------------------------------------------------------------------------------------

@@ -230,11 +230,13 @@ class SplitModel:
     def timeline(self) -> Timeline | None:
         if self.pipe is None:
             return None
+        self.world.wait_for_all("job.timeline()")
         with self.place.uncounted():
             return self.pipe.timeline()
 
     def picture(self) -> str:
         own = held_bytes(self.module, self.optimizer, self._activation_bytes(), self._exchanger.sharded)
+        self.world.wait_for_all("job.picture()")
         return gather_picture(self.mesh, own)
 
     def _activation_bytes(self) -> int:

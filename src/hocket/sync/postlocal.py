@@ -1,6 +1,7 @@
 """Post-local SGD: bulk until step ``after``, then ``local(p)`` (Lin 2020, arXiv:1808.07217).
 
-Closes the generalisation gap of large batches.
+Closes the generalisation gap of large batches. Gradients of the last bulk step, and what error feedback has held back of earlier
+ones, travel uncompressed: the exchange of weights that follows has residuals of its own.
 """
 
 from __future__ import annotations

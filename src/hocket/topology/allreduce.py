@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -78,6 +79,16 @@ class AllReduceChannel(Channel):
         _, position = cluster.groups_here(subgroups)
         shared = second.decode(cluster.all_gather(message, subgroups), width, context)
         return Heard(_gather(shared, subgroups.size, codec.global_selection)[:, :size][there(position, shared)], sent, remembered)
+
+    def whole_gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> Tensor:
+        owned = state.get("inner", {}).get("error")
+        if owned is not None:  # the residual of a mean: it counts for all workers of the group
+            count, members = rows.shape[0], self.subgroups.size
+            cells = owned.new_zeros(count, members, owned.shape[1])
+            place = there(self.subgroups.place_of[self.cluster.workers.start : self.cluster.workers.stop], rows)
+            cells[torch.arange(count, device=rows.device), place] = owned * members
+            rows = rows + _gather(cells.flatten(0, 1), members, compressor.global_selection)[:, : rows.shape[1]]
+        return super().whole_gradients(compressor, rows, state, context)
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         if not compressor.compresses:

@@ -120,6 +120,10 @@ class Channel(ABC):
         heard, _, state = mean_with_feedback(compressor, rows, self, state, context)
         return heard, state
 
+    def whole_gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> Tensor:
+        """Mix gradients, and all that error feedback has held back of earlier ones, without compression."""
+        return self.mean(rows if "error" not in state else rows + state["error"], context)
+
     @abstractmethod
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         """Mix weights through a compressor."""

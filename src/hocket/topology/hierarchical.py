@@ -90,6 +90,12 @@ class HierarchicalChannel(Channel):
     def gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         return self._through(compressor, rows, state, context, weights=False)
 
+    def whole_gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> Tensor:
+        mixed = self.inner.mean(rows, context) if self.size > 1 else rows
+        if self.outer.subgroups.size == 1:
+            return mixed
+        return self._gather(self.outer.whole_gradients(compressor, self._slice(mixed), state, context), rows)
+
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         return self._through(compressor, rows, state, context, weights=True)
 

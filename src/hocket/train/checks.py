@@ -22,6 +22,7 @@ from hocket.split.offload import refuse_offloaded
 from hocket.strategy import Strategy
 from hocket.sync import Moment
 
+SPARSE = "A gradient is sparse; exchanges are dense, so build the embedding with sparse=False."
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimiser of parameters."""
 
@@ -121,7 +122,7 @@ def refuse_newcomers(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:
     """Refuse gradients of parameters that were not there when the job was made."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if p.grad is not None and id(p) not in ours:
+            if p.grad is not None and id(p) not in ours and p.numel():
                 raise HocketError(
                     "The optimiser got a parameter, or one was unfrozen, after hocket.parallelize(…), so it is not exchanged; "
                     "call job.detach() and parallelize again."

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hocket.errors import HocketError
+from hocket.train.checks import SPARSE
 from hocket.train.runtimes.base import Binding, Runtime
 from hocket.train.watch import NonFinite
 
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.backward.__code__
 _NESTED = torch.autograd.function.BackwardCFunction.apply.__code__
 """Of a custom function's backward: a backward pass that begins inside it is a part of the one around it."""
-SPARSE = "A gradient is sparse; exchanges are dense, so build the embedding with sparse=False."
 
 
 class BucketedGradients:

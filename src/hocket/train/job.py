@@ -20,7 +20,6 @@ from hocket.cluster.layout import Buckets, Layout
 from hocket.data.distribute import LoaderPositions
 from hocket.errors import HocketError
 from hocket.split.parts import broadcast_tensors
-from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
 from hocket.train.audit import audited, refuse_audit
 from hocket.train.checks import (
@@ -33,6 +32,7 @@ from hocket.train.checks import (
     refuse_newcomers,
 )
 from hocket.train.gradients import call_closure, check_passes, gradients_for, share_overflow
+from hocket.train.job_view import JobView
 from hocket.train.runtimes.base import Binding, Runtime
 from hocket.train.watch import NonFinite
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
     from hocket.split.split_model import SplitModel
 
 
-class Job:
+class Job(JobView):
     """A model in parallel training; made by :func:`hocket.parallelize`."""
 
     def __init__(
@@ -96,31 +96,6 @@ class Job:
             split.attach(self)
 
     # --- what users call ---------------------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> nn.Module:
-        """What is trained; a job that has ended does not keep it alive."""
-        return self._binding.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """What steps it."""
-        return self._binding.optimizer
-
-    @property
-    def weight(self) -> float:
-        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.distribute`). It counts
-        where the gradients of all workers make one update."""
-        return self._binding.weight
-
-    @weight.setter
-    def weight(self, weight: float) -> None:
-        self._binding.weight = weight
-
-    @property
-    def step(self) -> int:
-        """Steps done; with servers a worker that was away goes on with the others."""
-        return self.runtime.step
 
     @property
     def attached(self) -> bool:
@@ -243,34 +218,6 @@ class Job:
         return self.split
 
     # --- for whoever computes gradients and checkpoints ------------------------------------------------------------------------
-
-    @property
-    def cluster(self) -> Cluster:
-        """The workers that exchange what this process holds."""
-        return self.runtime.cluster
-
-    @property
-    def weights(self) -> list[Tensor]:
-        """The rows ``[1, values]`` per bucket in which the parameters lie."""
-        return self._binding.weights
-
-    @property
-    def sharded(self) -> ShardedState | None:
-        """The optimiser's state, where each worker has a part of it (ZeRO-1)."""
-        return self.runtime.sharded
-
-    @property
-    def gradients_at(self) -> float:
-        """When the last backward pass had computed all gradients (``time.perf_counter``), where hooks see them."""
-        return 0.0 if self._gradients is None else self._gradients.done_at
-
-    @property
-    def overflow(self) -> bool:
-        """Whether any worker's gradient was not finite in the last exchange; reading it clears it."""
-        if self._gradients is None:
-            return False
-        found, self._gradients.overflow = self._gradients.overflow, False
-        return found
 
     def exchange(self) -> None:
         """Exchange the gradients that are there, where this step exchanges any during the backward pass: those that autograd's

@@ -9,9 +9,10 @@ from torch import nn
 
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
+from hocket.train.checks import SPARSE
 from hocket.train.engines.base import Engine, Loss, stack_buffers
 from hocket.train.engines.loop import LoopEngine
-from hocket.train.engines.vmap import VmapEngine, obstacle
+from hocket.train.engines.vmap import SPARSE_GRADIENTS, VmapEngine, obstacle
 
 __all__ = ["Engine", "LoopEngine", "VmapEngine", "choose", "stack_buffers"]
 
@@ -34,6 +35,8 @@ def choose(
         found = obstacle(model)
         if found is None:
             return VmapEngine(model, loss, layout, rows, compile=cuda, autocast=autocast, fall_back=name == "auto")
+        if name == "vmap" and found == SPARSE_GRADIENTS:
+            raise HocketError(SPARSE)
         if name == "vmap":
             raise HocketError(f"the vmap engine cannot run a model with {found}; use engine='loop' or 'auto'.")
         warnings.warn(f"the model has {found}, which vmap cannot do: its workers are computed one after another.", stacklevel=2)

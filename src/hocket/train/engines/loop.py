@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
+from hocket.train.checks import SPARSE
 from hocket.train.engines.base import Batches, Buffers, Loss, Rows
 
 
@@ -140,6 +141,8 @@ class _Bound:
         Copying keeps the bits (adding to zeros turns -0.0 into 0.0) and costs no more than zeroing and accumulating in place.
         """
         found = [(view, p.grad) for view, p in zip(self.grads[row], parameters, strict=True) if p.grad is not None]
+        if any(g.is_sparse for _, g in found):
+            raise HocketError(SPARSE)
         if found:
             torch._foreach_copy_([view for view, _ in found], [g for _, g in found])
         missing = [slot for slot, p in enumerate(parameters) if p.grad is None]

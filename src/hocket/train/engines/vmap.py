@@ -21,6 +21,8 @@ from hocket.train.engines.base import Batches, Buffers, Loss, Rows
 from hocket.train.engines.convolution import with_row_convolutions
 from hocket.train.engines.loop import LoopEngine, forked
 
+SPARSE_GRADIENTS = "sparse gradients"
+
 
 class VmapEngine:
     """All workers at once: ``vmap`` of the loss over the flat rows, ordinary autograd around it, compiled on CUDA.
@@ -212,5 +214,5 @@ def obstacle(model: nn.Module) -> str | None:
         if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats and m.momentum is None:
             return f"a {type(m).__name__} layer with momentum=None"
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse:
-            return "sparse gradients"
+            return SPARSE_GRADIENTS
     return None

@@ -115,8 +115,10 @@ class CollectiveRuntime:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """All workers must enter together."""
+        """All workers must enter together, except where there is nothing to average."""
         self.drain()
+        if not self.alone and (self._replicas_differ or self.binding.buffers):
+            self.cluster.wait_for_all("job.averaged()")
         with self.cluster.uncounted(), self.binding.restored():
             self._average()
             yield self.binding.model
@@ -140,14 +142,18 @@ class CollectiveRuntime:
         """Mean weights, where replicas differ, and mean float buffers."""
         if self.alone:
             return
-        strategy = self.binding.strategy
-        if not (strategy.sync.keeps_replicas_equal and strategy.topology.uniform and not strategy.weights):
+        if self._replicas_differ:
             for rows in self.binding.weights:
                 self._mean(rows)
         for buffer in self.binding.buffers:
             rows = buffer.data.reshape(1, -1).clone()
             self._mean(rows)
             buffer.data.copy_(rows.view(buffer.shape))
+
+    @property
+    def _replicas_differ(self) -> bool:
+        strategy = self.binding.strategy
+        return not (strategy.sync.keeps_replicas_equal and strategy.topology.uniform and not strategy.weights)
 
     def _mean(self, rows: Tensor) -> None:
         exchange = self.cluster.exchange()

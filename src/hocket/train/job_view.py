@@ -1,0 +1,72 @@
+"""What a job shows of the model that it trains and of the runtime that carries out its exchanges."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hocket.cluster.base import Cluster
+from hocket.split.sharded import ShardedState
+from hocket.train.gradients import Gradients
+from hocket.train.runtimes.base import Binding, Runtime
+
+
+class JobView:
+    """The properties of a job."""
+
+    runtime: Runtime
+    _binding: Binding
+    _gradients: Gradients | None
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained; a job that has ended does not keep it alive."""
+        return self._binding.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What steps it."""
+        return self._binding.optimizer
+
+    @property
+    def weight(self) -> float:
+        """This worker's share of the next exchange: its samples × N / all samples (set by :func:`hocket.distribute`). It counts
+        where the gradients of all workers make one update."""
+        return self._binding.weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._binding.weight = weight
+
+    @property
+    def step(self) -> int:
+        """Steps done; with servers a worker that was away goes on with the others."""
+        return self.runtime.step
+
+    @property
+    def cluster(self) -> Cluster:
+        """The workers that exchange what this process holds."""
+        return self.runtime.cluster
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The rows ``[1, values]`` per bucket in which the parameters lie."""
+        return self._binding.weights
+
+    @property
+    def sharded(self) -> ShardedState | None:
+        """The optimiser's state, where each worker has a part of it (ZeRO-1)."""
+        return self.runtime.sharded
+
+    @property
+    def gradients_at(self) -> float:
+        """When the last backward pass had computed all gradients (``time.perf_counter``), where hooks see them."""
+        return 0.0 if self._gradients is None else self._gradients.done_at
+
+    @property
+    def overflow(self) -> bool:
+        """Whether any worker's gradient was not finite in the last exchange; reading it clears it."""
+        if self._gradients is None:
+            return False
+        found, self._gradients.overflow = self._gradients.overflow, False
+        return found
