@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hocket
+from hocket.data.base import DataSet, identity
+from hocket.errors import HocketError
+from hocket.train.evaluate import Evaluator
+from hocket.train.trial import try_batch
 from virtual.world import CLASSES, FEATURES, Tiny, sgd
 
 SERVED = "async + server"
@@ -160,4 +164,72 @@ def test_rows_and_steps_draw_different_numbers() -> None:
             return super().forward(x)
 
     simulated(Seen, engine="loop")
-    assert len(seen) == len(set(seen)) == 3 * 5 * 2
+    drawn = seen[1:]  # the first is the batch that is tried
+    assert len(drawn) == len(set(drawn)) == 3 * 5 * 2
+
+
+class Narrow(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(FEATURES + 1, 5)
+
+
+class TrainsOnly(Tiny):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) if self.training else None
+
+
+def detached(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output.detach(), y)
+
+
+def per_sample(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y, reduction="none")
+
+
+FLOATS = (torch.zeros(40, FEATURES), torch.zeros(40))
+WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "model": (
+        Narrow,
+        F.cross_entropy,
+        {},
+        r"The model fails in training mode on a batch of inputs \[4, 4\] \(float32\)",
+    ),
+    "loss": (Tiny, F.nll_loss, {"train": FLOATS}, r"The loss fails on an output \[4, 3\].* targets \[4\]"),
+    "per sample": (Tiny, per_sample, {}, r"one number, the mean over samples; got shape \[4\]"),
+    "no tensor": (Tiny, lambda o, y: 0.5, {}, "The loss must be a tensor, for autograd to differentiate; got float"),
+    "detached": (Tiny, detached, {}, "The loss does not depend on the model's parameters"),
+    "eval": (TrainsOnly, F.cross_entropy, {}, "The loss fails on an output None"),
+    "metric": (Tiny, F.cross_entropy, {"metric": lambda o, y: o}, r"The metric must be one number for a batch, got \[4, 3\]"),
+    "metric fails": (Tiny, F.cross_entropy, {"metric": lambda o, y: o["logits"]}, r"The metric fails on an output \[4, 3\]"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["bulk", SERVED])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_work_is_refused_before_the_first_step_in_one_sentence(name: str, strategy: str) -> None:
+    model, loss, options, said = WRONG[name]
+    train, steps = options.get("train", samples(40)), []
+    given = {"workers": 2, "batch_size": 4, "strategy": strategy, "watch": steps.append, "metric": options.get("metric")}
+    with pytest.raises(HocketError, match=said) as refused:
+        hocket.simulate(model, loss, train, samples(40), **given)
+    assert not steps
+    assert "\n" not in str(refused.value)
+
+
+def test_the_batch_that_is_tried_leaves_no_trace() -> None:
+    class Normed(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(FEATURES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.norm(F.dropout(x, 0.1, self.training)))
+
+    model, data = Normed(), DataSet("mine", samples(40), samples(40), CLASSES, identity)
+    before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
+    assert try_batch(model, Evaluator(data, F.cross_entropy), 4)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert not try_batch(Tiny(), Evaluator(data, F.cross_entropy), 4)

@@ -27,6 +27,7 @@ from hocket.train.engines import Engine
 from hocket.train.evaluate import Metric
 from hocket.train.loop import EpochLoop, Progress, Training, TrainingPlan, check_count
 from hocket.train.replicas import Factory, Loss, StackedReplicas, engine_of
+from hocket.train.trial import try_batch
 
 
 @dataclass
@@ -100,6 +101,7 @@ def simulate(
     such as Hugging Face models return. After every epoch the mean model is evaluated on ``test_set``: ``test_loss``; ``accuracy``
     where targets are classes and the output is their logits or has them as ``logits``; and ``metric(output, targets)``, a number
     for a batch, where one is given. Without a ``test_set``, or with ``evaluate=False``, nothing is evaluated.
+    One batch is tried before the training: what does not fit is refused in one sentence.
 
     ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.ClusterSpec`): seconds are
     then predicted for it; without it they are None. With it, ``balance="speed"`` deals each round out by the workers' speeds in the
@@ -120,6 +122,7 @@ def simulate(
     options["buckets"] = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
     where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
     training = train_rows(model, loss, optimizer, _data(train_set, test_set), parsed, where, plan, metric=metric, **options)
+    try_batch(training.replicas.model, training.evaluator, batch_size, evaluate)
     mention_period(parsed, training.steps, workers)
     for _ in training.run(watch):
         pass
