@@ -233,3 +233,59 @@ def test_the_batch_that_is_tried_leaves_no_trace() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert not try_batch(Tiny(), Evaluator(data, F.cross_entropy), 4)
+
+
+class Two(Tiny):
+    def forward(self, x: Tensor, shift: Tensor, keep: Tensor | None = None) -> Tensor:
+        out = super().forward(x + shift.to(x.dtype).unsqueeze(-1))
+        return out if keep is None else out * keep.to(out.dtype)
+
+
+def several(count: int, kind: str, seed: int = 0) -> Any:
+    (x, y), shift = samples(count, seed), torch.arange(count) % 3
+    keep = torch.ones(count, 1, dtype=torch.bool)
+    inputs: Any = {"x": x, "shift": shift, "keep": keep} if "dict" in kind else (x, shift, keep)
+    if "examples" not in kind:
+        return inputs, y
+    if kind == "labelled dict examples":
+        return [{**{name: t[i] for name, t in inputs.items()}, "labels": int(y[i])} for i in range(count)]
+    parts = lambda i: {name: t[i] for name, t in inputs.items()} if "dict" in kind else tuple(t[i] for t in inputs)  # noqa: E731
+    return [(parts(i), int(y[i])) for i in range(count)]
+
+
+class Shifted(Tiny):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :-1] + x[:, -1:])
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("strategy", ["bulk", SERVED])
+@pytest.mark.parametrize("kind", ["dict", "tuple", "dict examples", "labelled dict examples"])
+def test_inputs_of_several_tensors_train_as_one_tensor_does(kind: str, strategy: str, engine: str) -> None:
+    options: dict[str, Any] = {
+        "workers": 3,
+        "batch_size": 4,
+        "epochs": 2,
+        "strategy": strategy,
+        "optimizer": sgd(),
+        "engine": engine,
+    }
+    (x, shift, _), y = several(60, "tuple")
+    (u, v, _), w = several(33, "tuple", 1)
+    joined = [(torch.cat([a, b.float().unsqueeze(1)], 1), c) for a, b, c in ((x, shift, y), (u, v, w))]
+    one = hocket.simulate(Shifted, F.cross_entropy, *joined, **options)
+    run = hocket.simulate(Two, F.cross_entropy, several(60, kind), several(33, kind, 1), **options)
+    assert isinstance(run.model, Two)
+    assert run.test_loss == pytest.approx(one.test_loss, rel=1e-5)
+    assert run.accuracy == one.accuracy
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(HocketError, match="differ in names, types or shapes"):
+        hocket.simulate(Two, F.cross_entropy, several(20, "dict"), several(20, "tuple"), batch_size=4)
+    with pytest.raises(HocketError, match="needs its target as 'labels'"):
+        hocket.simulate(Two, F.cross_entropy, [{"x": torch.zeros(4)}] * 8, batch_size=2)
+    with pytest.raises(HocketError, match=r"as many samples each; got \[3, 4\]"):
+        hocket.simulate(Two, F.cross_entropy, ((torch.zeros(3, 4), torch.zeros(4)), torch.zeros(3)), batch_size=2)
+    with pytest.raises(HocketError, match=r"on a batch of inputs \{'x': \[4, 4\] \(float32\), 'shift'"):
+        hocket.simulate(Tiny, F.cross_entropy, several(20, "dict"), batch_size=4)

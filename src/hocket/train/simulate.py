@@ -17,7 +17,7 @@ from hocket.cluster.ledger import Entry
 from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data.base import DataSet, identity
-from hocket.data.tensors import as_tensors
+from hocket.data.fields import Unpacking, as_packed
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
@@ -93,7 +93,8 @@ def simulate(
 ) -> Run:
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
-    ``train_set`` and ``test_set`` are map-style data sets or pairs of tensors (inputs, targets). Every worker steps with
+    ``train_set`` and ``test_set`` are map-style data sets or pairs (inputs, targets). Inputs are a tensor; or a dict of tensors, which
+    become keyword arguments of the model, or a tuple, its positional ones. Every worker steps with
     ``optimizer`` on its own ``batch_size`` samples; means, gossip and compression are those of ``strategy``, the same code that
     real processes run.
 
@@ -121,7 +122,8 @@ def simulate(
     options: dict[str, Any] = {"clip": clip, "autocast": autocast, "nonfinite": nonfinite, "engine": engine}
     options["buckets"] = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
     where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
-    training = train_rows(model, loss, optimizer, _data(train_set, test_set), parsed, where, plan, metric=metric, **options)
+    data, made = _data(train_set, test_set, model)
+    training = train_rows(made, loss, optimizer, data, parsed, where, plan, metric=metric, **options)
     try_batch(training.replicas.model, training.evaluator, batch_size, evaluate)
     mention_period(parsed, training.steps, workers)
     for _ in training.run(watch):
@@ -136,9 +138,21 @@ def _spec(cluster: str | Path | ClusterSpec | None, strategy: Strategy) -> Clust
     return ClusterSpec.parse(DEFAULT_CLUSTER if cluster is None else cluster)
 
 
-def _data(train_set: Any, test_set: Any) -> DataSet:
-    """Both sets as tensors."""
-    return DataSet("simulated", as_tensors(train_set), None if test_set is None else as_tensors(test_set), 0, identity)
+def _data(train_set: Any, test_set: Any, model: Callable[[], nn.Module]) -> tuple[DataSet, Callable[[], nn.Module]]:
+    """Both sets as tensors, and what makes a model that takes them."""
+    train, fields = as_packed(train_set)
+    test, others = (None, fields) if test_set is None else as_packed(test_set)
+    if fields != others:
+        raise HocketError("The inputs of the training set and of the test set differ in names, types or shapes: make them equal.")
+    data = DataSet("simulated", train, test, 0, identity)
+    if fields is None:
+        return data, model
+
+    def made() -> nn.Module:
+        built = model()
+        return Unpacking(built, fields) if isinstance(built, nn.Module) else built
+
+    return data, made
 
 
 def train_rows(
@@ -178,4 +192,4 @@ def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:
 def mean_model(training: EpochLoop) -> nn.Module:
     """A copy of the mean model of all workers, or of the servers' global weights."""
     with training.averaged() as model:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model.model if isinstance(model, Unpacking) else model)

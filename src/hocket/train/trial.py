@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.data.base import DataSet
+from hocket.data.fields import Unpacking
 from hocket.errors import HocketError
 from hocket.models import build, loss_for
 from hocket.train.engines.loop import forked, have_moved
@@ -74,8 +75,9 @@ def _forward(
         raise
     except Exception as error:
         mode = "training" if model.training else "eval"
+        shown = model.named(x) if isinstance(model, Unpacking) else x
         raise HocketError(
-            f"The model fails in {mode} mode on a batch of inputs {_said(x)} ({_reason(error)}): it is called as model(inputs)."
+            f"The model fails in {mode} mode on a batch of inputs {_said(shown)} ({_reason(error)}): it is called as model(inputs)."
         ) from error
 
 
