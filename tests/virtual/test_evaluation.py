@@ -260,7 +260,7 @@ class Shifted(Tiny):
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 @pytest.mark.parametrize("strategy", ["bulk", SERVED])
-@pytest.mark.parametrize("kind", ["dict", "tuple", "dict examples", "labelled dict examples"])
+@pytest.mark.parametrize("kind", ["dict", "tuple", "dict examples", "tuple examples", "labelled dict examples"])
 def test_inputs_of_several_tensors_train_as_one_tensor_does(kind: str, strategy: str, engine: str) -> None:
     options: dict[str, Any] = {
         "workers": 3,

@@ -93,8 +93,8 @@ def simulate(
 ) -> Run:
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
-    ``train_set`` and ``test_set`` are map-style data sets or pairs (inputs, targets). Inputs are a tensor; or a dict of tensors, which
-    become keyword arguments of the model, or a tuple, its positional ones. Every worker steps with
+    ``train_set`` and ``test_set`` are map-style data sets or pairs (inputs, targets). Inputs are a tensor; or a dict of tensors,
+    which become keyword arguments of the model, or a tuple, its positional ones. Every worker steps with
     ``optimizer`` on its own ``batch_size`` samples; means, gossip and compression are those of ``strategy``, the same code that
     real processes run.
 
