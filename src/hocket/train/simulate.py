@@ -93,20 +93,16 @@ def simulate(
 ) -> Run:
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
-    ``train_set`` and ``test_set`` are map-style data sets or pairs (inputs, targets). Inputs are a tensor; or a dict of tensors,
-    which become keyword arguments of the model, or a tuple, its positional ones. Every worker steps with
-    ``optimizer`` on its own ``batch_size`` samples; means, gossip and compression are those of ``strategy``, the same code that
-    real processes run.
+    ``train_set`` and ``test_set`` are map-style data sets or pairs (inputs, targets); inputs are a tensor, a dict of tensors (the
+    model's keyword arguments) or a tuple (positional ones). Every worker steps with ``optimizer`` on its own ``batch_size`` samples;
+    means, gossip and compression are those of ``strategy``, the same code that real processes run.
 
-    ``loss(model(inputs), targets)`` is one number, the mean over a batch; the output may be a tensor, a dict, a tuple or an object
-    such as Hugging Face models return. After every epoch the mean model is evaluated on ``test_set``: ``test_loss``; ``accuracy``
-    where targets are classes and the output is their logits or has them as ``logits``; and ``metric(output, targets)``, a number
-    for a batch, where one is given. Without a ``test_set``, or with ``evaluate=False``, nothing is evaluated.
-    One batch is tried before the training: what does not fit is refused in one sentence.
+    ``loss(model(inputs), targets)`` is one number, the mean over a batch; the output may be of any kind. After every epoch the mean
+    model is evaluated on ``test_set``: test loss, accuracy where the output is logits of classes or has them as ``logits``, and
+    ``metric(output, targets)``; without a ``test_set``, or with ``evaluate=False``, nothing is. One batch is tried first.
 
     ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.ClusterSpec`): seconds are
-    then predicted for it; without it they are None. With it, ``balance="speed"`` deals each round out by the workers' speeds in the
-    epoch before, instead of evenly.
+    then predicted for it (else None), and ``balance="speed"`` deals rounds out by the workers' speeds in the epoch before.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",
@@ -124,8 +120,13 @@ def simulate(
     where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
     data, made = _data(train_set, test_set, model)
     training = train_rows(made, loss, optimizer, data, parsed, where, plan, metric=metric, **options)
-    try_batch(training.replicas.model, training.evaluator, batch_size, evaluate)
     mention_period(parsed, training.steps, workers)
+    return _carry_out(training, watch)
+
+
+def _carry_out(training: EpochLoop, watch: Callable[[Progress], None]) -> Run:
+    plan = training.plan
+    try_batch(training.replicas.model, training.evaluator, plan.batch_size, plan.evaluate)
     for _ in training.run(watch):
         pass
     return Run(training.metrics, mean_model(training), training.ledger.total(), training.replicas)
