@@ -575,6 +575,7 @@ def test_the_tree_holds_few_slices() -> None:
     [
         ({"model": nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2))}, r"'1' \(BatchNorm1d\) uses statistics of each portion"),
         ({"model": nn.Sequential(nn.Linear(6, 2), nn.Dropout(0.5))}, "Dropout draws new random numbers"),
+        ({"loss": lambda o, y: F.cross_entropy(F.dropout(o), y)}, "this model or loss draws new random numbers"),
         (
             {"model": nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 2).double())},
             "got float32 on cpu, float64 on cpu",

@@ -526,6 +526,26 @@ def test_a_study_of_which_nothing_is_possible_is_refused_before_it_begins(tmp_pa
     check(expand(preset("ten").changed((4, 32)), Data()), Data())  # some are: the others are recorded as failed
 
 
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        ("Narrow", "The model gives 3 logits, but the data set has 10 classes"),
+        ("Flat", r"The model fails in training mode on a batch of inputs \\[100, 1, 8, 8\\]"),
+        ("Sampled", "The loss fails on an output"),
+    ],
+)
+def test_a_model_of_the_users_that_cannot_work_is_refused_before_the_first_run(
+    model: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from torch import nn\n\ndef Narrow():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))\n\n"
+    text += "def Flat():\n    return nn.Linear(64, 10)\n\ndef Sampled():\n    return nn.Flatten(0)\n"
+    (tmp_path / "tried_models.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    outline = preset("ten").changed((4,), model=f"tried_models:{model}")
+    with pytest.raises(HocketError, match=said.replace("\\\\", "\\")):
+        check(expand(outline, Data()), Data())
+
+
 def test_a_run_that_is_left_out_is_told(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('workers = [2, 4]\nstrategies = ["bulk"]\n[[run]]\nstrategy = "local(4)"\nworkers = 4\n')

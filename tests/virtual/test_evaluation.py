@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hocket
+from hocket.data.base import DataSet, identity
+from hocket.errors import HocketError
+from hocket.train.evaluate import Evaluator
+from hocket.train.trial import try_batch
 from virtual.world import CLASSES, FEATURES, Tiny, sgd
 
 SERVED = "async + server"
@@ -160,4 +164,128 @@ def test_rows_and_steps_draw_different_numbers() -> None:
             return super().forward(x)
 
     simulated(Seen, engine="loop")
-    assert len(seen) == len(set(seen)) == 3 * 5 * 2
+    drawn = seen[1:]  # the first is the batch that is tried
+    assert len(drawn) == len(set(drawn)) == 3 * 5 * 2
+
+
+class Narrow(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(FEATURES + 1, 5)
+
+
+class TrainsOnly(Tiny):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) if self.training else None
+
+
+def detached(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output.detach(), y)
+
+
+def per_sample(output: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(output, y, reduction="none")
+
+
+FLOATS = (torch.zeros(40, FEATURES), torch.zeros(40))
+WRONG: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "model": (
+        Narrow,
+        F.cross_entropy,
+        {},
+        r"The model fails in training mode on a batch of inputs \[4, 4\] \(float32\)",
+    ),
+    "loss": (Tiny, F.nll_loss, {"train": FLOATS}, r"The loss fails on an output \[4, 3\].* targets \[4\]"),
+    "per sample": (Tiny, per_sample, {}, r"one number, the mean over samples; got shape \[4\]"),
+    "no tensor": (Tiny, lambda o, y: 0.5, {}, "The loss must be a tensor, for autograd to differentiate; got float"),
+    "detached": (Tiny, detached, {}, "The loss does not depend on the model's parameters"),
+    "eval": (TrainsOnly, F.cross_entropy, {}, "The loss fails on an output None"),
+    "metric": (Tiny, F.cross_entropy, {"metric": lambda o, y: o}, r"The metric must be one number for a batch, got \[4, 3\]"),
+    "metric fails": (Tiny, F.cross_entropy, {"metric": lambda o, y: o["logits"]}, r"The metric fails on an output \[4, 3\]"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["bulk", SERVED])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_work_is_refused_before_the_first_step_in_one_sentence(name: str, strategy: str) -> None:
+    model, loss, options, said = WRONG[name]
+    train, steps = options.get("train", samples(40)), []
+    given = {"workers": 2, "batch_size": 4, "strategy": strategy, "watch": steps.append, "metric": options.get("metric")}
+    with pytest.raises(HocketError, match=said) as refused:
+        hocket.simulate(model, loss, train, samples(40), **given)
+    assert not steps
+    assert "\n" not in str(refused.value)
+
+
+def test_the_batch_that_is_tried_leaves_no_trace() -> None:
+    class Normed(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(FEATURES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.norm(F.dropout(x, 0.1, self.training)))
+
+    model, data = Normed(), DataSet("mine", samples(40), samples(40), CLASSES, identity)
+    before, state = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
+    assert try_batch(model, Evaluator(data, F.cross_entropy), 4)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert not try_batch(Tiny(), Evaluator(data, F.cross_entropy), 4)
+
+
+class Two(Tiny):
+    def forward(self, x: Tensor, shift: Tensor, keep: Tensor | None = None) -> Tensor:
+        out = super().forward(x + shift.to(x.dtype).unsqueeze(-1))
+        return out if keep is None else out * keep.to(out.dtype)
+
+
+def several(count: int, kind: str, seed: int = 0) -> Any:
+    (x, y), shift = samples(count, seed), torch.arange(count) % 3
+    keep = torch.ones(count, 1, dtype=torch.bool)
+    inputs: Any = {"x": x, "shift": shift, "keep": keep} if "dict" in kind else (x, shift, keep)
+    if "examples" not in kind:
+        return inputs, y
+    if kind == "labelled dict examples":
+        return [{**{name: t[i] for name, t in inputs.items()}, "labels": int(y[i])} for i in range(count)]
+    parts = lambda i: {name: t[i] for name, t in inputs.items()} if "dict" in kind else tuple(t[i] for t in inputs)  # noqa: E731
+    return [(parts(i), int(y[i])) for i in range(count)]
+
+
+class Shifted(Tiny):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, :-1] + x[:, -1:])
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("strategy", ["bulk", SERVED])
+@pytest.mark.parametrize("kind", ["dict", "tuple", "dict examples", "tuple examples", "labelled dict examples"])
+def test_inputs_of_several_tensors_train_as_one_tensor_does(kind: str, strategy: str, engine: str) -> None:
+    options: dict[str, Any] = {
+        "workers": 3,
+        "batch_size": 4,
+        "epochs": 2,
+        "strategy": strategy,
+        "optimizer": sgd(),
+        "engine": engine,
+    }
+    (x, shift, _), y = several(60, "tuple")
+    (u, v, _), w = several(33, "tuple", 1)
+    joined = [(torch.cat([a, b.float().unsqueeze(1)], 1), c) for a, b, c in ((x, shift, y), (u, v, w))]
+    one = hocket.simulate(Shifted, F.cross_entropy, *joined, **options)
+    run = hocket.simulate(Two, F.cross_entropy, several(60, kind), several(33, kind, 1), **options)
+    assert isinstance(run.model, Two)
+    assert run.test_loss == pytest.approx(one.test_loss, rel=1e-5)
+    assert run.accuracy == one.accuracy
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(HocketError, match="differ in names, types or shapes"):
+        hocket.simulate(Two, F.cross_entropy, several(20, "dict"), several(20, "tuple"), batch_size=4)
+    with pytest.raises(HocketError, match="needs its target as 'labels'"):
+        hocket.simulate(Two, F.cross_entropy, [{"x": torch.zeros(4)}] * 8, batch_size=2)
+    with pytest.raises(HocketError, match=r"as many samples each; got \[3, 4\]"):
+        hocket.simulate(Two, F.cross_entropy, ((torch.zeros(3, 4), torch.zeros(4)), torch.zeros(3)), batch_size=2)
+    with pytest.raises(HocketError, match=r"on a batch of inputs \{'x': \[4, 4\] \(float32\), 'shift'"):
+        hocket.simulate(Tiny, F.cross_entropy, several(20, "dict"), batch_size=4)

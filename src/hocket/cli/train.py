@@ -22,7 +22,6 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.drivers.processes import interruptible
 from hocket.errors import HocketError, bytes_text
-from hocket.models import build
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, prepare
@@ -30,6 +29,7 @@ from hocket.train.checks import needs_servers
 from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
 from hocket.train.setting_groups import BATCH_OPTIMIZER
 from hocket.train.settings import RunSettings
+from hocket.train.trial import check_own
 
 
 @with_settings(workers=None, lr=None, epochs=10)
@@ -132,7 +132,7 @@ def _start(settings: RunSettings, start: Start) -> None:
         # What is wrong is said once, before any process is started.
         if start.out is not None and (start.out / "run.json").exists() and not start.resume:
             raise HocketError(f"{start.out} holds a run already; choose another --out, or --resume to go on with it.")
-        build(settings.model, load(settings.data.name, start.data_dir))
+        check_own(settings.model, load(settings.data.name, start.data_dir), settings.data.batch_size)
         launch(sys.argv[1:], count)
         return
     cluster = _cluster(settings, where, start.joined, count)

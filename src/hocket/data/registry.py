@@ -26,8 +26,9 @@ DATA_SETS: dict[str, Callable[[Path], DataSet]] = {
 def load(name: str, data_dir: Path | None = None) -> DataSet:
     """The data set of that name, its files under ``data_dir`` (None: ``~/.cache/hocket``), downloaded when they are not there.
 
-    ``module:factory`` names a function of your own; it returns a ``DataSet`` or the two parts (train, test), each of them a pair of
-    tensors or a map-style torch data set.
+    ``module:factory`` names a function of your own, called without arguments; it returns a ``DataSet`` or the two parts (train,
+    test), each of them a pair of tensors (inputs, targets) or a map-style torch data set of ``(tensor, label)``. Targets are class
+    numbers (int64) or shares of classes (floats ``[n, classes]``); it must return the same samples in every process.
 
     >>> load("digits").name
     'digits'

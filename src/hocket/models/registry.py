@@ -19,7 +19,9 @@ from hocket.models.images import cnn, mlp, resnet20, vgg11
 def build(name: str, dataset: DataSet) -> nn.Module:
     """The model of that name for ``dataset``, with fresh weights from torch's current random state.
 
-    ``module:factory`` names a function or class of your own; it is given the data set if it has a parameter without a default.
+    ``module:factory`` names a function or class of your own; it is given the data set if it has a parameter without a default, and
+    returns a module from a batch of inputs, as the data set prepares them, to logits ``[batch, classes]`` (of texts
+    ``[batch, length, classes]``). Its weights are drawn from the seed of the run, so all workers start equal.
 
     >>> from hocket.data import load
     >>> build("cnn", load("digits"))(load("digits").example).shape

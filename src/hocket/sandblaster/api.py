@@ -23,6 +23,7 @@ from hocket.sandblaster.virtual import VirtualWorld
 from hocket.train.engines.base import Loss
 from hocket.train.evaluate import Evaluation, Evaluator
 from hocket.train.simulate import seeded
+from hocket.train.trial import try_batch
 
 
 @dataclass
@@ -123,9 +124,22 @@ class Sandblaster:
         self.model = copy.deepcopy(model) if isinstance(model, nn.Module) else seeded(model, seed)
         self.train, self.test, self.prepare = _parts(data, test)
         self.portions = cut(len(self.train[0]), workers if static else min(workers * portions_per_worker, len(self.train[0])))
-        values = len(self.objective().point)  # refuses models that cannot work
+        objective = self.objective()  # refuses models that cannot work
+        values = len(objective.point)
+        if self._tried(objective.model):
+            raise HocketError(
+                "L-BFGS compares losses at several points, and this model or loss draws new random numbers each time: "
+                "remove dropout or put the model into eval mode."
+            )
         if shards > values:
             raise HocketError(f"{shards} shards are too many for {values} parameters: use fewer.")
+
+    def _tried(self, model: nn.Module) -> bool:
+        """Try one portion in the mode that the model has; whether it drew random numbers."""
+        return try_batch(model, self._evaluator(None), max(part.stop - part.start for part in self.portions))
+
+    def _evaluator(self, test: Pair | None) -> Evaluator:
+        return Evaluator(DataSet("batch", self.train, test, 0, self.prepare), self.loss)
 
     def objective(self) -> Objective:
         """The mean loss at a copy of the model, in portions."""
@@ -196,7 +210,7 @@ class Sandblaster:
         if self.test is None:
             return Evaluation()
         objective.move(x)
-        evaluator = Evaluator(DataSet("batch", self.train, self.test, 0, self.prepare), self.loss)
+        evaluator = self._evaluator(self.test)
         inputs, targets = (part.to(x.device) for part in self.test)
         return evaluator.evaluation(evaluator.tally(objective.model, (inputs, targets)))
 

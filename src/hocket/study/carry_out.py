@@ -16,7 +16,6 @@ import torch
 
 from hocket.data import DataSet, load
 from hocket.errors import HocketError, NonFiniteGradient, SettingError, WorkerLost
-from hocket.models import build
 from hocket.study.folder import Folder, Outcome
 from hocket.study.lr_search import ENOUGH_STEPS, best_lr, next_lr, search_steps, short
 from hocket.study.plan import Planned, Study, rounds_of, start_lr, steps_of
@@ -24,6 +23,7 @@ from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite
 from hocket.train.run import Engines, run
 from hocket.train.settings import RunSettings
+from hocket.train.trial import check_own
 
 _CLOCK = ("cluster", "slowdown", "share")
 """Settings that change how long a training takes, but not its result (except for rounding noise)."""
@@ -112,9 +112,10 @@ class Virtual:
 
 
 def check(study: Study, data: Data) -> None:
-    """Refuse, before any run starts, unknown data sets or models, and fewer samples than workers."""
-    for name, model in dict.fromkeys((r.settings.data.name, r.settings.model) for r in study.runs):
-        build(model, data(name))
+    """Refuse, before any run starts, unknown data sets or models, own ones that fail on a batch, and fewer samples than workers."""
+    settings = [planned.settings for planned in study.runs]
+    for name, model, batch_size in dict.fromkeys((s.data.name, s.model, s.data.batch_size) for s in settings):
+        check_own(model, data(name), batch_size)
     refusals = []
     for planned in study.runs:
         try:

@@ -37,6 +37,7 @@ from hocket.train.replicas import swapped_weights
 from hocket.train.run import describe_run
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
+from hocket.train.trial import check_own
 from hocket.transport import Keys
 
 Watch = Callable[[Progress], None]
@@ -142,6 +143,7 @@ class SupervisedRun(ABC):
         self.sequence = batch_sequence(settings, data)
         self.epochs = -(-self.sequence.steps // len(self.sequence.partition))
         self.evaluate = evaluate or evaluator(self.model, self.layout, data, device)
+        check_own(settings.model, data, settings.data.batch_size, self.model)
         self.keys = None if policy.keys is None else Keys.read(policy.keys)
         self.job, self.max_bytes = secrets.token_bytes(16), link_bytes(self.strategy, self.layout)
         self._record = None if out is None else Record(out, 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,12 +37,6 @@ class Tally:
     right: float = 0.0
     answers: float = 0.0
     metric: float = 0.0
-
-    def rows(self, count: int) -> Tensor:
-        """The sums in the first of ``count`` rows, for an exchange between processes."""
-        rows = torch.zeros(count, 5, dtype=torch.float64)
-        rows[0] = torch.tensor(astuple(self))
-        return rows
 
     @property
     def accuracy(self) -> float | None:

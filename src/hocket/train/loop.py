@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast, get_args
 
 import torch
@@ -181,15 +182,21 @@ class EpochLoop(ABC):
         """What only some trainings tell of an epoch."""
 
     def _evaluate(self) -> Evaluation:
-        """The mean model on the test set; each process looks at its part of it."""
+        """The mean model on the test set; each process looks at its part of it.
+
+        On a CPU a worker's part is evaluated by itself and sums are exact, so that they do not depend on who hosts whom.
+        """
         if self._test is None:
             return Evaluation()
         (x, y), workers, size = self._test, self.cluster.workers, self.cluster.size
-        part = slice(workers.start * len(x) // size, workers.stop * len(x) // size)
+        ends = range(workers.start, workers.stop + 1) if x.device.type == "cpu" else (workers.start, workers.stop)
+        parts = [slice(first * len(x) // size, last * len(x) // size) for first, last in pairwise(ends)]
         with self.averaged() as model:
-            own = self.evaluator.tally(model, (x[part], y[part]))
-        rows = self.cluster.all_gather_metrics(own.rows(self.cluster.rows))
-        return self.evaluator.evaluation(Tally(*rows.sum(0).tolist()))
+            own = [self.evaluator.tally(model, (x[part], y[part])) for part in parts]
+        rows = torch.zeros(self.cluster.rows, len(vars(Tally())), dtype=torch.float64)
+        rows[: len(own)] = torch.tensor([list(vars(tally).values()) for tally in own], dtype=torch.float64)
+        sums = [math.fsum(column) for column in self.cluster.all_gather_metrics(rows).T.tolist()]
+        return self.evaluator.evaluation(Tally(*sums))
 
     def _watch_step(self, watch: Watch) -> None:
         watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))

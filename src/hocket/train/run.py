@@ -26,6 +26,7 @@ from hocket.train.replicas import LiveReplica, Loss, Replicas
 from hocket.train.setting_groups import SplitSettings
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded, train_rows
+from hocket.train.trial import check_own
 
 Engines = dict[tuple[Any, ...], Engine]
 
@@ -36,6 +37,7 @@ def make_training(settings: RunSettings, cluster: Cluster, data: DataSet, engine
     plan.sequence(len(data.train[0]), workers.count)  # refuses too few samples
     loss, optimizer = loss_for(data), settings.make_optimizer
     model = seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
+    check_own(settings.model, data, settings.data.batch_size, model)
     options: dict[str, Any] = {
         "clip": settings.optimizer.clip,
         "nonfinite": settings.numerics.nonfinite,

@@ -17,7 +17,7 @@ from hocket.cluster.ledger import Entry
 from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data.base import DataSet, identity
-from hocket.data.tensors import as_tensors
+from hocket.data.fields import Unpacking, as_packed
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
@@ -27,6 +27,7 @@ from hocket.train.engines import Engine
 from hocket.train.evaluate import Metric
 from hocket.train.loop import EpochLoop, Progress, Training, TrainingPlan, check_count
 from hocket.train.replicas import Factory, Loss, StackedReplicas, engine_of
+from hocket.train.trial import try_batch
 
 
 @dataclass
@@ -92,18 +93,16 @@ def simulate(
 ) -> Run:
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
-    ``train_set`` and ``test_set`` are map-style data sets or pairs of tensors (inputs, targets). Every worker steps with
-    ``optimizer`` on its own ``batch_size`` samples; means, gossip and compression are those of ``strategy``, the same code that
-    real processes run.
+    ``train_set`` and ``test_set`` are map-style data sets or pairs (inputs, targets); inputs are a tensor, a dict of tensors (the
+    model's keyword arguments) or a tuple (positional ones). Every worker steps with ``optimizer`` on its own ``batch_size`` samples;
+    means, gossip and compression are those of ``strategy``, the same code that real processes run.
 
-    ``loss(model(inputs), targets)`` is one number, the mean over a batch; the output may be a tensor, a dict, a tuple or an object
-    such as Hugging Face models return. After every epoch the mean model is evaluated on ``test_set``: ``test_loss``; ``accuracy``
-    where targets are classes and the output is their logits or has them as ``logits``; and ``metric(output, targets)``, a number
-    for a batch, where one is given. Without a ``test_set``, or with ``evaluate=False``, nothing is evaluated.
+    ``loss(model(inputs), targets)`` is one number, the mean over a batch; the output may be of any kind. After every epoch the mean
+    model is evaluated on ``test_set``: test loss, accuracy where the output is logits of classes or has them as ``logits``, and
+    ``metric(output, targets)``; without a ``test_set``, or with ``evaluate=False``, nothing is. One batch is tried first.
 
     ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.ClusterSpec`): seconds are
-    then predicted for it; without it they are None. With it, ``balance="speed"`` deals each round out by the workers' speeds in the
-    epoch before, instead of evenly.
+    then predicted for it (else None), and ``balance="speed"`` deals rounds out by the workers' speeds in the epoch before.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",
@@ -119,8 +118,15 @@ def simulate(
     options: dict[str, Any] = {"clip": clip, "autocast": autocast, "nonfinite": nonfinite, "engine": engine}
     options["buckets"] = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
     where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
-    training = train_rows(model, loss, optimizer, _data(train_set, test_set), parsed, where, plan, metric=metric, **options)
+    data, made = _data(train_set, test_set, model)
+    training = train_rows(made, loss, optimizer, data, parsed, where, plan, metric=metric, **options)
     mention_steps(parsed, training.steps, workers)
+    return _carry_out(training, watch)
+
+
+def _carry_out(training: EpochLoop, watch: Callable[[Progress], None]) -> Run:
+    plan = training.plan
+    try_batch(training.replicas.model, training.evaluator, plan.batch_size, plan.evaluate)
     for _ in training.run(watch):
         pass
     return Run(training.metrics, mean_model(training), training.ledger.total(), training.replicas)
@@ -133,9 +139,21 @@ def _spec(cluster: str | Path | ClusterSpec | None, strategy: Strategy) -> Clust
     return ClusterSpec.parse(DEFAULT_CLUSTER if cluster is None else cluster)
 
 
-def _data(train_set: Any, test_set: Any) -> DataSet:
-    """Both sets as tensors."""
-    return DataSet("simulated", as_tensors(train_set), None if test_set is None else as_tensors(test_set), 0, identity)
+def _data(train_set: Any, test_set: Any, model: Callable[[], nn.Module]) -> tuple[DataSet, Callable[[], nn.Module]]:
+    """Both sets as tensors, and what makes a model that takes them."""
+    train, fields = as_packed(train_set)
+    test, others = (None, fields) if test_set is None else as_packed(test_set)
+    if fields != others:
+        raise HocketError("The inputs of the training set and of the test set differ in names, types or shapes: make them equal.")
+    data = DataSet("simulated", train, test, 0, identity)
+    if fields is None:
+        return data, model
+
+    def made() -> nn.Module:
+        built = model()
+        return Unpacking(built, fields) if isinstance(built, nn.Module) else built
+
+    return data, made
 
 
 def train_rows(
@@ -175,4 +193,4 @@ def seeded(model: Callable[[], nn.Module], seed: int) -> nn.Module:
 def mean_model(training: EpochLoop) -> nn.Module:
     """A copy of the mean model of all workers, or of the servers' global weights."""
     with training.averaged() as model:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model.model if isinstance(model, Unpacking) else model)

@@ -59,7 +59,7 @@ class LoopEngine:
                 losses.append(self._backward(_straight(inputs[row]), _straight(targets[row])))
                 missing += [(row, slot) for slot in bound.collect(self._parameters, row)]
             if seeds is not None and not self._drew:
-                self._drew = _have_moved(seeds[-1], weights[0].device)
+                self._drew = have_moved(seeds[-1], weights[0].device)
         return torch.stack(losses), _used(bound.rows, len(self._parameters), missing)
 
     def is_seeded(self) -> bool:
@@ -253,7 +253,7 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
-def _have_moved(seed: int, device: torch.device) -> bool:
+def have_moved(seed: int, device: torch.device) -> bool:
     """Whether numbers were drawn since the generators were seeded with ``seed``, which they are again."""
     states = [g.get_state() for g in _generators(device)]
     seed_generators(seed, device)
