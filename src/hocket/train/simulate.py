@@ -94,8 +94,8 @@ def simulate(
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
     ``train_set`` and ``test_set`` are map-style data sets or pairs (inputs, targets); inputs are a tensor, a dict of tensors (the
-    model's keyword arguments) or a tuple (positional ones). Every worker steps with ``optimizer`` on its own ``batch_size`` samples;
-    means, gossip and compression are those of ``strategy``, the same code that real processes run.
+    model's keyword arguments) or a tuple (positional ones). Every worker steps with ``optimizer`` on its own ``batch_size``
+    samples; exchanges are those of ``strategy``, the same code that real processes run.
 
     ``loss(model(inputs), targets)`` is one number, the mean over a batch; the output may be of any kind. After every epoch the mean
     model is evaluated on ``test_set``: test loss, accuracy where the output is logits of classes or has them as ``logits``, and
@@ -111,15 +111,14 @@ def simulate(
     (True, True)
     """
     check_count("workers", workers)
-    parsed = Strategy.parse(strategy)
-    check_balance(balance, parsed)
+    check_balance(balance, parsed := Strategy.parse(strategy))
     plan = TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, balance=balance)
     plan = replace(plan, evaluate=evaluate, evaluate_last=evaluate)
-    options: dict[str, Any] = {"clip": clip, "autocast": autocast, "nonfinite": nonfinite, "engine": engine}
-    options["buckets"] = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
+    buckets = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
+    options = {"clip": clip, "autocast": autocast, "nonfinite": nonfinite, "engine": engine, "buckets": buckets, "metric": metric}
     where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
     data, made = _data(train_set, test_set, model)
-    training = train_rows(made, loss, optimizer, data, parsed, where, plan, metric=metric, **options)
+    training = train_rows(made, loss, optimizer, data, parsed, where, plan, **options)
     mention_steps(parsed, training.steps, workers)
     return _carry_out(training, watch)
 
