@@ -115,10 +115,10 @@ def simulate(
     plan = TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, balance=balance)
     plan = replace(plan, evaluate=evaluate, evaluate_last=evaluate)
     buckets = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
-    options = {"clip": clip, "autocast": autocast, "nonfinite": nonfinite, "engine": engine, "buckets": buckets, "metric": metric}
+    options: dict[str, Any] = {"clip": clip, "autocast": autocast, "nonfinite": nonfinite, "engine": engine, "metric": metric}
     where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
     data, made = _data(train_set, test_set, model)
-    training = train_rows(made, loss, optimizer, data, parsed, where, plan, **options)
+    training = train_rows(made, loss, optimizer, data, parsed, where, plan, buckets=buckets, **options)
     mention_steps(parsed, training.steps, workers)
     return _carry_out(training, watch)
 
