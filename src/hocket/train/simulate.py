@@ -94,9 +94,8 @@ def simulate(
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
     ``train_set`` and ``test_set`` are map-style data sets or pairs (inputs, targets); inputs are a tensor, a dict of tensors (the
-    model's keyword arguments) or a tuple (positional ones). Every worker steps with ``optimizer`` on its own ``batch_size`` samples;
-    means, gossip and compression are those of ``strategy``, the same code that real processes run.
-
+    model's keyword arguments) or a tuple (positional ones). Every worker steps with ``optimizer`` on ``batch_size`` samples of its
+    own; means, gossip and compression are those of ``strategy``, the same code that real processes run.
     ``loss(model(inputs), targets)`` is one number, the mean over a batch; the output may be of any kind. After every epoch the mean
     model is evaluated on ``test_set``: test loss, accuracy where the output is logits of classes or has them as ``logits``, and
     ``metric(output, targets)``; without a ``test_set``, or with ``evaluate=False``, nothing is. One batch is tried first.
