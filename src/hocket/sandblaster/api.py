@@ -83,6 +83,7 @@ class Sandblaster:
     :meth:`run` trains on virtual workers of ``cluster`` (a preset, a file or a ``ClusterSpec``). Those in ``deaths`` die at the
     given second, which the coordinator finds out ``notice_s`` later. :meth:`launch` trains on real processes.
 
+    >>> import torch
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = Sandblaster(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), l2=0.01, max_iter=8).run()
     >>> run.accuracy > 0.95, run.total("bytes_coordinator") > 0
