@@ -48,7 +48,7 @@ AREAS = {
     "servers": ("programs/server/*.py", "programs/gossip/*.py", "programs/coordinator.py"),
     "split": ("split/**/*.py",),
     "train": ("train/**/*.py",),
-    "schedules": ("train/lr_schedule.py", "split/pipeline/schedules/*.py", "split/pipeline/simulate.py"),
+    "schedules": ("train/lr_schedule.py", "split/pipeline/schedules.py", "split/pipeline/timeline.py"),
     "report": ("report/*.py",),
     "cluster": ("cluster/*.py", "noise.py"),
 }
@@ -147,8 +147,9 @@ def _is_type_checking(test: ast.AST) -> bool:
 
 def mutants(area: str) -> list[Mutant]:
     """All mutants of an area."""
-    found = []
-    for path in sorted({path for pattern in AREAS[area] for path in PACKAGE.glob(pattern)}):
+    found, matched = [], {pattern: list(PACKAGE.glob(pattern)) for pattern in AREAS[area]}
+    assert all(matched.values()), f"no files: {matched}"
+    for path in sorted({path for paths in matched.values() for path in paths}):
         for index, (function, part, other) in enumerate(places(ast.parse(path.read_text()))):
             before, after = (ast.unparse(ast.fix_missing_locations(copy.deepcopy(x))) for x in (part, other))
             found.append(Mutant(area, str(path.relative_to(ROOT)), part.lineno, function, index, before[:100], after[:100]))  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -71,34 +70,13 @@ def test_a_loop_without_a_mistake_passes(loop: Loop, strategy: str) -> None:
     assert loop(named, strategy=strategy, guilty=None, how="", check="audit") == ["", ""]
 
 
+def test_weights_that_other_workers_update_are_no_difference(loop: Loop) -> None:
+    """Under ZeRO-1 each worker updates a part, and sends it to the others after the step."""
+    assert loop(named, strategy="bulk", guilty=None, how="", check="audit", sharding="zero1") == ["", ""]
+
+
 def test_what_cannot_be_compared_is_refused(loop: Loop) -> None:
     for sentence in loop(named, strategy="async + server", guilty=None, how="", check="audit"):
         assert "step together" in sentence
     for sentence in loop(named, strategy="bulk", guilty=None, how="", check="adit"):
         assert "use True, False or 'audit'" in sentence
-
-
-def timed(rank: int, rounds: int = 3) -> list[float]:
-    """Seconds of the fastest of some steps of a wider model, without an audit and with one, in turn."""
-    torch.set_num_threads(1)
-    least = [9.0, 9.0]
-    for _ in range(rounds):
-        for k, check in enumerate((True, "audit")):
-            torch.manual_seed(7)
-            model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
-            optimizer = torch.optim.SGD(model.parameters(), 0.01)
-            job = hocket.parallelize(model, optimizer, "bulk", check=check)
-            for _ in range(12):
-                begun = time.perf_counter()
-                optimizer.zero_grad()
-                model(torch.randn(512, 512)).square().mean().backward()
-                optimizer.step()
-                least[k] = min(least[k], time.perf_counter() - begun)
-            job.finish()
-    return least
-
-
-def test_an_audit_costs_little(loop: Loop) -> None:
-    """The bound leaves room for a busy machine."""
-    least = [max(column) for column in zip(*loop(timed), strict=True)]
-    assert least[1] < 1.4 * least[0], least

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hocket
@@ -189,3 +189,27 @@ def test_a_shorter_step_can_be_exchanged_before_it_is_clipped(loop: Loop) -> Non
     for worker in loop(clipping):
         assert torch.allclose(worker[1], worker[4], atol=1e-7)
         assert "call job.exchange() before scaler.step" in worker["scaled"]
+
+
+def clipped(rank: int, asks: bool) -> Tensor:
+    """Two passes make a step; ``asks``: the loop calls exchange() before each clip, as if some steps were shorter."""
+    torch.manual_seed(7)
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    job = hocket.parallelize(model, optimizer, "bulk + topk(0.2)", accumulate=2)
+    own = torch.Generator().manual_seed(rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        for _ in range(2):
+            model(torch.randn(5, 6, generator=own)).square().mean().backward()
+        if asks:
+            job.exchange()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    job.finish()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_what_was_exchanged_is_not_exchanged_again(loop: Loop) -> None:
+    for plain, asked in zip(loop(clipped, asks=False), loop(clipped, asks=True), strict=True):
+        assert torch.equal(plain, asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 
@@ -143,3 +144,27 @@ def test_sparse_gradients_are_refused_by_simulate(strategy: str, engine: str) ->
     options = {"strategy": strategy, "workers": 3, "batch_size": 4, "engine": engine}
     sentence = refusal(hocket.simulate, make, nn.functional.cross_entropy, data, **options)
     assert sentence == "A gradient is sparse; exchanges are dense, so build the embedding with sparse=False."
+
+
+def in_turn(rank: int) -> float:
+    """A gossip job, then a collective one; worker 1 comes late to the mean."""
+    found = 0.0
+    for strategy in ("async + gossip", "local(2)"):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        job = hocket.parallelize(model, optimizer, strategy)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3) * (rank + 1)).square().mean().backward()
+            optimizer.step()
+        if strategy == "local(2)":
+            time.sleep(0.3 * rank)
+            with job.averaged() as mean:
+                found = float(mean.weight.detach().sum())
+        job.finish()
+    return found
+
+
+def test_a_job_after_one_of_gossip_has_a_mean(loop: Loop) -> None:
+    first, second = loop(in_turn)
+    assert first == second

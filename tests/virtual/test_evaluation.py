@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import hocket
 from hocket.data.base import DataSet, identity
+from hocket.data.fields import pack, unpack
 from hocket.errors import HocketError
 from hocket.train.evaluate import Evaluator
 from hocket.train.trial import try_batch
@@ -289,3 +290,23 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         hocket.simulate(Two, F.cross_entropy, ((torch.zeros(3, 4), torch.zeros(4)), torch.zeros(3)), batch_size=2)
     with pytest.raises(HocketError, match=r"on a batch of inputs \{'x': \[4, 4\] \(float32\), 'shift'"):
         hocket.simulate(Tiny, F.cross_entropy, several(20, "dict"), batch_size=4)
+
+
+def test_one_sample_of_several_tensors_is_unpacked() -> None:
+    given = {"ids": torch.arange(6).view(3, 2), "mask": torch.ones(3, 1, dtype=torch.bool)}
+    packed, fields = pack(given)
+    for number in range(3):
+        ids, mask = unpack(packed[number : number + 1], fields)
+        assert torch.equal(ids, given["ids"][number : number + 1])
+        assert bool(mask.all())
+
+
+def test_ignored_targets_are_no_answers() -> None:
+    """-100 is what cross-entropy ignores."""
+    x, y = torch.eye(4).repeat(5, 1), torch.arange(4).repeat(5)
+    ignoring = torch.where(torch.arange(20) % 5 == 0, y, -100)
+    run = hocket.simulate(
+        lambda: nn.Linear(4, 4), nn.functional.cross_entropy, (x, y), (x, ignoring), workers=2, batch_size=2, epochs=20,
+        optimizer=lambda p: torch.optim.SGD(p, 1.0),
+    )  # fmt: skip
+    assert run.accuracy == 1.0

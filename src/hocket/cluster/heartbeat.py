@@ -72,8 +72,11 @@ class Heartbeat:
         self._join()
 
     def wait_for_all(self, what: str, group: str, ranks: list[int]) -> None:
-        """Wait until the processes of a group have all come to ``what``; see :func:`~hocket.cluster.rendezvous.wait_for_all`."""
-        if self._store is None:
+        """Wait until the processes of a group have all come to ``what``; see :func:`~hocket.cluster.rendezvous.wait_for_all`.
+
+        Nobody is waited for where heartbeats have been stopped: then nobody knows who has ended.
+        """
+        if self._store is None or self._stop.is_set():
             return
 
         def left(rank: int) -> bool:

@@ -103,7 +103,11 @@ def pack(inputs: Inputs) -> tuple[Tensor, tuple[Field, ...]]:
 def unpack(packed: Tensor, fields: Sequence[Field]) -> list[Tensor]:
     """The tensors of ``[batch, bytes]``."""
     pieces = packed.split([f.nbytes for f in fields], 1)
-    return [p.clone().view(f.dtype).view(len(packed), *f.shape) for p, f in zip(pieces, fields, strict=True)]
+    dense = torch.contiguous_format
+    return [
+        torch.empty_like(p, memory_format=dense).copy_(p).view(f.dtype).view(len(packed), *f.shape)
+        for p, f in zip(pieces, fields, strict=True)
+    ]
 
 
 class Unpacking(nn.Module):

@@ -211,7 +211,8 @@ class CollectiveProgram:
                 "exchanges": self.exchanges,
                 "landing": self._mixed,
                 "clock": None if self.cluster.clock is None else self.cluster.clock.state_dict(),
-                "gradient_state": self.gradient_state,
+                "gradient_state": self.gradient_state if self._kept is None else self._kept,  # without gradients not applied yet
+                "discards": self._discards,
                 "weight_state": self.weight_state,
                 "outer_state": self.outer_state,
             }
@@ -231,6 +232,7 @@ class CollectiveProgram:
             self.cluster.clock.load_state_dict(clock)  # its tensors stay on the CPU
         state = _to(state, self.cluster.device)
         self.step, self.exchanges, self._mixed = state["step"], state["exchanges"], state["landing"]
+        self._discards, self._kept = bool(state.get("discards")), None
         self.gradient_state, self.weight_state, self.outer_state = (state[f"{k}_state"] for k in ("gradient", "weight", "outer"))
 
     def _identity(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def prepare(
     """A run of ``settings``, whose strategy has servers or gossip; no process is started before ``train()``.
 
     ``out`` is the folder for run.json and metrics.jsonl. ``evaluate`` is called with the global weights after every epoch (default:
-    the accuracy on the test set).
+    test loss and accuracy).
     """
     strategy = settings.strategy
     if strategy.runtime not in _KINDS:

@@ -140,10 +140,10 @@ def refuse_audit(check: bool | str, runtime: Runtime, whole: bool) -> None:
 
 def audited(binding: Binding, runtime: Runtime, hook: Callable[[], list[Any]]) -> list[Any]:
     """The handles of a job's hooks, which ``hook`` makes, and of an audit around them, where the job asks for one."""
-    if binding.check != AUDIT or runtime.alone:
-        return hook()
-    audit = Audit(binding, runtime)
-    return [*hook(), audit.follow()]
+    audit = Audit(binding, runtime) if binding.check == AUDIT and not runtime.alone else None
+    handles = hook()
+    runtime.hooked()  # its own hooks may change weights after a step, so the audit's come last
+    return handles if audit is None else [*handles, audit.follow()]
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Evaluator:
         right = loss.new_zeros(()) if logits is None else (logits.argmax(-1) == targets).sum()
         metric = 0.0 if self.metric is None else self.metric(output, targets)
         metric = torch.as_tensor(metric).to(targets.device, torch.float64) * samples
-        counts = loss.new_tensor([samples, 0 if logits is None else targets.numel()])
+        counts = loss.new_tensor([samples, 0 if logits is None else int((targets >= 0).sum())])  # -100: ignored
         return torch.stack([loss, counts[0], right.double(), counts[1], metric])
 
     def evaluation(self, tally: Tally) -> Evaluation:

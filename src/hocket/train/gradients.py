@@ -49,6 +49,7 @@ class BucketedGradients:
         self._launched = 0
         self._sent = 0
         self._pass: int | None = None
+        self._exchanged_at = -1  # the number of steps done when gradients were exchanged last
         self.overflow = False
         """Whether any worker's gradient of the last pass was not finite, as far as somebody looked."""
         self.done_at = 0.0
@@ -76,7 +77,9 @@ class BucketedGradients:
 
     def exchange(self) -> None:
         """Exchange the gradients that are there, where this step exchanges any: they came without hooks, or from fewer backward
-        passes than ``accumulate``."""
+        passes than ``accumulate``. Those that the last backward pass has exchanged are not exchanged again."""
+        if self._exchanged_at == self._runtime.step:
+            return
         if self._runtime.alone or not self._runtime.mixes_gradients:
             self._binding.backwards += 1
             return
@@ -119,7 +122,7 @@ class BucketedGradients:
             return
         kept = (p.grad is not None and p.grad.data_ptr() == view.data_ptr() for p, view in self._pairs())
         if not any(kept):
-            binding.backwards = 0
+            binding.backwards, self._exchanged_at = 0, -1
             self._runtime.discard_gradients()
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -200,6 +203,7 @@ class BucketedGradients:
 
     def _finish_exchange(self) -> None:
         used, residuals = self._agreed(), self._runtime.keeps_residuals
+        self._exchanged_at = self._runtime.step
         if self._scale != 1.0:  # the scaler takes it out of them
             for rows in self._grads:
                 rows.mul_(self._scale)
@@ -351,7 +355,7 @@ def share_overflow(job: StepSkipper, scaler: Any) -> None:
 
     def agreed(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         found = unscale(optimizer, *args, **kwargs)
-        if optimizer is not job.optimizer or not job.attached:
+        if not job.attached or optimizer is not job.optimizer:  # an ended job may have no optimiser any more
             return found
         own = job.overflow or any(bool(overflow > 0) for overflow in found.values())
         skips = job.runtime.any_worker(own)

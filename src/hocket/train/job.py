@@ -87,7 +87,6 @@ class Job(JobView):
         self._nonfinite = NonFinite(policy, self.layout, runtime.where)
         self._gradients = gradients_for(self._binding, runtime, self._nonfinite, scaler) if self._binding.params else None
         self._handles = audited(self._binding, runtime, lambda: self._hook(passes_hooked))
-        runtime.hooked()
         if scaler is not None:
             share_overflow(self, scaler)
         if runtime.cluster.workers.start == 0:
@@ -122,7 +121,7 @@ class Job(JobView):
         All workers must enter together; with servers or peers any worker may enter alone.
         """
         if not self._handles:
-            raise HocketError("This job has ended, so there is no mean to make; after job.finish() the model is the mean.")
+            raise HocketError("This job has ended, so there is no mean to make; job.finish() returns the mean model.")
         if self.split is not None:
             self.split.drain()
         self._binding.reclaim()

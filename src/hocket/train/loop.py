@@ -66,7 +66,9 @@ class TrainingPlan:
         check_balance(self.balance)
         if self.last not in get_args(Last):
             hint = nearest(str(self.last), get_args(Last))
-            raise SettingError(f"<last>: the last round of an epoch is dealt out as even or dropped (drop){hint}.", last=self.last)
+            raise SettingError(
+                f"<last>: the last round of an epoch is dealt out as even or dropped (drop){hint or '.'}", last=self.last
+            )
 
     def sequence(self, samples: int, workers: int) -> BatchSequence:
         """All mini-batches of the training, for ``workers`` workers."""

@@ -127,7 +127,7 @@ class Binding:
 def _alive(held: T | ref[T]) -> T:
     found = held() if isinstance(held, ref) else held
     if found is None:
-        raise HocketError("The job has ended, and its model was freed; keep the model that job.finish() returns.")
+        raise HocketError("The job has ended, and its model or optimiser was freed; keep the model that job.finish() returns.")
     return found
 
 
