@@ -63,7 +63,7 @@ def left_alone(rank: int) -> dict[str, bool]:
         gc.collect()
         found[strategy] = [ref() is None for ref in refs]
         assert job.summary()["seconds"] > 0
-        assert refusal(lambda job=job: job.model).startswith("The job has ended, and its model was freed")
+        assert refusal(lambda job=job: job.model).startswith("The job has ended, and its model or optimiser was freed")
         assert refusal(job.averaged().__enter__).startswith("This job has ended")
     return found
 

@@ -636,7 +636,7 @@ def test_optimisers_that_look_at_whole_tensors_are_refused_on_shards() -> None:
 
 def test_every_pair_of_asynchronous_strategy_and_optimiser_trains() -> None:
     for strategy, (name, lr) in itertools.product(("async + server(2)", "downpour(2, 2)"), (("Adam", 0.01), ("Adagrad", 0.1))):
-        run = _simulate(strategy, optimizer=lambda p, n=name, r=lr: getattr(torch.optim, n)(p, lr=r), epochs=4)
+        run = _simulate(strategy, optimizer=lambda p, n=name, r=lr: getattr(torch.optim, n)(p, lr=r), epochs=4, test_set=_data())
         assert run.accuracy > 0.7, (strategy, name)
 
 
