@@ -300,7 +300,7 @@ def watch_meetings(run: ServerRun, server: ShardServer) -> None:
         mean = float(shard.weights[0][0])
         for worker, (steps, weights) in shard._arrived.items():
             began = float(weights[0][0]) - steps
-            if abs(began - mean) > 1e-3:
+            if steps and abs(began - mean) > 1e-3:
                 run.violate(f"worker {worker} began at {began:g} and brings {steps} steps to a meeting after mean {mean:g}")
         meet()
 

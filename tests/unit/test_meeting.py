@@ -42,15 +42,28 @@ def test_the_next_meeting_counts_steps_since_this_one() -> None:
     torch.testing.assert_close(shard.weights[0], (2 * _weights(2)[0] + 4 * _weights(3)[0]) / 6)
 
 
-def test_one_that_is_gone_is_not_waited_for_and_one_that_came_is_lost_with_its_steps() -> None:
+def test_one_that_is_gone_is_not_waited_for_and_what_it_brought_counts() -> None:
     shard = _shard(3)
     shard.push(0, 2, _weights(0), [0.1])
-    shard.push(1, 2, _weights(1), [0.1])
-    assert shard.leave(1), "what it brought is lost"
+    shard.push(1, 6, _weights(1), [0.1])
+    assert not shard.leave(1), "nothing is lost"
     assert not shard.ready(0, 2)
     assert not shard.leave(2)
     assert shard.ready(0, 2)
-    torch.testing.assert_close(shard.weights[0], _weights(0)[0])
+    torch.testing.assert_close(shard.weights[0], 0.25 * _weights(0)[0] + 0.75 * _weights(1)[0])
+
+
+def test_one_that_is_back_has_come_already_and_sends_its_weights_again_for_nothing() -> None:
+    """Its answer was cut off; were it waited for once more, it would wait itself for a shard at which nobody was missed."""
+    shard = _shard(2)
+    shard.push(1, 2, _weights(1), [0.1], 0)
+    shard.leave(1)
+    shard.join(1, 2)
+    assert not shard.push(1, 2, _weights(1), [0.1], 0)
+    assert not shard.ready(1, 2)
+    shard.push(0, 2, _weights(0), [0.1], 0)
+    assert shard.ready(1, 2)
+    torch.testing.assert_close(shard.weights[0], (_weights(0)[0] + _weights(1)[0]) / 2)
 
 
 def test_weights_from_before_a_meeting_are_not_taken() -> None:
@@ -60,12 +73,25 @@ def test_weights_from_before_a_meeting_are_not_taken() -> None:
     assert shard.version == 1
     shard.join(1, 0)
     assert not shard.push(1, 3, _weights(1), [0.1], 0), "it has missed a meeting"
-    assert shard.ready(1, 3), "it gets the mean at once"
-    assert not shard.called()
-    assert torch.equal(shard.weights[0], _weights(0)[0])
-    assert shard.push(1, 4, _weights(2), [0.1], 1), "and goes on from there"
+    assert not shard.ready(1, 3), "but has come to the next one, as to that of every other shard"
+    assert shard.called() == [0]
     shard.push(0, 5, _weights(3), [0.1], 1)
-    torch.testing.assert_close(shard.weights[0], (_weights(2)[0] + _weights(3)[0]) / 2)
+    assert shard.ready(1, 3)
+    assert shard.version == 2
+    assert torch.equal(shard.weights[0], _weights(3)[0]), "the mean of those whose weights count"
+    assert shard.push(1, 4, _weights(2), [0.1], 2), "and goes on from there"
+
+
+def test_a_meeting_of_nobody_whose_weights_count_changes_nothing() -> None:
+    shard = _shard(2)
+    shard.leave(1)
+    shard.push(0, 4, _weights(0), [0.1], 0)
+    shard.join(1, 0)
+    shard.push(1, 3, _weights(1), [0.1], 0)
+    shard.leave(0)
+    assert shard.ready(1, 3)
+    assert shard.version == 1
+    assert torch.equal(shard.weights[0], _weights(0)[0])
 
 
 def test_what_is_sent_twice_counts_once() -> None:

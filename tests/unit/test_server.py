@@ -530,12 +530,13 @@ def test_what_was_computed_before_a_missed_meeting_is_lost_and_its_worker_goes_o
     assert made.shard is not None
     mean = weights(made.shard)
     made.handle(b"w1", push(1, 4, number=2, metadata={"seen": 0, "batch_ids": own}, tensors=(torch.full((50,), 9.0),)))
-    assert (made.last.kind, made.last.number, made.last.metadata["seen"]) == (Kind.REPLY, 2, 1)
-    assert torch.equal(made.last.tensors[0], mean), "the present weights"
+    assert made.last.kind == Kind.WAIT, "it waits for the next meeting, to which worker 0 is called"
     assert torch.equal(weights(made.shard), mean)
     assert made.lost == 4
-    made.handle(b"w1", push(1, 5, number=3, metadata={"seen": 1}))
-    assert made.shard._arrived.keys() == {1}  # type: ignore[attr-defined]
+    made.handle(b"w0", push(0, 6, number=3, metadata={"seen": 1}, tensors=(torch.full((50,), 3.0),)))
+    replies = [message for _, message in made.sent if message.kind == Kind.REPLY][-2:]
+    assert {(r.number, r.metadata["seen"]) for r in replies} == {(2, 2), (3, 2)}
+    assert all(torch.equal(r.tensors[0], torch.full((50,), 3.0)) for r in replies), "its own weights do not count"
 
 
 def test_a_restarted_shard_is_as_far_as_its_snapshot_and_counts_what_was_lost() -> None:

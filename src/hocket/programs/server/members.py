@@ -30,6 +30,7 @@ class Request:
     since: float
     notified: float
     """When it was last told to wait."""
+    push: bool = False
 
 
 @dataclass

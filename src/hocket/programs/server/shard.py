@@ -250,8 +250,9 @@ class AveragingShard(Shard):
     """A shard for ``stale(s)``: workers bring weights, and it takes their mean, weighted by the steps since the last meeting.
 
     The first to come calls the others, who finish the step in hand and come too. When all who are here have come, everybody gets
-    the mean ``Σ k_i w_i / Σ k_i``, summed in worker order. A worker that is gone is not waited for; what it brings from before a
-    meeting has no effect, and it goes on from the mean.
+    the mean ``Σ k_i w_i / Σ k_i``, summed in worker order. A worker that is gone is not waited for; what it has brought counts.
+    One that missed a meeting comes with weights from before it: these have no effect (``k = 0``), and it goes on from the mean of
+    the meeting that it has come to. So whoever pushes comes to a meeting of every shard, and no two shards wait for each other.
     """
 
     together = True
@@ -259,45 +260,44 @@ class AveragingShard(Shard):
     def __init__(self, weights: Sequence[Tensor], workers: Iterable[int]) -> None:
         super().__init__(weights, workers)
         self._arrived: dict[int, tuple[int, list[Tensor]]] = {}
-        """Who waits for the others, with its steps since the last meeting and its weights."""
+        """Who has come to the next meeting, with its steps since the last one (0: its weights do not count) and its weights."""
 
     def push(self, worker: int, step: int, tensors: Sequence[Tensor], lrs: Sequence[float], seen: int | None = None) -> bool:
         steps = step - self.done.setdefault(worker, 0)
         if steps <= 0:
             return False
         self.done[worker] = step
-        if seen is not None and seen < self.version:
-            return False  # the others have met without it: these weights are older than the mean
-        self._arrived[worker] = steps, [w.clone() for w in tensors]
+        counts = seen is None or seen >= self.version  # or the others have met without it: these weights are older than the mean
+        self._arrived[worker] = steps if counts else 0, [w.clone() for w in tensors]
         self._meet()
-        return True
+        return counts
 
     def ready(self, worker: int, step: int) -> bool:
         return worker not in self._arrived
 
     def leave(self, worker: int) -> bool:
         self.done.pop(worker, None)
-        lost = self._arrived.pop(worker, None) is not None
         self._meet()
-        return lost
+        return False
 
     def called(self) -> list[int]:
         return [worker for worker in self.done if worker not in self._arrived] if self._arrived else []
 
     def _meet(self) -> None:
         """Take the mean, once all who are here have come."""
-        if not self._arrived or len(self._arrived) < len(self.done):
+        if not self._arrived or any(worker not in self._arrived for worker in self.done):
             return
-        total = sum(steps for steps, _ in self._arrived.values())
-        order = sorted(self._arrived)
+        order = sorted(worker for worker, (steps, _) in self._arrived.items() if steps)
+        total = sum(self._arrived[worker][0] for worker in order)
         for b, own in enumerate(self.weights):
             mean = torch.zeros_like(own)
             for worker in order:
                 steps, weights = self._arrived[worker]
                 mean += weights[b] * (steps / total)
-            own.copy_(mean)
+            if order:
+                own.copy_(mean)
         self._arrived = {}
-        self.version += 1
+        self.version += bool(order)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "arrived": copy.deepcopy(self._arrived)}

@@ -177,7 +177,8 @@ class ShardServer(Membership):
             return None
         want = max(0, min(int(metadata.get("want", 0)), MAX_BATCH_IDS))
         fetch, final = bool(metadata.get("fetch")), bool(metadata.get("final"))
-        member.request = Request(peer, number, message.step, fetch, final, want, self.now, self.now)
+        push = message.kind == Kind.PUSH
+        member.request = Request(peer, number, message.step, fetch, final, want, self.now, self.now, push)
         return member.request
 
     def _release(self) -> None:
@@ -190,6 +191,8 @@ class ShardServer(Membership):
                 continue
             if request.final:
                 ready = not self.shard.done
+            elif self._strategy.sync.averages_weights and not request.push:
+                ready = True  # only who has brought weights waits for a meeting
             else:
                 ready = not request.fetch or self.shard.ready(worker, request.step)
             if ready:
