@@ -29,17 +29,15 @@ ABOUT = {
     "split": "tensor, pipeline, mesh, sharding",
     "models": "networks and their losses",
     "data": "data sets, partition",
-    "server": "servers that only sum",
     "drivers": "sockets, simulation, faults",
     "programs": "algorithms without I/O",
-    "messages": "frames, keys, links",
     "transport": "frames, keys, links",
-    "program": "the collective program",
     "strategy": "where the axes meet",
     "sync": "when workers talk",
     "topology": "whom they talk to",
     "compression": "what they send",
     "cluster": "workers, clock, ledger",
+    "synonyms": "the field's names",
     "notation": "strategies as text",
 }
 """What stands in a box below the name; a package without an entry has its name alone."""

@@ -82,6 +82,18 @@ def test_weights_from_before_a_meeting_are_not_taken() -> None:
     assert shard.push(1, 4, _weights(2), [0.1], 2), "and goes on from there"
 
 
+def test_one_that_waits_for_another_shard_is_not_waited_for() -> None:
+    shard = _shard(3)
+    shard.push(0, 2, _weights(0), [0.1], 0)
+    shard.skip(2)
+    assert not shard.ready(0, 2)
+    shard.push(1, 2, _weights(1), [0.1], 0)
+    assert shard.ready(0, 2)
+    shard.push(0, 3, _weights(2), [0.1], 1)
+    shard.push(1, 3, _weights(3), [0.1], 1)
+    assert not shard.ready(0, 3), "once only"
+
+
 def test_a_meeting_of_nobody_whose_weights_count_changes_nothing() -> None:
     shard = _shard(2)
     shard.leave(1)

@@ -221,9 +221,8 @@ def study_tables(rows: Sequence[Row]) -> list[Table]:
 ACCURACY, PERPLEXITY = ("accuracy", "worst", "test loss"), ("test loss", "perplexity")
 """The columns of how good models are; the second ones of text, or where there is no accuracy."""
 LEGEND = (
-    "accuracy, test loss: of the mean model; worst: accuracy of the worst replica; perplexity: exp(test loss). "
-    "compute, wait, transfer: seconds, means over workers "
-    "(of virtual workers: predicted). "
+    "accuracy, test loss: of the mean model; worst: accuracy of the worst replica. "
+    "compute, wait, transfer: seconds, means over workers (of virtual workers: predicted). "
     "MB: sent by all workers together; fewer bytes: how many times fewer than bulk + allreduce."
 )
 

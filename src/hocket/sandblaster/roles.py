@@ -6,6 +6,7 @@ while it computes a portion is handled afterwards.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -34,8 +35,8 @@ class _Subordinate(Program):
         self._hello()
         self._set_timer(_BEAT, self.now + BEAT_S)
 
-    def _hello(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _hello(self) -> None: ...
 
 
 class SandblasterShard(_Subordinate):

@@ -8,6 +8,7 @@ same program itself.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
@@ -70,7 +71,7 @@ class Replicas(Protocol):
         """Take the model and the optimiser of a run that was split otherwise."""
 
 
-class JobReplica:
+class JobReplica(ABC):
     """A model, or a part of one, and an optimiser; a job on their hooks makes all exchanges."""
 
     job: Job
@@ -90,9 +91,9 @@ class JobReplica:
         loss = self._step(inputs[0], targets[0], keys[0], weights[0] if always else 1.0)
         return torch.empty(0) if loss is None else loss.detach().view(1)
 
+    @abstractmethod
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
         """A step on one mini-batch; its loss. ``factor`` is for gradients that are not weighted in an exchange."""
-        raise NotImplementedError
 
     def _loss(self, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
         return seeded_loss(self.model, self.loss, x, y, key, self._random, self.autocast)
@@ -104,7 +105,7 @@ class JobReplica:
     def averaged(self) -> AbstractContextManager[nn.Module]:
         return self.job.averaged()
 
-    def audit(self) -> None:
+    def audit(self) -> None:  # noqa: B027 - nothing is left to do
         """Every step has been looked at."""
 
     def _optimizer_state(self) -> dict[str, Any]:

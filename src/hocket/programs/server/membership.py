@@ -161,7 +161,9 @@ class Membership(Service):
 
     def _beat(self, peer: bytes, message: Envelope) -> None:
         with contextlib.suppress(Rejected):  # it may come before the hello
-            self._known(peer, message)
+            shard, _ = self._known(peer, message)
+            if message.metadata.get("waits_elsewhere"):
+                shard.skip(message.sender)
 
     def _goodbye(self, peer: bytes, message: Envelope) -> None:
         shard, member = self._known(peer, message)

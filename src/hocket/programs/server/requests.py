@@ -28,6 +28,8 @@ from hocket.transport.frame import Envelope, Kind
 
 GIVE_UP_S = 60.0
 _PAUSE_S = 0.05
+_LONG = 3
+"""A worker that waits for a shard for so many liveness timeouts need not be waited for by others."""
 _HELLO_AGAIN = ("hello", "step")
 """Refusals that a new hello mends."""
 
@@ -182,6 +184,14 @@ class ShardRequests(Client):
         return [*pushed, *self._taken, *self.batch_ids]
 
     # --- requests ------------------------------------------------------------------------------------------------------------
+
+    def on_timer(self, name: str) -> None:
+        """Ask silent shards again; tell those that have answered if another does not for long, lest they wait for this worker."""
+        super().on_timer(name)
+        if self.sync.averages_weights and self.now - self._sent > _LONG * self.config.liveness_timeout_s:
+            for link in self.links:
+                if link.request is not None and link.reply is not None:
+                    self._send(link.peer, Envelope(Kind.BEAT, self.config.worker, metadata={"waits_elsewhere": True}))
 
     def _ask_again(self, link: ShardLink) -> None:
         self._say_hello(link, brings=False)

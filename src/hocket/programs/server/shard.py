@@ -65,6 +65,9 @@ class Shard(ABC):
     def leave(self, worker: int) -> bool:
         """A worker is gone; what it pushed stays, except where the others had not come so far: that is lost (True)."""
 
+    def skip(self, worker: int) -> None:  # noqa: B027 - only meetings wait for pushes of all
+        """A worker has long been waiting for another shard: nobody waits for it here."""
+
     @property
     def slowest(self) -> int:
         """How many steps the slowest worker that is here has pushed."""
@@ -252,7 +255,8 @@ class AveragingShard(Shard):
     The first to come calls the others, who finish the step in hand and come too. When all who are here have come, everybody gets
     the mean ``Σ k_i w_i / Σ k_i``, summed in worker order. A worker that is gone is not waited for; what it has brought counts.
     One that missed a meeting comes with weights from before it: these have no effect (``k = 0``), and it goes on from the mean of
-    the meeting that it has come to. So whoever pushes comes to a meeting of every shard, and no two shards wait for each other.
+    the meeting that it has come to. Where faults have made the meetings of two shards differ, one may wait for a worker that waits
+    for the other: such a worker says so after a while (:meth:`skip`), and the next meeting is held without it.
     """
 
     together = True
@@ -261,6 +265,7 @@ class AveragingShard(Shard):
         super().__init__(weights, workers)
         self._arrived: dict[int, tuple[int, list[Tensor]]] = {}
         """Who has come to the next meeting, with its steps since the last one (0: its weights do not count) and its weights."""
+        self._skipped: set[int] = set()
 
     def push(self, worker: int, step: int, tensors: Sequence[Tensor], lrs: Sequence[float], seen: int | None = None) -> bool:
         steps = step - self.done.setdefault(worker, 0)
@@ -269,6 +274,7 @@ class AveragingShard(Shard):
         self.done[worker] = step
         counts = seen is None or seen >= self.version  # or the others have met without it: these weights are older than the mean
         self._arrived[worker] = steps if counts else 0, [w.clone() for w in tensors]
+        self._skipped.discard(worker)
         self._meet()
         return counts
 
@@ -280,12 +286,16 @@ class AveragingShard(Shard):
         self._meet()
         return False
 
+    def skip(self, worker: int) -> None:
+        self._skipped.add(worker)
+        self._meet()
+
     def called(self) -> list[int]:
         return [worker for worker in self.done if worker not in self._arrived] if self._arrived else []
 
     def _meet(self) -> None:
         """Take the mean, once all who are here have come."""
-        if not self._arrived or any(worker not in self._arrived for worker in self.done):
+        if not self._arrived or self.done.keys() - self._arrived.keys() - self._skipped:
             return
         order = sorted(worker for worker, (steps, _) in self._arrived.items() if steps)
         total = sum(self._arrived[worker][0] for worker in order)
@@ -296,7 +306,7 @@ class AveragingShard(Shard):
                 mean += weights[b] * (steps / total)
             if order:
                 own.copy_(mean)
-        self._arrived = {}
+        self._arrived, self._skipped = {}, set()
         self.version += bool(order)
 
     def state_dict(self) -> dict[str, Any]:
