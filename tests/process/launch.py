@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 TESTS = Path(__file__).parents[1]
-ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent / 'src'}:{TESTS}"}
+PATHS = [str(TESTS.parent / "src"), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)}
 Hocket = Callable[..., subprocess.CompletedProcess[str]]
 """What the fixture ``hocket`` is: runs the command with arguments to its end."""
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

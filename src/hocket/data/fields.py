@@ -103,11 +103,23 @@ def pack(inputs: Inputs) -> tuple[Tensor, tuple[Field, ...]]:
 def unpack(packed: Tensor, fields: Sequence[Field]) -> list[Tensor]:
     """The tensors of ``[batch, bytes]``."""
     pieces = packed.split([f.nbytes for f in fields], 1)
-    dense = torch.contiguous_format
-    return [
-        torch.empty_like(p, memory_format=dense).copy_(p).view(f.dtype).view(len(packed), *f.shape)
-        for p, f in zip(pieces, fields, strict=True)
-    ]
+    return [_Reinterpret.apply(p, f.dtype).view(len(packed), *f.shape) for p, f in zip(pieces, fields, strict=True)]
+
+
+class _Reinterpret(torch.autograd.Function):
+    """Bytes read as values of another type; under ``vmap`` too, for which ``Tensor.view(dtype)`` has no rule in PyTorch 2.11."""
+
+    @staticmethod
+    def forward(raw: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(raw, memory_format=torch.contiguous_format).copy_(raw).view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Bytes have no gradient."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], raw: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+        return _Reinterpret.apply(raw.movedim(in_dims[0], 0), dtype), 0
 
 
 class Unpacking(nn.Module):
