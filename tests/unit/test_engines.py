@@ -92,6 +92,26 @@ def _dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, CLASSES))
 
 
+class Attention(nn.Module):
+    """Attention of each kind: causal, masked by the inputs, with fewer heads for keys, in a layer of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(1, 32), nn.Linear(16, CLASSES)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide, narrow = self.into(x.unsqueeze(-1)).tensor_split([16], -1)
+        query = wide.unflatten(-1, (4, 4)).transpose(1, 2)
+        key, value = narrow.unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
+        mask = (x > -1)[:, None, None, :] | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+        causal = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        masked = F.scaled_dot_product_attention(query, query, query, attn_mask=mask, scale=0.3)
+        shared = F.scaled_dot_product_attention(query, query, query, attn_mask=mask.new_ones(x.shape[1], x.shape[1]).tril())
+        mixed = (causal + masked + shared).transpose(1, 2).flatten(-2)
+        return self.out(self.layer(mixed, src_key_padding_mask=x > 1).mean(1))
+
+
 IMAGES = {"convolutions", "frozen", "pooled"}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "convolutions": _convolutions,
@@ -101,6 +121,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "unused": Unused,
     "mixed": Mixed,
+    "attention": Attention,
 }
 
 
@@ -276,6 +297,7 @@ def test_vmap_equals_the_loop(name: str, chunk: int | None, row_convolutions: bo
     expected, statistics = [g.clone() for g in s.grads], {n: b.clone() for n, b in s.buffers.items()}
     s.buffers = stack_buffers(s.template, ROWS)
     engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False, chunk=chunk)
+    warnings.filterwarnings("error", "There is a performance drop")  # an operation runs row by row
     for turn in range(2):
         got, flags = engine.gradients(*s.arguments())
         torch.testing.assert_close(got, losses, rtol=1e-5, atol=1e-5)
@@ -540,11 +562,11 @@ def test_clipping_rows_equals_clip_grad_norm(build: Callable[[], nn.Module]) -> 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("name, row_convolutions", [("convolutions", False), ("convolutions", True), ("pooled", True)])
+@pytest.mark.parametrize("name, row_convolutions", [("convolutions", False), ("convolutions", True), ("pooled", True), ("attention", False)])
 def test_compiled_vmap_equals_the_loop_on_cuda(name: str, row_convolutions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(convolution, "_eligible", lambda m: row_convolutions and type(m) is nn.Conv2d and m.stride == (1, 1))
-    s = Setup(lambda: MODELS[name]().cuda(), images=True)
+    s = Setup(lambda: MODELS[name]().cuda(), images=name in IMAGES)
     s.x, s.y = s.x.cuda(), s.y.cuda()
     losses, _ = LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
     expected = [g.clone() for g in s.grads]

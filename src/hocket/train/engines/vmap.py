@@ -17,6 +17,7 @@ from torch.func import functional_call, vmap
 
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
+from hocket.train.engines.attention import row_attention
 from hocket.train.engines.base import Batches, Buffers, Loss, Rows
 from hocket.train.engines.convolution import with_row_convolutions
 from hocket.train.engines.loop import LoopEngine, forked
@@ -146,7 +147,7 @@ class VmapEngine:
         total = None
         n = min(self.accumulate, x.shape[1])
         for i, (xi, yi) in enumerate(zip(x[part].tensor_split(n, 1), y[part].tensor_split(n, 1), strict=True)):
-            with _unlimited() if self._compile else nullcontext():
+            with row_attention(), _unlimited() if self._compile else nullcontext():
                 losses = self._losses(leaves, own, xi, yi)
             scale = torch.full_like(losses, xi.shape[1] / x.shape[1])
             for g, new in zip(grads, torch.autograd.grad(losses, leaves, scale, allow_unused=True), strict=True):
