@@ -144,7 +144,7 @@ def plan() -> tuple[Layout, Slices, int]:
     """The layout of the model, its slices, and the largest message."""
     settings, model = RunSettings.of(**SETTINGS), small()
     strategy = settings.strategy
-    layout = layout_for(model, settings.make_optimizer(list(model.parameters())), strategy, None, None)
+    layout = layout_for(model, settings.optimizer_for(model)(list(model.parameters())), strategy, None, None)
     return layout, Slices.of(strategy, layout, WORKERS), link_bytes(strategy, layout)
 
 

@@ -22,10 +22,12 @@ from hocket.train.job import Job
 from hocket.version import __version__
 
 if TYPE_CHECKING:
+    from hocket.optim import Muon, hidden_matrices
     from hocket.sandblaster import Sandblaster, SandblasterRun
     from hocket.train.simulate import Run, simulate
 
 _LATER = dict.fromkeys(("Run", "simulate"), "hocket.train.simulate")
+_LATER |= dict.fromkeys(("Muon", "hidden_matrices"), "hocket.optim")
 _LATER |= dict.fromkeys(("Sandblaster", "SandblasterRun"), "hocket.sandblaster")
 """Names that are loaded when they are first used: a training script may need none of them."""
 
@@ -37,7 +39,7 @@ __all__ += ["QSGD", "RandomK", "Sign", "Ternary", "Threshold", "TopK"]
 # Training, split models, simulation
 __all__ += ["Buckets", "DistributedLoader", "Job", "Strategy", "distribute", "init", "parallelize", "shutdown"]
 __all__ += ["Branches", "Mesh", "Offload", "Pipeline", "deferred", "offload"]
-__all__ += ["ClusterSpec", "Run", "Sandblaster", "SandblasterRun", "simulate"]
+__all__ += ["ClusterSpec", "Muon", "Run", "Sandblaster", "SandblasterRun", "hidden_matrices", "simulate"]
 __all__ += ["HocketError", "NonFiniteGradient", "WorkerLost", "__version__"]
 
 

@@ -195,7 +195,7 @@ class Service:
         self.strategy = settings.strategy
         self.data = load("digits")
         self.model = seeded(lambda: build(settings.model, self.data), settings.seed)
-        optimizer = settings.make_optimizer(list(self.model.parameters()))
+        optimizer = settings.optimizer_for(self.model)(list(self.model.parameters()))
         self.layout = layout_for(self.model, optimizer, self.strategy, None, None)
         self.slices = Slices.of(self.strategy, self.layout, settings.workers.count)
         self.groups: list[Group] = []

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from hocket import compression, sync, topology
 from hocket.cluster.spec import PRESETS
 from hocket.errors import HocketError, SettingError
+from hocket.models import GPT_SIZES
 from hocket.split.pipeline.schedules import SCHEDULES
 from hocket.train.settings import RunSettings, defaults, types
 
@@ -20,11 +21,11 @@ HELP = {
     "strategy": f"Such as 'local(4) + gossip + topk(0.01)'. {' '.join(_METHODS)}",
     "workers": "How many (default: 1, or what was launched).",
     "virtual": "Virtual workers in this one process.",
-    "data": "digits, mnist, cifar10, cifar100, shakespeare or module:factory.",
-    "model": "mlp, cnn, resnet20, vgg11, gpt or module:factory.",
-    "optimizer": "sgd, adam, adamw, …: torch.optim's names in lower case; sandblaster.",
+    "data": "digits, mnist, cifar10, cifar100, shakespeare, text:PATH (a file, a folder or a pattern) or module:factory.",
+    "model": f"mlp, cnn, resnet20, vgg11, gpt, gpt:{{{','.join(GPT_SIZES)}}} or module:factory.",
+    "optimizer": "sgd, adam, adamw, …: torch.optim's names in lower case; muon (adamw for embeddings and vectors); sandblaster.",
     "lr": "Learning rate (default: 0.1; of sandblaster's first step: 1).",
-    "momentum": "Momentum of sgd and rmsprop.",
+    "momentum": "Momentum of sgd and rmsprop, and of muon (default: 0.9).",
     "weight_decay": "Weight decay.",
     "lr_schedule": "constant, cosine, linear or step.",
     "warmup": "Epochs of linear warm-up.",
@@ -33,6 +34,7 @@ HELP = {
     "epochs": "Epochs.",
     "max_steps": "End after this many steps.",
     "clip": "Largest gradient norm.",
+    "rest_lr": "Muon's rate for what AdamW updates (default: the same).",
     "autocast": "none, bf16 or fp16.",
     "augment": "Random crops and flips, where the data set has them.",
     "last": "An epoch's incomplete round: even (dealt out evenly) or drop.",

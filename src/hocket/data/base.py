@@ -1,7 +1,7 @@
 """A data set in memory: raw inputs, and the functions that turn a batch of them into what a model reads.
 
-Images stay uint8 ``[n, C, H, W]`` and texts int64 ``[n, T]``, so that a whole set fits beside the model on any device; ``prepare``
-normalises a batch after ``augment`` (if any) has changed it. Both work on any device and keep leading axes, so
+Images stay uint8 ``[n, C, H, W]``, texts int64 or, byte by byte, uint8 ``[n, T]``, so that a whole set fits beside the model on any
+device; ``prepare`` normalises a batch after ``augment`` (if any) has changed it. Both work on any device and keep leading axes, so
 that one call serves all workers hosted here.
 """
 
@@ -60,8 +60,8 @@ class DataSet:
 
     @property
     def text(self) -> bool:
-        """Whether inputs are tokens (int64) rather than values."""
-        return self.train[0].dtype == torch.int64
+        """Whether inputs are tokens (int64 for the model) rather than values."""
+        return self.prepare(self.train[0][:1]).dtype == torch.int64
 
     @property
     def language(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hocket.data import cifar, digits, mnist, shakespeare
+from hocket.data import cifar, digits, mnist, shakespeare, text
 from hocket.data.base import DataSet
 from hocket.data.files import DEFAULT_DIR
 from hocket.data.tensors import from_parts
@@ -26,15 +26,18 @@ DATA_SETS: dict[str, Callable[[Path], DataSet]] = {
 def load(name: str, data_dir: Path | None = None) -> DataSet:
     """The data set of that name, its files under ``data_dir`` (None: ``~/.cache/hocket``), downloaded when they are not there.
 
-    ``module:factory`` names a function of your own, called without arguments; it returns a ``DataSet`` or the two parts (train,
-    test), each of them a pair of tensors (inputs, targets) or a map-style torch data set of ``(tensor, label)``. Targets are class
-    numbers (int64) or shares of classes (floats ``[n, classes]``); it must return the same samples in every process.
+    ``text:PATH`` reads text files byte by byte (:mod:`hocket.data.text`). ``module:factory`` names a function of your own, called
+    without arguments; it returns a ``DataSet`` or two parts (train, test), each of them a pair of tensors (inputs, targets) or a
+    map-style torch data set of ``(tensor, label)``. Targets are class numbers (int64) or shares of classes (floats
+    ``[n, classes]``); it must return the same samples in every process.
 
     >>> load("digits").name
     'digits'
     """
+    if name.startswith("text:"):
+        return text.load(name.removeprefix("text:"))
     if ":" not in name:
-        return named("data set", name, DATA_SETS)((data_dir or DEFAULT_DIR).expanduser())
+        return named("data set", name, DATA_SETS, "text:PATH", "module:factory")((data_dir or DEFAULT_DIR).expanduser())
     made = resolve(name)()
     if isinstance(made, DataSet):
         return made
@@ -44,11 +47,12 @@ def load(name: str, data_dir: Path | None = None) -> DataSet:
     raise HocketError(f"'{name}' must return a DataSet or the pair (train, test); {got}: change what it returns.")
 
 
-def named(what: str, name: str, known: Mapping[str, T]) -> T:
+def named(what: str, name: str, known: Mapping[str, T], *others: str) -> T:
     """The one of that name."""
     if name not in known:
         hint = nearest(name, known) or ": choose one of these."
-        raise HocketError(f"There is no {what} '{name}' among {', '.join(known)} and 'module:factory'{hint}")
+        *most, last = [*known, *others]
+        raise HocketError(f"There is no {what} '{name}' among {', '.join(most)} and {last}{hint}")
     return known[name]
 
 

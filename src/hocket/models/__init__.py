@@ -2,6 +2,6 @@
 
 from hocket.models.gpt import gpt
 from hocket.models.images import cnn, mlp, resnet20, vgg11
-from hocket.models.registry import MODELS, build, cross_entropy, loss_for
+from hocket.models.registry import GPT_SIZES, MODELS, build, cross_entropy, loss_for
 
-__all__ = ["MODELS", "build", "cnn", "cross_entropy", "gpt", "loss_for", "mlp", "resnet20", "vgg11"]
+__all__ = ["GPT_SIZES", "MODELS", "build", "cnn", "cross_entropy", "gpt", "loss_for", "mlp", "resnet20", "vgg11"]

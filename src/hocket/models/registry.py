@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from math import prod
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,17 +20,20 @@ from hocket.models.images import cnn, mlp, resnet20, vgg11
 def build(name: str, dataset: DataSet) -> nn.Module:
     """The model of that name for ``dataset``, with fresh weights from torch's current random state.
 
-    ``module:factory`` names a function or class of your own; it is given the data set if it has a parameter without a default, and
-    returns a module from a batch of inputs, as the data set prepares them, to logits ``[batch, classes]`` (of texts
-    ``[batch, length, classes]``). Its weights are drawn from the seed of the run, so all workers start equal.
+    ``gpt:10m`` is a gpt of about that many parameters (``GPT_SIZES``). ``module:factory`` names a function or class of your own; it
+    is given the data set if it has a parameter without a default, and returns a module from a batch of inputs, as the data set
+    prepares them, to logits ``[batch, classes]`` (of texts ``[batch, length, classes]``). Its weights are drawn from the seed of
+    the run, so all workers start equal.
 
     >>> from hocket.data import load
     >>> build("cnn", load("digits"))(load("digits").example).shape
     torch.Size([1, 10])
     """
+    if name.startswith("gpt:"):
+        return _gpt(dataset, **named("size of gpt", name.removeprefix("gpt:"), GPT_SIZES))
     if ":" in name:
         return _own(name, dataset)
-    return named("model", name, MODELS)(dataset)
+    return named("model", name, MODELS, "gpt:10m", "module:factory")(dataset)
 
 
 def _mlp(dataset: DataSet) -> nn.Module:
@@ -49,12 +53,21 @@ def _on_images(model: Callable[[Sequence[int], int], nn.Module]) -> Callable[[Da
     return made
 
 
-def _gpt(dataset: DataSet) -> nn.Module:
+GPT_SIZES = {
+    "1m": {"layers": 4, "heads": 4, "width": 128},
+    "10m": {"layers": 6, "heads": 6, "width": 384},
+    "30m": {"layers": 8, "heads": 8, "width": 512},
+    "124m": {"layers": 12, "heads": 12, "width": 768},
+}
+"""GPT-2's smallest is the last one, which has so many parameters with GPT-2's 50,257 tokens; with 256 it has 85 million."""
+
+
+def _gpt(dataset: DataSet, **size: int) -> nn.Module:
     if not dataset.text or len(dataset.shape) != 1:
         raise HocketError(
             f"gpt reads tokens, but data set '{dataset.name}' holds values of shape {dataset.shape}: use mlp, cnn or resnet20."
         )
-    return gpt(dataset.classes, context=dataset.shape[0])
+    return gpt(dataset.classes, context=dataset.shape[0], **size)
 
 
 MODELS: dict[str, Callable[[DataSet], nn.Module]] = {
@@ -85,7 +98,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     tensor(1.3863)
     """
     shares = targets.is_floating_point()
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(0, -2) if shares else targets.flatten())
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(0, -2) if shares else targets.flatten().to(torch.int64))
 
 
 def loss_for(dataset: DataSet) -> Callable[[Tensor, Tensor], Tensor]:

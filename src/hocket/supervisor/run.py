@@ -136,7 +136,7 @@ class SupervisedRun(ABC):
         self.strategy = settings.strategy
         data = load(settings.data.name, data_dir)
         self.model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
-        optimizer = settings.make_optimizer(list(self.model.parameters()))
+        optimizer = settings.optimizer_for(self.model)(list(self.model.parameters()))
         buckets = settings.buckets
         self.layout = layout_for(self.model, optimizer, self.strategy, buckets.cap_bytes, buckets.first_cap_bytes)
         shard_optimizer(self.strategy, optimizer)  # refuses what shards cannot run

@@ -66,7 +66,7 @@ def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] |
     data = load(settings.data.name, None if post.data_dir is None else Path(post.data_dir))
     sequence, loss_of = batch_sequence(settings, data), loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
-    optimizer = settings.make_optimizer(list(model.parameters()))
+    optimizer = settings.optimizer_for(model)(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
     plan = settings.plan()
     at = plan.lr_factor(sequence)

@@ -35,8 +35,8 @@ def make_training(settings: RunSettings, cluster: Cluster, data: DataSet, engine
     """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy, workers, plan = settings.strategy, settings.workers, settings.plan()
     plan.sequence(len(data.train[0]), workers.count)  # refuses too few samples
-    loss, optimizer = loss_for(data), settings.make_optimizer
-    model = seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
+    loss, model = loss_for(data), seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
+    optimizer = settings.optimizer_for(model)
     check_own(settings.model, data, settings.data.batch_size, model)
     options: dict[str, Any] = {
         "clip": settings.optimizer.clip,
@@ -78,7 +78,7 @@ def _on_mesh(
     sample = data.prepare(data.train[0][: settings.data.batch_size].to(world.device))
     given = {"zero": settings.sharding.zero, **options}
     mesh = replace(split.mesh, plan=split.kinds)
-    optimizer, strategy = settings.make_optimizer, settings.strategy
+    optimizer, strategy = settings.optimizer_for(model), settings.strategy
     replica = MeshReplica(model, loss, optimizer, strategy, world, mesh, split.pipeline(sample), **given)
     return Training(replica, replica.cluster, data, loss, settings.plan())
 
@@ -87,7 +87,7 @@ def _replica(
     settings: RunSettings, cluster: Cluster, model: nn.Module, loss: Loss, sharded: bool, options: dict[str, Any]
 ) -> Replicas:
     """The worker of this process; ``sharded``: it keeps a part of what would be the same on all."""
-    sharding, optimizer, strategy = settings.sharding, settings.make_optimizer, settings.strategy
+    sharding, optimizer, strategy = settings.sharding, settings.optimizer_for(model), settings.strategy
     if sharded and (cluster.rows != 1 or not cluster.has_process_group):
         raise SettingError(f"{sharding.named}: a worker that keeps a part has a process of its own; leave <processes> out.")
     if sharded and sharding.fsdp:

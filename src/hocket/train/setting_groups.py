@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.spec import ClusterSpec
 from hocket.errors import SettingError, nearest
+from hocket.optim import Muon, hidden_matrices
 from hocket.split import Mesh
 from hocket.split.options import DEFAULT_SCHEDULE, Pipeline
 from hocket.split.pipeline.probe import MEASURES
@@ -23,7 +24,8 @@ from hocket.train.plan_file import read_plan
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor")
-}
+} | {"muon": Muon}
+MUON_MOMENTUM = 0.9
 BATCH_OPTIMIZER = "sandblaster"
 """Goes over the whole batch: no optimiser of a step, but named in its place."""
 AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,6 +117,8 @@ class OptimizerSettings:
     """Multiply the rate by the number of workers (Goyal 2017)."""
     clip: float | None = None
     """The largest norm of a gradient."""
+    rest_lr: float | None = None
+    """Of muon: the rate of embeddings, heads and vectors, which AdamW updates (None: the same)."""
 
     def __post_init__(self) -> None:
         if self.name not in (*OPTIMIZERS, BATCH_OPTIMIZER):
@@ -122,15 +126,21 @@ class OptimizerSettings:
             raise SettingError(f"<optimizer>: unknown{hint or '.'} Use one of {', '.join(OPTIMIZERS)}.", optimizer=self.name)
         if not self.lr > 0:
             raise SettingError("<lr>: the rate must be above 0.", lr=self.lr)
+        if self.rest_lr is not None and self.name != "muon":
+            raise SettingError("<rest_lr>: only muon has two rates; use <optimizer:muon>, or leave it out.", rest_lr=self.rest_lr)
 
-    def make(self, params: list[nn.Parameter], workers: int) -> torch.optim.Optimizer:
-        """The optimiser over ``params``."""
+    def make(self, model: nn.Module, params: list[nn.Parameter], workers: int) -> torch.optim.Optimizer:
+        """The optimiser over ``params``, which are those of ``model`` or of a worker's row of it, in its order."""
         if self.name == BATCH_OPTIMIZER:
             raise SettingError(
                 f"<optimizer>: it goes over the whole batch, not step by step; use hocket.Sandblaster, or {', '.join(OPTIMIZERS)}.",
                 optimizer=self.name,
             )
-        options: dict[str, Any] = {"lr": self.lr * (workers if self.scale_lr else 1)}
+        scale = workers if self.scale_lr else 1
+        options: dict[str, Any] = {"lr": self.lr * scale}
+        if self.name == "muon":
+            rest = (self.lr if self.rest_lr is None else self.rest_lr) * scale
+            options |= {"rest_lr": rest, "matrices": hidden_matrices(model), "momentum": self.momentum or MUON_MOMENTUM}
         if self.name in ("sgd", "rmsprop"):
             options["momentum"] = self.momentum
         if self.name != "rprop":

@@ -6,7 +6,7 @@ file, run.json) a setting has one name; :data:`FIELDS` says which field that is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import Any, get_type_hints
@@ -53,6 +53,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "epochs": ("epochs", "epochs"),
     "max_steps": ("max_steps", "max_steps"),
     "clip": ("optimizer.clip", "clip"),
+    "rest_lr": ("optimizer.rest_lr", "rest_lr"),
     "autocast": ("numerics.autocast", "autocast"),
     "augment": ("data.augment", "augment"),
     "last": ("data.last", "last"),
@@ -241,9 +242,9 @@ class RunSettings:
             balance=data.balance,
         )
 
-    def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimiser over ``params``, with the rate scaled by the workers where asked."""
-        return self.optimizer.make(params, self.workers.count)
+    def optimizer_for(self, model: nn.Module) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+        """What makes the optimiser of the model's parameters, with the rate scaled by the workers where asked."""
+        return lambda params: self.optimizer.make(model, params, self.workers.count)
 
 
 _GROUPS: dict[str, Any] = {

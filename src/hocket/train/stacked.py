@@ -1,9 +1,10 @@
 """Optimisers on rows: the user's torch optimiser for every worker hosted here.
 
 An elementwise optimiser treats each value by itself, so one optimiser over stacked tensors ``[rows, *shape]`` does exactly what one
-optimiser per worker would, bit for bit. Those that look at a whole tensor (Adafactor, Muon), fused ones (silently wrong on strided
-slices) and classes we do not know run once per row, on views of the true shapes; so does every optimiser from the first step on
-which some rows used a parameter and others did not. LBFGS evaluates closures and is refused.
+optimiser per worker would, bit for bit; so does :class:`hocket.Muon`, which knows rows. Others that look at a whole tensor
+(Adafactor), fused ones (silently wrong on strided slices) and classes we do not know run once per row, on views of the true shapes;
+so does every optimiser from the first step on which some rows used a parameter and others did not. LBFGS evaluates closures and is
+refused.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from hocket.cluster.layout import Bucket, Layout
 from hocket.errors import HocketError
+from hocket.optim import Muon
 from hocket.train.checks import optimizer_for
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
@@ -35,6 +37,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
+ROWWISE = (*ELEMENTWISE, Muon)
 
 
 class StackedOptimizer:
@@ -74,9 +77,10 @@ class StackedOptimizer:
         template = optimizer_for(factory, self._row(0))
         if isinstance(template, torch.optim.LBFGS):
             raise HocketError("LBFGS needs a closure and cannot run on virtual workers; use SGD, Adam or another one without.")
-        self.stacked = type(template) in ELEMENTWISE and not any(g.get("fused") for g in template.param_groups)
+        self.stacked = type(template) in ROWWISE and not any(g.get("fused") for g in template.param_groups)
         if self.stacked:
-            self._pieces = _pieces(layout, weights, grads, self._groups_of(template), granularity)
+            shaped = {i for i, group in enumerate(template.param_groups) if group.get("matrices")}
+            self._pieces = _pieces(layout, weights, grads, self._groups_of(template), granularity, shaped)
             self._all = [_stack(template, self._pieces)]
         else:
             self._make_rows()
@@ -235,11 +239,13 @@ def _model_order(slots: list[str], names: Sequence[str] | None) -> list[str]:
     return order
 
 
-def _pieces(layout: Layout, weights: list[Tensor], grads: list[Tensor], groups: list[int | None], granularity: str) -> list[_Piece]:
+def _pieces(
+    layout: Layout, weights: list[Tensor], grads: list[Tensor], groups: list[int | None], granularity: str, shaped: set[int]
+) -> list[_Piece]:
     pieces, first = [], 0
     for b, w, g in zip(layout.buckets, weights, grads, strict=True):
         own = groups[first : first + len(b.slots)]
-        if granularity == "buckets" and len(set(own)) == 1 and own[0] is not None:
+        if granularity == "buckets" and len(set(own)) == 1 and own[0] is not None and own[0] not in shaped:
             pieces.append(_Piece(b.index, own[0], range(first, first + len(own)), True, nn.Parameter(w), g))
         else:
             pieces += _slot_pieces(b, w, g, first, own)
@@ -271,7 +277,10 @@ def _stack(template: Optimizer, pieces: list[_Piece]) -> Optimizer:
         options = {k: v for k, v in group.items() if k != "params"}
         groups.append({**options, "params": [p.parameter for p in pieces if p.group == i]})
     known = inspect.signature(type(template).__init__).parameters
-    return type(template)(groups, **{k: v for k, v in template.defaults.items() if k in known})
+    made = type(template)(groups, **{k: v for k, v in template.defaults.items() if k in known})
+    if isinstance(made, Muon):
+        made.rows = True
+    return made
 
 
 def _follow(leader: Optimizer, optimizer: Optimizer) -> None:

@@ -1,0 +1,177 @@
+"""Language models over slow links: test loss of a GPT on virtual workers, and how many times fewer bytes it sent.
+
+    python benchmarks/language.py prepare /tmp/corpus
+    python benchmarks/language.py train /tmp/corpus --device cuda --seeds 0 1 2 \\
+        --run "bulk; muon; lr=0.006; rest_lr=0.004; warmup=300" \\
+        --run "diloco(4, 0.9, 0.5) + sign(block=4096); muon; lr=0.006; rest_lr=0.004; warmup=150"
+
+``prepare`` copies Python source of this installation (its standard library and packages) into a folder, each file once, in an order
+that mixes packages, until it has 66 MB; any folder of text will do in its place. A run is a strategy, an optimiser and its options:
+``warmup`` counts steps, ``beta2`` is AdamW's, ``matrices`` 3 cuts the weight of queries, keys and values into three for Muon. Rates
+fall by a cosine to 0, gradients are clipped to the norm 1, products are bfloat16 on CUDA. ``--out`` adds each result to a file of
+JSON lines; runs that it has already are not repeated, so that several processes may share the work (``--part 1/3``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import statistics
+import sysconfig
+import time
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hocket
+from hocket.data import DataSet, load
+from hocket.models import build, cross_entropy
+
+CORPUS_BYTES = 66_000_000
+
+
+def prepare(folder: Path) -> None:
+    """Python source of this installation, as files with numbers for names."""
+    paths = sysconfig.get_paths()
+    roots = sorted({Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}) + [
+        Path(torch.__file__).resolve().parents[1]
+    ]
+    files = {file.relative_to(root).as_posix(): file for root in roots for file in root.rglob("*.py") if file.is_file()}
+    folder.mkdir(parents=True, exist_ok=True)
+    seen: set[bytes] = set()
+    total = 0
+    for name in sorted(files, key=lambda name: (zlib.crc32(name.encode()), name)):
+        content = files[name].read_bytes()
+        digest = hashlib.sha1(content).digest()
+        if digest in seen or len(content) < 64 or 0 in content:
+            continue
+        seen.add(digest)
+        shutil.copyfile(files[name], folder / f"{len(seen):06}.py")
+        total += len(content)
+        if total >= CORPUS_BYTES:
+            break
+    print(f"{len(seen):,} files, {total / 1e6:.1f} MB in {folder}")
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """A run as its strategy, optimiser and options."""
+    strategy, optimizer, *rest = [part.strip() for part in text.split(";")]
+    options = {name.strip(): float(value) for name, value in (part.split("=") for part in rest)}
+    return {"strategy": strategy, "optimizer": optimizer, **options}
+
+
+def train(run: dict[str, Any], data: DataSet, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """One training, and its figures."""
+    model = build(options.model, data)
+    matrices = hocket.hidden_matrices(model)
+    fused = int(run.get("matrices", 1))
+    counts = [
+        n * (fused if p.dim() == 2 and p.shape[0] == 3 * p.shape[1] else 1)
+        for n, p in zip(matrices, model.parameters(), strict=True)
+    ]
+    decay, lr = run.get("weight_decay", 0.01), run["lr"]
+
+    def optimizer(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if run["optimizer"] == "muon":
+            rest, momentum = run.get("rest_lr", lr), run.get("momentum", 0.9)
+            betas = (0.9, run.get("beta2", 0.999))
+            return hocket.Muon(params, lr, momentum, decay, rest_lr=rest, matrices=counts, betas=betas)
+        return torch.optim.AdamW(params, lr, (0.9, run.get("beta2", 0.999)), weight_decay=decay)
+
+    steps = int(run.get("steps", options.steps))
+    workers, batch = int(run.get("workers", options.workers)), int(run.get("batch", options.batch_size))
+    epoch = len(data.train[0]) / (workers * batch)
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = hocket.simulate(
+            lambda: build(options.model, data),
+            cross_entropy,
+            tuple(part.to(torch.int64) for part in data.train),
+            tuple(part.to(torch.int64) for part in data.test),
+            strategy=run["strategy"],
+            workers=workers,
+            optimizer=optimizer,
+            batch_size=batch,
+            epochs=-(-steps // max(1, int(epoch))),
+            max_steps=steps,
+            seed=seed,
+            lr_schedule="cosine",
+            warmup_epochs=run.get("warmup", 0.15 * steps) / epoch,
+            clip=1.0,
+            autocast=torch.bfloat16 if options.device == "cuda" else None,
+            device=options.device,
+        )
+    plain = _plain_bytes(model, workers, steps)
+    sent = found.ledger.bytes_sent
+    seconds = time.perf_counter() - started
+    return {"test_loss": found.test_loss, "fewer": plain / sent, "seconds": round(seconds, 1)}
+
+
+def _plain_bytes(model: torch.nn.Module, workers: int, steps: int) -> float:
+    """What ``bulk + allreduce`` sends: 2(N − 1)/N of the model per worker and step."""
+    values = sum(p.numel() for p in model.parameters())
+    return 2 * (workers - 1) * 4 * values * steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["prepare", "train", "table"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--run", action="append", default=[], help="STRATEGY; OPTIMISER; option=number; …")
+    parser.add_argument("--runs", type=Path, help="a file of runs, one per line")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--model", default="gpt:10m")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--part", default="1/1")
+    options = parser.parse_args()
+    if options.what == "prepare":
+        prepare(options.folder)
+        return
+    wanted = options.run + ([line for line in options.runs.read_text().splitlines() if line.strip()] if options.runs else [])
+    part, parts = map(int, options.part.split("/"))
+    jobs = [(text, seed) for seed in options.seeds for text in wanted]
+    done = _done(options.out)
+    if options.what == "train":
+        data = load(f"text:{options.folder}")
+        for text, seed in jobs[part - 1 :: parts]:
+            if (text, seed) in done:
+                continue
+            figures = train(parsed(text), data, options, seed)
+            done[text, seed] = figures
+            print(
+                f"{figures['test_loss']:.4f}  {figures['fewer']:7.1f}x  {figures['seconds']:6.1f} s  seed {seed}  {text}",
+                flush=True,
+            )
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(json.dumps({"run": text, "seed": seed, **figures}) + "\n")
+    table(wanted, options.seeds, done)
+
+
+def _done(path: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    return {(found["run"], found["seed"]): found for found in map(json.loads, lines)}
+
+
+def table(wanted: list[str], seeds: list[int], done: dict[tuple[str, int], dict[str, Any]]) -> None:
+    """Mean and spread over the seeds of each run."""
+    for text in wanted:
+        found = [done[text, seed] for seed in seeds if (text, seed) in done]
+        if found:
+            losses = [figures["test_loss"] for figures in found]
+            spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
+            print(f"{statistics.mean(losses):.4f}{spread} ({len(losses)} seeds)  1/{found[0]['fewer']:.0f}  {text}")
+
+
+if __name__ == "__main__":
+    main()
