@@ -7,7 +7,7 @@
 
 ``prepare`` copies Python source of this installation (its standard library and packages) into a folder, each file once, in an order
 that mixes packages, until it has 66 MB; any folder of text will do in its place. A run is a strategy, an optimiser and its options:
-``warmup`` counts steps, ``beta2`` is AdamW's, ``matrices`` 3 cuts the weight of queries, keys and values into three for Muon. Rates
+``warmup`` counts steps, ``beta2`` is AdamW's, ``matrices=1`` takes queries, keys and values for one matrix of Muon's. Rates
 fall by a cosine to 0, gradients are clipped to the norm 1, products are bfloat16 on CUDA. ``--out`` adds each result to a file of
 JSON lines; runs that it has already are not repeated, so that several processes may share the work (``--part 1/3``).
 """
@@ -68,12 +68,7 @@ def parsed(text: str) -> dict[str, Any]:
 def train(run: dict[str, Any], data: DataSet, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """One training, and its figures."""
     model = build(options.model, data)
-    matrices = hocket.hidden_matrices(model)
-    fused = int(run.get("matrices", 1))
-    counts = [
-        n * (fused if p.dim() == 2 and p.shape[0] == 3 * p.shape[1] else 1)
-        for n, p in zip(matrices, model.parameters(), strict=True)
-    ]
+    counts = [min(n, int(run.get("matrices", 3))) for n in hocket.hidden_matrices(model)]
     decay, lr = run.get("weight_decay", 0.01), run["lr"]
 
     def optimizer(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -84,6 +84,8 @@ def test_which_parameters_are_matrices() -> None:
     assert found(gpt(65, 16, 1, 2, 8)) == [f"blocks.0.{name}.weight" for name in names]
     assert found(cnn((3, 8, 8), 10)) == ["0.weight", "3.weight", "7.weight"]
     assert len(found(resnet20((3, 32, 32), 10))) == 19
+    assert hidden_matrices(gpt(65, 16, 1, 2, 8))[2:-1] == [0, 3, 1, 0, 1, 1]
+    assert hidden_matrices(nn.TransformerEncoderLayer(8, 2, 24))[0] == 3
     untied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
     assert found(untied) == ["1.weight"]
 

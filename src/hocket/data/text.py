@@ -30,10 +30,10 @@ def load(path: str, context: int = CONTEXT) -> DataSet:
         whole = b"\0".join(train)
         cut = len(whole) - len(whole) // EACH
         train, test = [whole[:cut]], [whole[cut:]]
-    parts = [torch.frombuffer(bytearray(b"\0".join(part)), dtype=torch.uint8) for part in (train, test)]
-    if min(len(part) for part in parts) <= context:
+    parts = [bytearray(b"\0".join(part)) for part in (train, test)]
+    if min(map(len, parts)) <= context:
         raise HocketError(f"text:{path} has {sum(map(len, parts)):,} bytes of text; it needs at least {EACH * (context + 1):,}.")
-    pairs = [windows(part, context, context) for part in parts]
+    pairs = [windows(torch.frombuffer(part, dtype=torch.uint8), context, context) for part in parts]
     return DataSet(f"text:{path}", pairs[0], pairs[1], 256, as_tokens)
 
 

@@ -127,18 +127,25 @@ def _newton_schulz(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 def hidden_matrices(model: nn.Module) -> list[int]:
     """Of each of the model's parameters: 1 for a matrix (or convolution) inside the network, 0 for the rest.
 
-    The rest are vectors, embeddings, and heads: matrices of an embedding's shape or, without embeddings, the last one.
+    It is 3 for the queries, keys and values of an attention in one weight, three times as tall as wide. The rest are vectors,
+    embeddings, and heads: matrices of an embedding's shape or, without embeddings, the last one.
 
     >>> hidden_matrices(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)))
     [1, 0, 1, 0, 0, 0]
     """
-    params = list(model.parameters())
+    named = list(model.named_parameters())
+    params = [p for _, p in named]
     embeddings = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     shapes = {frozenset(weight.shape) for weight in embeddings}
     heads = {id(p) for p in embeddings} | {id(p) for p in params if frozenset(p.shape) in shapes and p.dim() == 2}
     if not embeddings:
         heads |= {id(p) for p in [p for p in params if p.dim() > 1][-1:]}
-    return [int(p.dim() > 1 and id(p) not in heads) for p in params]
+    return [0 if p.dim() < 2 or id(p) in heads else 3 if _fused(name, p) else 1 for name, p in named]
+
+
+def _fused(name: str, weight: Tensor) -> bool:
+    own = any(word in name.lower() for word in ("attention", "attn", "qkv", "in_proj"))
+    return own and weight.dim() == 2 and weight.shape[0] == 3 * weight.shape[1]
 
 
 def _groups(params: list[Any], matrices: Iterable[int] | None, rest_lr: float) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from hocket.train.engines.loop import draws_numbers, forked
 Metric = Callable[[Any, Tensor], Tensor | float]
 """``metric(output, targets)``: a number for a batch, the mean over its samples."""
 
-_BATCH = 1000
+_BATCH, _TOKENS = 1000, 2**16
 _MOST_ON_CUDA, _ROOM = 10_000, 2**34
 
 
@@ -131,6 +131,8 @@ def logits_for(output: Any, targets: Tensor) -> Tensor | None:
 
 def _batch_size(x: Tensor) -> int:
     """Samples at a time; a GPU with room takes more of them where they are small, so as not to wait for the next launch."""
+    if x.dim() == 2 and not x.is_floating_point():  # texts: activations are many times as large as tokens
+        return max(1, _TOKENS // x[0].numel()) if len(x) else 1
     if not x.is_cuda or not len(x) or torch.cuda.mem_get_info(x.device)[0] < _ROOM:
         return _BATCH
     return min(_MOST_ON_CUDA, max(_BATCH, 2**25 // x[0].numel()))

@@ -1,0 +1,68 @@
+"""Text files as data: what is read, how it is divided, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hocket.data import load
+from hocket.data import text as text_data
+from hocket.errors import HocketError
+from hocket.models import build, cross_entropy
+
+
+def _folder(path: Path, files: int, size: int = 2000) -> Path:
+    for i in range(files):
+        (path / f"{i:03}.txt").write_bytes(bytes([1 + i]) * size)
+    return path
+
+
+def test_every_byte_of_a_file_is_in_one_part(tmp_path: Path) -> None:
+    data = load(f"text:{_folder(tmp_path, 64)}")
+    assert data.test is not None
+    train, test = (set(part[0].unique().tolist()) - {0} for part in (data.train, data.test))
+    assert test == {32, 64}
+    assert train == set(range(1, 65)) - test
+    assert (data.text, data.language, data.classes, data.shape) == (True, True, 256, (text_data.CONTEXT,))
+    assert data.train[0].dtype == torch.uint8
+
+
+def test_targets_are_the_next_bytes_and_few_files_are_cut_in_one_text(tmp_path: Path) -> None:
+    whole = bytes(1 + i % 250 for i in range(20_000))
+    (tmp_path / "a.txt").write_bytes(whole)
+    data = load(f"text:{tmp_path / 'a.txt'}")
+    assert data.test is not None
+    cut = len(whole) - len(whole) // 32
+    for (x, y), text in ((data.train, whole[:cut]), (data.test, whole[cut:])):
+        flat = x.flatten()
+        assert bytes(flat.tolist()) == text[: len(flat)]
+        assert bytes(y.flatten().tolist()) == text[1 : len(flat) + 1]
+
+
+def test_a_pattern_chooses_files_and_binary_ones_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.py").write_bytes(b"a" * 9000)
+    (tmp_path / "b.txt").write_bytes(b"b" * 9000)
+    (tmp_path / "c.py").write_bytes(b"c\0" * 9000)
+    found = load(f"text:{tmp_path}/**/*.py").train[0].unique().tolist()
+    assert found == [ord("a")]
+    assert load(f"text:{tmp_path}").train[0].unique().tolist() == [0, ord("a"), ord("b")]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(HocketError, match="There is no file under"):
+        load(f"text:{tmp_path}/none/*.py")
+    with pytest.raises(HocketError, match="0 bytes of text; it needs at least 8,224"):
+        load(f"text:{tmp_path}")
+    with pytest.raises(HocketError, match="no size of gpt '11m' among 1m, 10m, 30m and 124m"):
+        build("gpt:11m", load(f"text:{_folder(tmp_path, 8)}"))
+
+
+def test_a_gpt_of_a_size_reads_bytes(tmp_path: Path) -> None:
+    data = load(f"text:{_folder(tmp_path, 8)}")
+    model = build("gpt:10m", data)
+    assert sum(p.numel() for p in model.parameters()) == 10_818_432
+    x, y = torch.randint(0, 256, (2, 4, text_data.CONTEXT), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    assert 5.4 < cross_entropy(model(data.prepare(x)), y) < 5.8  # log 256 = 5.5
