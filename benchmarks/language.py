@@ -31,6 +31,7 @@ import torch
 import hocket
 from hocket.data import DataSet, load
 from hocket.models import build, cross_entropy
+from hocket.train.run import bulk_bytes_of
 
 CORPUS_BYTES = 66_000_000
 
@@ -102,16 +103,8 @@ def train(run: dict[str, Any], data: DataSet, options: argparse.Namespace, seed:
             autocast=torch.bfloat16 if options.device == "cuda" else None,
             device=options.device,
         )
-    plain = _plain_bytes(model, workers, steps)
-    sent = found.ledger.bytes_sent
-    seconds = time.perf_counter() - started
-    return {"test_loss": found.test_loss, "fewer": plain / sent, "seconds": round(seconds, 1)}
-
-
-def _plain_bytes(model: torch.nn.Module, workers: int, steps: int) -> float:
-    """What ``bulk + allreduce`` sends: 2(N − 1)/N of the model per worker and step."""
-    values = sum(p.numel() for p in model.parameters())
-    return 2 * (workers - 1) * 4 * values * steps
+    seconds, plain = time.perf_counter() - started, bulk_bytes_of(found.replicas.layout, workers, steps)
+    return {"test_loss": found.test_loss, "fewer": plain / found.ledger.bytes_sent, "seconds": round(seconds, 1)}
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ import torch
 TESTS = Path(__file__).parents[1]
 PATHS = [str(TESTS.parent / "src"), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)}
+ENVIRON["CUDA_VISIBLE_DEVICES"] = ""  # tests of CUDA say which device they want; all others compare bits, or share no GPU
 Hocket = Callable[..., subprocess.CompletedProcess[str]]
 """What the fixture ``hocket`` is: runs the command with arguments to its end."""
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -18,12 +17,13 @@ import psutil
 import pytest
 
 from hocket.cli.main import _Interruption
+from process import launch
 from process.launch import Hocket
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 COMMAND = [sys.executable, "-m", "hocket.cli.main"]
-ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+ENVIRON = {**launch.ENVIRON, "COLUMNS": "120"}
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 
+GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
 MESHES = ("tensor=2", "pipeline=2", "data=2")
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((f"{name} {mesh}", "equal", {"name": name, "mesh": mesh}) for mesh in MESHES for name in ("mlp", "cnn", "vgg11", "gpt")),
@@ -47,7 +49,7 @@ def found(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     results = {}
     for device in ("cpu", "cuda:0"):
         folder = tmp_path_factory.mktemp("split")
-        group = nursery.start("process.meshes:main", 2, folder, wanted=[*CASES, *REFUSED], device=device)
+        group = nursery.start("process.meshes:main", 2, folder, environ=GPU, wanted=[*CASES, *REFUSED], device=device)
         assert group.wait(300, together=True) == [0] * 2, group.said()
         results[device] = group.results()
     return results
