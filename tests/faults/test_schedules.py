@@ -35,12 +35,12 @@ def test_every_schedule_keeps_the_invariants(strategy: str) -> None:
 ONCE_VIOLATED = {
     "async + server(2)": (847, 4886, 5548, 6296, 6900),
     "bulk + server(2)": (984, 1317, 1357, 1673, 1856),
-    "downpour(2, 3) + server(2)": (847, 4886, 7728),
+    "downpour(2, 3) + server(2)": (847, 4886, 7728, 9227),
     "stale(2) + server(2)": (698, 706, 747, 1222, 1577, 1892, 2157, 2325, 2438, 4500),
 }
 """Seeds that found a bug: a restarted shard forgot what dead workers held, which pushes of a step waited for others, and final
 weights that it had not saved; a worker that was away from a meeting counted its steps otherwise than a shard did, and all hung; two
-shards waited for different members of a meeting."""
+shards waited for different members of a meeting; a mini-batch that two workers had was counted for the one that did not push it."""
 
 
 @pytest.mark.parametrize(("strategy", "seed"), [(strategy, seed) for strategy, seeds in ONCE_VIOLATED.items() for seed in seeds])

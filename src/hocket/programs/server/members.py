@@ -91,10 +91,18 @@ class BatchDispatcher:
         return self.following >= self.total and not self.returned
 
     def done(self, worker: int, numbers: Sequence[int]) -> int:
-        """A worker has pushed these; how many of them it held (others were done by another worker meanwhile)."""
-        held = self._held.setdefault(worker, set())
-        counted = len(held.intersection(numbers))
-        held.difference_update(numbers)
+        """A worker has pushed these; how many of them nobody had pushed before.
+
+        After a restart from a snapshot another worker may have been given the same ones.
+
+        >>> dispatcher = BatchDispatcher(4)
+        >>> dispatcher.take(0, 2), dispatcher.done(1, [1]), dispatcher.done(0, [0, 1])
+        ([0, 1], 1, 1)
+        """
+        counted = 0
+        for held in (self._held.setdefault(worker, set()), *self._held.values()):
+            counted += len(held.intersection(numbers))
+            held.difference_update(numbers)
         self.counted += counted
         return counted
 
