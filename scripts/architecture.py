@@ -38,6 +38,7 @@ ABOUT = {
     "compression": "what they send",
     "cluster": "workers, clock, ledger",
     "synonyms": "the field's names",
+    "optim": "optimisers for rows",
     "notation": "strategies as text",
 }
 """What stands in a box below the name; a package without an entry has its name alone."""

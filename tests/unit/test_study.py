@@ -823,7 +823,15 @@ def test_where_every_rate_diverges_the_run_has_failed(tmp_path: Path) -> None:
 
 OTHER: dict[str, Any] = {
     **{"strategy": "local(4) + gossip + topk(0.1) | qsgd(4)", "workers": 3, "virtual": True, "data": "mnist", "model": "cnn"},
-    **{"optimizer": "adamw", "lr": 1e-05, "momentum": 0.9, "weight_decay": 0.0005, "lr_schedule": "cosine", "warmup": 2.5},
+    **{
+        "optimizer": "muon",
+        "rest_lr": 2e-05,
+        "lr": 1e-05,
+        "momentum": 0.9,
+        "weight_decay": 0.0005,
+        "lr_schedule": "cosine",
+        "warmup": 2.5,
+    },
     **{"scale_lr": True, "batch_size": 7, "epochs": 3, "max_steps": 11, "clip": 0.25, "autocast": "bf16", "augment": False},
     **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
     **{"cluster": "1gbit", "slowdown": "1,4", "balance": "speed"},
@@ -840,7 +848,21 @@ OTHER: dict[str, Any] = {
 }
 KEYS = [
     *("strategy", "workers", "virtual", "data", "model", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup"),
-    *("scale_lr", "batch", "epochs", "max_steps", "clip", "autocast", "augment", "last", "seed", "engine", "nonfinite", "exact"),
+    *(
+        "scale_lr",
+        "batch",
+        "epochs",
+        "max_steps",
+        "clip",
+        "rest_lr",
+        "autocast",
+        "augment",
+        "last",
+        "seed",
+        "engine",
+        "nonfinite",
+        "exact",
+    ),
     *("host_size", "cluster", "slowdown", "share", "bucket_bytes", "first_bucket_bytes", "mesh", "pipe", "micro", "cut"),
     *("virtual_stages", "measure", "plan_file", "shard"),
 ]
@@ -849,7 +871,7 @@ SPLIT = ("pipe", "num_microbatches", "cut", "measure", "plan_file")
 REAL = (*SPLIT, "mesh", "stages_per_rank", "zero", "fsdp")
 """Real workers only."""
 BESIDE = {  # what a setting needs to make sense
-    **{"cluster": ("virtual",), "stages_per_rank": ("mesh", "pipe")},
+    **{"cluster": ("virtual",), "rest_lr": ("optimizer",), "stages_per_rank": ("mesh", "pipe")},
     **dict.fromkeys(SPLIT, ("mesh",)),
 }
 
