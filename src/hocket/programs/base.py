@@ -2,8 +2,8 @@
 
 A program is a deterministic state machine. A driver calls it with an event (a message, a timer, a step of the training) and the
 time, and carries out the effects that it returns. A program never sleeps, sends or reads a clock. So the same text runs on sockets
-(:mod:`hocket.drivers.sockets`), on a virtual clock (:mod:`hocket.drivers.events`), under simulated faults
-(:mod:`hocket.drivers.faults`) and from a recording (:mod:`hocket.drivers.replay`).
+(:mod:`hocket.drivers.sockets`), on a virtual clock (:mod:`hocket.drivers.simulation`), under simulated faults (tests/faults) and
+from a recording (:mod:`hocket.drivers.replay`).
 
 Where an algorithm is a sequence with waits in between (join, then fetch, then agree), it is written as a generator that yields
 :class:`Until`: the program goes on with it as soon as the condition holds or the time has come.
