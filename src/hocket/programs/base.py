@@ -11,10 +11,12 @@ Where an algorithm is a sequence with waits in between (join, then fetch, then a
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 from torch import Tensor
 
@@ -105,6 +107,20 @@ class Until:
 
 Task = Generator[Until, None, Any]
 _TASK, _RETRY = "task", "retry"
+_P = ParamSpec("_P")
+
+
+def event(method: Callable[_P, Task | None]) -> Callable[_P, Effects]:
+    """Makes a method of a program one that drivers call, with the time as ``now``; what it returns is its task, if it has one."""
+    place = list(inspect.signature(method).parameters).index("now")
+
+    @wraps(method)
+    def handle(*arguments: _P.args, **named: _P.kwargs) -> Effects:
+        program: Any = arguments[0]
+        program.now = max(named["now"] if "now" in named else arguments[place], program.now)
+        return program._done(method(*arguments, **named))
+
+    return handle
 
 
 class Program:
@@ -127,18 +143,16 @@ class Program:
         """Whether a task waits for an event: the worker stands still until it is done."""
         return self._task is not None
 
-    def message(self, sender: Address, message: Envelope, now: float) -> Effects:
+    @event
+    def message(self, sender: Address, message: Envelope, now: float) -> None:
         """A message has arrived."""
-        self.now = max(now, self.now)
         self.on_message(sender, message)
-        return self._done()
 
-    def timer(self, name: str, now: float) -> Effects:
+    @event
+    def timer(self, name: str, now: float) -> None:
         """A timer has run out."""
-        self.now = max(now, self.now)
         if name != _TASK:
             self.on_timer(name)
-        return self._done()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, where the program can be saved."""
@@ -171,15 +185,11 @@ class Program:
     def _set_timer(self, name: str, at: float) -> None:
         self._effects.append(SetTimer(name, at))
 
-    def _run(self, task: Task, now: float) -> Effects:
-        """Start a task and go on with it as far as possible."""
-        assert self._task is None, "a program runs one task at a time"
-        self.now = max(now, self.now)
-        self._task, self._until = task, None
-        return self._done()
-
-    def _done(self) -> Effects:
-        """Go on with the task, and hand over the effects collected."""
+    def _done(self, task: Task | None = None) -> Effects:
+        """Start ``task``, or go on with the one that runs, as far as possible, and hand over the effects collected."""
+        if task is not None:
+            assert self._task is None, "a program runs one task at a time"
+            self._task, self._until = task, None
         self._advance()
         effects, self._effects = self._effects, []
         return effects

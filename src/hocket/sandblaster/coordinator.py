@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from hocket.errors import WorkerLost
-from hocket.programs.base import Address, Effects, Finished, Program, Snapshot, Task, Until
+from hocket.programs.base import Address, Finished, Program, Snapshot, Task, Until, event
 from hocket.sandblaster.lbfgs import Ask, Evaluate, Settings, State, lbfgs
 from hocket.sandblaster.portions import Answer, Counts, Dispenser
 from hocket.sandblaster.protocol import RESEND_S, OrderQueue, message_bytes
@@ -85,14 +85,13 @@ class Dispatch(Program):
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
-    def peer_lost(self, identity: bytes, now: float) -> Effects:
+    @event
+    def peer_lost(self, identity: bytes, now: float) -> None:
         """That worker is known to be dead."""
-        self.now = max(now, self.now)
         if identity in self._tickets:
             self._lose(self._tickets[identity])
         else:
             self._counts.lost += 1
-        return self._done()
 
     def on_message(self, sender: Address, message: Envelope) -> None:
         assert isinstance(sender, bytes)
@@ -261,11 +260,20 @@ class SandblasterCoordinator(Dispatch):
         self._session = config.incarnation << _NUMBERS
         self._begun, self._before = 0.0, dict[str, Any]()
 
-    def start(self, now: float) -> Effects:
+    @event
+    def start(self, now: float) -> Task:
         """Wait for the shards, then minimise."""
         self._begun = self._accompanied = now
         self._set_timer(_CHECK, now + _CHECK_EVERY_S)
-        return self._run(self._train(), now)
+        while True:
+            try:
+                yield from self._minimise()
+                break
+            except _ShardRestarted:
+                self._dispenser = None
+        for peer in (*self._workers.values(), *self._shards.values()):
+            self._send(peer.identity, Envelope(Kind.GOODBYE))
+        self._effects.append(Finished())
 
     def _spent(self) -> dict[str, Any]:
         """What this coordinator has spent so far."""
@@ -280,17 +288,6 @@ class SandblasterCoordinator(Dispatch):
         return {"state": self.state, "metrics": self.metrics}
 
     # --- the conversation ----------------------------------------------------------------------------------------------------
-
-    def _train(self) -> Task:
-        while True:
-            try:
-                yield from self._minimise()
-                break
-            except _ShardRestarted:
-                self._dispenser = None
-        for peer in (*self._workers.values(), *self._shards.values()):
-            self._send(peer.identity, Envelope(Kind.GOODBYE))
-        self._effects.append(Finished())
 
     def _minimise(self) -> Task:
         """Begin a session: from what was saved last, or from the beginning."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
-from hocket.programs.base import Address, Effects, Program, Task, Until
+from hocket.programs.base import Address, Program, Task, Until, event
 from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import OBSERVER
 from hocket.transport.frame import Envelope, Kind
@@ -49,22 +49,25 @@ class ShardObserver(Program):
         self._status = self._fetched = -1
         """The numbers of the last requests."""
 
-    def tell(self, now: float, **order: Any) -> Effects:
+    @event
+    def tell(self, now: float, **order: Any) -> None:
         """Give all shards an order; nobody waits for the answer."""
-        return self._order(0, order, now)
+        self._order(0, order)
 
-    def ask_status(self, now: float) -> Effects:
+    @event
+    def ask_status(self, now: float) -> None:
         """Ask all shards where the job stands."""
         self.statuses, self._status = {}, self._next_number()
-        return self._order(self._status, {"order": "status"}, now)
+        self._order(self._status, {"order": "status"})
 
-    def fetch(self, epoch: int, now: float, waits: bool = True, timeout_s: float | None = None) -> Effects:
+    @event
+    def fetch(self, epoch: int, now: float, waits: bool = True, timeout_s: float | None = None) -> Task:
         """Fetch the weights after an epoch (from 1; 0: as they are now) from all shards; a fetch under way is given up.
 
         Without ``waits`` the weights as they are now will do, where the epoch has not come to its end.
         """
         self._task = None
-        return self._run(self._fetch(epoch, waits, timeout_s), now)
+        return self._fetch(epoch, waits, timeout_s)
 
     def _fetch(self, epoch: int, waits: bool, timeout_s: float | None) -> Task:
         self.found, self._parts, self._fetched = None, {}, self._next_number()
@@ -90,11 +93,9 @@ class ShardObserver(Program):
         self._number += 1
         return self._number
 
-    def _order(self, number: int, order: dict[str, Any], now: float) -> Effects:
-        self.now = max(now, self.now)
+    def _order(self, number: int, order: dict[str, Any]) -> None:
         for place in range(self.slices.shards):
             self._send(place, Envelope(Kind.ORDER, OBSERVER, number=number, metadata=order))
-        return self._done()
 
     def _ask(self, places: range | list[int], epoch: int, within_s: float) -> None:
         metadata = {"epoch": epoch, "within_s": within_s if epoch else 0.0}
