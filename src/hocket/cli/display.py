@@ -50,17 +50,14 @@ class Display:
             self._bar.stop()
 
     def step(self, where: Where) -> None:
-        """One step has been made."""
         if self._bar is not None:
             self._bar.update(self._task, completed=where.step, total=where.steps)
 
     def note(self, text: str) -> None:
-        """Something to be read as it is."""
         if self._speaks:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def epoch(self, metrics: dict[str, Any]) -> None:
-        """One epoch has ended."""
         note = f"epoch {metrics['epoch']}  loss {metrics['loss']:.4f}"
         if quality := quality_of(metrics, 2):
             note += f"  {quality}"

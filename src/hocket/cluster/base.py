@@ -140,7 +140,6 @@ class Cluster(ABC):
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The process group, if there is one."""
         return None
 
     @property
@@ -193,7 +192,6 @@ class Cluster(ABC):
                 ledger.resume()
 
     def exchange(self) -> Exchange:
-        """Open an exchange."""
         return Exchange(self)
 
     # --- verbs -----------------------------------------------------------------------------------------------------------

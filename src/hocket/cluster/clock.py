@@ -226,7 +226,6 @@ class Clock:
         return {name.lstrip("_"): getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         for name in _STATE:
             setattr(self, name, state[name.lstrip("_")])
 

@@ -37,7 +37,6 @@ class ProcessGroups:
             self._made[key] = self._new([[part[r] for r in ranks] for part in self._parts for ranks in members])
 
     def find(self, members: list[int]) -> dist.ProcessGroup | None:
-        """The group that :meth:`create` made of them."""
         return self._made.get(tuple(members))
 
     def destroy(self) -> None:

@@ -35,11 +35,9 @@ class HostClock:
     offset_s: float = 0.0
 
     def stamp(self) -> Any:
-        """This moment."""
         return time.monotonic() + self.offset_s
 
     def seconds(self, stamp: Any) -> float:
-        """A stamp in seconds."""
         return float(stamp)
 
 
@@ -139,13 +137,11 @@ class Ledger:
             self._since = time.monotonic()
 
     def pause(self) -> None:
-        """Time stops counting."""
         if self._since is not None:
             self._seconds += time.monotonic() - self._since
             self._since = None
 
     def record(self, span: Span | None) -> None:
-        """One exchange has ended."""
         self.exchanges += 1
         if span is not None:
             self.spans.append(span)

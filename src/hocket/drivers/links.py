@@ -55,7 +55,6 @@ class LinkNetwork:
         self.links, self.ends, self.free = links, ends, False
 
     def arrivals(self, now: float, source: Key, target: Key, message: Envelope) -> list[float]:
-        """When the message arrives."""
         if self.free or self.ends[source] == self.ends[target]:
             return [now]
         return [self.links.send(now, self.ends[source], self.ends[target], framed(message.tensor_bytes))]

@@ -75,7 +75,6 @@ class Supervisor:
         return self._folder
 
     def start(self, role: str) -> None:
-        """Start all processes of a role."""
         for number in range(self.roles[role].count):
             self._start(role, number)
 
@@ -91,7 +90,6 @@ class Supervisor:
         self._start(role, number)
 
     def process(self, role: str, number: int) -> Any:
-        """One process."""
         return self._processes[role][number]
 
     def codes(self, role: str) -> dict[int, int | None]:

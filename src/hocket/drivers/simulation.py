@@ -114,7 +114,6 @@ class Simulation:
         return self.order
 
     def carry_out(self, key: Key, effects: Effects) -> None:
-        """Carry out what the program at a node wants."""
         node = self.nodes[key]
         for effect in effects:
             if isinstance(effect, Send):

@@ -178,7 +178,6 @@ class SocketDriver:
     # --- effects -------------------------------------------------------------------------------------------------------------
 
     def carry_out(self, effects: Effects) -> None:
-        """Do what the program wants."""
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(effect.to, on_cpu(effect.message))

@@ -142,7 +142,6 @@ def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
 
 
 def start_summation_server(job: bytes, workers: int, bind: str = "127.0.0.1", keys: Path | None = None) -> subprocess.Popen[str]:
-    """A spare process that sums."""
     return start_server("hocket.drivers.summation", job=job.hex(), workers=workers, bind=bind, keys=keys)
 
 

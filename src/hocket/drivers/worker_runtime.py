@@ -103,7 +103,6 @@ class WorkerRuntime(ABC):
 
     @property
     def account(self) -> Account:
-        """This worker's own figures."""
         found = self.program.account
         assert isinstance(found, Account)
         return found

@@ -65,7 +65,6 @@ class Account:
         self.exchanges += 1
 
     def add_loss(self, loss: float) -> None:
-        """The loss of a mini-batch."""
         self.loss += loss
         self.losses += 1
 
@@ -75,7 +74,6 @@ class Account:
         self.staleness[age] = self.staleness.get(age, 0) + 1
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Plain data for a message."""
         until = now if self.paused is None else self.paused
         seconds = 0.0 if self.begun is None else until - self.begun
         plain = {name: getattr(self, name) for name in ("bytes_sent", "exchanges", "nonfinite", "lost", "loss", "losses")}

@@ -145,12 +145,10 @@ class Program:
 
     @event
     def message(self, sender: Address, message: Envelope, now: float) -> None:
-        """A message has arrived."""
         self.on_message(sender, message)
 
     @event
     def timer(self, name: str, now: float) -> None:
-        """A timer has run out."""
         if name != _TASK:
             self.on_timer(name)
 
@@ -173,7 +171,6 @@ class Program:
     """What a peer that has a number is called in error messages."""
 
     def on_message(self, sender: Address, message: Envelope) -> None:
-        """What a message does."""
         raise NotImplementedError
 
     def on_timer(self, name: str) -> None:

@@ -90,7 +90,6 @@ class Coordinator(Service):
 
     @event
     def start(self, now: float) -> None:
-        """Begin to serve."""
         self._notified = now
         self._set_timer(_CHECK, now + _CHECK_EVERY_S)
 

@@ -108,7 +108,6 @@ class SummationWorker(Program):
 
     @event
     def dismiss(self, now: float) -> None:
-        """End the spare servers."""
         for server in range(self.workers, self.servers):
             self._send(server, Envelope(Kind.GOODBYE, sender=self.worker))
 

@@ -62,7 +62,6 @@ def around(mean: float, spread: float | None, digits: int | None = None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Seconds."""
     return NONE if value is None else f"{plain(value)} s"
 
 

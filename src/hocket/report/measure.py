@@ -29,7 +29,6 @@ class Accuracy:
         return (row.score.spread if row.score else None) or 0.0
 
     def show(self, score: float) -> str:
-        """A score."""
         return percent(score)
 
     def difference(self, gain: float) -> str:

@@ -29,7 +29,6 @@ _SHOWN = NOT_CONFIGURATION | {"strategy", "workers", "virtual", "data", "model",
 
 
 def make_page(title: str, rows: Sequence[Row], answers: Mapping[Facet, list[Answer]], reading: Reading, pictures: bool) -> str:
-    """The whole page."""
     facets = list(answers)
     head, body = as_html(rows)
     parts = {

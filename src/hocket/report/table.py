@@ -34,7 +34,6 @@ class Column:
 
     @property
     def numeric(self) -> bool:
-        """Whether it holds numbers."""
         return self.name not in _WORDS
 
     def figure(self, row: Row) -> Figure | None:

@@ -276,7 +276,6 @@ class SandblasterCoordinator(Dispatch):
         self._effects.append(Finished())
 
     def _spent(self) -> dict[str, Any]:
-        """What this coordinator has spent so far."""
         moved = {"bytes_coordinator": self._bytes, "bytes_shards": sum(self._moved.values())}
         return {"seconds": self.now - self._begun, **moved, **asdict(self._counts)}
 
@@ -346,7 +345,6 @@ class SandblasterCoordinator(Dispatch):
         return [combine(order, answers) for order, answers in zip(orders, terms, strict=True)]
 
     def _evaluate(self, request: Evaluate) -> Task:
-        """See :class:`Evaluate`."""
         self._evaluation, self._dispenser = self._evaluation + 1, None
         for worker in self._workers.values():
             worker.order_queue, worker.counted = OrderQueue(), []

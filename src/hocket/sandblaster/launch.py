@@ -69,12 +69,10 @@ class SandblasterProcesses:
         """How often processes that were killed have been started again; several at once count once."""
 
     def of(self, role: str) -> list[Any]:
-        """The processes of a role."""
         return [self.supervisor.process(role, number) for number in self.supervisor.codes(role)]
 
     @property
     def everyone(self) -> list[Any]:
-        """All of them."""
         return [*self.of(COORDINATOR_ROLE), *self.of(SHARD), *self.of(WORKER)]
 
     def check(self, most_restarts: int) -> bool:

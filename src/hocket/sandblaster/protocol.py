@@ -71,6 +71,5 @@ class OrderQueue:
 
 
 def message_bytes(message: Envelope) -> int:
-    """Bytes of a message's frames."""
     metadata = len(json.dumps(message.metadata, separators=(",", ":")))
     return _HEADER_BYTES + _TENSOR_BYTES * len(message.tensors) + metadata + message.tensor_bytes

@@ -27,7 +27,6 @@ class _Subordinate(Program):
 
     @event
     def start(self, now: float) -> None:
-        """Say hello."""
         self.on_timer(_BEAT)
 
     def on_timer(self, name: str) -> None:

@@ -103,11 +103,9 @@ class Sum:
         self._value: Tensor | None = None
 
     def add(self, portion: int, values: Tensor) -> None:
-        """One more."""
         self._value = values.clone() if self._value is None else self._value.add_(values)
 
     def total(self) -> Tensor:
-        """All of them."""
         assert self._value is not None
         return self._value
 

@@ -102,7 +102,6 @@ def lines_of(text: str) -> Lines:
 
 
 def read(path: Path) -> Outline:
-    """The study that a file asks for."""
     return _Reader(path).outline()
 
 

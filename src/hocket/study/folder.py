@@ -110,7 +110,6 @@ class Folder:
         return place
 
     def finish(self, planned: Planned, searched: Mapping[str, Any] | None) -> Outcome:
-        """Record that a run has finished."""
         run = json.loads((self.path / planned.folder / "run.json").read_bytes())
         return self._end(planned, {**run, "finished": True}, searched)
 

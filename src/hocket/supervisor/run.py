@@ -68,7 +68,6 @@ class FaultPolicy:
             raise SettingError(text, **given)
 
     def record_of(self, process: str) -> Path | None:
-        """The file of one process."""
         return None if self.record is None else self.record / f"{process}.jsonl"
 
 

@@ -106,7 +106,6 @@ class ServerRun(SupervisedRun):
                 observer.begin(program.fetch, epoch)
 
     def _epoch_ends(self, found: GlobalWeights, epoch: int, on_epoch: OnEpoch) -> None:
-        """Evaluate and record an epoch."""
         check_weights(self.layout, found.rows, epoch)
         evaluation = self.evaluate(found.rows, found.buffers)
         on_epoch(self.metrics.add(epoch, evaluation, found.figures, {"lost": found.lost}))

@@ -19,7 +19,6 @@ from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 
 
 def main() -> None:
-    """Be a worker."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux: end with the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor hears it and ends this process

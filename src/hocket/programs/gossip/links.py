@@ -92,12 +92,10 @@ class Request:
     lost: bool = False
 
     def state(self) -> dict[str, Any]:
-        """As plain data."""
         return {**vars(self), "message": to_plain(self.message), "answer": to_plain(self.answer)}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Request:
-        """Back from :meth:`state`."""
         message = from_plain(state["message"])
         assert message is not None
         return cls(**{**state, "message": message, "answer": from_plain(state["answer"])})

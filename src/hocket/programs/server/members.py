@@ -136,7 +136,6 @@ class BatchDispatcher:
         return lost
 
     def held(self, worker: int) -> list[int]:
-        """The numbers that a worker holds."""
         return sorted(self._held.get(worker, ()))
 
     def state_dict(self) -> dict[str, Any]:

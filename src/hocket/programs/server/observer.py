@@ -56,7 +56,6 @@ class ShardObserver(Program):
 
     @event
     def ask_status(self, now: float) -> None:
-        """Ask all shards where the job stands."""
         self.statuses, self._status = {}, self._next_number()
         self._order(self._status, {"order": "status"})
 

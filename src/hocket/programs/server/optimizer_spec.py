@@ -93,7 +93,6 @@ class OptimizerSpec:
         return found
 
     def describe(self) -> Options:
-        """Plain data for a message."""
         return {"name": self.name, "groups": list(self.groups)}
 
     @classmethod

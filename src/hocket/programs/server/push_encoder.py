@@ -68,7 +68,6 @@ class PushEncoder:
         return copy.deepcopy({"memory": self.memory, "errors": self.errors})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self.memory, self.errors = state["memory"], state["errors"]
 
 

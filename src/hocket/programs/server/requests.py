@@ -62,12 +62,10 @@ class ShardLink(Link):
     greetings: deque[Envelope] = field(default_factory=deque)
 
     def state(self) -> list[Any]:
-        """As plain data."""
         times = [self.heard, self.asked, self.offset_s, self.seen]
         return [to_plain(self.request), to_plain(self.reply), *times]
 
     def load(self, state: list[Any]) -> None:
-        """Back from :meth:`state`."""
         request, reply, self.heard, self.asked, self.offset_s, self.seen = state
         self.request, self.reply = from_plain(request), from_plain(reply)
 

@@ -83,7 +83,6 @@ class Shard(ABC):
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
         for own, saved in zip(self.weights, state["weights"], strict=True):
             own.copy_(saved)
         self.done, self.version = dict(state["done"]), state["version"]

@@ -262,7 +262,6 @@ class ShardServer(Membership):
         return {} if self.shard is None else {**self.state_dict(), "rejected": dict(self.rejected)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
         self._start_shard(state["job_config"], state["start_config"], [w.clone() for w in state["shard"]["weights"]])
         assert self.shard is not None
         self.shard.load_state_dict(state["shard"])

@@ -130,7 +130,6 @@ class ServerWorker(ShardRequests):
 
     @event
     def leave(self, now: float) -> None:
-        """Say goodbye."""
         for link in self.links:
             self._send(link.peer, Envelope(Kind.GOODBYE, self.config.worker, link.peer))
 
@@ -249,7 +248,6 @@ class ServerWorker(ShardRequests):
         return {"rows": list(self.rows), **self.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
         state = copy.deepcopy(state)
         for name in _SAVED:
             setattr(self, name, state[name])
