@@ -5,9 +5,8 @@ The size of a message may depend on the data; its sender then announces the size
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,12 +67,12 @@ class PointToPoint:
             if row not in packed:
                 packed[row] = message.pack(row).to(self.device)
             to = self.owner[target]
-            operation = self._operation(dist.isend, packed[row], to, group, self._tag(source, target, slot))
+            operation = dist.P2POp(dist.isend, packed[row], self._ranks[to], group, self._tag(source, target, slot))
             distances.setdefault((to - self.rank) % len(self._ranks), []).append(operation)
         blobs = torch.empty(len(remote), max(sizes, default=0), dtype=torch.uint8, device=self.device)
         for k, (source, target, slot, _) in enumerate(remote):
             by = self.owner[source]
-            operation = self._operation(dist.irecv, blobs[k, : sizes[k]], by, group, self._tag(source, target, slot))
+            operation = dist.P2POp(dist.irecv, blobs[k, : sizes[k]], self._ranks[by], group, self._tag(source, target, slot))
             distances.setdefault((self.rank - by) % len(self._ranks), []).append(operation)
         self._perform(distances, max([*sizes, *(p.numel() for p in packed.values())], default=0))
         return _in_order(message, blobs, remote, incoming)
@@ -91,11 +90,6 @@ class PointToPoint:
         for operations in rounds:
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
-
-    def _operation(
-        self, how: Callable[..., Any], tensor: Tensor, process: int, group: dist.ProcessGroup | None, tag: int
-    ) -> dist.P2POp:
-        return dist.P2POp(how, tensor, self._ranks[process], group, tag)
 
     def _tag(self, source: int, target: int, slot: int) -> int:
         size = len(self.owner)

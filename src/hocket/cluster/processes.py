@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -25,14 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.cluster.base import Cluster, ServerReduction, Subgroups
-from hocket.cluster.clock_offset import clock_offset
 from hocket.cluster.exchange_thread import ExchangeThread, Pending, explained, finished
 from hocket.cluster.groups import Partition, ProcessGroups
-from hocket.cluster.heartbeat import Heartbeat
+from hocket.cluster.heartbeat import Heartbeat, boot_id
 from hocket.cluster.ledger import CudaClock
 from hocket.cluster.message import Message, ordered_mean, ring_bytes, summed_bytes
 from hocket.cluster.point_to_point import Incoming, Outgoing, PointToPoint
 from hocket.errors import HocketError
+
+_ROUNDS = 10
+"""Round trips by which the offset between two clocks is measured."""
 
 
 def split_workers(workers: int, processes: int) -> list[range]:
@@ -302,3 +305,32 @@ class ProcessCluster(Cluster):
         if self.rows > 1:
             return None
         return self._groups.find(subgroups.members[subgroups.group_of[self.workers.start]].tolist())
+
+
+def clock_offset(rank: int, ranks: list[int], group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """What to add to this process's monotonic clock to get process 0's, from round trips to it; 0 if both run on one kernel."""
+    boots: list[str] = [""] * len(ranks)
+    dist.all_gather_object(boots, boot_id(), group=group)
+    offset = 0.0
+    for peer in range(1, len(ranks)):
+        if boots[peer] != boots[0]:
+            offset = _measured(rank, peer, ranks, device, offset)
+    return offset
+
+
+def _measured(rank: int, peer: int, ranks: list[int], device: torch.device, own: float) -> float:
+    """Process 0 and ``peer`` measure the offset between their clocks, from the shortest round trip; others keep ``own``."""
+    best = (float("inf"), own)
+    for _ in range(_ROUNDS):
+        stamp = torch.zeros(1, dtype=torch.float64, device=device)
+        if rank == 0:
+            dist.recv(stamp, ranks[peer])
+            stamp[0] = time.monotonic()
+            dist.send(stamp, ranks[peer])
+        elif rank == peer:
+            start = time.monotonic()
+            dist.send(stamp, ranks[0])
+            dist.recv(stamp, ranks[0])
+            end = time.monotonic()
+            best = min(best, (end - start, float(stamp) - (start + end) / 2))
+    return best[1] if rank == peer else own

@@ -64,9 +64,7 @@ class VirtualCluster(Cluster):
     def reduce_on_servers(self, servers: int, rows: Tensor) -> Tensor:
         payload = rows.shape[1] * rows.element_size()
         own, theirs = summed_bytes(payload, self.size, servers)
-        self.ledger.sent += (
-            own + servers * theirs // self.size
-        )  # the bytes that servers send are counted for the workers they serve
+        self.ledger.sent += own + servers * theirs // self.size  # what servers send is counted for the workers that they serve
         if self.clock is not None:
             self.clock.summed(own, self.world)
         return rows.copy_(ordered_mean(rows).expand_as(rows))
