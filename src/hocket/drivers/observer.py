@@ -9,7 +9,7 @@ from typing import Any, Self
 from hocket.cluster.layout import Layout
 from hocket.drivers.sockets import SocketDriver
 from hocket.programs.server.observer import GlobalWeights, ShardObserver
-from hocket.programs.server.slices import Slices
+from hocket.programs.server.push_encoder import Slices
 from hocket.transport import Caller, Keys
 
 

@@ -15,7 +15,7 @@ from hocket.drivers.processes import SHARD, Role, error_told, say
 from hocket.drivers.start import address_of, start_shard
 from hocket.errors import HocketError
 from hocket.programs.server.observer import GlobalWeights
-from hocket.programs.server.slices import Slices
+from hocket.programs.server.push_encoder import Slices
 from hocket.supervisor.run import WORKER, OnEpoch, SupervisedRun, Watch
 from hocket.train.loop import Progress
 from hocket.train.watch import check_weights

@@ -10,7 +10,7 @@ from torch import Tensor
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
 from hocket.programs.base import Address, Program, Task, Until, event
-from hocket.programs.server.slices import Slices
+from hocket.programs.server.push_encoder import Slices
 from hocket.programs.server.wire import OBSERVER
 from hocket.transport.frame import Envelope, Kind
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import Message
 from hocket.errors import HocketError
-from hocket.programs.server.push_encoder import read
-from hocket.programs.server.slices import Slices
+from hocket.programs.server.push_encoder import Slices, read
 from hocket.strategy import Strategy
 from hocket.version import __version__
 
