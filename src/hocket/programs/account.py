@@ -105,16 +105,8 @@ def entry_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, An
 
     count = max(len(accounts), 1)
     seconds, wait, transfer, hidden = (total(name) / count for name in _SECONDS)
-    entry = Entry(
-        seconds=seconds,
-        compute_s=max(seconds - wait - transfer, 0.0),
-        wait_s=wait,
-        transfer_s=transfer,
-        transfer_hidden_s=hidden,
-        bytes_sent=int(total("bytes_sent")),
-        exchanges=int(total("exchanges")),
-        nonfinite=int(total("nonfinite")),
-    )
+    counts = {name: int(total(name)) for name in ("bytes_sent", "exchanges", "nonfinite")}
+    entry = Entry(seconds, max(seconds - wait - transfer, 0.0), wait, transfer, hidden, **counts)
     losses = total("losses")
     return entry, total("loss") / losses if losses else None
 

@@ -299,10 +299,8 @@ class PeerLinks(Service):
 
     def _ping(self, peer: int) -> None:
         """Ask for a sign of life, and whether it took the exchange that is open; a replacement says where it is."""
-        kind, metadata = self._sign()
+        address = self.config.address
+        kind, metadata = (Kind.HELLO, {"address": address}) if self.config.joins else (Kind.BEAT, dict[str, Any]())
         about = next((r.message.number for r in self.exchanges_open if r.peer == peer), None)
         metadata |= {**self._status(), "to": self.peers[peer].incarnation} | ({} if about is None else {"about": about})
         self._send(peer, Envelope(kind, self.worker, peer, metadata=metadata))
-
-    def _sign(self) -> tuple[Kind, dict[str, Any]]:
-        return (Kind.HELLO, {"address": self.config.address}) if self.config.joins else (Kind.BEAT, {})

@@ -161,7 +161,7 @@ class GossipPeer(PeerServer):
             self.state.buffers = self.joined.buffers if self.joined.buffers is not None else self.state.buffers
             self._show()
         elif self.config.greets:
-            yield from agreement.greet(self)
+            yield from self.ask_all(self.here, Kind.BEAT)  # a wrong key or job is found out before anything begins
         self.account.resume(self.now)
 
     def _before(self, begun: float) -> Task:
@@ -241,19 +241,13 @@ class GossipPeer(PeerServer):
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker; its ``rows``, messages and timers under way are the driver's."""
-        return copy.deepcopy(
-            {
-                "state": {**vars(self.state), "mean": None if self.mean is None else vars(self.mean)},
-                "account": vars(self.account),
-                "decisions": {peer: vars(decision) for peer, decision in self.decisions.items()},
-                "peers": {peer: vars(other) for peer, other in self.peers.items()},
-                "requests": {number: r.state() for number, r in self.requests.items() if r.exchange},
-                **{name: getattr(self, name) for name in _SAVED},
-                "turn": self.exchanges.turn,
-                "given": sorted(self.given),
-                "rejected": dict(self.rejected),
-            }
-        )
+        state = {name: getattr(self, name) for name in _SAVED}
+        state["state"] = {**vars(self.state), "mean": None if self.mean is None else vars(self.mean)}
+        state |= {"account": vars(self.account), "given": sorted(self.given), "rejected": dict(self.rejected)}
+        state["decisions"] = {peer: vars(decision) for peer, decision in self.decisions.items()}
+        state["peers"] = {peer: vars(other) for peer, other in self.peers.items()}
+        state["requests"] = {number: r.state() for number, r in self.requests.items() if r.exchange}
+        return copy.deepcopy({**state, "turn": self.exchanges.turn})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`; set ``rows`` too. A task that waited goes on with the next event."""

@@ -32,11 +32,7 @@ class Membership(Service):
     role = "A shard"
 
     def __init__(
-        self,
-        place: int,
-        liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
-        snapshot_s: float = 0.0,
-        stays: bool = False,
+        self, place: int, liveness_timeout_s: float = LIVENESS_TIMEOUT_S, snapshot_s: float = 0.0, stays: bool = False
     ) -> None:
         """``snapshot_s``: seconds between snapshots, 0 for none. ``stays``: it does not end when all workers have left."""
         super().__init__()

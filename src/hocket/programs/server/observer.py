@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +46,7 @@ class ShardObserver(Program):
         self.found: GlobalWeights | None = None
         """What the last :meth:`fetch` has found; None where a shard did not answer in time."""
         self._parts: dict[int, Envelope] = {}
-        self._number = 0
+        self._numbers = count(1)
         self._status = self._fetched = -1
         """The numbers of the last requests."""
 
@@ -56,7 +57,7 @@ class ShardObserver(Program):
 
     @event
     def ask_status(self, now: float) -> None:
-        self.statuses, self._status = {}, self._next_number()
+        self.statuses, self._status = {}, next(self._numbers)
         self._order(self._status, {"order": "status"})
 
     @event
@@ -69,7 +70,7 @@ class ShardObserver(Program):
         return self._fetch(epoch, waits, timeout_s)
 
     def _fetch(self, epoch: int, waits: bool, timeout_s: float | None) -> Task:
-        self.found, self._parts, self._fetched = None, {}, self._next_number()
+        self.found, self._parts, self._fetched = None, {}, next(self._numbers)
         self._ask([0], epoch, _LONG_S if waits else 0.0)
         yield Until(lambda: bool(self._parts), None if timeout_s is None else self.now + timeout_s)
         if not self._parts:
@@ -87,10 +88,6 @@ class ShardObserver(Program):
             self.statuses[sender] = message.metadata.get("figures")
         if message.kind == Kind.REPLY and message.number == self._fetched:
             self._parts[sender] = message
-
-    def _next_number(self) -> int:
-        self._number += 1
-        return self._number
 
     def _order(self, number: int, order: dict[str, Any]) -> None:
         for place in range(self.slices.shards):

@@ -88,7 +88,8 @@ class ShardRequests(Client):
         """Mini-batches that lie ready."""
         self._taken: list[int] = []
         self._optimizer: OptimizerSpec | None = None
-        self._pushed = 0
+        self.pushed = 0
+        """Steps whose push all shards have answered."""
         self._sent = 0.0
         self._call = -1  # the version of the weights whose holders were called to a meeting last
         self._greeting: int | None = None
@@ -123,11 +124,11 @@ class ShardRequests(Client):
                     yield Until(lambda: False, self.now + _PAUSE_S)
             steps.append(welcome.step)
             initializer = bool(welcome.metadata["initializer"]) if link.peer == 0 else initializer
-        self._pushed = max(steps)
+        self.pushed = max(steps)
         for link, step in zip(self.links, steps, strict=True):
-            if step < self._pushed:
+            if step < self.pushed:
                 yield from self._greet(link, False)
-        return self._pushed
+        return self.pushed
 
     def _greet(self, link: ShardLink, brings: bool) -> Task:
         """Say hello until it is answered."""
@@ -155,11 +156,8 @@ class ShardRequests(Client):
     def _say_hello(self, link: ShardLink, brings: bool) -> None:
         assert self._optimizer is not None
         config = self.config
-        metadata: dict[str, Any] = {
-            "job_config": job_config(config.strategy, config.layout, config.seed, config.world),
-            "pushed": self._pushed,
-            "replaces": config.replaces,
-        }
+        metadata: dict[str, Any] = {"pushed": self.pushed, "replaces": config.replaces}
+        metadata["job_config"] = job_config(config.strategy, config.layout, config.seed, config.world)
         if self._resumes:
             metadata["resumes"] = True
         if link.peer == 0:
@@ -215,11 +213,6 @@ class ShardRequests(Client):
                 raise self._refusal(link, message)
             if self.now - link.asked > self.silence_s / 4:
                 self._say_hello(link, brings=False)
-
-    @property
-    def pushed(self) -> int:
-        """Steps whose push all shards have answered."""
-        return self._pushed
 
     def next_batch(self) -> int | None:
         """The number of the next mini-batch that lies ready; None when there is none."""

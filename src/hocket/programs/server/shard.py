@@ -228,15 +228,8 @@ class ParameterShard(Shard):
     # --- state ---------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        own = {
-            "optimizer": self.optimizer.state_dict(),
-            "given": self._given,
-            "waiting": self._waiting,
-            "lrs": list(self._lrs),
-            "options": self._options,
-            "then": self._then,
-            "squares": self._squares,
-        }
+        own = {"optimizer": self.optimizer.state_dict(), "given": self._given, "waiting": self._waiting, "lrs": list(self._lrs)}
+        own |= {"options": self._options, "then": self._then, "squares": self._squares}
         return {**super().state_dict(), **copy.deepcopy(own)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from hocket.programs.server.requests import ShardRequests, WorkerConfig
 from hocket.transport.frame import Envelope, Kind
 
 _SAVED = ["step", "over", "_sums", "_gradients", "_waiting", "_seen", "_steps_since_meeting", "_taken"]
-_SAVED += ["_pushed", "number", "_sent", "_call"]
+_SAVED += ["pushed", "number", "_sent", "_call"]
 
 
 class ServerWorker(ShardRequests):
@@ -123,10 +123,10 @@ class ServerWorker(ShardRequests):
         state = copy.deepcopy(state)
         self._encoder.load_state_dict(state["encoder"])
         self._sums, self._steps_since_meeting = state["sums"], state["since"]
-        self._pushed, self._resumes = state["pushed"], True
+        self.pushed, self._resumes = state["pushed"], True
         yield from self._hello_all()  # the shards count from here
         self._resumes = False
-        self.step = max(state["step"], self._pushed)
+        self.step = max(state["step"], self.pushed)
 
     @event
     def leave(self, now: float) -> None:
@@ -200,7 +200,7 @@ class ServerWorker(ShardRequests):
             held, moved = max(held, float(reply.metadata["held"])), max(moved, float(reply.metadata["at"]) - link.offset_s)
             reached = max(reached, reply.step)
             if link.request is not None and link.request.kind == Kind.PUSH:
-                self._pushed = max(self._pushed, link.request.step)  # only now is it known to be there
+                self.pushed = max(self.pushed, link.request.step)  # only now is it known to be there
             link.request = None
         # What moved before the worker stood still was hidden, as far as the shard's clock tells.
         self.account.stalled(self.now - begun, held, max(min(moved, begun) - self._sent - held, 0.0))
@@ -208,7 +208,7 @@ class ServerWorker(ShardRequests):
         assert first is not None
         self.batch_ids.extend(first.metadata.get("batch_ids", []))
         self.over = bool(first.metadata.get("over", self.over))
-        self._pushed = max(self._pushed, reached)
+        self.pushed = max(self.pushed, reached)
         if reached > self.step:  # this worker was away, and the others went on
             self.step, self._sums = reached, []
             behind = [link for link in asked if link.reply is not None and link.reply.step < reached]
@@ -224,25 +224,14 @@ class ServerWorker(ShardRequests):
     def strategy_state(self) -> dict[str, Any]:
         """What this worker adds to the weights on the shards; a push under way counts as there."""
         pushes = [link.request.step for link in self.links if link.request is not None and link.request.kind == Kind.PUSH]
-        return copy.deepcopy(
-            {
-                "step": self.step,
-                "pushed": max([self._pushed, *pushes]),
-                "encoder": self._encoder.state_dict(),
-                "sums": self._sums,
-                "since": self._steps_since_meeting,
-            }
-        )
+        state = {"step": self.step, "pushed": max([self.pushed, *pushes]), "since": self._steps_since_meeting}
+        return copy.deepcopy({**state, "encoder": self._encoder.state_dict(), "sums": self._sums})
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker; messages under way are the driver's."""
-        parts = {
-            "encoder": self._encoder.state_dict(),
-            "links": [link.state() for link in self.links],
-            "account": vars(self.account),
-        }
-        plain = {name: getattr(self, name) for name in _SAVED}
-        return copy.deepcopy({**plain, **parts, "batch_ids": list(self.batch_ids)})
+        state = {name: getattr(self, name) for name in _SAVED}
+        state |= {"encoder": self._encoder.state_dict(), "account": vars(self.account), "batch_ids": list(self.batch_ids)}
+        return copy.deepcopy({**state, "links": [link.state() for link in self.links]})
 
     def end_state(self) -> dict[str, Any]:
         return {"rows": list(self.rows), **self.state_dict()}
