@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hocket.cluster.message import PIECE_BYTES, Message
 
+Group = dist.ProcessGroup | None
 _MAX_TAG = 2**30
 
 
@@ -52,9 +53,7 @@ class PointToPoint:
         self._workers = hosting[rank]
         self._sequence = 0
 
-    def route(
-        self, group: dist.ProcessGroup | None, message: Message, outgoing: list[Outgoing], incoming: list[Incoming]
-    ) -> Message:
+    def route(self, group: Group, message: Message, outgoing: list[Outgoing], incoming: list[Incoming]) -> Message:
         """Send rows of ``message`` to other workers; the rows received, in the order of ``incoming``."""
         remote = sorted((w for w in incoming if w.source >= 0 and w.source not in self._workers), key=lambda w: w.route)
         sizes = self._sizes(group, message, outgoing, incoming, remote)
@@ -96,12 +95,7 @@ class PointToPoint:
         return ((self._sequence * size + slot) * size * size + source * size + target) % _MAX_TAG
 
     def _sizes(
-        self,
-        group: dist.ProcessGroup | None,
-        message: Message,
-        outgoing: list[Outgoing],
-        incoming: list[Incoming],
-        remote: list[Incoming],
+        self, group: Group, message: Message, outgoing: list[Outgoing], incoming: list[Incoming], remote: list[Incoming]
     ) -> list[int]:
         """The bytes of each remote row; where they vary, senders announce them in a small message."""
         if message.lengths is None:

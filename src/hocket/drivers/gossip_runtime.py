@@ -97,8 +97,7 @@ class GossipRuntime(WorkerRuntime):
         self.program = GossipPeer(self.config)
         identity = b"g" + secrets.token_bytes(8)
         super().__init__(config.worker, record)
-        if self._recorder is not None:
-            self._recorder.start(**asdict(self.config), identity=identity.hex())
+        self._recorder.start(**asdict(self.config), identity=identity.hex())
 
         def connect(peer: int, address: str) -> Caller:
             return Caller(address, job, keys, identity, most_bytes, redial_s=REDIAL_S)

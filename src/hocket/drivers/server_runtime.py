@@ -42,8 +42,7 @@ class ServerRuntime(WorkerRuntime):
         self._job, self._keys, self._bytes = job, keys, link_bytes(config.strategy, config.layout)
         token = secrets.token_bytes(8)
         identity = WORKER_MARK + token
-        if self._recorder is not None:
-            self._recorder.start(**_described(config), identity=identity.hex())
+        self._recorder.start(**_described(config), identity=identity.hex())
         callers = {
             place: Caller(address, job, keys, identity, self._bytes, redial_s=REDIAL_S) for place, address in enumerate(addresses)
         }

@@ -50,7 +50,7 @@ class SocketDriver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.program, self.listener, self.callers = program, listener, dict(callers or {})
-        self.snapshots, self.recorder, self.clock = snapshots, recorder, clock
+        self.snapshots, self.recorder, self.clock = snapshots, recorder or Recorder(), clock
         self.finished = False
         self.lock: AbstractContextManager[Any] = nullcontext()
         """Held while the program handles an event and the event is recorded."""
@@ -79,8 +79,7 @@ class SocketDriver:
         """Call a method of the program with these arguments and the time, and carry out the effects; nobody waits."""
         with self.lock:
             now = self.clock()
-            if self.recorder is not None:
-                self.recorder.call(method.__name__, (*arguments, *named.values()), now)
+            self.recorder.write("call", name=method.__name__, arguments=(*arguments, *named.values()), now=now)
             self.carry_out(method(*arguments, now=now, **named))
 
     def run_until(self, condition: Callable[[], bool]) -> None:
@@ -114,8 +113,7 @@ class SocketDriver:
             if self._timers.get(name, math.inf) <= now:
                 del self._timers[name]
                 with self.lock:
-                    if self.recorder is not None:
-                        self.recorder.timer(name, now)
+                    self.recorder.write("timer", name=name, now=now)
                     self.carry_out(self.program.timer(name, now))
 
     def close(self, linger_s: float = 1.0, gone: Collection[int] = ()) -> None:
@@ -125,8 +123,7 @@ class SocketDriver:
         self.callers = {}
         if self.listener is not None:
             self.listener.close(linger_s)
-        if self.recorder is not None:
-            self.recorder.end(self.program)
+        self.recorder.end(self.program)
 
     def _idle(self) -> bool:
         return not self.program.busy
@@ -171,8 +168,7 @@ class SocketDriver:
     def _deliver(self, sender: Address, message: Envelope) -> None:
         with self.lock:
             now = self.clock()
-            if self.recorder is not None:
-                self.recorder.message(sender, message, now)
+            self.recorder.message(sender, message, now)
             self.carry_out(self.program.message(sender, message, now))
 
     # --- effects -------------------------------------------------------------------------------------------------------------

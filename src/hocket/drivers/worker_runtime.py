@@ -33,7 +33,7 @@ class WorkerRuntime(ABC):
         self.worker = worker
         self.attached = False
         """Whether the worker has joined and not left."""
-        self._recorder = None if record is None else Recorder(record)
+        self._recorder = Recorder(record)
 
     # --- training ------------------------------------------------------------------------------------------------------------
 
@@ -76,9 +76,8 @@ class WorkerRuntime(ABC):
 
     def record_batch(self, number: int | None) -> int | None:
         """The number of a mini-batch that this worker takes for its next step, into the recording if there is one."""
-        if self._recorder is not None:
-            with self.driver.lock:
-                self._recorder.batch(number)
+        with self.driver.lock:
+            self._recorder.write("batch", id=number)
         return number
 
     # --- state ---------------------------------------------------------------------------------------------------------------
@@ -141,6 +140,5 @@ class WorkerRuntime(ABC):
         """Call a method of the account with the time, also in the recording."""
         with self.driver.lock:
             now = self.driver.clock()
-            if self._recorder is not None:
-                self._recorder.call(f"account.{method.__name__}", (), now)
+            self._recorder.write("call", name=f"account.{method.__name__}", arguments=(), now=now)
             method(now)

@@ -75,11 +75,9 @@ class Plan:
         file = self.folder / STATE_FILE
         return json.loads(file.read_text()) if file.exists() else {}
 
-    def recorder(self, process: str, identity: bytes = b"", **program: Any) -> Recorder | None:
+    def recorder(self, process: str, identity: bytes = b"", **program: Any) -> Recorder:
         """The recorder of one process, which others know by ``identity``; ``program`` is what a replay builds it with."""
-        if self.record is None:
-            return None
-        recorder = Recorder(self.record / f"{process}.jsonl")
+        recorder = Recorder(None if self.record is None else self.record / f"{process}.jsonl")
         recorder.start(identity=identity.hex(), **program)
         return recorder
 
