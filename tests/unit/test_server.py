@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout, layout_of
 from hocket.cluster.virtual import VirtualCluster
-from hocket.drivers.observer import Observer
-from hocket.drivers.server_runtime import ServerRuntime
+from hocket.drivers.server_runtime import Observer, ServerRuntime
 from hocket.drivers.snapshots import Snapshots, sealed, unsealed
 from hocket.errors import HocketError
 from hocket.programs.account import Account, entry_of

@@ -81,18 +81,18 @@ class ProcessCluster(Cluster):
         self.rank, self.processes = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
         self._whole = group is None
+        self.scope = "" if self._whole else "-".join(map(str, self._ranks))
         size = workers or self.processes
         if size < self.processes:
             raise HocketError(
                 f"{size} workers on {self.processes} processes leave some without work: start {size} processes or fewer."
             )
         self.hosting = split_workers(size, self.processes)
-        super().__init__(size, self.hosting[self.rank], device, timed=True)
+        super().__init__(size, self.hosting[self.rank], device, True, host_size)
         self.exact, self.keys = exact, keys
         self._messages = PointToPoint(self.rank, self._ranks, self.hosting, self.backend, self.device)
         self._derived: weakref.WeakSet[ProcessCluster] = weakref.WeakSet()
         self._reductions: dict[int, ServerReduction] = {}
-        self._host_size = host_size or size
         self._thread = ExchangeThread() if "gloo" in self.backend and "nccl" not in self.backend else None
         if self.device.type == "cuda" and "nccl" in self.backend:
             self.ledger.clock = CudaClock()
@@ -102,31 +102,19 @@ class ProcessCluster(Cluster):
             self.ledger.clock.offset_s = parent.ledger.clock.offset_s
         else:
             self.ledger.clock.offset_s = clock_offset(self.rank, self._ranks, self.group, self._messages.device)
-        self._heartbeat: Heartbeat = (
-            parent._heartbeat if parent else Heartbeat(self.rank, self.processes, self.hosting, liveness_timeout_s)
-        )
-
-    @property
-    def host_size(self) -> int:
-        return self._host_size
+        own = (self.rank, self.processes, self.hosting, liveness_timeout_s)
+        self._heartbeat: Heartbeat = parent._heartbeat if parent else Heartbeat(*own)
+        self.liveness_timeout_s = self._heartbeat.liveness_timeout_s
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         return self._groups.group
 
-    @property
-    def scope(self) -> str:
-        return "" if self._whole else "-".join(map(str, self._ranks))
-
-    @property
-    def liveness_timeout_s(self) -> float:
-        return self._heartbeat.liveness_timeout_s
-
     def wait_for_all(self, what: str) -> None:
         self._heartbeat.wait_for_all(what, getattr(self.group, "group_name", "world"), self._ranks)
 
     def for_job(self) -> ProcessCluster:
-        return self._derive(None, [self._ranks], self.size, self._host_size)
+        return self._derive(None, [self._ranks], self.size, self.host_size)
 
     def subcluster(self, group: dist.ProcessGroup | None, partition: Partition, host_size: int | None = None) -> ProcessCluster:
         return self._derive(group, partition, None, host_size)
@@ -174,7 +162,7 @@ class ProcessCluster(Cluster):
             return super().reduce_on_servers(servers, rows)
         own, theirs = summed_bytes(rows.shape[1] * rows.element_size(), self.size, servers)
         self.ledger.sent += own + servers * theirs // self.size
-        return self._reductions[servers].reduce_mean(rows)
+        return self._reductions[servers].mean(rows)
 
     def mean(self, rows: Tensor, subgroups: Subgroups) -> Tensor:
         return finished(self.mean_later(rows, subgroups))

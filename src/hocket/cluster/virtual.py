@@ -36,15 +36,11 @@ class VirtualCluster(Cluster):
         seed: int = 0,
     ) -> None:
         """``timed``: measure this process's seconds; ``spec``: use those of the virtual clock, with disturbances from ``seed``."""
-        super().__init__(size, range(size), torch.device(device), timed and spec is None)
-        self._host_size = host_size or (spec.host_size if spec is not None else None) or size
+        described = None if spec is None else spec.host_size
+        super().__init__(size, range(size), torch.device(device), timed and spec is None, host_size or described)
         if spec is not None:
             self.clock = Clock(spec, size, seed)
             self.ledger.predict = self.clock.take
-
-    @property
-    def host_size(self) -> int:
-        return self._host_size
 
     def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
         result = work()

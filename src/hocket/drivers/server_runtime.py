@@ -1,4 +1,4 @@
-"""A worker of a parameter server: :class:`~hocket.programs.server.worker.ServerWorker` on sockets."""
+"""A worker of a parameter server, :class:`~hocket.programs.server.worker.ServerWorker`, and an observer of shards, on sockets."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import secrets
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
-from hocket.drivers.observer import Observer
+from hocket.cluster.layout import Layout
 from hocket.drivers.sockets import SocketDriver
 from hocket.drivers.worker_runtime import REDIAL_S, WorkerRuntime
 from hocket.errors import HocketError, WorkerLost
+from hocket.programs.server.observer import GlobalWeights, ShardObserver
 from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.push_encoder import Slices
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.wire import WORKER_MARK, link_bytes
 from hocket.programs.server.worker import ServerWorker
@@ -23,6 +25,37 @@ from hocket.transport import Caller, Envelope, Keys, Kind
 STATUS_S = 5.0
 """A shard has so long to say where it stands."""
 _BEAT_S = 1.0
+
+
+class Observer(SocketDriver):
+    """A :class:`~hocket.programs.server.observer.ShardObserver` on links to the shards at ``addresses``."""
+
+    program: ShardObserver
+
+    def __init__(
+        self, addresses: Sequence[str], job: bytes, layout: Layout, slices: Slices, most_bytes: int, keys: Keys | None
+    ) -> None:
+        identity = b"o" + secrets.token_bytes(8)
+        callers = {place: Caller(address, job, keys, identity, most_bytes) for place, address in enumerate(addresses)}
+        super().__init__(ShardObserver(layout, slices), callers=callers)
+        self._answered = set(callers)  # a handshake also fails where a shard dies, and that one comes back
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(0)
+
+    def statuses(self, timeout_s: float) -> dict[int, dict[str, Any] | None]:
+        """Where the job stands, as each shard that answers in time sees it."""
+        self.begin(self.program.ask_status)
+        self.wait(lambda: len(self.program.statuses) == len(self.callers), timeout_s)
+        return self.program.statuses
+
+    def global_weights(self, timeout_s: float) -> GlobalWeights | None:
+        """The weights as they are now; None where a shard does not answer in time."""
+        self.call(self.program.fetch, 0, timeout_s=timeout_s)
+        return self.program.found
 
 
 class ServerRuntime(WorkerRuntime):

@@ -38,6 +38,9 @@ _MOST_AT_ONCE = 1000
 class SocketDriver:
     """Carries out what ``program`` wants; ``connect(peer, address)`` opens a link where a program asks for one."""
 
+    waits_for_more = False
+    """Whether its poller waits for more than links."""
+
     def __init__(
         self,
         program: Program,
@@ -52,8 +55,6 @@ class SocketDriver:
         self.program, self.listener, self.callers = program, listener, dict(callers or {})
         self.snapshots, self.recorder, self.clock = snapshots, recorder or Recorder(), clock
         self.finished = False
-        self.lock: AbstractContextManager[Any] = nullcontext()
-        """Held while the program handles an event and the event is recorded."""
         self._connect = connect
         self._timers: dict[str, float] = {}
         self._answered: set[int] = set()
@@ -125,17 +126,18 @@ class SocketDriver:
             self.listener.close(linger_s)
         self.recorder.end(self.program)
 
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while the program handles an event and the event is recorded."""
+        return nullcontext()
+
     def _idle(self) -> bool:
         return not self.program.busy
 
     # --- messages ------------------------------------------------------------------------------------------------------------
 
-    @property
-    def _single_link(self) -> bool:
-        return len(self.callers) + (self.listener is not None) == 1
-
     def _receive(self, timeout_s: float) -> None:
-        if timeout_s > 0 and not self._single_link:
+        if timeout_s > 0 and (self.waits_for_more or len(self.callers) + (self.listener is not None) != 1):
             self._poller.poll(math.ceil(timeout_s * 1000))
             timeout_s = 0.0  # a single link waits by itself, which is quicker than a poller
         for peer, caller in list(self.callers.items()):

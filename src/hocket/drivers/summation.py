@@ -118,10 +118,6 @@ class Summation:
         self._thread = threading.Thread(target=self._server.serve, args=(self._stop.is_set,), name="hocket-summation", daemon=True)
         self._thread.start()
 
-    def reduce_mean(self, rows: Tensor) -> Tensor:
-        """The rows, each replaced by the mean over all workers (in place)."""
-        return self.mean(rows)
-
     def close(self) -> None:
         """End the thread and the children."""
         self._stop.set()

@@ -272,6 +272,8 @@ class Service(Program):
 
     role = "A service"
     """What it is called in refusals."""
+    own_number, own_place = -1, 0
+    """The sender and the place of its answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +304,12 @@ class Service(Program):
         self, peer: bytes, kind: Kind, number: int, metadata: Mapping[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
     ) -> None:
         # A peer that is gone does not get it; one that is merely slow asks again.
-        self._send(peer, Envelope(kind, number=number, step=step, metadata=metadata, tensors=tensors))
+        answer = Envelope(kind, self.own_number, self.own_place, step, number, {**self._status(), **metadata}, tensors)
+        self._send(peer, answer)
+
+    def _status(self) -> dict[str, Any]:
+        """What every message says of its sender."""
+        return {}
 
 
 def to_plain(message: Envelope | None) -> list[Any] | None:

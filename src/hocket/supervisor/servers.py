@@ -10,8 +10,8 @@ import subprocess
 import time
 from typing import Any
 
-from hocket.drivers.observer import Observer
 from hocket.drivers.processes import SHARD, Role, error_told, say
+from hocket.drivers.server_runtime import Observer
 from hocket.drivers.start import address_of, start_shard
 from hocket.errors import HocketError
 from hocket.programs.server.observer import GlobalWeights
@@ -46,9 +46,9 @@ class ServerRun(SupervisedRun):
 
     def _start_shard(self, place: int, incarnation: int) -> subprocess.Popen[str]:
         policy, bind = self.policy, "tcp://127.0.0.1:0" if incarnation == 0 else self.addresses[place]
-        kept = (self.supervisor.folder, policy.snapshot_s, self.max_bytes)
+        kept: dict[str, Any] = {"snapshots": self.supervisor.folder, "snapshot": policy.snapshot_s, "most_bytes": self.max_bytes}
         record = policy.record_of(f"shard-{place}")
-        return start_shard(place, self.job, bind, policy.keys, policy.liveness_timeout_s, *kept, stays=True, record=record)
+        return start_shard(place, self.job, bind, policy.keys, policy.liveness_timeout_s, stays=True, record=record, **kept)
 
     def _worker_gone(self, worker: int) -> None:
         assert self._observer is not None

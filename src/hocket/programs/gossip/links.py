@@ -117,6 +117,7 @@ class PeerLinks(Service):
     def __init__(self, config: PeerConfig) -> None:
         super().__init__()
         self.config, self.worker, self.world = config, config.worker, config.world
+        self.own_number = config.worker
         self.peers = {peer: Peer(left=peer in config.absent) for peer in range(config.world) if peer != config.worker}
         self.requests: dict[int, Request] = {}
         self.closed = False
@@ -211,7 +212,6 @@ class PeerLinks(Service):
             other.phase, other.open = phase, [int(worker) for worker in metadata.get("open", [])]
 
     def _status(self) -> dict[str, Any]:
-        """What every message of this worker says of it."""
         return {"incarnation": self.config.incarnation}
 
     # --- peers that come and go ----------------------------------------------------------------------------------------------

@@ -66,8 +66,9 @@ class BatchDispatcher:
     ([1, 3], [])
     """
 
-    def __init__(self, total: int, following: int = 0, returned: Sequence[int] = (), counted: int = 0) -> None:
-        self.total, self.following, self.returned, self.counted = total, following, list(returned), counted
+    def __init__(self, total: int) -> None:
+        self.total, self.following, self.counted = total, 0, 0
+        self.returned: list[int] = []
         self._held: dict[int, set[int]] = {}
         self._unlost: set[int] = set()
         """Those in ``returned`` that no worker has lost."""
@@ -159,10 +160,6 @@ class EpochSnapshot:
     buffers: Tensor | None
     figures: dict[str, Any]
 
-    @property
-    def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.weights)
-
 
 @dataclass
 class SnapshotRequest:
@@ -187,7 +184,7 @@ class EpochSnapshots:
         while self.done * self.per_epoch < self.total and progress >= min((self.done + 1) * self.per_epoch, self.total):
             self.done += 1
             fresh = self._kept[self.done] = take()
-            while len(self._kept) > max(2, _MAX_BYTES // max(fresh.bytes, 1)):
+            while len(self._kept) > max(2, _MAX_BYTES // max(sum(t.nbytes for t in fresh.weights), 1)):
                 del self._kept[min(self._kept)]
 
     def request(self, request: SnapshotRequest) -> None:
