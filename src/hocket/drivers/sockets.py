@@ -50,10 +50,9 @@ class SocketDriver:
         connect: Callable[[int, str], Caller] | None = None,
         snapshots: Snapshots | None = None,
         recorder: Recorder | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.program, self.listener, self.callers = program, listener, dict(callers or {})
-        self.snapshots, self.recorder, self.clock = snapshots, recorder or Recorder(), clock
+        self.snapshots, self.recorder, self.clock = snapshots, recorder or Recorder(), time.monotonic
         self.finished = False
         self._connect = connect
         self._timers: dict[str, float] = {}

@@ -84,7 +84,6 @@ class Summation:
         servers: int,
         bind: str = "127.0.0.1",
         keys: Path | None = None,
-        liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
         spare: Sequence[str] | None = None,
         job: bytes | None = None,
     ) -> None:
@@ -114,7 +113,7 @@ class Summation:
         addresses = [a[0] for a in everyone] + list([a[1] for a in everyone if len(a) > 1] if spare is None else spare)
         callers = [Caller(address, job, found, high_water=QUEUE) for address in addresses]
         silence_s = cluster.liveness_timeout_s if cluster.has_process_group else SILENCE_S
-        self.mean = SummationClient(worker, cluster.size, callers, liveness_timeout_s, children, silence_s)
+        self.mean = SummationClient(worker, cluster.size, callers, children=children, silence_s=silence_s)
         self._thread = threading.Thread(target=self._server.serve, args=(self._stop.is_set,), name="hocket-summation", daemon=True)
         self._thread.start()
 

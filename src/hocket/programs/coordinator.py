@@ -175,10 +175,10 @@ class Coordinator(Service):
 class CoordinatorClient(Client):
     """A worker's side of the coordinator; the next mini-batch is requested while the worker computes."""
 
-    def __init__(self, worker: int, incarnation: int = 0, account: Account | None = None) -> None:
+    def __init__(self, worker: int, incarnation: int = 0) -> None:
         super().__init__()
         self.worker, self.incarnation = worker, incarnation
-        self.account = Account() if account is None else account
+        self.account = Account()
         """The worker's, which goes along with every request."""
         self.worker_addresses: list[str | None] = []
         """All workers' addresses, after :meth:`join`; None where a worker has died already."""

@@ -117,19 +117,16 @@ class EpochMetrics:
 
 
 class SupervisedRun(ABC):
-    """A run of ``settings`` on processes of this machine; ``out`` is the folder for run.json and metrics.jsonl.
-
-    ``evaluate`` is called with the global weights after every epoch (default: test loss and accuracy on the test set).
-    """
+    """A run on processes of this machine; :func:`~hocket.supervisor.prepare` says what the arguments mean."""
 
     def __init__(
         self,
         settings: RunSettings,
         device: torch.device,
-        data_dir: Path | None = None,
-        out: Path | None = None,
-        policy: FaultPolicy = FaultPolicy(),  # noqa: B008 - it is frozen
-        evaluate: Evaluate | None = None,
+        data_dir: Path | None,
+        out: Path | None,
+        policy: FaultPolicy,
+        evaluate: Evaluate | None,
     ) -> None:
         self.settings, self.device, self.data_dir, self.policy = settings, device, data_dir, policy
         self.strategy = settings.strategy
