@@ -126,9 +126,9 @@ def _run(
 
         def tend(company: Any) -> None:
             nonlocal restarts
-            if company.restarts > restarts:
+            if company.times_restarted > restarts:
                 progress.console.print("hocket: a shard or the coordinator was killed and is back from the last iteration.")
-            restarts = company.restarts
+            restarts = company.times_restarted
 
         if settings.workers.virtual:
             return job.run(watch)
