@@ -11,7 +11,6 @@ ends a wait; the next call first ends what was interrupted.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from hocket.drivers.processes import say
 from hocket.drivers.record import Recorder
 from hocket.drivers.snapshots import Snapshots
 from hocket.errors import HocketError
@@ -184,7 +184,7 @@ class SocketDriver:
                 if self.snapshots is not None:
                     self.snapshots.save(self.program.state_dict())
             elif isinstance(effect, Say):
-                print(f"hocket: {effect.text}.", file=sys.stderr, flush=True)
+                say(effect.text)
             elif isinstance(effect, Connect):
                 self._open(effect.peer, effect.address)
             elif isinstance(effect, Finished):

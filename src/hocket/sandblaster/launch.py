@@ -6,7 +6,6 @@ last iteration in the folder (see ``processes``). A later call with the same fol
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import pickle
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hocket.drivers.processes import Role, Supervisor
+from hocket.drivers.record import digest
 from hocket.drivers.snapshots import unsealed
 from hocket.errors import HocketError, WorkerLost
 from hocket.sandblaster.coordinator import GO_ON
@@ -135,7 +135,7 @@ def launch(
         where.mkdir(parents=True, exist_ok=True)
         point = job.objective().point.cpu()
         config = job.config(liveness_timeout_s=liveness_timeout_s, remedy=NOTHING_KEPT if folder is None else GO_ON)
-        plan = Plan(secrets.token_bytes(JOB_BYTES), where, config, _digest(point, *job.train), len(point), record)
+        plan = Plan(secrets.token_bytes(JOB_BYTES), where, config, digest([point, *job.train]), len(point), record)
         _check_folder(plan)
         (where / LINK_FILE).unlink(missing_ok=True)
         processes = _processes(plan, point, _pickled(job), job.workers, slowdown)
@@ -240,14 +240,6 @@ def _check_folder(plan: Plan) -> None:
             raise HocketError(
                 f"{part} is missing or damaged ({type(error).__name__}), so there is nothing to go on from: choose another folder."
             ) from None
-
-
-def _digest(*tensors: Tensor) -> str:
-    """Of the weights to begin with and of the batch."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _pickled(job: Sandblaster) -> bytes:
