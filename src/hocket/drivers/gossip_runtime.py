@@ -137,10 +137,6 @@ class GossipRuntime(WorkerRuntime):
         return None if joined is None else joined.buffers
 
     @property
-    def steps_locally(self) -> bool:
-        return True
-
-    @property
     def mean(self) -> Mean | None:
         """What all workers have agreed on, after :meth:`finish`."""
         return self.program.mean

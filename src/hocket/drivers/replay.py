@@ -80,7 +80,7 @@ class ReplayLink:
 
     @property
     def steps_locally(self) -> bool:
-        return self._gossips or bool(self.program.steps_locally)
+        return bool(self.program.steps_locally)
 
     @property
     def account(self) -> Account:

@@ -100,10 +100,6 @@ class ServerRuntime(WorkerRuntime):
         self.attached = True
         self._time(self.account.begin)
 
-    @property
-    def steps_locally(self) -> bool:
-        return self.program.steps_locally
-
     def before_update(self, gradients: Sequence[Tensor]) -> None:
         self.driver.call(self.program.before_update, gradients)
 

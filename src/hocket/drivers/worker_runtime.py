@@ -43,9 +43,9 @@ class WorkerRuntime(ABC):
         return int(self.program.step)
 
     @property
-    @abstractmethod
     def steps_locally(self) -> bool:
         """Whether the worker's own optimiser makes the step under way."""
+        return bool(self.program.steps_locally)
 
     @abstractmethod
     def before_update(self, gradients: Sequence[Tensor]) -> None:

@@ -33,6 +33,9 @@ _SAVED = ("now", "step", "_number", "_changes", "_heard", "_checked", "_pinged",
 class GossipPeer(PeerServer):
     """One worker; ``config`` says which."""
 
+    steps_locally = True
+    """Its own optimiser makes every step."""
+
     def __init__(self, config: PeerConfig) -> None:
         super().__init__(config)
         self.exchanges: Exchanges = (Halves if self.push_sum else Calls)(self)
