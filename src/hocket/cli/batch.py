@@ -1,7 +1,5 @@
 """``hocket train --optimizer sandblaster``: distributed L-BFGS on the whole batch, on real processes or on virtual workers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``hocket train``: one run, on real processes or on virtual workers."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

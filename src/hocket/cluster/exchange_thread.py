@@ -1,7 +1,5 @@
 """The thread that runs the exchanges of a process in the order in which they were submitted."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import queue

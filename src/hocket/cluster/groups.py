@@ -1,7 +1,5 @@
 """The process groups of one cluster: all processes make them together, and destroy them when the cluster is closed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@ The heartbeat uses its own connection to the store in its own thread: the stoppe
 request to it then never returns. Process 0, which may host the store, exits last, also when all exit because of another's loss.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -3,8 +3,6 @@
 Launchers announce ranks in environment variables of their own; this is the one module of the library that reads them.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

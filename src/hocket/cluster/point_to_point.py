@@ -3,8 +3,6 @@
 The size of a message may depend on the data; its sender then announces the size in a small message beforehand.
 """
 
-from __future__ import annotations
-
 from itertools import zip_longest
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ On a described cluster (a :class:`~hocket.cluster.spec.ClusterSpec`) they have a
 would take there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

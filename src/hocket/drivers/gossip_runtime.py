@@ -6,8 +6,6 @@ the job's rows.
 The program works on the CPU: rows on another device are copied to it before each call and back after it.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace

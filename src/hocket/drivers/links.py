@@ -5,8 +5,6 @@ what reaches it: a server's link is shared by all its workers. A message takes t
 both ends at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hocket.cluster.message import framed

@@ -4,8 +4,6 @@ Unlike torch's launcher it does not end all processes when one dies; the run tha
 this process is interrupted (Ctrl-C, SIGTERM, SIGHUP), no process and no folder is left behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

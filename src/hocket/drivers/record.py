@@ -18,8 +18,6 @@ end        ``digests`` of all parts of the program's state: a replay must end wi
 A message's content is not recorded: the replay of its sender makes it again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

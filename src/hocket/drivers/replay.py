@@ -14,8 +14,6 @@ A node's ``call`` carries out its calls, for only it knows how the node computes
 ``work`` instead, which gets a :class:`ReplayLink` in the place of its runtime.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """A worker of a parameter server, :class:`~hocket.programs.server.worker.ServerWorker`, and an observer of shards, on sockets."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 What it answers to which message is in :mod:`hocket.programs.server.shard_server`.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

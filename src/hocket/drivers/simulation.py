@@ -5,8 +5,6 @@ identity. Events at the same time keep the order in which they were made, so the
 run, bit for bit.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

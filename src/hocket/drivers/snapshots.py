@@ -4,8 +4,6 @@ Files appear whole or not at all, and are read without pickle's powers (``weight
 the one before it.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import zlib

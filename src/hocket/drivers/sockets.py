@@ -8,8 +8,6 @@ A driver belongs to one thread (:class:`~hocket.drivers.threaded.ThreadedDriver`
 ends a wait; the next call first ends what was interrupted.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

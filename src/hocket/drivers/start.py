@@ -1,7 +1,5 @@
 """Servers as child processes: one tells its address, and ends when its input closes or whoever started it does."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

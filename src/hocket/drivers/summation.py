@@ -1,7 +1,5 @@
 """Summation servers (:mod:`hocket.programs.summation`) on sockets: ``python -m hocket.drivers.summation`` is a spare one."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -6,8 +6,6 @@ thread. Both hold the lock while the program handles an event, so events are rec
 An error that a message or a timer leads to ends the thread, and is raised by the main thread's next call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

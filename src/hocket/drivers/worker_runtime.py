@@ -4,8 +4,6 @@ Per step the job calls :meth:`WorkerRuntime.before_update` with its gradients, s
 so, and calls :meth:`WorkerRuntime.after_update`. Weights come into the rows that it joined with.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ while the worker computed is *hidden*. Bytes of both directions count at the wor
 moved; joining, heartbeats and status requests do not count. Without servers a worker also counts the staleness of its gradients.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ Where an algorithm is a sequence with waits in between (join, then fetch, then a
 :class:`Until`: the program goes on with it as soon as the condition holds or the time has come.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence

@@ -11,8 +11,6 @@ All state of the program is in ``gradient_state``, ``weight_state`` and ``outer_
 the rows hosted here) and two counters.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from itertools import accumulate

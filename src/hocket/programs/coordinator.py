@@ -11,8 +11,6 @@ PUSH       the final mean, mini-batches done, its account           REPLY
 =========  =======================================================  ==========================================================
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ from all workers adds them up in worker order and sends the mean back to all. Pi
 pushing and fetching go on at the same time, in both directions of every link.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice, pairwise
 

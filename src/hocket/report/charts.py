@@ -5,8 +5,6 @@ sync axis. Colour is never the only difference: the mark shows the sync axis, an
 colour of the text.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import re

@@ -1,7 +1,5 @@
 """Numbers as text, with a few significant digits and a unit."""
 
-from __future__ import annotations
-
 NONE = "–"
 
 

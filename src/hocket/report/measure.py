@@ -4,8 +4,6 @@ A *score* is larger where a run is better: the accuracy, or minus the test loss.
 test loss per cent of the baseline's.
 """
 
-from __future__ import annotations
-
 import math
 
 from hocket.report.figures import percent, plain, points

@@ -4,8 +4,6 @@ Answers and tables are static HTML and need no script. Text reaches the page esc
 element, and the script inserts text only as text nodes.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """The table of rows; the page, Markdown and CSV have the same columns."""
 
-from __future__ import annotations
-
 import csv
 import html
 import io

@@ -1,7 +1,5 @@
 """``hocket.Sandblaster``: minimise the mean loss over a whole data set with distributed L-BFGS."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ After every iteration the shards save their vectors and then the coordinator its
 that iteration again and the conversation goes on from it; a restarted coordinator does the same.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field

@@ -6,8 +6,6 @@ so the loss must be a mean over samples, and nothing may couple samples of diffe
 statistics and dropout are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

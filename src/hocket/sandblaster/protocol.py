@@ -16,8 +16,6 @@ obeyed it says hello, which all do every ``BEAT_S``. On a network that loses not
 Sessions and evaluations are numbered upwards, also across restarts, so a message of an earlier one is out of date everywhere.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from dataclasses import replace

@@ -4,8 +4,6 @@ A shard carries out the coordinator's orders on its slice of every vector. A wor
 while it computes a portion is handled afterwards.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping

@@ -18,8 +18,6 @@ Answers are short lists of numbers (*terms*): :func:`combine` makes one scalar o
 float64. With ``exact`` the terms hold a shard's sum without any rounding, so that the scalar does not depend on the cuts at all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -7,8 +7,6 @@ optimization*, 2006, algorithms 3.5 and 3.6; the safeguards are those of ``torch
 The search sees numbers alone: f(t), the slope f'(t) = ∇f(x + t·d)·d, and the *name* under which the shards hold that gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass

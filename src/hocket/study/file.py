@@ -14,8 +14,6 @@
 Every error is one sentence that names the file and the line.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping

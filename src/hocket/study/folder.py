@@ -4,8 +4,6 @@ A run's folder holds run.json and metrics.jsonl as ``hocket train`` leaves them.
 run has ended, and ``rate`` where its learning rate was searched for. A run that was interrupted has neither, and starts again.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

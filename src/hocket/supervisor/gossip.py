@@ -5,8 +5,6 @@ Asking and evaluating go on beside dispatching, so no worker waits for them; whe
 A replacement takes weights from the workers that live (``join`` in ``programs/gossip/agreement.py``).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

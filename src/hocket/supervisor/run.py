@@ -1,7 +1,5 @@
 """What all supervised runs share: worker processes that are started, get their task, are watched, and may be replaced."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

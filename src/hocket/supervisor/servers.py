@@ -4,8 +4,6 @@ A shard that dies is started again from its snapshot. After every epoch this pro
 records them.
 """
 
-from __future__ import annotations
-
 import subprocess
 import time
 from typing import Any

@@ -3,8 +3,6 @@
 It ends when that input closes, for then the process that started it is gone. An error is one line of JSON on standard output.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

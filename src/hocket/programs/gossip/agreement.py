@@ -3,8 +3,6 @@
 Tasks of a :class:`~hocket.programs.gossip.server.PeerServer`: generators that wait for messages.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An observer of gossip workers: it finds the mean of what they hold, for evaluation, and takes no part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

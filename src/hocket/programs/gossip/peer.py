@@ -8,8 +8,6 @@ How many contributions of others have arrived between two steps is the staleness
 read at the first, and it is applied at the second.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Sequence

@@ -24,8 +24,6 @@ for as long as it was away. Wrong senders, kinds and shapes are refused, counted
 joins takes and gives nothing before it has weights.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from dataclasses import dataclass
 from typing import Any

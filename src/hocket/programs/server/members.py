@@ -3,8 +3,6 @@
 And for observers the weights and figures at the end of every epoch, kept until one has seen them: workers do not stop meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

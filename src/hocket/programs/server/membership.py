@@ -3,8 +3,6 @@
 Observers may ask for progress, figures, and the weights at the end of every epoch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Sequence

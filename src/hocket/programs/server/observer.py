@@ -1,7 +1,5 @@
 """An observer of the shards: it asks where the job stands and for the weights after an epoch, and reports dead workers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import count
 from typing import Any

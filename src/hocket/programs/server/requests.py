@@ -4,8 +4,6 @@ A shard that sends neither an answer nor a sign of waiting for two seconds may h
 again, brings the weights it has if the shard has none, and repeats its request.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

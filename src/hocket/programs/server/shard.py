@@ -7,8 +7,6 @@
 *Staleness* of a push: how many updates the shard has made since the version of the weights that the gradient was computed at.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter

@@ -26,8 +26,6 @@ and never touches the weights.
 Bytes in both directions are counted by the worker.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

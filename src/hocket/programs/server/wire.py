@@ -1,7 +1,5 @@
 """What workers and shards write into envelopes: coded gradients, terms that both must agree on, and what a message weighs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

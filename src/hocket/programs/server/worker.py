@@ -8,8 +8,6 @@ The weights are on the shards, and so is the optimiser; the learning rates are t
 optimisers, and what they push are weights.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Sequence
