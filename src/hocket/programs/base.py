@@ -283,17 +283,16 @@ class Service(Program):
         try:
             if message.kind not in handlers:
                 raise Rejected("kind", f"{self.role} does not accept {message.kind.name}.")
-            try:
-                self._admit(message)
-                handlers[message.kind](peer, message)
-            except Rejected:
-                raise
-            except Exception as error:
-                why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-                raise Rejected("shape", f"The message cannot be read: {why}.") from None
+            self._admit(message)
+            handlers[message.kind](peer, message)
+            return
         except Rejected as rejected:
-            self.rejected[rejected.reason] += 1
-            self._answer(peer, Kind.REFUSAL, message.number, {"reason": rejected.reason, "sentence": str(rejected)})
+            reason, sentence = rejected.reason, str(rejected)
+        except Exception as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            reason, sentence = "shape", f"The message cannot be read: {why}."
+        self.rejected[reason] += 1
+        self._answer(peer, Kind.REFUSAL, message.number, {"reason": reason, "sentence": sentence})
 
     def _admit(self, message: Envelope) -> None:
         """Raises Rejected where the sender is not one that is served."""
