@@ -21,12 +21,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hocket.drivers.faults import Outcome
 from hocket.errors import HocketError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from faults.schedules import STRATEGIES, run_schedule
+from faults.simulated import Outcome
 
 
 def run(strategy: str, seed: int, trace: Callable[[str], None] | None = None) -> Outcome:

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout
 from hocket.data import load
-from hocket.drivers.observer import Observer
+from hocket.drivers.server_runtime import Observer
 from hocket.drivers.shard_process import start_serving
+from hocket.programs.server.push_encoder import Slices
 from hocket.programs.server.shard_server import ShardServer
-from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import OBSERVER, job_config, link_bytes
 from hocket.strategy import Strategy
 from hocket.train.async_worker import WorkerTask, work

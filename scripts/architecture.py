@@ -29,7 +29,7 @@ ABOUT = {
     "split": "tensor, pipeline, mesh, sharding",
     "models": "networks and their losses",
     "data": "data sets, partition",
-    "drivers": "sockets, simulation, faults",
+    "drivers": "sockets, simulation, recordings",
     "programs": "algorithms without I/O",
     "transport": "frames, keys, links",
     "strategy": "where the axes meet",

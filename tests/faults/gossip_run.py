@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from faults.gossip_world import GossipWorld
-from hocket.drivers.faults import Fault, FaultyNetwork, Outcome, Schedule
+from faults.simulated import Fault, FaultyNetwork, Outcome, Schedule
 from hocket.drivers.simulation import Call
 from hocket.errors import HocketError
 from hocket.programs.gossip.links import Request

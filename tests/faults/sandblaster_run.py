@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.drivers.faults import Outcome, trace_messages
+from faults.simulated import Outcome, trace_messages
 from hocket.drivers.simulation import Call, Simulation
 from hocket.programs.base import Compute, Finished, Restore, Snapshot
 from hocket.sandblaster import coordinator as coordinators

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from faults import sandblaster_run
 from faults.gossip_run import GossipRun
 from faults.server_run import ServerRun
-from hocket.drivers.faults import Outcome, Schedule, trace_messages
+from faults.simulated import Outcome, Schedule, trace_messages
 from hocket.strategy import Strategy
 
 STRATEGIES = (

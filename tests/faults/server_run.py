@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from faults.simulated import Fault, FaultyNetwork, Outcome, Schedule
 from hocket.cluster.layout import layout_of
-from hocket.drivers.faults import Fault, FaultyNetwork, Outcome, Schedule
 from hocket.drivers.simulation import Call, Key, Simulation
 from hocket.programs.base import Effects, Send, Snapshot
 from hocket.programs.server.optimizer_spec import OptimizerSpec

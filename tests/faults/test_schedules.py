@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from faults.schedules import STRATEGIES, run_schedule
-from hocket.drivers.faults import Outcome
+from faults.simulated import Outcome
 from hocket.programs.gossip.server import Decision, PeerServer
 from hocket.programs.server.shard import ParameterShard
 from hocket.programs.server.shard_server import ShardServer

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 import hocket
 from hocket.data import load
 from hocket.drivers import shard_process
-from hocket.drivers.observer import Observer
+from hocket.drivers.server_runtime import Observer
 from hocket.models import build, loss_for
-from hocket.programs.server.slices import Slices
+from hocket.programs.server.push_encoder import Slices
 from hocket.programs.server.wire import link_bytes
 from hocket.train.async_worker import WorkerTask, read_worker_task, work
 from hocket.train.checks import layout_for

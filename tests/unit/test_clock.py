@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hocket
 from hocket import ClusterSpec, HocketError, Strategy
 from hocket.cluster import Message, Subgroups, VirtualCluster
-from hocket.cluster.clock import Clock, parts
+from hocket.cluster.clock import Clock
 from hocket.cluster.layout import Buckets
-from hocket.cluster.ledger import Span, split
 from hocket.cluster.message import FRAME_BYTES, PIECE_BYTES, ring_bytes
 from hocket.data.base import DataSet, identity
 from hocket.train import loop
@@ -231,17 +228,6 @@ def test_a_bucket_is_launched_when_the_backward_pass_has_produced_it() -> None:
     whole, _ = each("bulk", spec)
     cut, _ = each("bulk", spec, buckets=Buckets(1, 1))  # a bucket for each parameter
     assert float(cut[0, 0]) < float(whole[0, 0])
-
-
-_times = st.lists(st.floats(0, 100), min_size=3, max_size=3).map(sorted)
-
-
-@given(_times, st.floats(0, 120))
-def test_an_exchange_is_split_as_the_ledger_splits_it(times: list[float], late: float) -> None:
-    first, blocked, end = (torch.tensor([t], dtype=torch.float64) for t in times)
-    found = parts(first, torch.tensor([late], dtype=torch.float64), blocked, end)
-    span = Span(times[0], times[0], times[1], times[2])
-    assert [float(p) for p in found] == pytest.approx(split([span], torch.tensor([late], dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

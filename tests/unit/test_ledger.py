@@ -33,6 +33,13 @@ def test_the_parts_of_one_exchange(span: Span, late: float, expected: tuple[floa
     assert split([span], torch.tensor([float(late)])) == expected
 
 
+@given(st.lists(st.tuples(_times, st.floats(0, 120)), max_size=4))
+def test_several_exchanges_take_what_each_of_them_takes(exchanges: list[tuple[list[float], float]]) -> None:
+    spans, latest = [Span(*times) for times, _ in exchanges], torch.tensor([late for _, late in exchanges], dtype=torch.float64)
+    each = [split([span], late) for span, late in zip(spans, latest.split(1), strict=False)]
+    assert split(spans, latest) == pytest.approx([sum(parts) for parts in zip(*each, strict=True)] or [0, 0, 0])
+
+
 def test_closing_an_epoch_adds_up_and_starts_anew() -> None:
     ledger = VirtualCluster(2, timed=True).ledger
     ledger.sent += torch.tensor([10, 30])

@@ -195,19 +195,19 @@ class _Recorded(GossipPeer):
         return super().message(sender, message, now)
 
     def timer(self, name: str, now: float) -> Effects:
-        self.recorder.timer(name, now)
+        self.recorder.write("timer", name=name, now=now)
         return super().timer(name, now)
 
     def before_update(self, now: float) -> Effects:
-        self.recorder.call("before_update", (), now)
+        self.recorder.write("call", name="before_update", arguments=(), now=now)
         return super().before_update(now)
 
     def after_update(self, buffers: Tensor | None, now: float, exchange: bool = True) -> Effects:
-        self.recorder.call("after_update", (), now)
+        self.recorder.write("call", name="after_update", arguments=(), now=now)
         return super().after_update(buffers, now, exchange)
 
     def finish(self, now: float) -> Effects:
-        self.recorder.call("finish", (), now)
+        self.recorder.write("call", name="finish", arguments=(), now=now)
         return super().finish(now)
 
 

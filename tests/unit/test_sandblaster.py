@@ -439,7 +439,7 @@ def test_who_is_started_again(codes: tuple[int | None, ...], monkeypatch: pytest
         started: list[str] = []
         processes = SandblasterProcesses([role(name) for name in first], "again")
         for name in first:
-            processes.supervisor.start(name)
+            processes.start(name)
         try:
             became = "is over" if processes.check(restarts) else ", ".join(started) or "goes on"
         except WorkerLost as lost:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout, layout_of
 from hocket.cluster.virtual import VirtualCluster
-from hocket.drivers.observer import Observer
-from hocket.drivers.server_runtime import ServerRuntime
+from hocket.drivers.server_runtime import Observer, ServerRuntime
 from hocket.drivers.snapshots import Snapshots, sealed, unsealed
 from hocket.errors import HocketError
 from hocket.programs.account import Account, entry_of
@@ -27,10 +26,9 @@ from hocket.programs.base import Effects, Say, Send, Snapshot
 from hocket.programs.server.members import BatchDispatcher
 from hocket.programs.server.observer import ShardObserver
 from hocket.programs.server.optimizer_spec import OptimizerSpec
-from hocket.programs.server.push_encoder import PushEncoder
+from hocket.programs.server.push_encoder import PushEncoder, Slices
 from hocket.programs.server.shard import ParameterShard, Shard
 from hocket.programs.server.shard_server import ShardServer
-from hocket.programs.server.slices import Slices
 from hocket.programs.server.wire import OBSERVER, as_messages, as_tensors, gradients_of, job_config, link_bytes, slices_of
 from hocket.strategy import Strategy
 from hocket.sync import SSP, Async, Bulk, Sync
@@ -269,7 +267,7 @@ def test_a_push_arrives_as_the_code_says(code: str, shards: int) -> None:
     found = torch.zeros(50)
     for s, messages in enumerate(encoder.encode(7, [flat])):
         shapes, tensors = as_tensors(messages)
-        like = [torch.zeros(n) for n in slices.widths(s)]
+        like = [slices.cut(b, torch.zeros(n))[s] for b, n in enumerate(slices.sizes)]
         parts = gradients_of(strategy, as_messages(shapes, tensors), like, 7, 1, 4, 3)
         slices.put(0, s, parts[0], found)
     rest = encoder.errors[0]

@@ -16,7 +16,7 @@ from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.shard_process import start_serving
 from hocket.drivers.sockets import SocketDriver, on_cpu
 from hocket.errors import HocketError, WorkerLost
-from hocket.programs.base import Address, Connect, Effects, Finished, Program, Send, Task, Until
+from hocket.programs.base import Address, Connect, Finished, Program, Send, Task, Until, event
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.shard_server import ShardServer
@@ -46,21 +46,19 @@ class Echo(Program):
     def on_timer(self, name: str) -> None:
         self.events.append(name)
 
-    def alarm(self, name: str, seconds: float, now: float) -> Effects:
+    @event
+    def alarm(self, name: str, seconds: float, now: float) -> None:
         self._set_timer(name, now + seconds)
-        return self._done()
 
-    def ask(self, number: int, now: float) -> Effects:
+    @event
+    def ask(self, number: int, now: float) -> Task:
         """Send a request to peer 0, and wait for the answer."""
-        return self._run(self._asked(number), now)
-
-    def _asked(self, number: int) -> Task:
         self._send(0, Envelope(Kind.FETCH, 3, number=number))
         yield Until(lambda: (Kind.REPLY, number) in self.events)
 
-    def move(self, address: str | None, now: float) -> Effects:
+    @event
+    def move(self, address: str | None, now: float) -> None:
         self._effects.append(Connect(0, address))
-        return self._done()
 
 
 def listener(**options: Any) -> Listener:

@@ -1,7 +1,5 @@
 """``hocket train --optimizer sandblaster``: distributed L-BFGS on the whole batch, on real processes or on virtual workers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -126,9 +124,9 @@ def _run(
 
         def tend(company: Any) -> None:
             nonlocal restarts
-            if company.restarts > restarts:
+            if company.times_restarted > restarts:
                 progress.console.print("hocket: a shard or the coordinator was killed and is back from the last iteration.")
-            restarts = company.restarts
+            restarts = company.times_restarted
 
         if settings.workers.virtual:
             return job.run(watch)

@@ -1,7 +1,5 @@
 """``hocket demo``: the embedded digits under several strategies, on real processes and on virtual workers: two small studies."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

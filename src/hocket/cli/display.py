@@ -32,41 +32,31 @@ class Display:
     def __init__(self, label: str, speaks: bool, epochs: int) -> None:
         self._epochs, self._every = epochs, max(1, epochs // 5)
         self._console = Console(stderr=True)
-        self._speaks, self._label = speaks, label
-        self._last = ""
-        self._bar: Progress | None = None
-        if speaks and self._console.is_terminal:
-            columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, "{task.fields[note]}", console=self._console, transient=True)
-            self._task = self._bar.add_task(label, total=None, note="")
+        self._speaks, self._label, self._drawn = speaks, label, speaks and self._console.is_terminal
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, "{task.fields[note]}", console=self._console, transient=True, disable=not self._drawn)
+        self._task = self._bar.add_task(label, total=None, note="")
 
     def __enter__(self) -> Display:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def step(self, where: Where) -> None:
-        """One step has been made."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=where.step, total=where.steps)
+        self._bar.update(self._task, completed=where.step, total=where.steps)
 
     def note(self, text: str) -> None:
-        """Something to be read as it is."""
         if self._speaks:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def epoch(self, metrics: dict[str, Any]) -> None:
-        """One epoch has ended."""
         note = f"epoch {metrics['epoch']}  loss {metrics['loss']:.4f}"
         if quality := quality_of(metrics, 2):
             note += f"  {quality}"
-        if self._bar is not None:
-            self._bar.update(self._task, note=note)
-        elif self._speaks and (metrics["epoch"] % self._every == 0 or metrics["epoch"] == self._epochs):
+        self._bar.update(self._task, note=note)
+        if self._speaks and not self._drawn and (metrics["epoch"] % self._every == 0 or metrics["epoch"] == self._epochs):
             print(f"{self._label}: {note}", file=sys.stderr, flush=True)
 
 

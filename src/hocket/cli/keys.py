@@ -1,7 +1,5 @@
 """``hocket keys``: the keys of a job, for links between machines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

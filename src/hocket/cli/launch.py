@@ -1,7 +1,5 @@
 """Starting real workers on this machine through torch's own elastic launcher."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """``hocket``: the command."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Settings of a run as options of the command line: one table for ``train``, ``study`` and the errors that name them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """``hocket pipeline show``: a schedule drawn in the terminal or as a picture, with the share of time that is idle."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

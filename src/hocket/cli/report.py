@@ -1,7 +1,5 @@
 """``hocket report``: finished runs as one page, tables and charts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``hocket study``: many strategies side by side, on virtual workers or on real processes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """``hocket train``: one run, on real processes or on virtual workers."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass
@@ -217,7 +215,7 @@ def _cluster(settings: RunSettings, device: torch.device, joined: bool, processe
         count = workers.count if settings.split is None else None
         cluster = join(device=device, workers=count, exact=settings.numerics.exact)
         if workers.host_size is not None:
-            setattr(cluster, "_host_size", workers.host_size)  # noqa: B010
+            cluster.host_size = workers.host_size
         return cluster
     return VirtualCluster(workers.count, device, workers.host_size, timed=workers.count == 1)
 

@@ -93,8 +93,9 @@ class Exchange:
 class ServerReduction(Protocol):
     """Servers that sum the rows of all workers (``server(n, role=sum)``); a job attaches one to its cluster."""
 
-    def reduce_mean(self, rows: Tensor) -> Tensor:
-        """The rows, each replaced by the mean over all workers (in place)."""
+    @property
+    def mean(self) -> Callable[[Tensor], Tensor]:
+        """Makes each of the rows that it is called with the mean over all workers, in place."""
 
     def close(self) -> None:
         """Close the connections and end the servers that this process started."""
@@ -119,11 +120,15 @@ class Cluster(ABC):
     """Whether means sum in worker order instead of the backend's."""
     keys: Path | None = None
     """The file with the keys that protect messages between machines."""
+    scope: str = ""
+    """A name that tells the subclusters of a job apart; empty for the whole job."""
+    liveness_timeout_s: float = 10.0
+    """A process silent for so many seconds is lost."""
 
-    def __init__(self, size: int, workers: range, device: torch.device, timed: bool) -> None:
-        self.size = size
-        self.workers = workers
-        self.device = device
+    def __init__(self, size: int, workers: range, device: torch.device, timed: bool, host_size: int | None = None) -> None:
+        self.size, self.workers, self.device = size, workers, device
+        self.host_size = host_size or size
+        """Workers per host, if the cluster knows it (hierarchical topologies use it by default)."""
         self.world = Subgroups.world(size)
         none = torch.zeros(len(workers), dtype=torch.int64)
         self.ledger = Ledger(none, none.to(device, copy=True), timed)
@@ -134,24 +139,8 @@ class Cluster(ABC):
         return len(self.workers)
 
     @property
-    def host_size(self) -> int:
-        """Workers per host, if the cluster knows it (hierarchical topologies use it by default)."""
-        return self.size
-
-    @property
     def group(self) -> ProcessGroup | None:
-        """The process group, if there is one."""
         return None
-
-    @property
-    def scope(self) -> str:
-        """A name that tells the subclusters of a job apart; empty for the whole job."""
-        return ""
-
-    @property
-    def liveness_timeout_s(self) -> float:
-        """A process silent for so many seconds is lost."""
-        return 10.0
 
     def for_job(self) -> Cluster:
         """The same workers with process groups, an order of exchanges and a ledger for one job alone; this cluster where there is
@@ -193,7 +182,6 @@ class Cluster(ABC):
                 ledger.resume()
 
     def exchange(self) -> Exchange:
-        """Open an exchange."""
         return Exchange(self)
 
     # --- verbs -----------------------------------------------------------------------------------------------------------

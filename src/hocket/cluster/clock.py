@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hocket.cluster.ledger import parts
 from hocket.cluster.message import PIECE_BYTES
 from hocket.cluster.spec import ClusterSpec
 
@@ -89,15 +90,6 @@ def meet(times: Tensor, heard: Tensor) -> Tensor:
     latest = torch.maximum(times, times[:, heard].amax(1))
     hearing = times.unsqueeze(1).expand(-1, heard.shape[0], -1).flatten(1)
     return latest.scatter_reduce_(1, heard.reshape(1, -1).expand(times.shape[0], -1), hearing, "amax")
-
-
-def parts(first: Tensor, late: Tensor, blocked: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Exposed wait, exposed transfer and hidden transfer of one exchange, as :func:`hocket.cluster.ledger.split` has them."""
-    exposed = (end - blocked).clamp(min=0)
-    wait = torch.minimum((late - blocked).clamp(min=0), exposed)
-    transfer = exposed - wait
-    moving = (end - torch.maximum(late, first)).clamp(min=0)
-    return wait, transfer, (moving - transfer).clamp(min=0)
 
 
 class Clock:
@@ -226,7 +218,6 @@ class Clock:
         return {name.lstrip("_"): getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         for name in _STATE:
             setattr(self, name, state[name.lstrip("_")])
 

@@ -1,7 +1,5 @@
 """The thread that runs the exchanges of a process in the order in which they were submitted."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import queue
@@ -9,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
@@ -27,8 +26,14 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Block until it has ended; the result."""
+        if self._work is None:
+            raise HocketError("The cluster was closed before this exchange was waited for.")
         self._work.wait()
         return self._finish()
+
+    def drop(self) -> None:
+        """Let go of it: a collective that nobody waits for would keep connections open."""
+        self._work = self._finish = None  # type: ignore[assignment]
 
 
 def finished(result: Any) -> Any:
@@ -46,33 +51,14 @@ def explained(work: Callable[[], Any], explain: Explain) -> Any:
         raise explain(error) from error
 
 
-class Ticket:
-    """Waits for work that the exchange thread runs, and raises the error that the work raised there."""
-
-    def __init__(self, explain: Explain) -> None:
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._explain = explain
-
-    def __call__(self) -> Any:
-        self.done.wait()
-        return explained(self._finish, self._explain)
-
-    def _finish(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return finished(self.result)
-
-
 class ExchangeThread:
     """Runs work strictly in the order of submission; the thread starts with the first work."""
 
     def __init__(self) -> None:
         self.working = False
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Ticket] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
         _THREADS.add(self)
 
     @property
@@ -80,15 +66,14 @@ class ExchangeThread:
         """Whether the caller runs in this thread."""
         return threading.current_thread() is self._thread
 
-    def submit(self, work: Callable[[], Any], explain: Explain) -> Ticket:
-        """Run ``work`` after everything submitted before it; returns what waits for its result."""
+    def submit(self, work: Callable[[], Any], explain: Explain) -> Callable[[], Any]:
+        """Run ``work`` after everything submitted before it; returns what waits for its result, and raises the work's error."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hocket-exchange", daemon=True)
             self._thread.start()
-        ticket = Ticket(explain)
-        self._tickets.add(ticket)
-        self._queue.put((work, ticket))
-        return ticket
+        future: Future[Any] = Future()
+        self._queue.put((work, future))
+        return lambda: explained(lambda: finished(future.result()), explain)
 
     def close(self, timeout_s: float) -> None:
         """End the thread, or leave it after ``timeout_s``: work in progress may wait for processes that are lost."""
@@ -96,20 +81,23 @@ class ExchangeThread:
             self._queue.put(None)
             self._thread.join(timeout=timeout_s)
             self._thread = None
-        for ticket in self._tickets:  # a collective that nobody waits for would keep connections open
-            if ticket.done.is_set() and isinstance(ticket.result, Pending):
-                ticket.result, ticket.error = None, HocketError("The cluster was closed before this exchange was waited for.")
+        for pending in list(self._pending):
+            pending.drop()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, ticket = item
+            work, future = item
             self.working = True
             try:
-                ticket.result = work()
+                result = work()
             except BaseException as error:
-                ticket.error = error
+                self.working = False
+                future.set_exception(error)
+                continue
+            if isinstance(result, Pending):
+                self._pending.add(result)
             self.working = False
-            ticket.done.set()
+            future.set_result(result)
 
 
 _THREADS: weakref.WeakSet[ExchangeThread] = weakref.WeakSet()

@@ -1,7 +1,5 @@
 """The process groups of one cluster: all processes make them together, and destroy them when the cluster is closed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +35,6 @@ class ProcessGroups:
             self._made[key] = self._new([[part[r] for r in ranks] for part in self._parts for ranks in members])
 
     def find(self, members: list[int]) -> dist.ProcessGroup | None:
-        """The group that :meth:`create` made of them."""
         return self._made.get(tuple(members))
 
     def destroy(self) -> None:

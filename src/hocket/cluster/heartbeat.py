@@ -9,14 +9,13 @@ The heartbeat uses its own connection to the store in its own thread: the stoppe
 request to it then never returns. Process 0, which may host the store, exits last, also when all exit because of another's loss.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -24,11 +23,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hocket.cluster.rendezvous import wait_for_all
-from hocket.errors import WorkerLost
+from hocket.errors import HocketError, WorkerLost
 
 _BEAT_S = 0.5
 _GRACE_S = 3.0
+_PAUSE_S = 0.002
 _TOGETHER_S = 1800.0
 """How long a worker waits for others where all must come together: as long as torch waits in a collective."""
 
@@ -72,21 +71,33 @@ class Heartbeat:
         self._join()
 
     def wait_for_all(self, what: str, group: str, ranks: list[int]) -> None:
-        """Wait until the processes of a group have all come to ``what``; see :func:`~hocket.cluster.rendezvous.wait_for_all`.
+        """Wait until the processes of a group have all come to ``what``: the exchange of one that came alone would never end, or
+        meet another one of the others.
 
-        Nobody is waited for where heartbeats have been stopped: then nobody knows who has ended.
+        Warns after the liveness timeout; a refusal where one has ended without it. Nobody is waited for where heartbeats have been
+        stopped: then nobody knows who has ended.
         """
         if self._store is None or self._stop.is_set():
             return
-
-        def left(rank: int) -> bool:
-            if self._gone is not None:
-                raise WorkerLost(self._sentence(self._gone), self.hosting[max(self._gone, 0)].start)
-            return self._has_left(rank)
-
         self._meetings[group] += 1
         key = f"meeting/{group}/{self._meetings[group]}"
-        wait_for_all(what, self._store, key, self.rank, ranks, left, self.liveness_timeout_s, _TOGETHER_S)
+        self._store.set(f"{key}/{self.rank}", what)
+        begun, warned, missing = time.monotonic(), False, [other for other in ranks if other != self.rank]
+        while missing := [other for other in missing if not self._store.check([f"{key}/{other}"])]:
+            if self._gone is not None:
+                raise WorkerLost(self._sentence(self._gone), self.hosting[max(self._gone, 0)].start)
+            waited = time.monotonic() - begun
+            gone = next((other for other in missing if self._has_left(other) and not self._store.check([f"{key}/{other}"])), None)
+            rule = f"all workers must enter {what} together, so call it outside of `if rank == 0:`."
+            late = f"Process {missing[0]} has not come to {what} for {waited:.0f} s: {rule}"
+            if gone is not None:
+                raise HocketError(f"Process {gone} has ended without {what}, in which process {self.rank} waits: {rule}")
+            if waited > _TOGETHER_S:
+                raise HocketError(late)
+            if waited > self.liveness_timeout_s and not warned:
+                warned = True
+                warnings.warn(late, stacklevel=2)
+            time.sleep(_PAUSE_S if waited < 1 else 0.1)
 
     def _join(self) -> None:
         """Wait for the threads: one that returns from torch during the interpreter's shutdown would abort the process."""

@@ -3,8 +3,6 @@
 Launchers announce ranks in environment variables of their own; this is the one module of the library that reads them.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -106,7 +104,8 @@ def join(
             alone = device or ("cuda" if torch.cuda.is_available() else "cpu")
             return VirtualCluster(workers or 1, alone, timed=(workers or 1) == 1)
         # NCCL needs a GPU for every process.
-        nccl = _on_cuda(device) and place.per_host <= torch.cuda.device_count()
+        on_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
+        nccl = on_cuda and place.per_host <= torch.cuda.device_count()
         _start_group(place, backend or ("nccl" if nccl else "gloo"), timeout_s)
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     if device.type == "cuda" and device.index is None:
@@ -116,10 +115,6 @@ def join(
     if per_host is not None and workers is not None:
         per_host = per_host * workers // dist.get_world_size() if workers % dist.get_world_size() == 0 else None
     return ProcessCluster(workers, device, exact, per_host, liveness_timeout_s, keys)
-
-
-def _on_cuda(device: torch.device | str | None) -> bool:
-    return torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
 
 
 def _start_group(place: LaunchInfo, backend: str, timeout_s: float) -> None:

@@ -8,8 +8,6 @@ in about that order), and is closed as soon as it holds ``cap`` bytes; the first
 exchange can start early in the backward pass. Storage of a bucket is one contiguous tensor ``[rows, values]``.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -35,11 +35,9 @@ class HostClock:
     offset_s: float = 0.0
 
     def stamp(self) -> Any:
-        """This moment."""
         return time.monotonic() + self.offset_s
 
     def seconds(self, stamp: Any) -> float:
-        """A stamp in seconds."""
         return float(stamp)
 
 
@@ -89,15 +87,18 @@ def split(spans: list[Span], latest: Tensor) -> tuple[float, float, float]:
     >>> split([Span(0.0, 1.0, 2.0, 5.0)], torch.tensor([3.0]))  # the last worker started at 3; we blocked from 2 to 5
     (1.0, 2.0, 0.0)
     """
-    wait = transfer = hidden = 0.0
-    for span, late in zip(spans, latest.tolist(), strict=True):
-        exposed = max(span.end - span.blocked, 0.0)
-        waited = min(max(late - span.blocked, 0.0), exposed)
-        moving = max(span.end - max(late, span.first_launch), 0.0)
-        wait += waited
-        transfer += exposed - waited
-        hidden += max(moving - (exposed - waited), 0.0)
+    first, blocked, end = torch.tensor([[s.first_launch, s.blocked, s.end] for s in spans], dtype=torch.float64).view(-1, 3).T
+    wait, transfer, hidden = torch.stack(parts(first, latest, blocked, end)).sum(1).tolist()
     return wait, transfer, hidden
+
+
+def parts(first: Tensor, late: Tensor, blocked: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Exposed wait, exposed transfer and hidden transfer of each exchange."""
+    exposed = (end - blocked).clamp(min=0)
+    wait = torch.minimum((late - blocked).clamp(min=0), exposed)
+    transfer = exposed - wait
+    moving = (end - torch.maximum(late, first)).clamp(min=0)
+    return wait, transfer, (moving - transfer).clamp(min=0)
 
 
 @dataclass
@@ -139,13 +140,11 @@ class Ledger:
             self._since = time.monotonic()
 
     def pause(self) -> None:
-        """Time stops counting."""
         if self._since is not None:
             self._seconds += time.monotonic() - self._since
             self._since = None
 
     def record(self, span: Span | None) -> None:
-        """One exchange has ended."""
         self.exchanges += 1
         if span is not None:
             self.spans.append(span)
@@ -167,15 +166,11 @@ class Ledger:
         figures[:, 4] = self.bytes_sent.to(torch.float64)
         figures[0, 5] = self.nonfinite
         everyone = collect(figures)
-        seconds, wait, transfer, hidden = everyone[:, :4].mean(0).tolist()
-        sent, nonfinite = everyone[:, 4:].sum(0).tolist()
-        entry = Entry(bytes_sent=int(sent), exchanges=self.exchanges, nonfinite=int(nonfinite))
-        if self.timed or self.predict is not None:
-            entry.seconds, entry.wait_s, entry.transfer_s, entry.transfer_hidden_s = seconds, wait, transfer, hidden
-            entry.compute_s = max(seconds - wait - transfer, 0.0)
+        entry = self._entry(everyone)
+        if entry.seconds is not None:
             self.computed = (everyone[:, 0] - everyone[:, 1] - everyone[:, 2]).tolist()
         self.entries.append(entry)
-        self.own_entries.append(self._own(figures))
+        self.own_entries.append(self._entry(figures))
         self.sent.zero_()
         self.sent_varying.zero_()
         self.spans, self.nonfinite, self.exchanges, self._seconds = [], 0, 0, 0.0
@@ -189,7 +184,7 @@ class Ledger:
         figures = torch.zeros(self.sent.shape[0], 6, dtype=torch.float64)
         figures[:, 4] = self.bytes_sent.to(torch.float64)
         figures[0, 5] = self.nonfinite
-        entry = self._own(figures)
+        entry = self._entry(figures)
         if not self.timed:
             entry.seconds = entry.compute_s = entry.wait_s = entry.transfer_s = entry.transfer_hidden_s = None
             return entry, None
@@ -200,8 +195,8 @@ class Ledger:
             entry.wait_s = entry.transfer_s = entry.transfer_hidden_s = None
         return entry, exposed
 
-    def _own(self, figures: Tensor) -> Entry:
-        """Figures of the workers hosted here as an entry."""
+    def _entry(self, figures: Tensor) -> Entry:
+        """The figures of some workers ``[workers, 6]`` as an entry."""
         seconds, wait, transfer, hidden = figures[:, :4].mean(0).tolist()
         sent, nonfinite = figures[:, 4:].sum(0).tolist()
         entry = Entry(bytes_sent=int(sent), exchanges=self.exchanges, nonfinite=int(nonfinite))

@@ -3,11 +3,8 @@
 The size of a message may depend on the data; its sender then announces the size in a small message beforehand.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +12,7 @@ from torch import Tensor
 
 from hocket.cluster.message import PIECE_BYTES, Message
 
+Group = dist.ProcessGroup | None
 _MAX_TAG = 2**30
 
 
@@ -53,9 +51,7 @@ class PointToPoint:
         self._workers = hosting[rank]
         self._sequence = 0
 
-    def route(
-        self, group: dist.ProcessGroup | None, message: Message, outgoing: list[Outgoing], incoming: list[Incoming]
-    ) -> Message:
+    def route(self, group: Group, message: Message, outgoing: list[Outgoing], incoming: list[Incoming]) -> Message:
         """Send rows of ``message`` to other workers; the rows received, in the order of ``incoming``."""
         remote = sorted((w for w in incoming if w.source >= 0 and w.source not in self._workers), key=lambda w: w.route)
         sizes = self._sizes(group, message, outgoing, incoming, remote)
@@ -68,12 +64,12 @@ class PointToPoint:
             if row not in packed:
                 packed[row] = message.pack(row).to(self.device)
             to = self.owner[target]
-            operation = self._operation(dist.isend, packed[row], to, group, self._tag(source, target, slot))
+            operation = dist.P2POp(dist.isend, packed[row], self._ranks[to], group, self._tag(source, target, slot))
             distances.setdefault((to - self.rank) % len(self._ranks), []).append(operation)
         blobs = torch.empty(len(remote), max(sizes, default=0), dtype=torch.uint8, device=self.device)
         for k, (source, target, slot, _) in enumerate(remote):
             by = self.owner[source]
-            operation = self._operation(dist.irecv, blobs[k, : sizes[k]], by, group, self._tag(source, target, slot))
+            operation = dist.P2POp(dist.irecv, blobs[k, : sizes[k]], self._ranks[by], group, self._tag(source, target, slot))
             distances.setdefault((self.rank - by) % len(self._ranks), []).append(operation)
         self._perform(distances, max([*sizes, *(p.numel() for p in packed.values())], default=0))
         return _in_order(message, blobs, remote, incoming)
@@ -92,22 +88,12 @@ class PointToPoint:
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
 
-    def _operation(
-        self, how: Callable[..., Any], tensor: Tensor, process: int, group: dist.ProcessGroup | None, tag: int
-    ) -> dist.P2POp:
-        return dist.P2POp(how, tensor, self._ranks[process], group, tag)
-
     def _tag(self, source: int, target: int, slot: int) -> int:
         size = len(self.owner)
         return ((self._sequence * size + slot) * size * size + source * size + target) % _MAX_TAG
 
     def _sizes(
-        self,
-        group: dist.ProcessGroup | None,
-        message: Message,
-        outgoing: list[Outgoing],
-        incoming: list[Incoming],
-        remote: list[Incoming],
+        self, group: Group, message: Message, outgoing: list[Outgoing], incoming: list[Incoming], remote: list[Incoming]
     ) -> list[int]:
         """The bytes of each remote row; where they vary, senders announce them in a small message."""
         if message.lengths is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -25,14 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.cluster.base import Cluster, ServerReduction, Subgroups
-from hocket.cluster.clock_offset import clock_offset
 from hocket.cluster.exchange_thread import ExchangeThread, Pending, explained, finished
 from hocket.cluster.groups import Partition, ProcessGroups
-from hocket.cluster.heartbeat import Heartbeat
+from hocket.cluster.heartbeat import Heartbeat, boot_id
 from hocket.cluster.ledger import CudaClock
 from hocket.cluster.message import Message, ordered_mean, ring_bytes, summed_bytes
 from hocket.cluster.point_to_point import Incoming, Outgoing, PointToPoint
 from hocket.errors import HocketError
+
+_ROUNDS = 10
+"""Round trips by which the offset between two clocks is measured."""
 
 
 def split_workers(workers: int, processes: int) -> list[range]:
@@ -78,18 +81,18 @@ class ProcessCluster(Cluster):
         self.rank, self.processes = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._ranks = dist.get_process_group_ranks(self.group)
         self._whole = group is None
+        self.scope = "" if self._whole else "-".join(map(str, self._ranks))
         size = workers or self.processes
         if size < self.processes:
             raise HocketError(
                 f"{size} workers on {self.processes} processes leave some without work: start {size} processes or fewer."
             )
         self.hosting = split_workers(size, self.processes)
-        super().__init__(size, self.hosting[self.rank], device, timed=True)
+        super().__init__(size, self.hosting[self.rank], device, True, host_size)
         self.exact, self.keys = exact, keys
         self._messages = PointToPoint(self.rank, self._ranks, self.hosting, self.backend, self.device)
         self._derived: weakref.WeakSet[ProcessCluster] = weakref.WeakSet()
         self._reductions: dict[int, ServerReduction] = {}
-        self._host_size = host_size or size
         self._thread = ExchangeThread() if "gloo" in self.backend and "nccl" not in self.backend else None
         if self.device.type == "cuda" and "nccl" in self.backend:
             self.ledger.clock = CudaClock()
@@ -99,31 +102,19 @@ class ProcessCluster(Cluster):
             self.ledger.clock.offset_s = parent.ledger.clock.offset_s
         else:
             self.ledger.clock.offset_s = clock_offset(self.rank, self._ranks, self.group, self._messages.device)
-        self._heartbeat: Heartbeat = (
-            parent._heartbeat if parent else Heartbeat(self.rank, self.processes, self.hosting, liveness_timeout_s)
-        )
-
-    @property
-    def host_size(self) -> int:
-        return self._host_size
+        own = (self.rank, self.processes, self.hosting, liveness_timeout_s)
+        self._heartbeat: Heartbeat = parent._heartbeat if parent else Heartbeat(*own)
+        self.liveness_timeout_s = self._heartbeat.liveness_timeout_s
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         return self._groups.group
 
-    @property
-    def scope(self) -> str:
-        return "" if self._whole else "-".join(map(str, self._ranks))
-
-    @property
-    def liveness_timeout_s(self) -> float:
-        return self._heartbeat.liveness_timeout_s
-
     def wait_for_all(self, what: str) -> None:
         self._heartbeat.wait_for_all(what, getattr(self.group, "group_name", "world"), self._ranks)
 
     def for_job(self) -> ProcessCluster:
-        return self._derive(None, [self._ranks], self.size, self._host_size)
+        return self._derive(None, [self._ranks], self.size, self.host_size)
 
     def subcluster(self, group: dist.ProcessGroup | None, partition: Partition, host_size: int | None = None) -> ProcessCluster:
         return self._derive(group, partition, None, host_size)
@@ -171,7 +162,7 @@ class ProcessCluster(Cluster):
             return super().reduce_on_servers(servers, rows)
         own, theirs = summed_bytes(rows.shape[1] * rows.element_size(), self.size, servers)
         self.ledger.sent += own + servers * theirs // self.size
-        return self._reductions[servers].reduce_mean(rows)
+        return self._reductions[servers].mean(rows)
 
     def mean(self, rows: Tensor, subgroups: Subgroups) -> Tensor:
         return finished(self.mean_later(rows, subgroups))
@@ -302,3 +293,32 @@ class ProcessCluster(Cluster):
         if self.rows > 1:
             return None
         return self._groups.find(subgroups.members[subgroups.group_of[self.workers.start]].tolist())
+
+
+def clock_offset(rank: int, ranks: list[int], group: dist.ProcessGroup | None, device: torch.device) -> float:
+    """What to add to this process's monotonic clock to get process 0's, from round trips to it; 0 if both run on one kernel."""
+    boots: list[str] = [""] * len(ranks)
+    dist.all_gather_object(boots, boot_id(), group=group)
+    offset = 0.0
+    for peer in range(1, len(ranks)):
+        if boots[peer] != boots[0]:
+            offset = _measured(rank, peer, ranks, device, offset)
+    return offset
+
+
+def _measured(rank: int, peer: int, ranks: list[int], device: torch.device, own: float) -> float:
+    """Process 0 and ``peer`` measure the offset between their clocks, from the shortest round trip; others keep ``own``."""
+    best = (float("inf"), own)
+    for _ in range(_ROUNDS):
+        stamp = torch.zeros(1, dtype=torch.float64, device=device)
+        if rank == 0:
+            dist.recv(stamp, ranks[peer])
+            stamp[0] = time.monotonic()
+            dist.send(stamp, ranks[peer])
+        elif rank == peer:
+            start = time.monotonic()
+            dist.send(stamp, ranks[0])
+            dist.recv(stamp, ranks[0])
+            end = time.monotonic()
+            best = min(best, (end - start, float(stamp) - (start + end) / 2))
+    return best[1] if rank == peer else own

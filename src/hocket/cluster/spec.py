@@ -150,7 +150,6 @@ class ClusterSpec:
         return cls(**values)
 
     def describe(self) -> dict[str, Any]:
-        """Plain data for run.json."""
         return {k: list(v) if isinstance(v, tuple) else None if v == math.inf else v for k, v in vars(self).items()}
 
 

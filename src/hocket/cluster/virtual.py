@@ -4,8 +4,6 @@ On a described cluster (a :class:`~hocket.cluster.spec.ClusterSpec`) they have a
 would take there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -36,15 +34,11 @@ class VirtualCluster(Cluster):
         seed: int = 0,
     ) -> None:
         """``timed``: measure this process's seconds; ``spec``: use those of the virtual clock, with disturbances from ``seed``."""
-        super().__init__(size, range(size), torch.device(device), timed and spec is None)
-        self._host_size = host_size or (spec.host_size if spec is not None else None) or size
+        described = None if spec is None else spec.host_size
+        super().__init__(size, range(size), torch.device(device), timed and spec is None, host_size or described)
         if spec is not None:
             self.clock = Clock(spec, size, seed)
             self.ledger.predict = self.clock.take
-
-    @property
-    def host_size(self) -> int:
-        return self._host_size
 
     def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
         result = work()
@@ -64,9 +58,7 @@ class VirtualCluster(Cluster):
     def reduce_on_servers(self, servers: int, rows: Tensor) -> Tensor:
         payload = rows.shape[1] * rows.element_size()
         own, theirs = summed_bytes(payload, self.size, servers)
-        self.ledger.sent += (
-            own + servers * theirs // self.size
-        )  # the bytes that servers send are counted for the workers they serve
+        self.ledger.sent += own + servers * theirs // self.size  # what servers send is counted for the workers that they serve
         if self.clock is not None:
             self.clock.summed(own, self.world)
         return rows.copy_(ordered_mean(rows).expand_as(rows))

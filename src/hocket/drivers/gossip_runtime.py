@@ -6,8 +6,6 @@ the job's rows.
 The program works on the CPU: rows on another device are copied to it before each call and back after it.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -97,8 +95,7 @@ class GossipRuntime(WorkerRuntime):
         self.program = GossipPeer(self.config)
         identity = b"g" + secrets.token_bytes(8)
         super().__init__(config.worker, record)
-        if self._recorder is not None:
-            self._recorder.start(**asdict(self.config), identity=identity.hex())
+        self._recorder.start(**asdict(self.config), identity=identity.hex())
 
         def connect(peer: int, address: str) -> Caller:
             return Caller(address, job, keys, identity, most_bytes, redial_s=REDIAL_S)
@@ -136,10 +133,6 @@ class GossipRuntime(WorkerRuntime):
             self._coordinator.begin(self.account, self.mean is not None)
         joined = self.program.joined
         return None if joined is None else joined.buffers
-
-    @property
-    def steps_locally(self) -> bool:
-        return True
 
     @property
     def mean(self) -> Mean | None:

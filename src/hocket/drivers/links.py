@@ -5,8 +5,6 @@ what reaches it: a server's link is shared by all its workers. A message takes t
 both ends at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hocket.cluster.message import framed
@@ -55,7 +53,6 @@ class LinkNetwork:
         self.links, self.ends, self.free = links, ends, False
 
     def arrivals(self, now: float, source: Key, target: Key, message: Envelope) -> list[float]:
-        """When the message arrives."""
         if self.free or self.ends[source] == self.ends[target]:
             return [now]
         return [self.links.send(now, self.ends[source], self.ends[target], framed(message.tensor_bytes))]

@@ -4,8 +4,6 @@ Unlike torch's launcher it does not end all processes when one dies; the run tha
 this process is interrupted (Ctrl-C, SIGTERM, SIGHUP), no process and no folder is left behind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -75,7 +73,6 @@ class Supervisor:
         return self._folder
 
     def start(self, role: str) -> None:
-        """Start all processes of a role."""
         for number in range(self.roles[role].count):
             self._start(role, number)
 
@@ -91,7 +88,6 @@ class Supervisor:
         self._start(role, number)
 
     def process(self, role: str, number: int) -> Any:
-        """One process."""
         return self._processes[role][number]
 
     def codes(self, role: str) -> dict[int, int | None]:

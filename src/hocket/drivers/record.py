@@ -18,14 +18,12 @@ end        ``digests`` of all parts of the program's state: a replay must end wi
 A message's content is not recorded: the replay of its sender makes it again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -38,60 +36,48 @@ _FIGURES = ("figures", "ledger", "ledgers")
 
 
 class Recorder:
-    """Appends to the file ``path``, a line for each event."""
+    """Appends a line for each event to the file ``path``; without one it records nothing."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._file: TextIO | None = None
         try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - until close(); whole lines
+            if path is not None:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - until close(); whole lines
         except OSError as error:
             raise HocketError(f"Cannot record in {path} ({error.strerror}); choose another file.") from None
 
+    def write(self, event: str, **fields: Any) -> None:
+        """An event of the table above."""
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, **fields}, default=_plain) + "\n")
+
     def start(self, **program: Any) -> None:
         """A process begins; what its program is."""
-        self._write("start", {"threads": torch.get_num_threads(), **program})
-
-    def call(self, name: str, arguments: tuple[Any, ...], now: float) -> None:
-        """A method of the program is called."""
-        self._write("call", {"name": name, "arguments": arguments, "now": now})
-
-    def batch(self, number: int | None) -> None:
-        """A worker takes a mini-batch; None: there is none left."""
-        self._write("batch", {"id": number})
+        self.write("start", threads=torch.get_num_threads(), **program)
 
     def message(self, sender: Address, message: Envelope, now: float) -> None:
         """A message has arrived."""
-        event: dict[str, Any] = {
-            "sender": sender.hex() if isinstance(sender, bytes) else sender,
-            "kind": message.kind.name,
-            "worker": message.sender,
-            "place": message.place,
-            "step": message.step,
-            "number": message.number,
-            "bytes": message.tensor_bytes,
-            "check": checksum(message),
-            "now": now,
-        }
+        if self._file is None:
+            return
+        fields: dict[str, Any] = {name: getattr(message, name) for name in ("place", "step", "number")}
+        fields |= {"sender": sender.hex() if isinstance(sender, bytes) else sender, "kind": message.kind.name, "now": now}
+        fields |= {"worker": message.sender, "bytes": message.tensor_bytes, "check": checksum(message)}
         if message.sender < 0 or message.kind == Kind.BEAT:
-            event["metadata"] = message.metadata
-        self._write("message", event)
-
-    def timer(self, name: str, now: float) -> None:
-        """A timer has run out."""
-        self._write("timer", {"name": name, "now": now})
+            fields["metadata"] = message.metadata
+        self.write("message", **fields)
 
     def end(self, program: Program) -> None:
         """The process has left, with its program in this state; what comes later is not recorded."""
-        self._write("end", {"digests": digests_of(program)})
-        self._file.close()
+        if self._file is not None:
+            self.write("end", digests=digests_of(program))
+            self.close()
 
     def close(self) -> None:
         """Without an end."""
-        self._file.close()
-
-    def _write(self, event: str, fields: dict[str, Any]) -> None:
-        if not self._file.closed:
-            self._file.write(json.dumps({"event": event, **fields}, default=_plain) + "\n")
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def read_record(path: str | Path) -> list[dict[str, Any]]:

@@ -14,8 +14,6 @@ A node's ``call`` carries out its calls, for only it knows how the node computes
 ``work`` instead, which gets a :class:`ReplayLink` in the place of its runtime.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
@@ -80,7 +78,7 @@ class ReplayLink:
 
     @property
     def steps_locally(self) -> bool:
-        return self._gossips or bool(self.program.steps_locally)
+        return bool(self.program.steps_locally)
 
     @property
     def account(self) -> Account:

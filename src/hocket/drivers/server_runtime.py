@@ -1,20 +1,20 @@
-"""A worker of a parameter server: :class:`~hocket.programs.server.worker.ServerWorker` on sockets."""
-
-from __future__ import annotations
+"""A worker of a parameter server, :class:`~hocket.programs.server.worker.ServerWorker`, and an observer of shards, on sockets."""
 
 import secrets
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
-from hocket.drivers.observer import Observer
+from hocket.cluster.layout import Layout
 from hocket.drivers.sockets import SocketDriver
 from hocket.drivers.worker_runtime import REDIAL_S, WorkerRuntime
 from hocket.errors import HocketError, WorkerLost
+from hocket.programs.server.observer import GlobalWeights, ShardObserver
 from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.programs.server.push_encoder import Slices
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.wire import WORKER_MARK, link_bytes
 from hocket.programs.server.worker import ServerWorker
@@ -23,6 +23,37 @@ from hocket.transport import Caller, Envelope, Keys, Kind
 STATUS_S = 5.0
 """A shard has so long to say where it stands."""
 _BEAT_S = 1.0
+
+
+class Observer(SocketDriver):
+    """A :class:`~hocket.programs.server.observer.ShardObserver` on links to the shards at ``addresses``."""
+
+    program: ShardObserver
+
+    def __init__(
+        self, addresses: Sequence[str], job: bytes, layout: Layout, slices: Slices, most_bytes: int, keys: Keys | None
+    ) -> None:
+        identity = b"o" + secrets.token_bytes(8)
+        callers = {place: Caller(address, job, keys, identity, most_bytes) for place, address in enumerate(addresses)}
+        super().__init__(ShardObserver(layout, slices), callers=callers)
+        self._answered = set(callers)  # a handshake also fails where a shard dies, and that one comes back
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(0)
+
+    def statuses(self, timeout_s: float) -> dict[int, dict[str, Any] | None]:
+        """Where the job stands, as each shard that answers in time sees it."""
+        self.begin(self.program.ask_status)
+        self.wait(lambda: len(self.program.statuses) == len(self.callers), timeout_s)
+        return self.program.statuses
+
+    def global_weights(self, timeout_s: float) -> GlobalWeights | None:
+        """The weights as they are now; None where a shard does not answer in time."""
+        self.call(self.program.fetch, 0, timeout_s=timeout_s)
+        return self.program.found
 
 
 class ServerRuntime(WorkerRuntime):
@@ -42,8 +73,7 @@ class ServerRuntime(WorkerRuntime):
         self._job, self._keys, self._bytes = job, keys, link_bytes(config.strategy, config.layout)
         token = secrets.token_bytes(8)
         identity = WORKER_MARK + token
-        if self._recorder is not None:
-            self._recorder.start(**_described(config), identity=identity.hex())
+        self._recorder.start(**_described(config), identity=identity.hex())
         callers = {
             place: Caller(address, job, keys, identity, self._bytes, redial_s=REDIAL_S) for place, address in enumerate(addresses)
         }
@@ -67,10 +97,6 @@ class ServerRuntime(WorkerRuntime):
             raise
         self.attached = True
         self._time(self.account.begin)
-
-    @property
-    def steps_locally(self) -> bool:
-        return self.program.steps_locally
 
     def before_update(self, gradients: Sequence[Tensor]) -> None:
         self.driver.call(self.program.before_update, gradients)

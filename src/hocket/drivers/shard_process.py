@@ -3,8 +3,6 @@
 What it answers to which message is in :mod:`hocket.programs.server.shard_server`.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys
@@ -37,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         snapshots = None if given.snapshots is None or given.snapshot <= 0 else Snapshots(given.snapshots, given.place)
         with Listener(given.bind, DEFAULT_JOB if given.job is None else job_id(given.job), keys, given.most_bytes) as listener:
             server = ShardServer(given.place, given.liveness_timeout, 0.0 if snapshots is None else given.snapshot, given.stay)
-            driver = start_serving(server, listener, snapshots, None if given.record is None else Recorder(given.record))
+            driver = start_serving(server, listener, snapshots, Recorder(given.record))
             announce(address=listener.address, version=None if server.shard is None else server.shard.version)
             stopped: list[int] = []
             if given.record is not None:  # the end of a recording is written, too
@@ -55,9 +53,8 @@ def start_serving(
     """A driver whose shard has started, from its last snapshot if there is one; call its ``serve``."""
     driver = SocketDriver(server, listener=listener, snapshots=snapshots, recorder=recorder)
     state, now = None if snapshots is None else snapshots.load(), driver.clock()
-    if recorder is not None:
-        times = {"liveness_timeout_s": server.liveness_timeout_s, "snapshot_s": server.snapshot_s, "stays": server.stays}
-        recorder.start(shard=server.place, restored=state is not None, now=now, **times)
+    times = {"liveness_timeout_s": server.liveness_timeout_s, "snapshot_s": server.snapshot_s, "stays": server.stays}
+    driver.recorder.start(shard=server.place, restored=state is not None, now=now, **times)
     driver.carry_out(server.start(now, state))
     return driver
 

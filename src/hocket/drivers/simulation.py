@@ -5,8 +5,6 @@ identity. Events at the same time keep the order in which they were made, so the
 run, bit for bit.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -114,7 +112,6 @@ class Simulation:
         return self.order
 
     def carry_out(self, key: Key, effects: Effects) -> None:
-        """Carry out what the program at a node wants."""
         node = self.nodes[key]
         for effect in effects:
             if isinstance(effect, Send):

@@ -4,17 +4,15 @@ Files appear whole or not at all, and are read without pickle's powers (``weight
 the one before it.
 """
 
-from __future__ import annotations
-
 import io
 import os
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hocket.drivers.processes import say
 from hocket.errors import HocketError
 
 KEPT = 2
@@ -45,7 +43,7 @@ class Snapshots:
             os.replace(temporary, path)
         except OSError as error:  # a full disk must not end the training
             temporary.unlink(missing_ok=True)
-            print(f"hocket: shard {self.place} cannot write {path} ({error.strerror}); it trains on.", file=sys.stderr, flush=True)
+            say(f"shard {self.place} cannot write {path} ({error.strerror}); it trains on")
             return
         for old in files[: 1 - KEPT]:
             old.unlink(missing_ok=True)
@@ -56,9 +54,7 @@ class Snapshots:
             try:
                 return dict(unsealed(path.read_bytes()))
             except Exception as error:
-                print(
-                    f"hocket: {path} is damaged ({type(error).__name__}); the one before it is used.", file=sys.stderr, flush=True
-                )
+                say(f"{path} is damaged ({type(error).__name__}); the one before it is used")
         return None
 
 

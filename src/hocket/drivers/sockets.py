@@ -8,10 +8,7 @@ A driver belongs to one thread (:class:`~hocket.drivers.threaded.ThreadedDriver`
 ends a wait; the next call first ends what was interrupted.
 """
 
-from __future__ import annotations
-
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -21,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from hocket.drivers.processes import say
 from hocket.drivers.record import Recorder
 from hocket.drivers.snapshots import Snapshots
 from hocket.errors import HocketError
@@ -38,6 +36,9 @@ _MOST_AT_ONCE = 1000
 class SocketDriver:
     """Carries out what ``program`` wants; ``connect(peer, address)`` opens a link where a program asks for one."""
 
+    waits_for_more = False
+    """Whether its poller waits for more than links."""
+
     def __init__(
         self,
         program: Program,
@@ -47,13 +48,10 @@ class SocketDriver:
         connect: Callable[[int, str], Caller] | None = None,
         snapshots: Snapshots | None = None,
         recorder: Recorder | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.program, self.listener, self.callers = program, listener, dict(callers or {})
-        self.snapshots, self.recorder, self.clock = snapshots, recorder, clock
+        self.snapshots, self.recorder, self.clock = snapshots, recorder or Recorder(), time.monotonic
         self.finished = False
-        self.lock: AbstractContextManager[Any] = nullcontext()
-        """Held while the program handles an event and the event is recorded."""
         self._connect = connect
         self._timers: dict[str, float] = {}
         self._answered: set[int] = set()
@@ -79,8 +77,7 @@ class SocketDriver:
         """Call a method of the program with these arguments and the time, and carry out the effects; nobody waits."""
         with self.lock:
             now = self.clock()
-            if self.recorder is not None:
-                self.recorder.call(method.__name__, (*arguments, *named.values()), now)
+            self.recorder.write("call", name=method.__name__, arguments=(*arguments, *named.values()), now=now)
             self.carry_out(method(*arguments, now=now, **named))
 
     def run_until(self, condition: Callable[[], bool]) -> None:
@@ -114,8 +111,7 @@ class SocketDriver:
             if self._timers.get(name, math.inf) <= now:
                 del self._timers[name]
                 with self.lock:
-                    if self.recorder is not None:
-                        self.recorder.timer(name, now)
+                    self.recorder.write("timer", name=name, now=now)
                     self.carry_out(self.program.timer(name, now))
 
     def close(self, linger_s: float = 1.0, gone: Collection[int] = ()) -> None:
@@ -125,20 +121,20 @@ class SocketDriver:
         self.callers = {}
         if self.listener is not None:
             self.listener.close(linger_s)
-        if self.recorder is not None:
-            self.recorder.end(self.program)
+        self.recorder.end(self.program)
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held while the program handles an event and the event is recorded."""
+        return nullcontext()
 
     def _idle(self) -> bool:
         return not self.program.busy
 
     # --- messages ------------------------------------------------------------------------------------------------------------
 
-    @property
-    def _single_link(self) -> bool:
-        return len(self.callers) + (self.listener is not None) == 1
-
     def _receive(self, timeout_s: float) -> None:
-        if timeout_s > 0 and not self._single_link:
+        if timeout_s > 0 and (self.waits_for_more or len(self.callers) + (self.listener is not None) != 1):
             self._poller.poll(math.ceil(timeout_s * 1000))
             timeout_s = 0.0  # a single link waits by itself, which is quicker than a poller
         for peer, caller in list(self.callers.items()):
@@ -171,14 +167,12 @@ class SocketDriver:
     def _deliver(self, sender: Address, message: Envelope) -> None:
         with self.lock:
             now = self.clock()
-            if self.recorder is not None:
-                self.recorder.message(sender, message, now)
+            self.recorder.message(sender, message, now)
             self.carry_out(self.program.message(sender, message, now))
 
     # --- effects -------------------------------------------------------------------------------------------------------------
 
     def carry_out(self, effects: Effects) -> None:
-        """Do what the program wants."""
         for effect in effects:
             if isinstance(effect, Send):
                 self._send(effect.to, on_cpu(effect.message))
@@ -188,7 +182,7 @@ class SocketDriver:
                 if self.snapshots is not None:
                     self.snapshots.save(self.program.state_dict())
             elif isinstance(effect, Say):
-                print(f"hocket: {effect.text}.", file=sys.stderr, flush=True)
+                say(effect.text)
             elif isinstance(effect, Connect):
                 self._open(effect.peer, effect.address)
             elif isinstance(effect, Finished):

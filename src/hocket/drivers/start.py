@@ -1,7 +1,5 @@
 """Servers as child processes: one tells its address, and ends when its input closes or whoever started it does."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -19,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from hocket.errors import HocketError
-from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 
 # --- for the process that starts one -----------------------------------------------------------------------------------------
 
@@ -36,20 +33,10 @@ def start_server(module: str, *flags: str, **options: Any) -> subprocess.Popen[s
 
 
 def start_shard(
-    place: int,
-    job: bytes,
-    bind: str = "tcp://127.0.0.1:0",
-    keys: Path | None = None,
-    liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
-    snapshots: Path | None = None,
-    snapshot_s: float = SNAPSHOT_S,
-    most_bytes: int = 1 << 28,
-    stays: bool = False,
-    record: Path | None = None,
+    place: int, job: bytes, bind: str, keys: Path | None, liveness_timeout_s: float, stays: bool = False, **others: Any
 ) -> subprocess.Popen[str]:
-    """Shard ``place`` of a job."""
-    options: dict[str, Any] = {"place": place, "job": job.hex(), "bind": bind, "keys": keys, "most_bytes": most_bytes}
-    options |= {"liveness_timeout": liveness_timeout_s, "snapshots": snapshots, "snapshot": snapshot_s, "record": record}
+    """Shard ``place`` of a job; ``others`` are options of :mod:`hocket.drivers.shard_process`, which has their defaults."""
+    options = {"place": place, "job": job.hex(), "bind": bind, "keys": keys, "liveness_timeout": liveness_timeout_s, **others}
     return start_server("hocket.drivers.shard_process", "--child", *["--stay"] * stays, **options)
 
 

@@ -1,7 +1,5 @@
 """Summation servers (:mod:`hocket.programs.summation`) on sockets: ``python -m hocket.drivers.summation`` is a spare one."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -84,7 +82,6 @@ class Summation:
         servers: int,
         bind: str = "127.0.0.1",
         keys: Path | None = None,
-        liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
         spare: Sequence[str] | None = None,
         job: bytes | None = None,
     ) -> None:
@@ -114,13 +111,9 @@ class Summation:
         addresses = [a[0] for a in everyone] + list([a[1] for a in everyone if len(a) > 1] if spare is None else spare)
         callers = [Caller(address, job, found, high_water=QUEUE) for address in addresses]
         silence_s = cluster.liveness_timeout_s if cluster.has_process_group else SILENCE_S
-        self.mean = SummationClient(worker, cluster.size, callers, liveness_timeout_s, children, silence_s)
+        self.mean = SummationClient(worker, cluster.size, callers, children=children, silence_s=silence_s)
         self._thread = threading.Thread(target=self._server.serve, args=(self._stop.is_set,), name="hocket-summation", daemon=True)
         self._thread.start()
-
-    def reduce_mean(self, rows: Tensor) -> Tensor:
-        """The rows, each replaced by the mean over all workers (in place)."""
-        return self.mean(rows)
 
     def close(self) -> None:
         """End the thread and the children."""
@@ -142,7 +135,6 @@ def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
 
 
 def start_summation_server(job: bytes, workers: int, bind: str = "127.0.0.1", keys: Path | None = None) -> subprocess.Popen[str]:
-    """A spare process that sums."""
     return start_server("hocket.drivers.summation", job=job.hex(), workers=workers, bind=bind, keys=keys)
 
 

@@ -6,14 +6,11 @@ thread. Both hold the lock while the program handles an event, so events are rec
 An error that a message or a timer leads to ends the thread, and is raised by the main thread's next call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
-from types import TracebackType
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import zmq
@@ -30,10 +27,11 @@ _TURN_S = 0.5
 class ThreadedDriver(SocketDriver):
     """Serves after :meth:`start`; ``call`` and ``begin`` are for one other thread."""
 
+    waits_for_more = True  # for the main thread
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._changed = threading.Condition(threading.RLock())
-        self.lock = _Lock(self)
         self.error: BaseException | None = None
         """What ended the thread."""
         self._wanted: deque[Effect] = deque()
@@ -84,6 +82,18 @@ class ThreadedDriver(SocketDriver):
         os.close(self._wake_from)
         os.close(self._wake_to)
 
+    @property
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """An error of the service thread is known before the lock is free: the main thread may wait for it."""
+        with self._changed:
+            try:
+                yield
+            except BaseException as error:
+                if self.serving:
+                    self.fail(error)
+                raise
+
     def fail(self, error: BaseException) -> None:
         """What was raised in the thread; the main thread raises it."""
         with self._changed:
@@ -101,10 +111,6 @@ class ThreadedDriver(SocketDriver):
                     self._changed.notify_all()
         except BaseException as error:
             self.fail(error)
-
-    @property
-    def _single_link(self) -> bool:
-        return False  # it also waits for the main thread
 
     def _receive(self, timeout_s: float) -> None:
         super()._receive(timeout_s)
@@ -137,18 +143,3 @@ class ThreadedDriver(SocketDriver):
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it is woken already
             os.write(self._wake_to, b".")
-
-
-class _Lock:
-    """The lock of a driver. An error of the service thread is known before the lock is free: the main thread may wait for it."""
-
-    def __init__(self, driver: ThreadedDriver) -> None:
-        self._driver = driver
-
-    def __enter__(self) -> None:
-        self._driver._changed.acquire()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and self._driver.serving:
-            self._driver.fail(error)
-        self._driver._changed.release()

@@ -4,8 +4,6 @@ Per step the job calls :meth:`WorkerRuntime.before_update` with its gradients, s
 so, and calls :meth:`WorkerRuntime.after_update`. Weights come into the rows that it joined with.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +31,7 @@ class WorkerRuntime(ABC):
         self.worker = worker
         self.attached = False
         """Whether the worker has joined and not left."""
-        self._recorder = None if record is None else Recorder(record)
+        self._recorder = Recorder(record)
 
     # --- training ------------------------------------------------------------------------------------------------------------
 
@@ -43,9 +41,9 @@ class WorkerRuntime(ABC):
         return int(self.program.step)
 
     @property
-    @abstractmethod
     def steps_locally(self) -> bool:
         """Whether the worker's own optimiser makes the step under way."""
+        return bool(self.program.steps_locally)
 
     @abstractmethod
     def before_update(self, gradients: Sequence[Tensor]) -> None:
@@ -76,9 +74,8 @@ class WorkerRuntime(ABC):
 
     def record_batch(self, number: int | None) -> int | None:
         """The number of a mini-batch that this worker takes for its next step, into the recording if there is one."""
-        if self._recorder is not None:
-            with self.driver.lock:
-                self._recorder.batch(number)
+        with self.driver.lock:
+            self._recorder.write("batch", id=number)
         return number
 
     # --- state ---------------------------------------------------------------------------------------------------------------
@@ -103,7 +100,6 @@ class WorkerRuntime(ABC):
 
     @property
     def account(self) -> Account:
-        """This worker's own figures."""
         found = self.program.account
         assert isinstance(found, Account)
         return found
@@ -142,6 +138,5 @@ class WorkerRuntime(ABC):
         """Call a method of the account with the time, also in the recording."""
         with self.driver.lock:
             now = self.driver.clock()
-            if self._recorder is not None:
-                self._recorder.call(f"account.{method.__name__}", (), now)
+            self._recorder.write("call", name=f"account.{method.__name__}", arguments=(), now=now)
             method(now)

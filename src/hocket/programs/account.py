@@ -5,8 +5,6 @@ while the worker computed is *hidden*. Bytes of both directions count at the wor
 moved; joining, heartbeats and status requests do not count. Without servers a worker also counts the staleness of its gradients.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -65,7 +63,6 @@ class Account:
         self.exchanges += 1
 
     def add_loss(self, loss: float) -> None:
-        """The loss of a mini-batch."""
         self.loss += loss
         self.losses += 1
 
@@ -75,7 +72,6 @@ class Account:
         self.staleness[age] = self.staleness.get(age, 0) + 1
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Plain data for a message."""
         until = now if self.paused is None else self.paused
         seconds = 0.0 if self.begun is None else until - self.begun
         plain = {name: getattr(self, name) for name in ("bytes_sent", "exchanges", "nonfinite", "lost", "loss", "losses")}
@@ -107,16 +103,8 @@ def entry_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, An
 
     count = max(len(accounts), 1)
     seconds, wait, transfer, hidden = (total(name) / count for name in _SECONDS)
-    entry = Entry(
-        seconds=seconds,
-        compute_s=max(seconds - wait - transfer, 0.0),
-        wait_s=wait,
-        transfer_s=transfer,
-        transfer_hidden_s=hidden,
-        bytes_sent=int(total("bytes_sent")),
-        exchanges=int(total("exchanges")),
-        nonfinite=int(total("nonfinite")),
-    )
+    counts = {name: int(total(name)) for name in ("bytes_sent", "exchanges", "nonfinite")}
+    entry = Entry(seconds, max(seconds - wait - transfer, 0.0), wait, transfer, hidden, **counts)
     losses = total("losses")
     return entry, total("loss") / losses if losses else None
 

@@ -2,19 +2,19 @@
 
 A program is a deterministic state machine. A driver calls it with an event (a message, a timer, a step of the training) and the
 time, and carries out the effects that it returns. A program never sleeps, sends or reads a clock. So the same text runs on sockets
-(:mod:`hocket.drivers.sockets`), on a virtual clock (:mod:`hocket.drivers.events`), under simulated faults
-(:mod:`hocket.drivers.faults`) and from a recording (:mod:`hocket.drivers.replay`).
+(:mod:`hocket.drivers.sockets`), on a virtual clock (:mod:`hocket.drivers.simulation`), under simulated faults (tests/faults) and
+from a recording (:mod:`hocket.drivers.replay`).
 
 Where an algorithm is a sequence with waits in between (join, then fetch, then agree), it is written as a generator that yields
 :class:`Until`: the program goes on with it as soon as the condition holds or the time has come.
 """
 
-from __future__ import annotations
-
+import inspect
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 from torch import Tensor
 
@@ -105,6 +105,20 @@ class Until:
 
 Task = Generator[Until, None, Any]
 _TASK, _RETRY = "task", "retry"
+_P = ParamSpec("_P")
+
+
+def event(method: Callable[_P, Task | None]) -> Callable[_P, Effects]:
+    """Makes a method of a program one that drivers call, with the time as ``now``; what it returns is its task, if it has one."""
+    place = list(inspect.signature(method).parameters).index("now")
+
+    @wraps(method)
+    def handle(*arguments: _P.args, **named: _P.kwargs) -> Effects:
+        program: Any = arguments[0]
+        program.now = max(named["now"] if "now" in named else arguments[place], program.now)
+        return program._done(method(*arguments, **named))
+
+    return handle
 
 
 class Program:
@@ -127,18 +141,14 @@ class Program:
         """Whether a task waits for an event: the worker stands still until it is done."""
         return self._task is not None
 
-    def message(self, sender: Address, message: Envelope, now: float) -> Effects:
-        """A message has arrived."""
-        self.now = max(now, self.now)
+    @event
+    def message(self, sender: Address, message: Envelope, now: float) -> None:
         self.on_message(sender, message)
-        return self._done()
 
-    def timer(self, name: str, now: float) -> Effects:
-        """A timer has run out."""
-        self.now = max(now, self.now)
+    @event
+    def timer(self, name: str, now: float) -> None:
         if name != _TASK:
             self.on_timer(name)
-        return self._done()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from, where the program can be saved."""
@@ -159,7 +169,6 @@ class Program:
     """What a peer that has a number is called in error messages."""
 
     def on_message(self, sender: Address, message: Envelope) -> None:
-        """What a message does."""
         raise NotImplementedError
 
     def on_timer(self, name: str) -> None:
@@ -171,15 +180,11 @@ class Program:
     def _set_timer(self, name: str, at: float) -> None:
         self._effects.append(SetTimer(name, at))
 
-    def _run(self, task: Task, now: float) -> Effects:
-        """Start a task and go on with it as far as possible."""
-        assert self._task is None, "a program runs one task at a time"
-        self.now = max(now, self.now)
-        self._task, self._until = task, None
-        return self._done()
-
-    def _done(self) -> Effects:
-        """Go on with the task, and hand over the effects collected."""
+    def _done(self, task: Task | None = None) -> Effects:
+        """Start ``task``, or go on with the one that runs, as far as possible, and hand over the effects collected."""
+        if task is not None:
+            assert self._task is None, "a program runs one task at a time"
+            self._task, self._until = task, None
         self._advance()
         effects, self._effects = self._effects, []
         return effects
@@ -265,6 +270,8 @@ class Service(Program):
 
     role = "A service"
     """What it is called in refusals."""
+    own_number, own_place = -1, 0
+    """The sender and the place of its answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,17 +283,16 @@ class Service(Program):
         try:
             if message.kind not in handlers:
                 raise Rejected("kind", f"{self.role} does not accept {message.kind.name}.")
-            try:
-                self._admit(message)
-                handlers[message.kind](peer, message)
-            except Rejected:
-                raise
-            except Exception as error:
-                why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-                raise Rejected("shape", f"The message cannot be read: {why}.") from None
+            self._admit(message)
+            handlers[message.kind](peer, message)
+            return
         except Rejected as rejected:
-            self.rejected[rejected.reason] += 1
-            self._answer(peer, Kind.REFUSAL, message.number, {"reason": rejected.reason, "sentence": str(rejected)})
+            reason, sentence = rejected.reason, str(rejected)
+        except Exception as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            reason, sentence = "shape", f"The message cannot be read: {why}."
+        self.rejected[reason] += 1
+        self._answer(peer, Kind.REFUSAL, message.number, {"reason": reason, "sentence": sentence})
 
     def _admit(self, message: Envelope) -> None:
         """Raises Rejected where the sender is not one that is served."""
@@ -295,7 +301,12 @@ class Service(Program):
         self, peer: bytes, kind: Kind, number: int, metadata: Mapping[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
     ) -> None:
         # A peer that is gone does not get it; one that is merely slow asks again.
-        self._send(peer, Envelope(kind, number=number, step=step, metadata=metadata, tensors=tensors))
+        answer = Envelope(kind, self.own_number, self.own_place, step, number, {**self._status(), **metadata}, tensors)
+        self._send(peer, answer)
+
+    def _status(self) -> dict[str, Any]:
+        """What every message says of its sender."""
+        return {}
 
 
 def to_plain(message: Envelope | None) -> list[Any] | None:

@@ -11,8 +11,6 @@ All state of the program is in ``gradient_state``, ``weight_state`` and ``outer_
 the rows hosted here) and two counters.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from itertools import accumulate
@@ -204,19 +202,10 @@ class CollectiveProgram:
     def state_dict(self) -> dict[str, Any]:
         """All state that a resumed run needs to give the same bits (a mix in flight is awaited and kept)."""
         self.drain()
-        return copy.deepcopy(
-            {
-                **self._identity(),
-                "step": self.step,
-                "exchanges": self.exchanges,
-                "landing": self._mixed,
-                "clock": None if self.cluster.clock is None else self.cluster.clock.state_dict(),
-                "gradient_state": self.gradient_state if self._kept is None else self._kept,  # without gradients not applied yet
-                "discards": self._discards,
-                "weight_state": self.weight_state,
-                "outer_state": self.outer_state,
-            }
-        )
+        state: dict[str, Any] = {"step": self.step, "exchanges": self.exchanges, "landing": self._mixed, "discards": self._discards}
+        state["clock"] = None if self.cluster.clock is None else self.cluster.clock.state_dict()
+        state["gradient_state"] = self.gradient_state if self._kept is None else self._kept  # without gradients not applied yet
+        return copy.deepcopy({**self._identity(), **state, "weight_state": self.weight_state, "outer_state": self.outer_state})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the :meth:`state_dict` of the same strategy, model and workers per process."""
@@ -240,16 +229,8 @@ class CollectiveProgram:
         return {"strategy": str(self.strategy), "layout": self.layout.digest(), "workers": workers, "seed": self.seed}
 
     def _context(self, bucket: int) -> Context:
-        return Context(
-            seed=self.seed,
-            step=self.step,
-            exchange=self.exchanges,
-            bucket=bucket,
-            workers=self._workers,
-            world=self.cluster.size,
-            shapes=self._shapes[bucket],
-            residual_stays=self.strategy.sync.residual_stays,
-        )
+        shape, stays = self._shapes[bucket], self.strategy.sync.residual_stays
+        return Context(self.seed, self.step, self.exchanges, bucket, self._workers, self.cluster.size, shape, residual_stays=stays)
 
 
 def _real(rows: Tensor) -> Tensor:

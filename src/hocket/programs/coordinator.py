@@ -11,8 +11,6 @@ PUSH       the final mean, mini-batches done, its account           REPLY
 =========  =======================================================  ==========================================================
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +18,7 @@ from typing import Any
 
 from hocket.errors import HocketError
 from hocket.programs.account import Account, added, staleness_of
-from hocket.programs.base import Address, Client, Effects, Link, Rejected, Service, Task, Until
+from hocket.programs.base import Address, Client, Effects, Link, Rejected, Service, Task, Until, event
 from hocket.programs.gossip.state import Mean
 from hocket.programs.server.members import BatchDispatcher
 from hocket.transport.frame import Envelope, Kind
@@ -88,19 +86,17 @@ class Coordinator(Service):
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
-    def start(self, now: float) -> Effects:
-        """Begin to serve."""
-        self.now = self._notified = now
+    @event
+    def start(self, now: float) -> None:
+        self._notified = now
         self._set_timer(_CHECK, now + _CHECK_EVERY_S)
-        return self._done()
 
-    def worker_lost(self, worker: int, now: float) -> Effects:
+    @event
+    def worker_lost(self, worker: int, now: float) -> None:
         """A worker has died, or is silent for good: its mini-batches go to others."""
-        self.now = max(now, self.now)
         self.gone.add(worker)
         self.lost += self.dispatcher.give_back(worker)
         self._welcome()
-        return self._done()
 
     def on_message(self, sender: Address, message: Envelope) -> None:
         self._serve(sender, message, {Kind.HELLO: self._hello, Kind.FETCH: self._fetch, Kind.PUSH: self._push})
@@ -177,10 +173,10 @@ class Coordinator(Service):
 class CoordinatorClient(Client):
     """A worker's side of the coordinator; the next mini-batch is requested while the worker computes."""
 
-    def __init__(self, worker: int, incarnation: int = 0, account: Account | None = None) -> None:
+    def __init__(self, worker: int, incarnation: int = 0) -> None:
         super().__init__()
         self.worker, self.incarnation = worker, incarnation
-        self.account = Account() if account is None else account
+        self.account = Account()
         """The worker's, which goes along with every request."""
         self.worker_addresses: list[str | None] = []
         """All workers' addresses, after :meth:`join`; None where a worker has died already."""
@@ -195,13 +191,25 @@ class CoordinatorClient(Client):
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
-    def join(self, address: str, now: float) -> Effects:
-        """Tell where this worker is; then :attr:`addresses` has those of all."""
-        return self._run(self._join(address), now)
+    @event
+    def join(self, address: str, now: float) -> Task:
+        """Tell where this worker is; then :attr:`worker_addresses` has those of all."""
+        self._ask(Kind.HELLO, {"address": address, "incarnation": self.incarnation})
+        welcome = yield from self._wait()
+        self.worker_addresses = list(welcome.metadata["addresses"])
 
-    def take_batch(self, now: float) -> Effects:
-        """Make sure that a mini-batch lies ready, if there is one left."""
-        return self._run(self._ensure_batch(), now)
+    @event
+    def take_batch(self, now: float) -> Task:
+        """Make sure that a mini-batch lies ready, if there is one left; the last request is for those of a dead worker."""
+        last = self.over
+        while not self._batch_ids and not last:
+            if not self.open:
+                last = self._none_left
+                self._ask(Kind.FETCH, self._report(self._taken))
+                self._taken = []
+            metadata = (yield from self._wait()).metadata
+            self._batch_ids.extend(int(number) for number in metadata["batch_ids"])
+            self._none_left = bool(metadata["over"])
 
     def next_batch(self, now: float) -> tuple[int | None, Effects]:
         """After :meth:`take_batch`: the number of the next mini-batch (None: there is none left); the one before is done."""
@@ -214,30 +222,9 @@ class CoordinatorClient(Client):
                 self._taken = self._taken[-1:]
         return number, self._done()
 
-    def deliver(self, mean: Mean, now: float, ledger: dict[str, Any] | None = None) -> Effects:
+    @event
+    def deliver(self, mean: Mean, now: float, ledger: dict[str, Any] | None = None) -> Task:
         """Tell the final mean, and the final figures (the account's, unless given)."""
-        return self._run(self._deliver(mean, ledger), now)
-
-    # --- tasks ---------------------------------------------------------------------------------------------------------------
-
-    def _join(self, address: str) -> Task:
-        self._ask(Kind.HELLO, {"address": address, "incarnation": self.incarnation})
-        welcome = yield from self._wait()
-        self.worker_addresses = list(welcome.metadata["addresses"])
-
-    def _ensure_batch(self) -> Task:
-        """Before it ends it asks once more: a worker that has died may have left some."""
-        last = self.over
-        while not self._batch_ids and not last:
-            if not self.open:
-                last = self._none_left
-                self._ask(Kind.FETCH, self._report(self._taken))
-                self._taken = []
-            metadata = (yield from self._wait()).metadata
-            self._batch_ids.extend(int(number) for number in metadata["batch_ids"])
-            self._none_left = bool(metadata["over"])
-
-    def _deliver(self, mean: Mean, ledger: dict[str, Any] | None) -> Task:
         if self.open:
             yield from self._wait()
         metadata, tensors = mean.described()

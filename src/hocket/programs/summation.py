@@ -6,15 +6,13 @@ from all workers adds them up in worker order and sends the mean back to all. Pi
 pushing and fetching go on at the same time, in both directions of every link.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice, pairwise
 
 from torch import Tensor
 
 from hocket.errors import WorkerLost
-from hocket.programs.base import Address, Effects, Finished, Program, Task, Until
+from hocket.programs.base import Address, Finished, Program, Task, Until, event
 from hocket.transport.frame import Envelope, Kind
 
 PIECE_BYTES = 1 << 16
@@ -100,16 +98,16 @@ class SummationWorker(Program):
         self._quiet: dict[int, float] = {}
         """For how long each spare server has been silent; time in which this worker did not look does not count."""
 
-    def mean(self, flat: Tensor, now: float) -> Effects:
+    @event
+    def mean(self, flat: Tensor, now: float) -> Task:
         """Make ``flat``, on the CPU, the mean of all workers'; one that was given up is forgotten."""
         self._task = None
-        return self._run(self._mean(flat), now)
+        return self._mean(flat)
 
-    def dismiss(self, now: float) -> Effects:
-        """End the spare servers."""
+    @event
+    def dismiss(self, now: float) -> None:
         for server in range(self.workers, self.servers):
             self._send(server, Envelope(Kind.GOODBYE, sender=self.worker))
-        return self._done()
 
     def _mean(self, flat: Tensor) -> Task:
         self._number += 1

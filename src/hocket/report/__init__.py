@@ -4,8 +4,6 @@
 ``charts`` and ``page`` show it, and :func:`build` writes it all.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Where no strategy is faster, sends fewer bytes or is more accurate than ``bulk +
 margins below, the report says that first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ sync axis. Colour is never the only difference: the mark shows the sync axis, an
 colour of the text.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import re
@@ -66,12 +64,10 @@ def _natural(text: str) -> list[str | int]:
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(rows: Sequence[Row]) -> dict[str, bytes]:
-    """All charts by file name."""
     looks, pictures = styles(rows), list[tuple[str, bytes | None]]()
     for facet in sorted({r.facet for r in rows}):
         inside = [r for r in rows if r.facet == facet]

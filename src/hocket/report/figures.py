@@ -1,7 +1,5 @@
 """Numbers as text, with a few significant digits and a unit."""
 
-from __future__ import annotations
-
 NONE = "–"
 
 
@@ -62,7 +60,6 @@ def around(mean: float, spread: float | None, digits: int | None = None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Seconds."""
     return NONE if value is None else f"{plain(value)} s"
 
 

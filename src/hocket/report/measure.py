@@ -4,8 +4,6 @@ A *score* is larger where a run is better: the accuracy, or minus the test loss.
 test loss per cent of the baseline's.
 """
 
-from __future__ import annotations
-
 import math
 
 from hocket.report.figures import percent, plain, points
@@ -29,7 +27,6 @@ class Accuracy:
         return (row.score.spread if row.score else None) or 0.0
 
     def show(self, score: float) -> str:
-        """A score."""
         return percent(score)
 
     def difference(self, gain: float) -> str:

@@ -4,8 +4,6 @@ Answers and tables are static HTML and need no script. Text reaches the page esc
 element, and the script inserts text only as text nodes.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re
@@ -29,7 +27,6 @@ _SHOWN = NOT_CONFIGURATION | {"strategy", "workers", "virtual", "data", "model",
 
 
 def make_page(title: str, rows: Sequence[Row], answers: Mapping[Facet, list[Answer]], reading: Reading, pictures: bool) -> str:
-    """The whole page."""
     facets = list(answers)
     head, body = as_html(rows)
     parts = {

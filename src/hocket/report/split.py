@@ -3,8 +3,6 @@
 Positions in time are percentages of the width, so that a timeline fits the screen and its text keeps its size.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from itertools import count

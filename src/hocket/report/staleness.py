@@ -44,7 +44,6 @@ class Staleness:
 
     @property
     def total(self) -> int:
-        """How many gradients there were."""
         return sum(count for _, count in self.counts)
 
     @property
@@ -63,12 +62,10 @@ class Staleness:
 
     @property
     def mean(self) -> float:
-        """The mean staleness."""
         return sum(value * count for value, count in self.counts) / self.total
 
     @property
     def largest(self) -> int:
-        """The largest value."""
         return self.counts[-1][0]
 
     def _of(self, place: int) -> int:
@@ -88,7 +85,6 @@ class Staleness:
 
 
 def column_of(value: int, edges: Sequence[int]) -> int:
-    """The column of a value."""
     return bisect_right(edges, value) - 1
 
 

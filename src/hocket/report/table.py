@@ -1,7 +1,5 @@
 """The table of rows; the page, Markdown and CSV have the same columns."""
 
-from __future__ import annotations
-
 import csv
 import html
 import io
@@ -34,7 +32,6 @@ class Column:
 
     @property
     def numeric(self) -> bool:
-        """Whether it holds numbers."""
         return self.name not in _WORDS
 
     def figure(self, row: Row) -> Figure | None:

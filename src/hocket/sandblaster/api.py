@@ -1,7 +1,5 @@
 """``hocket.Sandblaster``: minimise the mean loss over a whole data set with distributed L-BFGS."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -127,17 +125,14 @@ class Sandblaster:
         self.portions = cut(len(self.train[0]), workers if static else min(workers * portions_per_worker, len(self.train[0])))
         objective = self.objective()  # refuses models that cannot work
         values = len(objective.point)
-        if self._tried(objective.model):
+        largest = max(part.stop - part.start for part in self.portions)
+        if try_batch(objective.model, self._evaluator(None), largest):  # in the mode that the model has
             raise HocketError(
                 "L-BFGS compares losses at several points, and this model or loss draws new random numbers each time: "
                 "remove dropout or put the model into eval mode."
             )
         if shards > values:
             raise HocketError(f"{shards} shards are too many for {values} parameters: use fewer.")
-
-    def _tried(self, model: nn.Module) -> bool:
-        """Try one portion in the mode that the model has; whether it drew random numbers."""
-        return try_batch(model, self._evaluator(None), max(part.stop - part.start for part in self.portions))
 
     def _evaluator(self, test: Pair | None) -> Evaluator:
         return Evaluator(DataSet("batch", self.train, test, 0, self.prepare), self.loss)
@@ -152,8 +147,7 @@ class Sandblaster:
 
     def world(self) -> VirtualWorld:
         """The virtual cluster, before anything has happened."""
-        where = self.cluster, self.workers, self.seed, self.deaths, self.notice_s
-        return VirtualWorld(self.objective(), self.config(), *where)
+        return VirtualWorld(self.objective(), self.config(), self.cluster, self.workers, self.seed, self.deaths, self.notice_s)
 
     def run(self, watch: Callable[[dict[str, Any]], None] = lambda _: None) -> SandblasterRun:
         """Train on virtual workers; ``watch`` sees each iteration's metrics as they come."""
@@ -190,17 +184,8 @@ class Sandblaster:
 
         if not slowdown or not all(1 <= factor < math.inf for factor in slowdown):
             raise HocketError(f"slowdown={slowdown!r}: real workers can only be made slower; give numbers of at least 1.")
-
-        metrics, x, ended = launch(
-            self,
-            None if folder is None else Path(folder),
-            liveness_timeout_s,
-            restarts,
-            watch,
-            on_iteration,
-            slowdown,
-            None if record is None else Path(record),
-        )
+        kept, recorded = (None if path is None else Path(path) for path in (folder, record))
+        metrics, x, ended = launch(self, kept, liveness_timeout_s, restarts, watch, on_iteration, slowdown, recorded)
         objective = self.objective()
         metrics[-1] |= self.evaluate(objective, x).line(metrics[-1]["loss"])
         objective.move(x)

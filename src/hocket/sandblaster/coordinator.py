@@ -7,8 +7,6 @@ After every iteration the shards save their vectors and then the coordinator its
 that iteration again and the conversation goes on from it; a restarted coordinator does the same.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from hocket.errors import WorkerLost
-from hocket.programs.base import Address, Effects, Finished, Program, Snapshot, Task, Until
+from hocket.programs.base import Address, Finished, Program, Snapshot, Task, Until, event
 from hocket.sandblaster.lbfgs import Ask, Evaluate, Settings, State, lbfgs
 from hocket.sandblaster.portions import Answer, Counts, Dispenser
 from hocket.sandblaster.protocol import RESEND_S, OrderQueue, message_bytes
@@ -85,14 +83,13 @@ class Dispatch(Program):
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
-    def peer_lost(self, identity: bytes, now: float) -> Effects:
+    @event
+    def peer_lost(self, identity: bytes, now: float) -> None:
         """That worker is known to be dead."""
-        self.now = max(now, self.now)
         if identity in self._tickets:
             self._lose(self._tickets[identity])
         else:
             self._counts.lost += 1
-        return self._done()
 
     def on_message(self, sender: Address, message: Envelope) -> None:
         assert isinstance(sender, bytes)
@@ -261,14 +258,22 @@ class SandblasterCoordinator(Dispatch):
         self._session = config.incarnation << _NUMBERS
         self._begun, self._before = 0.0, dict[str, Any]()
 
-    def start(self, now: float) -> Effects:
+    @event
+    def start(self, now: float) -> Task:
         """Wait for the shards, then minimise."""
         self._begun = self._accompanied = now
         self._set_timer(_CHECK, now + _CHECK_EVERY_S)
-        return self._run(self._train(), now)
+        while True:
+            try:
+                yield from self._minimise()
+                break
+            except _ShardRestarted:
+                self._dispenser = None
+        for peer in (*self._workers.values(), *self._shards.values()):
+            self._send(peer.identity, Envelope(Kind.GOODBYE))
+        self._effects.append(Finished())
 
     def _spent(self) -> dict[str, Any]:
-        """What this coordinator has spent so far."""
         moved = {"bytes_coordinator": self._bytes, "bytes_shards": sum(self._moved.values())}
         return {"seconds": self.now - self._begun, **moved, **asdict(self._counts)}
 
@@ -280,17 +285,6 @@ class SandblasterCoordinator(Dispatch):
         return {"state": self.state, "metrics": self.metrics}
 
     # --- the conversation ----------------------------------------------------------------------------------------------------
-
-    def _train(self) -> Task:
-        while True:
-            try:
-                yield from self._minimise()
-                break
-            except _ShardRestarted:
-                self._dispenser = None
-        for peer in (*self._workers.values(), *self._shards.values()):
-            self._send(peer.identity, Envelope(Kind.GOODBYE))
-        self._effects.append(Finished())
 
     def _minimise(self) -> Task:
         """Begin a session: from what was saved last, or from the beginning."""
@@ -349,7 +343,6 @@ class SandblasterCoordinator(Dispatch):
         return [combine(order, answers) for order, answers in zip(orders, terms, strict=True)]
 
     def _evaluate(self, request: Evaluate) -> Task:
-        """See :class:`Evaluate`."""
         self._evaluation, self._dispenser = self._evaluation + 1, None
         for worker in self._workers.values():
             worker.order_queue, worker.counted = OrderQueue(), []

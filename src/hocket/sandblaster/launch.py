@@ -6,7 +6,6 @@ last iteration in the folder (see ``processes``). A later call with the same fol
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import pickle
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hocket.drivers.processes import Role, Supervisor
+from hocket.drivers.record import digest
 from hocket.drivers.snapshots import unsealed
 from hocket.errors import HocketError, WorkerLost
 from hocket.sandblaster.coordinator import GO_ON
@@ -59,22 +59,20 @@ class ForkedProcess:
         return self._process.exitcode
 
 
-class SandblasterProcesses:
+class SandblasterProcesses(Supervisor):
     """The processes of a run, as the process that started them sees them; ``roles`` are coordinator, shard and worker."""
 
     def __init__(self, roles: Sequence[Role], remedy: str) -> None:
-        self.supervisor = Supervisor(roles, max_restarts=sys.maxsize)  # this class counts them
+        super().__init__(roles, max_restarts=sys.maxsize)  # this class counts them
         self._remedy = remedy
-        self.restarts = 0
+        self.times_restarted = 0
         """How often processes that were killed have been started again; several at once count once."""
 
     def of(self, role: str) -> list[Any]:
-        """The processes of a role."""
-        return [self.supervisor.process(role, number) for number in self.supervisor.codes(role)]
+        return [self.process(role, number) for number in self.codes(role)]
 
     @property
     def everyone(self) -> list[Any]:
-        """All of them."""
         return [*self.of(COORDINATOR_ROLE), *self.of(SHARD), *self.of(WORKER)]
 
     def check(self, most_restarts: int) -> bool:
@@ -82,18 +80,18 @@ class SandblasterProcesses:
         code = self.code
         if code == 0:
             return True
-        if code is not None or any(self.supervisor.ended(SHARD).values()):  # perhaps for want of another
+        if code is not None or any(self.ended(SHARD).values()):  # perhaps for want of another
             self._settle()
-        dead = {i: ended for i, ended in self.supervisor.ended(SHARD).items() if ended}
+        dead = {i: ended for i, ended in self.ended(SHARD).items() if ended}
         killed = any(ended < 0 for ended in (*dead.values(), 0 if code is None else code))
-        if killed and max(dead.values(), default=-1) < 0 and self.restarts < most_restarts:
+        if killed and max(dead.values(), default=-1) < 0 and self.times_restarted < most_restarts:
             self._restart()
         elif dead:
             place, ended = max(dead.items(), key=lambda item: item[1])  # an error of its own says more than a death
             raise WorkerLost(f"Shard {place} ended with code {ended}: {self._remedy}.", place)
         elif code is not None:
             return True
-        codes = list(self.supervisor.codes(WORKER).values())
+        codes = list(self.codes(WORKER).values())
         if all(codes):
             raise WorkerLost(f"All workers ended, the last with code {codes[-1]}: look at their output.")
         return False
@@ -101,25 +99,24 @@ class SandblasterProcesses:
     @property
     def code(self) -> int | None:
         """The coordinator's exit code; None while it runs."""
-        return self.supervisor.codes(COORDINATOR_ROLE)[0]
+        return self.codes(COORDINATOR_ROLE)[0]
 
     def _settle(self) -> None:
         """Wait a little for another shard to end."""
-        before, deadline = len(self.supervisor.ended(SHARD)), time.monotonic() + SETTLE_S
-        while len(self.supervisor.ended(SHARD)) == before < len(self.supervisor.codes(SHARD)) and time.monotonic() < deadline:
+        before, deadline = len(self.ended(SHARD)), time.monotonic() + SETTLE_S
+        while len(self.ended(SHARD)) == before < len(self.codes(SHARD)) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _restart(self) -> None:
         """Start shards that have ended, and the coordinator if it has, again."""
-        self.restarts += 1
+        self.times_restarted += 1
         for role in (SHARD, COORDINATOR_ROLE):
-            for number in self.supervisor.ended(role):
-                self.supervisor.restart(role, number)
+            for number in self.ended(role):
+                self.restart(role, number)
 
-    def shutdown(self) -> None:
+    def shutdown(self, leave_s: float = 0.0) -> None:
         """End all processes: those of a run that has ended by itself get some time to do so."""
-        started = self.supervisor.codes(COORDINATOR_ROLE)
-        self.supervisor.shutdown(LEAVE_S if started.get(0) == 0 else 0.0)
+        super().shutdown(LEAVE_S if self.codes(COORDINATOR_ROLE).get(0) == 0 else leave_s)
 
 
 def launch(
@@ -138,7 +135,7 @@ def launch(
         where.mkdir(parents=True, exist_ok=True)
         point = job.objective().point.cpu()
         config = job.config(liveness_timeout_s=liveness_timeout_s, remedy=NOTHING_KEPT if folder is None else GO_ON)
-        plan = Plan(secrets.token_bytes(JOB_BYTES), where, config, _digest(point, *job.train), len(point), record)
+        plan = Plan(secrets.token_bytes(JOB_BYTES), where, config, digest([point, *job.train]), len(point), record)
         _check_folder(plan)
         (where / LINK_FILE).unlink(missing_ok=True)
         processes = _processes(plan, point, _pickled(job), job.workers, slowdown)
@@ -155,13 +152,12 @@ def launch(
             tell()
             watch(processes)
 
-        with processes.supervisor:
-            try:
+        try:
+            with processes:
                 _start(processes, plan)
                 _watch(processes, plan, restarts, look)
-            finally:
-                processes.shutdown()
-                tell()
+        finally:
+            tell()
         found = plan.written()
         iteration = found["state"]["iteration"]
         slices = [unsealed(plan.slices(i, iteration).read_bytes())["x"] for i in range(job.shards)]
@@ -197,14 +193,14 @@ def _processes(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Se
 
 def _start(processes: SandblasterProcesses, plan: Plan) -> None:
     """Start all; the others read where the coordinator listens."""
-    processes.supervisor.start(COORDINATOR_ROLE)
+    processes.start(COORDINATOR_ROLE)
     deadline = time.monotonic() + START_S
     while not (plan.folder / LINK_FILE).exists():
         if processes.code is not None or time.monotonic() > deadline:
             raise WorkerLost("The coordinator did not start: look at its output.")
         time.sleep(0.02)
-    processes.supervisor.start(SHARD)
-    processes.supervisor.start(WORKER)
+    processes.start(SHARD)
+    processes.start(WORKER)
 
 
 def _watch(processes: SandblasterProcesses, plan: Plan, restarts: int, look: Callable[[], None]) -> None:
@@ -244,14 +240,6 @@ def _check_folder(plan: Plan) -> None:
             raise HocketError(
                 f"{part} is missing or damaged ({type(error).__name__}), so there is nothing to go on from: choose another folder."
             ) from None
-
-
-def _digest(*tensors: Tensor) -> str:
-    """Of the weights to begin with and of the batch."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
 
 
 def _pickled(job: Sandblaster) -> bytes:

@@ -13,8 +13,6 @@ Vectors never pass through here. The shards know them by name: ``x``, the direct
 :class:`State`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, field

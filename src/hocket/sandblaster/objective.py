@@ -6,14 +6,13 @@ so the loss must be a mean over samples, and nothing may couple samples of diffe
 statistics and dropout are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from hocket.data.base import Pair
 from hocket.errors import HocketError
 from hocket.train.engines.base import Loss
 from hocket.train.engines.loop import random_modules
@@ -23,12 +22,7 @@ class Objective:
     """The mean loss of ``model`` over a batch, cut into portions."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        batch: tuple[Tensor, Tensor],
-        portions: Sequence[slice],
-        prepare: Callable[[Tensor], Tensor],
+        self, model: nn.Module, loss: Loss, batch: Pair, portions: Sequence[slice], prepare: Callable[[Tensor], Tensor]
     ) -> None:
         check(model)
         self.model, self.loss, self.portions, self.prepare = model, loss, portions, prepare

@@ -17,8 +17,6 @@ The sum depends on who computed what only by rounding: float64 totals agree to a
 magnitudes. With ``exact`` every bundle is one portion and shards add them over a fixed tree: the bits do not depend on it at all.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass, field

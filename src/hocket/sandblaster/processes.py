@@ -27,7 +27,7 @@ from hocket.drivers.record import Recorder
 from hocket.drivers.snapshots import KEPT, sealed, unsealed
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError, WorkerLost
-from hocket.programs.base import Compute, Effects, Finished, Restore, Snapshot
+from hocket.programs.base import Compute, Effects, Restore, Snapshot
 from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR
@@ -75,11 +75,9 @@ class Plan:
         file = self.folder / STATE_FILE
         return json.loads(file.read_text()) if file.exists() else {}
 
-    def recorder(self, process: str, identity: bytes = b"", **program: Any) -> Recorder | None:
+    def recorder(self, process: str, identity: bytes = b"", **program: Any) -> Recorder:
         """The recorder of one process, which others know by ``identity``; ``program`` is what a replay builds it with."""
-        if self.record is None:
-            return None
-        recorder = Recorder(self.record / f"{process}.jsonl")
+        recorder = Recorder(None if self.record is None else self.record / f"{process}.jsonl")
         recorder.start(identity=identity.hex(), **program)
         return recorder
 
@@ -98,12 +96,11 @@ class ProcessDriver(SocketDriver):
         self.program: Any = program  # a coordinator, a shard or a worker
         self._save, self._load = save, load
         self._portions: deque[Compute] = deque()
-        self._over = False
 
     def run(self, compute: Computing | None = None) -> None:
         """Start the program and serve it until it has finished; ``compute(point, portion)`` is what a worker does."""
         self.begin(self.program.start)
-        while not self._over:
+        while not self.finished:
             self.poll(0.0 if self._portions else BEAT_S)
             if self._portions and compute is not None:
                 task = self._portions.popleft()
@@ -119,7 +116,6 @@ class ProcessDriver(SocketDriver):
             elif isinstance(effect, Restore):
                 self.begin(self.program.restored, self._load(effect.name))
             else:
-                self._over |= isinstance(effect, Finished)
                 super().carry_out([effect])
 
 
@@ -134,12 +130,8 @@ def be_coordinator(plan: Plan, incarnation: int) -> None:
     try:
         listener = Listener(plan.address(), plan.job, high_water=QUEUE)
         write_json(plan.folder / LINK_FILE, {"address": listener.address})
-        recorder = plan.recorder(
-            "coordinator-0",
-            incarnation=incarnation,
-            liveness_timeout_s=plan.config.liveness_timeout_s,
-            resumed=bool(plan.written()),
-        )
+        timeout_s, resumed = plan.config.liveness_timeout_s, bool(plan.written())
+        recorder = plan.recorder("coordinator-0", incarnation=incarnation, liveness_timeout_s=timeout_s, resumed=resumed)
         with closing(ProcessDriver(program, listener=listener, save=save, recorder=recorder)) as driver:
             driver.run()
     except (HocketError, WorkerLost) as error:
@@ -177,7 +169,6 @@ def be_worker(plan: Plan, number: int, job: bytes, slowdown: float) -> None:
     torch.set_num_threads(1)
     sandblaster: Sandblaster = pickle.loads(job)  # from the process that started this one
     program = SandblasterWorker(plan.values, plan.config.shards)
-
     identity = f"worker {number} {secrets.token_hex(4)}".encode()
 
     def connect(peer: int, address: str) -> Caller:

@@ -16,8 +16,6 @@ obeyed it says hello, which all do every ``BEAT_S``. On a network that loses not
 Sessions and evaluations are numbered upwards, also across restarts, so a message of an earlier one is out of date everywhere.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from dataclasses import replace
@@ -71,6 +69,5 @@ class OrderQueue:
 
 
 def message_bytes(message: Envelope) -> int:
-    """Bytes of a message's frames."""
     metadata = len(json.dumps(message.metadata, separators=(",", ":")))
     return _HEADER_BYTES + _TENSOR_BYTES * len(message.tensors) + metadata + message.tensor_bytes

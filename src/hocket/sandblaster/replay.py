@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hocket.drivers.record import read_whole
 from hocket.drivers.replay import Event, ReplayNode, call_by_name
 from hocket.drivers.simulation import Key
-from hocket.programs.base import Compute, Effect, Effects
+from hocket.programs.base import Compute, Effects
 from hocket.sandblaster.coordinator import SandblasterCoordinator
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import COORDINATOR
@@ -32,27 +33,19 @@ def replay_nodes(folder: Path, job: Sandblaster) -> dict[Key, ReplayNode]:
         shard = SandblasterShard(i, point[part], job.exact, events[0]["address"], events[0]["incarnation"])
         nodes["shard", i] = ReplayNode(shard, events, to_all)
     for w in range(job.workers):
-        computing = _Computing(job.objective())
-        events = read_whole(folder / f"worker-{w}.jsonl")
-        nodes["worker", w] = ReplayNode(
-            SandblasterWorker(len(point), job.shards), events, to_all, computing, on_effect=computing.on_effect
-        )
+        worker, events = SandblasterWorker(len(point), job.shards), read_whole(folder / f"worker-{w}.jsonl")
+        nodes["worker", w] = _computing(ReplayNode(worker, events, to_all), job.objective())
     return nodes
 
 
-class _Computing:
-    """What a worker computed, again."""
+def _computing(node: ReplayNode, objective: Objective) -> ReplayNode:
+    """The same node; what its worker computed is computed again."""
+    tasks: list[Compute] = []
 
-    def __init__(self, objective: Objective) -> None:
-        self._objective = objective
-        self._task: Compute | None = None
-
-    def on_effect(self, effect: Effect) -> None:
-        if isinstance(effect, Compute):
-            self._task = effect
-
-    def __call__(self, worker: Any, event: Event) -> Effects:
+    def call(worker: Any, event: Event) -> Effects:
         if event.get("name") != "computed":
             return call_by_name(worker, event)
-        assert self._task is not None
-        return worker.computed(self._task.portion, *self._objective.portion(self._task.point, self._task.portion), event["now"])
+        task = tasks.pop()
+        return worker.computed(task.portion, *objective.portion(task.point, task.portion), event["now"])
+
+    return replace(node, call=call, on_effect=lambda effect: tasks.append(effect) if isinstance(effect, Compute) else None)

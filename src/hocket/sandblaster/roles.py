@@ -4,8 +4,6 @@ A shard carries out the coordinator's orders on its slice of every vector. A wor
 while it computes a portion is handled afterwards.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Mapping
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.programs.base import Address, Compute, Connect, Effects, Finished, Program, Restore, Snapshot
+from hocket.programs.base import Address, Compute, Connect, Finished, Program, Restore, Snapshot, event
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR, RESEND_S, message_bytes
 from hocket.sandblaster.vectors import Order, Terms, VectorShard, cuts
 from hocket.transport.frame import Envelope, Kind
@@ -25,11 +23,9 @@ _BEAT = "beat"
 class _Subordinate(Program):
     """Says hello now and then, and ends when the coordinator says goodbye."""
 
-    def start(self, now: float) -> Effects:
-        """Say hello."""
-        self.now = now
+    @event
+    def start(self, now: float) -> None:
         self.on_timer(_BEAT)
-        return self._done()
 
     def on_timer(self, name: str) -> None:
         self._hello()
@@ -90,12 +86,11 @@ class SandblasterShard(_Subordinate):
         self._reply = Envelope(Kind.REPLY, self.number, step=self._session, number=self._obeyed, metadata=metadata)
         self._send(COORDINATOR, self._reply)
 
-    def restored(self, state: dict[str, Tensor], now: float) -> Effects:
+    @event
+    def restored(self, state: dict[str, Tensor], now: float) -> None:
         """The snapshot that a :class:`Restore` asked for."""
-        self.now = max(now, self.now)
         self.shard.vectors = state
         self._answer([[]])
-        return self._done()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This shard's slices, but for the trial point, which every line search makes anew."""
@@ -143,15 +138,14 @@ class SandblasterWorker(_Subordinate):
     def end_state(self) -> dict[str, Any]:
         return {"orders": [self.evaluation, self.ticket, self._obeyed], "total": self._total, "pushed": self._pushed}
 
-    def computed(self, portion: int, loss: float, gradient: Tensor, now: float) -> Effects:
+    @event
+    def computed(self, portion: int, loss: float, gradient: Tensor, now: float) -> None:
         """The portion that a :class:`Compute` asked for: its share of the loss and of the gradient."""
-        self.now = max(now, self.now)
         self._computing, self._pending[portion] = None, (loss, gradient)
         self._report(portion)
         while self._inbox and self._computing is None:
             self.on_message(*self._inbox.popleft())
         self._proceed()
-        return self._done()
 
     def on_message(self, sender: Address, message: Envelope) -> None:
         if message.kind == Kind.GOODBYE:

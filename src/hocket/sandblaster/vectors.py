@@ -18,8 +18,6 @@ Answers are short lists of numbers (*terms*): :func:`combine` makes one scalar o
 float64. With ``exact`` the terms hold a shard's sum without any rounding, so that the scalar does not depend on the cuts at all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -103,11 +101,9 @@ class Sum:
         self._value: Tensor | None = None
 
     def add(self, portion: int, values: Tensor) -> None:
-        """One more."""
         self._value = values.clone() if self._value is None else self._value.add_(values)
 
     def total(self) -> Tensor:
-        """All of them."""
         assert self._value is not None
         return self._value
 

@@ -6,8 +6,6 @@ per value for each order that is answered. The coordinator, each shard and each 
 many workers that fetch from one shard wait for each other. Everything is determined by the spec and the seed.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping

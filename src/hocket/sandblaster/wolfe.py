@@ -7,8 +7,6 @@ optimization*, 2006, algorithms 3.5 and 3.6; the safeguards are those of ``torch
 The search sees numbers alone: f(t), the slope f'(t) = ∇f(x + t·d)·d, and the *name* under which the shards hold that gradient.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -40,11 +38,10 @@ def search(trial: Trial, start: Point, step: float, reach: float, tolerance: flo
     """
     before, new = start, (yield from trial(step, {start.gradient}))
     for grown in range(more):
-        if _too_high(new, start) or (grown > 1 and new.loss >= before.loss):
-            return (yield from _shrink(trial, start, [before, new], reach, tolerance, more - grown))
-        if _flat(new, start):
+        high = _too_high(new, start) or (grown > 1 and new.loss >= before.loss)
+        if not high and _flat(new, start):
             return new
-        if new.slope >= 0:
+        if high or new.slope >= 0:
             return (yield from _shrink(trial, start, [before, new], reach, tolerance, more - grown))
         bounds = new.step + 0.01 * (new.step - before.step), 10 * new.step
         step = cubic(before, new, bounds)

@@ -150,7 +150,6 @@ def carry_out(
 
 
 def finished(folder: Folder, study: Study) -> list[Outcome]:
-    """The runs that are over."""
     return [outcome for planned in study.runs if (outcome := folder.outcome(planned)) is not None]
 
 

@@ -14,8 +14,6 @@
 Every error is one sentence that names the file and the line.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping
@@ -102,7 +100,6 @@ def lines_of(text: str) -> Lines:
 
 
 def read(path: Path) -> Outline:
-    """The study that a file asks for."""
     return _Reader(path).outline()
 
 

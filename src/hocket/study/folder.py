@@ -4,8 +4,6 @@ A run's folder holds run.json and metrics.jsonl as ``hocket train`` leaves them.
 run has ended, and ``rate`` where its learning rate was searched for. A run that was interrupted has neither, and starts again.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -110,7 +108,6 @@ class Folder:
         return place
 
     def finish(self, planned: Planned, searched: Mapping[str, Any] | None) -> Outcome:
-        """Record that a run has finished."""
         run = json.loads((self.path / planned.folder / "run.json").read_bytes())
         return self._end(planned, {**run, "finished": True}, searched)
 

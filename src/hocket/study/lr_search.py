@@ -12,8 +12,6 @@ ends with a higher training loss than its short one, the next lower learning rat
 tries have fewer steps, the best one and the best below it are compared over whole trainings before the choice, and so on downwards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

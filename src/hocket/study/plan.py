@@ -153,7 +153,6 @@ def _stepwise(settings: RunSettings) -> RunSettings:
 
 
 def steps_of(settings: RunSettings, data: DataSet) -> int:
-    """How many steps a run will make."""
     return min(rounds_of(settings, data) * settings.epochs, settings.max_steps or sys.maxsize)
 
 

@@ -4,8 +4,6 @@ A preset is plain data, except for strategies with a number of steps or hosts (`
 ``hierarchical``): these depend on the number of workers and steps of a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -9,8 +9,6 @@
 ``run.train()`` trains to the end and returns a line of metrics per epoch.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

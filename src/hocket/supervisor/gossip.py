@@ -5,8 +5,6 @@ Asking and evaluating go on beside dispatching, so no worker waits for them; whe
 A replacement takes weights from the workers that live (``join`` in ``programs/gossip/agreement.py``).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,7 +58,6 @@ class GossipRun(SupervisedRun):
                 self.close()
 
     def close(self) -> None:
-        """Close the observer's links."""
         if self._observer is not None:
             self._observer.close(0)
 
@@ -154,7 +151,6 @@ class GossipRun(SupervisedRun):
         return {"workers": dict(coordinator.figures), "staleness": coordinator.staleness, "counts": counts}
 
     def epoch_ends(self, look: Callable[[], Mean | None], figures: dict[str, Any], epoch: int) -> dict[str, Any]:
-        """Evaluate and record an epoch."""
         mean, evaluation = look(), None
         if mean is not None:
             rows = [row.view(1, -1) for row in mean.rows]

@@ -1,7 +1,5 @@
 """What all supervised runs share: worker processes that are started, get their task, are watched, and may be replaced."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -68,7 +66,6 @@ class FaultPolicy:
             raise SettingError(text, **given)
 
     def record_of(self, process: str) -> Path | None:
-        """The file of one process."""
         return None if self.record is None else self.record / f"{process}.jsonl"
 
 
@@ -118,19 +115,16 @@ class EpochMetrics:
 
 
 class SupervisedRun(ABC):
-    """A run of ``settings`` on processes of this machine; ``out`` is the folder for run.json and metrics.jsonl.
-
-    ``evaluate`` is called with the global weights after every epoch (default: test loss and accuracy on the test set).
-    """
+    """A run on processes of this machine; :func:`~hocket.supervisor.prepare` says what the arguments mean."""
 
     def __init__(
         self,
         settings: RunSettings,
         device: torch.device,
-        data_dir: Path | None = None,
-        out: Path | None = None,
-        policy: FaultPolicy = FaultPolicy(),  # noqa: B008 - it is frozen
-        evaluate: Evaluate | None = None,
+        data_dir: Path | None,
+        out: Path | None,
+        policy: FaultPolicy,
+        evaluate: Evaluate | None,
     ) -> None:
         self.settings, self.device, self.data_dir, self.policy = settings, device, data_dir, policy
         self.strategy = settings.strategy

@@ -4,18 +4,16 @@ A shard that dies is started again from its snapshot. After every epoch this pro
 records them.
 """
 
-from __future__ import annotations
-
 import subprocess
 import time
 from typing import Any
 
-from hocket.drivers.observer import Observer
 from hocket.drivers.processes import SHARD, Role, error_told, say
+from hocket.drivers.server_runtime import Observer
 from hocket.drivers.start import address_of, start_shard
 from hocket.errors import HocketError
 from hocket.programs.server.observer import GlobalWeights
-from hocket.programs.server.slices import Slices
+from hocket.programs.server.push_encoder import Slices
 from hocket.supervisor.run import WORKER, OnEpoch, SupervisedRun, Watch
 from hocket.train.loop import Progress
 from hocket.train.watch import check_weights
@@ -46,9 +44,9 @@ class ServerRun(SupervisedRun):
 
     def _start_shard(self, place: int, incarnation: int) -> subprocess.Popen[str]:
         policy, bind = self.policy, "tcp://127.0.0.1:0" if incarnation == 0 else self.addresses[place]
-        kept = (self.supervisor.folder, policy.snapshot_s, self.max_bytes)
+        kept: dict[str, Any] = {"snapshots": self.supervisor.folder, "snapshot": policy.snapshot_s, "most_bytes": self.max_bytes}
         record = policy.record_of(f"shard-{place}")
-        return start_shard(place, self.job, bind, policy.keys, policy.liveness_timeout_s, *kept, stays=True, record=record)
+        return start_shard(place, self.job, bind, policy.keys, policy.liveness_timeout_s, stays=True, record=record, **kept)
 
     def _worker_gone(self, worker: int) -> None:
         assert self._observer is not None
@@ -106,7 +104,6 @@ class ServerRun(SupervisedRun):
                 observer.begin(program.fetch, epoch)
 
     def _epoch_ends(self, found: GlobalWeights, epoch: int, on_epoch: OnEpoch) -> None:
-        """Evaluate and record an epoch."""
         check_weights(self.layout, found.rows, epoch)
         evaluation = self.evaluate(found.rows, found.buffers)
         on_epoch(self.metrics.add(epoch, evaluation, found.figures, {"lost": found.lost}))

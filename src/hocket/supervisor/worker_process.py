@@ -3,8 +3,6 @@
 It ends when that input closes, for then the process that started it is gone. An error is one line of JSON on standard output.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -19,7 +17,6 @@ from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 
 
 def main() -> None:
-    """Be a worker."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux: end with the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor hears it and ends this process

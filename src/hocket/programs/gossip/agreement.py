@@ -3,8 +3,6 @@
 Tasks of a :class:`~hocket.programs.gossip.server.PeerServer`: generators that wait for messages.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from dataclasses import replace
@@ -21,11 +19,6 @@ _GIVE_UP_S = 180.0
 """A replacement waits for so long for a worker that answers."""
 _MAX_LEDGERS_BYTES = 48 * 1024
 """More might not fit into a message's metadata."""
-
-
-def greet(node: PeerServer) -> Task:
-    """Wait for a sign of life of all others: a wrong key or job is found out before anything begins."""
-    yield from node.ask_all(node.here, Kind.BEAT)
 
 
 def gather(node: PeerLinks, like: PeerState) -> Task:
@@ -94,7 +87,7 @@ def agree(node: PeerServer) -> Task:
             node.ask(leader, Kind.BEAT)
         else:
             yield from _wait_for_others(node, since)
-        since = since if _phases_ended(node) else node.now
+        since = since if all(node.peers[peer].phase == ENDED for peer in node.here) else node.now
     yield from _spread(node, led, knows)
 
 
@@ -125,10 +118,6 @@ def _spread(node: PeerServer, led: bool, knows: int | None) -> Task:
 
 def _who_knows(node: PeerServer) -> int | None:
     return next((peer for peer in node.here if node.peers[peer].phase == OVER), None)
-
-
-def _phases_ended(node: PeerServer) -> bool:
-    return all(node.peers[peer].phase == ENDED for peer in node.here)
 
 
 def _all_ended(node: PeerServer, since: float) -> bool:

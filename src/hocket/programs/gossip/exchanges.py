@@ -13,8 +13,6 @@ its first push-sum weight keeps it until others have sent some (:func:`receiver`
 Why an exchange counts exactly once is told in :mod:`hocket.programs.gossip.server`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 

@@ -92,12 +92,10 @@ class Request:
     lost: bool = False
 
     def state(self) -> dict[str, Any]:
-        """As plain data."""
         return {**vars(self), "message": to_plain(self.message), "answer": to_plain(self.answer)}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Request:
-        """Back from :meth:`state`."""
         message = from_plain(state["message"])
         assert message is not None
         return cls(**{**state, "message": message, "answer": from_plain(state["answer"])})
@@ -119,6 +117,7 @@ class PeerLinks(Service):
     def __init__(self, config: PeerConfig) -> None:
         super().__init__()
         self.config, self.worker, self.world = config, config.worker, config.world
+        self.own_number = config.worker
         self.peers = {peer: Peer(left=peer in config.absent) for peer in range(config.world) if peer != config.worker}
         self.requests: dict[int, Request] = {}
         self.closed = False
@@ -213,7 +212,6 @@ class PeerLinks(Service):
             other.phase, other.open = phase, [int(worker) for worker in metadata.get("open", [])]
 
     def _status(self) -> dict[str, Any]:
-        """What every message of this worker says of it."""
         return {"incarnation": self.config.incarnation}
 
     # --- peers that come and go ----------------------------------------------------------------------------------------------
@@ -301,10 +299,8 @@ class PeerLinks(Service):
 
     def _ping(self, peer: int) -> None:
         """Ask for a sign of life, and whether it took the exchange that is open; a replacement says where it is."""
-        kind, metadata = self._sign()
+        address = self.config.address
+        kind, metadata = (Kind.HELLO, {"address": address}) if self.config.joins else (Kind.BEAT, dict[str, Any]())
         about = next((r.message.number for r in self.exchanges_open if r.peer == peer), None)
         metadata |= {**self._status(), "to": self.peers[peer].incarnation} | ({} if about is None else {"about": about})
         self._send(peer, Envelope(kind, self.worker, peer, metadata=metadata))
-
-    def _sign(self) -> tuple[Kind, dict[str, Any]]:
-        return (Kind.HELLO, {"address": self.config.address}) if self.config.joins else (Kind.BEAT, {})

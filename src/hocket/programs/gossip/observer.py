@@ -1,11 +1,9 @@
 """An observer of gossip workers: it finds the mean of what they hold, for evaluation, and takes no part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
-from hocket.programs.base import Address, Connect, Effects, Task
+from hocket.programs.base import Address, Connect, Task, event
 from hocket.programs.gossip.agreement import gather
 from hocket.programs.gossip.links import PeerConfig, PeerLinks
 from hocket.programs.gossip.state import Mean, PeerState, mean_of
@@ -22,28 +20,25 @@ class PeerObserver(PeerLinks):
         self.looked: Mean | None = None
         """What :meth:`look` found; None where no worker answered."""
 
-    def start(self, now: float) -> Effects:
+    @event
+    def start(self, now: float) -> None:
         """Begin to watch over requests."""
-        self.now = self._checked = self._pinged = now
+        self._checked = self._pinged = now
         self._start_checks()
-        return self._done()
 
-    def move(self, addresses: Sequence[str | None], now: float) -> Effects:
+    @event
+    def move(self, addresses: Sequence[str | None], now: float) -> None:
         """The workers are at these addresses now; None: that one is gone."""
-        self.now = max(now, self.now)
         for worker, address in enumerate(addresses):
             other = self.peers[worker]
             if other.address != address or other.left != (address is None):
                 self._give_up(worker)
                 other.address, other.left, other.silent = address, address is None, False
                 self._effects.append(Connect(worker, address))
-        return self._done()
 
-    def look(self, now: float) -> Effects:
+    @event
+    def look(self, now: float) -> Task:
         """Find the mean of what all workers that answer hold now."""
-        return self._run(self._look(), now)
-
-    def _look(self) -> Task:
         self.looked = None
         parts = yield from gather(self, self.like)
         self.looked = mean_of(parts) if parts else None

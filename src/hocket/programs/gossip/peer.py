@@ -8,8 +8,6 @@ How many contributions of others have arrived between two steps is the staleness
 read at the first, and it is applied at the second.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hocket.programs.account import Account
-from hocket.programs.base import Effects, Finished, Task, Until
+from hocket.programs.base import Finished, Task, Until, event
 from hocket.programs.gossip import agreement
 from hocket.programs.gossip.exchanges import Calls, Exchanges, Halves
 from hocket.programs.gossip.links import Peer, PeerConfig, Request
@@ -32,6 +30,9 @@ _SAVED = ("now", "step", "_number", "_changes", "_heard", "_checked", "_pinged",
 
 class GossipPeer(PeerServer):
     """One worker; ``config`` says which."""
+
+    steps_locally = True
+    """Its own optimiser makes every step."""
 
     def __init__(self, config: PeerConfig) -> None:
         super().__init__(config)
@@ -56,9 +57,9 @@ class GossipPeer(PeerServer):
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
-    def start(self, rows: Sequence[Tensor], now: float, buffers: Tensor | None = None) -> Effects:
+    @event
+    def start(self, rows: Sequence[Tensor], now: float, buffers: Tensor | None = None) -> Task:
         """Begin with these weights; a replacement gets others, the mean of what all hold, from the workers that live."""
-        self.now = max(now, self.now)
         self.rows, self.state = rows, PeerState(rows, joined=not self.config.joins)
         self.state.buffers = buffers
         self._checked = self._pinged = self.now
@@ -66,29 +67,29 @@ class GossipPeer(PeerServer):
         self.account.pause(self.now)
         self._start_checks()
         self._show()
-        return self._begin("start", now)
+        return self._begin("start")
 
-    def resume(self, state: dict[str, Any], now: float) -> Effects:
+    @event
+    def resume(self, state: dict[str, Any], now: float) -> None:
         """Go on from a :meth:`strategy_state`, with the weights given to :meth:`start`; before the first step.
 
         What other workers have sent since is kept.
         """
-        self.now = max(now, self.now)
         self._take_over()
         self.step, self.exchanges.turn = int(state["step"]), int(state["turn"])
         more = float(state["push_sum_weight"]) - 1.0
         if more:
             self.state.take_in([shown * more for shown in self._shown], more, own=True)
         self._show()
-        return self._done()
 
-    def before_update(self, now: float) -> Effects:
+    @event
+    def before_update(self, now: float) -> Task:
         """A gradient is there: wait for the exchange under way, and show the weights as they are by now in ``rows``."""
-        return self._begin("before", now)
+        return self._begin("before")
 
-    def after_update(self, buffers: Tensor | None, now: float, exchange: bool = True) -> Effects:
+    @event
+    def after_update(self, buffers: Tensor | None, now: float, exchange: bool = True) -> None:
         """The worker has stepped; ``buffers`` are its floating-point buffers, flat. Begin the next exchange, if ``exchange``."""
-        self.now = max(now, self.now)
         self.step += 1
         self._take_over()
         self.state.buffers = buffers
@@ -96,41 +97,42 @@ class GossipPeer(PeerServer):
             self.exchanges.begin()
         if self.push_sum:
             self._show()  # an update of x moves x / ω by 1/ω times as much
-        return self._done()
 
-    def exchange(self, now: float) -> Effects:
+    @event
+    def exchange(self, now: float) -> None:
         """Begin an exchange now; before the first step, for example."""
-        self.now = max(now, self.now)
         self.exchanges.begin()
-        return self._done()
 
-    def drain(self, now: float) -> Effects:
+    @event
+    def drain(self, now: float) -> Task:
         """Wait for all exchanges with workers that can be reached, and show the weights."""
-        return self._begin("drain", now)
+        return self._begin("drain")
 
-    def look_around(self, now: float) -> Effects:
+    @event
+    def look_around(self, now: float) -> Task:
         """Find the mean of what all workers that answer hold now; in :attr:`looked`."""
-        return self._begin("look", now)
+        return self._begin("look_around")
 
-    def ask_accounts(self, now: float) -> Effects:
+    @event
+    def ask_accounts(self, now: float) -> Task:
         """Ask all workers that can be reached for their accounts; they are in :attr:`accounts`."""
-        return self._begin("accounts", now)
+        return self._begin("ask_accounts")
 
-    def finish(self, now: float) -> Effects:
+    @event
+    def finish(self, now: float) -> Task:
         """Drain, and agree with all live workers on the mean; it is in :attr:`mean` and in ``rows``."""
-        return self._begin("finish", now)
+        return self._begin("finish")
 
-    def peer_lost(self, worker: int, incarnation: int, now: float) -> Effects:
+    @event
+    def peer_lost(self, worker: int, incarnation: int, now: float) -> None:
         """This process of a worker is known to be dead."""
-        self.now = max(now, self.now)
         if incarnation >= self.peers[worker].incarnation:
             self._replaced(worker, incarnation + 1)
             self.peers[worker].left = True
-        return self._done()
 
-    def leave(self, now: float) -> Effects:
+    @event
+    def leave(self, now: float) -> None:
         """Say goodbye; whatever arrives after this is ignored."""
-        self.now = max(now, self.now)
         for peer, other in self.peers.items():
             if not other.left:
                 decision = self.decisions.get(peer, Decision())
@@ -140,26 +142,17 @@ class GossipPeer(PeerServer):
             self._lose(request)
         self.closed = True
         self._effects.append(Finished())
-        return self._done()
 
     # --- tasks ---------------------------------------------------------------------------------------------------------------
 
-    def _begin(self, name: str, now: float) -> Effects:
+    def _begin(self, name: str) -> Task:
         assert self._doing is None, "a worker does one thing at a time"
-        self.now = max(now, self.now)
         self._doing = name, self.now
-        return self._run(self._do(name, self.now), now)
+        return self._do(name, self.now)
 
     def _do(self, name: str, begun: float) -> Task:
-        """The task of this name; one that was saved while it waited begins anew, and counts from ``begun``."""
-        yield from {
-            "start": self._start,
-            "before": self._before,
-            "drain": self._drain,
-            "look": self._look_around,
-            "accounts": self._ask_accounts,
-            "finish": self._finish,
-        }[name](begun)
+        """The task ``_name``; one that was saved while it waited begins anew, and counts from ``begun``."""
+        yield from getattr(self, f"_{name}")(begun)
         self._doing = None
 
     def _start(self, begun: float) -> Task:
@@ -169,7 +162,7 @@ class GossipPeer(PeerServer):
             self.state.buffers = self.joined.buffers if self.joined.buffers is not None else self.state.buffers
             self._show()
         elif self.config.greets:
-            yield from agreement.greet(self)
+            yield from self.ask_all(self.here, Kind.BEAT)  # a wrong key or job is found out before anything begins
         self.account.resume(self.now)
 
     def _before(self, begun: float) -> Task:
@@ -249,19 +242,13 @@ class GossipPeer(PeerServer):
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker; its ``rows``, messages and timers under way are the driver's."""
-        return copy.deepcopy(
-            {
-                "state": {**vars(self.state), "mean": None if self.mean is None else vars(self.mean)},
-                "account": vars(self.account),
-                "decisions": {peer: vars(decision) for peer, decision in self.decisions.items()},
-                "peers": {peer: vars(other) for peer, other in self.peers.items()},
-                "requests": {number: r.state() for number, r in self.requests.items() if r.exchange},
-                **{name: getattr(self, name) for name in _SAVED},
-                "turn": self.exchanges.turn,
-                "given": sorted(self.given),
-                "rejected": dict(self.rejected),
-            }
-        )
+        state = {name: getattr(self, name) for name in _SAVED}
+        state["state"] = {**vars(self.state), "mean": None if self.mean is None else vars(self.mean)}
+        state |= {"account": vars(self.account), "given": sorted(self.given), "rejected": dict(self.rejected)}
+        state["decisions"] = {peer: vars(decision) for peer, decision in self.decisions.items()}
+        state["peers"] = {peer: vars(other) for peer, other in self.peers.items()}
+        state["requests"] = {number: r.state() for number, r in self.requests.items() if r.exchange}
+        return copy.deepcopy({**state, "turn": self.exchanges.turn})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`; set ``rows`` too. A task that waited goes on with the next event."""

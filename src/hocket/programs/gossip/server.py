@@ -24,14 +24,9 @@ for as long as it was away. Wrong senders, kinds and shapes are refused, counted
 joins takes and gives nothing before it has weights.
 """
 
-from __future__ import annotations
-
 import ipaddress
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from hocket.cluster.message import framed
 from hocket.programs.account import Account
@@ -216,8 +211,3 @@ class PeerServer(PeerLinks):
     def _status(self) -> dict[str, Any]:
         open_ = sorted({request.peer for request in self.exchanges_open})
         return {"incarnation": self.config.incarnation, "phase": self.state.phase, "open": open_}
-
-    def _answer(
-        self, peer: bytes, kind: Kind, number: int, metadata: Mapping[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
-    ) -> None:
-        self._send(peer, Envelope(kind, self.worker, number=number, metadata={**self._status(), **metadata}, tensors=tensors))

@@ -69,7 +69,6 @@ class PeerState:
 
     @property
     def phase(self) -> str:
-        """One of ``PHASES``."""
         if not self.joined:
             return JOINING
         return OVER if self.mean is not None else ENDED if self.ended else TRAINING

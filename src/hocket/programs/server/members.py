@@ -3,8 +3,6 @@
 And for observers the weights and figures at the end of every epoch, kept until one has seen them: workers do not stop meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,8 +64,9 @@ class BatchDispatcher:
     ([1, 3], [])
     """
 
-    def __init__(self, total: int, following: int = 0, returned: Sequence[int] = (), counted: int = 0) -> None:
-        self.total, self.following, self.returned, self.counted = total, following, list(returned), counted
+    def __init__(self, total: int) -> None:
+        self.total, self.following, self.counted = total, 0, 0
+        self.returned: list[int] = []
         self._held: dict[int, set[int]] = {}
         self._unlost: set[int] = set()
         """Those in ``returned`` that no worker has lost."""
@@ -144,7 +143,6 @@ class BatchDispatcher:
         return lost
 
     def held(self, worker: int) -> list[int]:
-        """The numbers that a worker holds."""
         return sorted(self._held.get(worker, ()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,10 +165,6 @@ class EpochSnapshot:
     weights: tuple[Tensor, ...]
     buffers: Tensor | None
     figures: dict[str, Any]
-
-    @property
-    def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.weights)
 
 
 @dataclass
@@ -196,7 +190,7 @@ class EpochSnapshots:
         while self.done * self.per_epoch < self.total and progress >= min((self.done + 1) * self.per_epoch, self.total):
             self.done += 1
             fresh = self._kept[self.done] = take()
-            while len(self._kept) > max(2, _MAX_BYTES // max(fresh.bytes, 1)):
+            while len(self._kept) > max(2, _MAX_BYTES // max(sum(t.nbytes for t in fresh.weights), 1)):
                 del self._kept[min(self._kept)]
 
     def request(self, request: SnapshotRequest) -> None:

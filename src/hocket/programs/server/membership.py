@@ -3,11 +3,9 @@
 Observers may ask for progress, figures, and the weights at the end of every epoch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,14 +30,11 @@ class Membership(Service):
     role = "A shard"
 
     def __init__(
-        self,
-        place: int,
-        liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
-        snapshot_s: float = 0.0,
-        stays: bool = False,
+        self, place: int, liveness_timeout_s: float = LIVENESS_TIMEOUT_S, snapshot_s: float = 0.0, stays: bool = False
     ) -> None:
         """``snapshot_s``: seconds between snapshots, 0 for none. ``stays``: it does not end when all workers have left."""
         super().__init__()
+        self.own_number = self.own_place = place
         self.place, self.liveness_timeout_s, self.snapshot_s, self.stays = place, liveness_timeout_s, snapshot_s, stays
         self.shard: Shard | None = None
         self.job_config: JobConfig = {}
@@ -172,11 +167,6 @@ class Membership(Service):
         if self.dispatcher is not None:
             self.dispatcher.give_back(message.sender, lost=False)
         self._look_at_epoch()
-
-    def _answer(
-        self, peer: bytes, kind: Kind, number: int, metadata: Mapping[str, Any], tensors: tuple[Tensor, ...] = (), step: int = 0
-    ) -> None:
-        self._send(peer, Envelope(kind, self.place, self.place, step, number, metadata, tensors))
 
     def _say(self, text: str) -> None:
         if self.place == 0:

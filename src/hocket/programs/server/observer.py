@@ -1,16 +1,15 @@
 """An observer of the shards: it asks where the job stands and for the weights after an epoch, and reports dead workers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
-from hocket.programs.base import Address, Effects, Program, Task, Until
-from hocket.programs.server.slices import Slices
+from hocket.programs.base import Address, Program, Task, Until, event
+from hocket.programs.server.push_encoder import Slices
 from hocket.programs.server.wire import OBSERVER
 from hocket.transport.frame import Envelope, Kind
 
@@ -45,29 +44,31 @@ class ShardObserver(Program):
         self.found: GlobalWeights | None = None
         """What the last :meth:`fetch` has found; None where a shard did not answer in time."""
         self._parts: dict[int, Envelope] = {}
-        self._number = 0
+        self._numbers = count(1)
         self._status = self._fetched = -1
         """The numbers of the last requests."""
 
-    def tell(self, now: float, **order: Any) -> Effects:
+    @event
+    def tell(self, now: float, **order: Any) -> None:
         """Give all shards an order; nobody waits for the answer."""
-        return self._order(0, order, now)
+        self._order(0, order)
 
-    def ask_status(self, now: float) -> Effects:
-        """Ask all shards where the job stands."""
-        self.statuses, self._status = {}, self._next_number()
-        return self._order(self._status, {"order": "status"}, now)
+    @event
+    def ask_status(self, now: float) -> None:
+        self.statuses, self._status = {}, next(self._numbers)
+        self._order(self._status, {"order": "status"})
 
-    def fetch(self, epoch: int, now: float, waits: bool = True, timeout_s: float | None = None) -> Effects:
+    @event
+    def fetch(self, epoch: int, now: float, waits: bool = True, timeout_s: float | None = None) -> Task:
         """Fetch the weights after an epoch (from 1; 0: as they are now) from all shards; a fetch under way is given up.
 
         Without ``waits`` the weights as they are now will do, where the epoch has not come to its end.
         """
         self._task = None
-        return self._run(self._fetch(epoch, waits, timeout_s), now)
+        return self._fetch(epoch, waits, timeout_s)
 
     def _fetch(self, epoch: int, waits: bool, timeout_s: float | None) -> Task:
-        self.found, self._parts, self._fetched = None, {}, self._next_number()
+        self.found, self._parts, self._fetched = None, {}, next(self._numbers)
         self._ask([0], epoch, _LONG_S if waits else 0.0)
         yield Until(lambda: bool(self._parts), None if timeout_s is None else self.now + timeout_s)
         if not self._parts:
@@ -86,15 +87,9 @@ class ShardObserver(Program):
         if message.kind == Kind.REPLY and message.number == self._fetched:
             self._parts[sender] = message
 
-    def _next_number(self) -> int:
-        self._number += 1
-        return self._number
-
-    def _order(self, number: int, order: dict[str, Any], now: float) -> Effects:
-        self.now = max(now, self.now)
+    def _order(self, number: int, order: dict[str, Any]) -> None:
         for place in range(self.slices.shards):
             self._send(place, Envelope(Kind.ORDER, OBSERVER, number=number, metadata=order))
-        return self._done()
 
     def _ask(self, places: range | list[int], epoch: int, within_s: float) -> None:
         metadata = {"epoch": epoch, "within_s": within_s if epoch else 0.0}

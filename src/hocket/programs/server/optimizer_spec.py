@@ -93,7 +93,6 @@ class OptimizerSpec:
         return found
 
     def describe(self) -> Options:
-        """Plain data for a message."""
         return {"name": self.name, "groups": list(self.groups)}
 
     @classmethod
@@ -135,7 +134,8 @@ def state_rows(optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]]) 
     found: list[Options] = []
     for params in buckets:
         states = [{k: v for k, v in optimizer.state.get(p, {}).items() if v is not None} for p in params]
-        rows = {k for p, state in zip(params, states, strict=True) for k, v in state.items() if _is_row(v, p)}
+        pairs = [(k, v, p.shape) for p, state in zip(params, states, strict=True) for k, v in state.items()]
+        rows = {k for k, v, shape in pairs if isinstance(v, torch.Tensor) and v.shape == shape and v.dim() > 0}
         numbers = [{k: _plain(v) for k, v in state.items() if k not in rows} for state in states]
         if any(set(state) != set(states[0]) or own != numbers[0] for state, own in zip(states, numbers, strict=True)):
             raise HocketError(
@@ -172,10 +172,6 @@ def load_rows(optimizer: Optimizer, parameters: Sequence[nn.Parameter], state: S
             k: v.clone() if isinstance(v, torch.Tensor) else torch.tensor(v) if isinstance(kinds[k], torch.Tensor) else v
             for k, v in told.items()
         }
-
-
-def _is_row(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
 
 
 def _numeric(value: Any) -> bool:

@@ -1,5 +1,9 @@
 """What a worker pushes: its gradients cut into slices, coded, with error feedback; and how a shard reads them.
 
+Every bucket is cut into one slice per shard. Slices are consecutive, except where the code compares values (top-k): there shard
+``s`` of ``k`` holds every ``k``-th value, so that each slice is a fair sample of all layers. Optimisers on shards are elementwise,
+so it does not matter to them.
+
 The code is the strategy's compression, one message per bucket and shard. Its randomness is a function of (seed, worker, step,
 bucket, shard) alone, so a virtual worker and a real one send the same bytes.
 """
@@ -8,17 +12,53 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hocket.cluster.layout import Layout
 from hocket.cluster.message import Message
 from hocket.compression.base import Codec, Context, State
 from hocket.compression.feedback import with_feedback
-from hocket.programs.server.slices import Slices
+from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.topology.base import slice_keys
+
+
+@dataclass(frozen=True)
+class Slices:
+    """``sizes[b]`` values in bucket ``b``, over ``shards``."""
+
+    sizes: tuple[int, ...]
+    shards: int
+    interleaved: bool = False
+
+    @classmethod
+    def of(cls, strategy: Strategy, layout: Layout, workers: int = 1) -> Slices:
+        """As ``strategy`` cuts ``layout`` for ``workers`` workers."""
+        shards = strategy.topology.num_shards(workers)
+        if shards > layout.parameters:
+            raise HocketError(
+                f"server(shards={shards}): the model has only {layout.parameters} parameters; use at most as many shards."
+            )
+        return cls(tuple(b.size for b in layout.buckets), shards, strategy.compression.global_selection)
+
+    def cut(self, bucket: int, row: Tensor) -> list[Tensor]:
+        """A bucket's values (the last dimension) as one slice per shard: views.
+
+        >>> import torch
+        >>> [s.tolist() for s in Slices((5,), 2).cut(0, torch.arange(5))], Slices((5,), 2, True).cut(0, torch.arange(5))[1].tolist()
+        ([[0, 1, 2], [3, 4]], [1, 3])
+        """
+        if self.interleaved:
+            return [row[..., s :: self.shards] for s in range(self.shards)]
+        return list(row.tensor_split(self.shards, -1))
+
+    def put(self, bucket: int, shard: int, part: Tensor, row: Tensor) -> None:
+        """Write a shard's slice into a bucket's values."""
+        self.cut(bucket, row)[shard].copy_(part)
 
 
 class PushEncoder:
@@ -27,8 +67,7 @@ class PushEncoder:
     def __init__(self, strategy: Strategy, slices: Slices, worker: int, world: int, seed: int) -> None:
         self.slices, self.worker, self.world, self.seed = slices, worker, world, seed
         self.codec = strategy.compression.codec
-        none: list[list[State]] = [[{} for _ in range(slices.shards)] for _ in slices.sizes]
-        self.memory = none
+        self.memory: list[list[State]] = [[{} for _ in range(slices.shards)] for _ in slices.sizes]
         self.errors: list[Tensor | None] = [None for _ in slices.sizes]
 
     def encode(self, step: int, gradients: Sequence[Tensor]) -> list[list[Message]]:
@@ -68,7 +107,6 @@ class PushEncoder:
         return copy.deepcopy({"memory": self.memory, "errors": self.errors})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self.memory, self.errors = state["memory"], state["errors"]
 
 

@@ -4,8 +4,6 @@ A shard that sends neither an answer nor a sign of waiting for two seconds may h
 again, brings the weights it has if the shard has none, and repeats its request.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -20,8 +18,7 @@ from hocket.errors import HocketError, WorkerLost
 from hocket.programs.account import Account
 from hocket.programs.base import Address, Client, Link, Task, Until, from_plain, to_plain
 from hocket.programs.server.optimizer_spec import OptimizerSpec
-from hocket.programs.server.push_encoder import PushEncoder
-from hocket.programs.server.slices import Slices
+from hocket.programs.server.push_encoder import PushEncoder, Slices
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, MAX_BATCH_IDS, as_tensors, job_config, slices_of, write_state
 from hocket.strategy import Strategy
 from hocket.transport.frame import Envelope, Kind
@@ -62,12 +59,10 @@ class ShardLink(Link):
     greetings: deque[Envelope] = field(default_factory=deque)
 
     def state(self) -> list[Any]:
-        """As plain data."""
         times = [self.heard, self.asked, self.offset_s, self.seen]
         return [to_plain(self.request), to_plain(self.reply), *times]
 
     def load(self, state: list[Any]) -> None:
-        """Back from :meth:`state`."""
         request, reply, self.heard, self.asked, self.offset_s, self.seen = state
         self.request, self.reply = from_plain(request), from_plain(reply)
 
@@ -91,7 +86,8 @@ class ShardRequests(Client):
         """Mini-batches that lie ready."""
         self._taken: list[int] = []
         self._optimizer: OptimizerSpec | None = None
-        self._pushed = 0
+        self.pushed = 0
+        """Steps whose push all shards have answered."""
         self._sent = 0.0
         self._call = -1  # the version of the weights whose holders were called to a meeting last
         self._greeting: int | None = None
@@ -126,11 +122,11 @@ class ShardRequests(Client):
                     yield Until(lambda: False, self.now + _PAUSE_S)
             steps.append(welcome.step)
             initializer = bool(welcome.metadata["initializer"]) if link.peer == 0 else initializer
-        self._pushed = max(steps)
+        self.pushed = max(steps)
         for link, step in zip(self.links, steps, strict=True):
-            if step < self._pushed:
+            if step < self.pushed:
                 yield from self._greet(link, False)
-        return self._pushed
+        return self.pushed
 
     def _greet(self, link: ShardLink, brings: bool) -> Task:
         """Say hello until it is answered."""
@@ -158,11 +154,8 @@ class ShardRequests(Client):
     def _say_hello(self, link: ShardLink, brings: bool) -> None:
         assert self._optimizer is not None
         config = self.config
-        metadata: dict[str, Any] = {
-            "job_config": job_config(config.strategy, config.layout, config.seed, config.world),
-            "pushed": self._pushed,
-            "replaces": config.replaces,
-        }
+        metadata: dict[str, Any] = {"pushed": self.pushed, "replaces": config.replaces}
+        metadata["job_config"] = job_config(config.strategy, config.layout, config.seed, config.world)
         if self._resumes:
             metadata["resumes"] = True
         if link.peer == 0:
@@ -218,11 +211,6 @@ class ShardRequests(Client):
                 raise self._refusal(link, message)
             if self.now - link.asked > self.silence_s / 4:
                 self._say_hello(link, brings=False)
-
-    @property
-    def pushed(self) -> int:
-        """Steps whose push all shards have answered."""
-        return self._pushed
 
     def next_batch(self) -> int | None:
         """The number of the next mini-batch that lies ready; None when there is none."""

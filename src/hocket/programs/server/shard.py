@@ -7,8 +7,6 @@
 *Staleness* of a push: how many updates the shard has made since the version of the weights that the gradient was computed at.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -83,7 +81,6 @@ class Shard(ABC):
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
         for own, saved in zip(self.weights, state["weights"], strict=True):
             own.copy_(saved)
         self.done, self.version = dict(state["done"]), state["version"]
@@ -229,15 +226,8 @@ class ParameterShard(Shard):
     # --- state ---------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        own = {
-            "optimizer": self.optimizer.state_dict(),
-            "given": self._given,
-            "waiting": self._waiting,
-            "lrs": list(self._lrs),
-            "options": self._options,
-            "then": self._then,
-            "squares": self._squares,
-        }
+        own = {"optimizer": self.optimizer.state_dict(), "given": self._given, "waiting": self._waiting, "lrs": list(self._lrs)}
+        own |= {"options": self._options, "then": self._then, "squares": self._squares}
         return {**super().state_dict(), **copy.deepcopy(own)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -26,15 +26,13 @@ and never touches the weights.
 Bytes in both directions are counted by the worker.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hocket.programs.base import Address, Effects, Finished, Rejected
+from hocket.programs.base import Address, Finished, Rejected, event
 from hocket.programs.server.members import Member, Request, SnapshotRequest
 from hocket.programs.server.membership import Membership
 from hocket.programs.server.shard import Shard
@@ -60,15 +58,15 @@ class ShardServer(Membership):
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
-    def start(self, now: float, state: dict[str, Any] | None = None) -> Effects:
+    @event
+    def start(self, now: float, state: dict[str, Any] | None = None) -> None:
         """Begin to serve, from a snapshot's ``state`` if there is one."""
-        self.now = self._checked = self._saved = now
+        self._checked = self._saved = now
         if state is not None:
             self.load_state_dict(state)
             for member in self.members.values():
                 member.incarnation, member.request, member.seen = b"", None, now
         self._set_timer(_CHECK, now + _CHECK_EVERY_S)
-        return self._done()
 
     def on_message(self, sender: Address, message: Envelope) -> None:
         handlers = {
@@ -262,7 +260,6 @@ class ShardServer(Membership):
         return {} if self.shard is None else {**self.state_dict(), "rejected": dict(self.rejected)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
         self._start_shard(state["job_config"], state["start_config"], [w.clone() for w in state["shard"]["weights"]])
         assert self.shard is not None
         self.shard.load_state_dict(state["shard"])

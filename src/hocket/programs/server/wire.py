@@ -1,7 +1,5 @@
 """What workers and shards write into envelopes: coded gradients, terms that both must agree on, and what a message weighs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +9,7 @@ from torch import Tensor
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import Message
 from hocket.errors import HocketError
-from hocket.programs.server.push_encoder import read
-from hocket.programs.server.slices import Slices
+from hocket.programs.server.push_encoder import Slices, read
 from hocket.strategy import Strategy
 from hocket.version import __version__
 

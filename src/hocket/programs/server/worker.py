@@ -8,8 +8,6 @@ The weights are on the shards, and so is the optimiser; the learning rates are t
 optimisers, and what they push are weights.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Sequence
@@ -19,13 +17,13 @@ from torch import Tensor
 
 from hocket.cluster.message import framed
 from hocket.programs.account import Account
-from hocket.programs.base import Effects, Task, Until
+from hocket.programs.base import Task, Until, event
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import ShardRequests, WorkerConfig
 from hocket.transport.frame import Envelope, Kind
 
 _SAVED = ["step", "over", "_sums", "_gradients", "_waiting", "_seen", "_steps_since_meeting", "_taken"]
-_SAVED += ["_pushed", "number", "_sent", "_call"]
+_SAVED += ["pushed", "number", "_sent", "_call"]
 
 
 class ServerWorker(ShardRequests):
@@ -43,93 +41,37 @@ class ServerWorker(ShardRequests):
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
-    def join(self, rows: Sequence[Tensor], optimizer: OptimizerSpec, now: float) -> Effects:
+    @event
+    def join(self, rows: Sequence[Tensor], optimizer: OptimizerSpec, now: float) -> Task:
         """Join the shards with these weights, which the first worker brings, and fetch those that the shards have."""
         self.attach(rows, optimizer)
-        return self._run(self._join(), now)
-
-    def attach(self, rows: Sequence[Tensor], optimizer: OptimizerSpec) -> None:
-        """The worker's weights, and the optimiser that the shards run."""
-        self.rows, self._optimizer = rows, optimizer
-
-    def before_update(self, gradients: Sequence[Tensor], now: float) -> Effects:
-        """This step's gradients, flat, one per bucket; they are kept, so the caller must not write to them any more."""
-        return self._run(self._before(gradients), now)
-
-    @property
-    def steps_locally(self) -> bool:
-        """Whether the worker's own optimiser makes the step under way."""
-        return self.sync.averages_weights or self.sync.server_action(self.step + 1).local
-
-    def after_update(self, lrs: Sequence[float], buffers: Tensor | None, now: float) -> Effects:
-        """The step is done, with the worker's learning rates ``lrs``; ``buffers`` are its floating-point buffers, flat."""
-        self._lrs, self._buffers = list(lrs), buffers
-        return self._run(self._after(), now)
-
-    def set_options(self, options: list[dict[str, Any]], now: float) -> Effects:
-        """What has changed of the optimiser's options beside the rates, per group; nothing where all are as at the beginning."""
-        self.now, self._options = max(now, self.now), options
-        return self._done()
-
-    def take_batch(self, now: float) -> Effects:
-        """Make sure that a mini-batch lies ready, if there is one left."""
-        return self._run(self._ensure_batch(), now)
-
-    @property
-    def may_get_batch(self) -> bool:
-        """Whether :meth:`take_batch` may find a mini-batch where none lies ready."""
-        return self.open or not self.over
-
-    def flush(self, now: float) -> Effects:
-        """Apply what was requested, and push what has not been pushed yet."""
-        return self._run(self._flush(), now)
-
-    def finish(self, now: float) -> Effects:
-        """Flush, and wait for the final weights, the same on all workers."""
-        return self._run(self._finish(), now)
-
-    def resume(self, state: dict[str, Any], now: float) -> Effects:
-        """Go on from a :meth:`strategy_state` of a worker of other shards; to be called between :meth:`join` and the first step."""
-        return self._run(self._resume(copy.deepcopy(state)), now)
-
-    def leave(self, now: float) -> Effects:
-        """Say goodbye."""
-        self.now = max(now, self.now)
-        for link in self.links:
-            self._send(link.peer, Envelope(Kind.GOODBYE, self.config.worker, link.peer))
-        return self._done()
-
-    # --- tasks ---------------------------------------------------------------------------------------------------------------
-
-    def _join(self) -> Task:
         self.step = yield from self._hello_all()
         self._seen = self.versions
         self._fetch(self._want())
         yield from self._apply("after")
 
-    def _resume(self, state: dict[str, Any]) -> Task:
-        self._encoder.load_state_dict(state["encoder"])
-        self._sums, self._steps_since_meeting = state["sums"], state["since"]
-        self._pushed, self._resumes = state["pushed"], True
-        yield from self._hello_all()  # the shards count from here
-        self._resumes = False
-        self.step = max(state["step"], self._pushed)
+    def attach(self, rows: Sequence[Tensor], optimizer: OptimizerSpec) -> None:
+        """The worker's weights, and the optimiser that the shards run."""
+        self.rows, self._optimizer = rows, optimizer
 
-    def _before(self, gradients: Sequence[Tensor]) -> Task:
+    @event
+    def before_update(self, gradients: Sequence[Tensor], now: float) -> Task:
+        """This step's gradients, flat, one per bucket; they are kept, so the caller must not write to them any more."""
         self._seen = self.versions  # of the weights that the gradients were computed at, whatever is applied now
         self._gradients = list(gradients)
         if self.open:
             yield from self._apply("before")
         self._add()
 
-    def _add(self) -> None:
-        if not self.sync.averages_weights:
-            for total, gradient in zip(self._sums, self._gradients, strict=False):
-                total += gradient
-            self._sums = self._sums or self._gradients
-        self._gradients = []
+    @property
+    def steps_locally(self) -> bool:
+        """Whether the worker's own optimiser makes the step under way."""
+        return self.sync.averages_weights or self.sync.server_action(self.step + 1).local
 
-    def _after(self) -> Task:
+    @event
+    def after_update(self, lrs: Sequence[float], buffers: Tensor | None, now: float) -> Task:
+        """The step is done, with the worker's learning rates ``lrs``; ``buffers`` are its floating-point buffers, flat."""
+        self._lrs, self._buffers = list(lrs), buffers
         self.step += 1
         if self.sync.averages_weights:
             self._steps_since_meeting += 1
@@ -143,6 +85,60 @@ class ServerWorker(ShardRequests):
             self._fetch(self._want())
         if action.fetch and not self.sync.overlaps:
             yield from self._apply("after")
+
+    @event
+    def set_options(self, options: list[dict[str, Any]], now: float) -> None:
+        """What has changed of the optimiser's options beside the rates, per group; nothing where all are as at the beginning."""
+        self._options = options
+
+    @event
+    def take_batch(self, now: float) -> Task:
+        """Make sure that a mini-batch lies ready, if there is one left."""
+        return self._ensure_batch()
+
+    @property
+    def may_get_batch(self) -> bool:
+        """Whether :meth:`take_batch` may find a mini-batch where none lies ready."""
+        return self.open or not self.over
+
+    @event
+    def flush(self, now: float) -> Task:
+        """Apply what was requested, and push what has not been pushed yet."""
+        return self._flush()
+
+    @event
+    def finish(self, now: float) -> Task:
+        """Flush, and wait for the final weights, the same on all workers."""
+        yield from self._flush()
+        self._fetch(0, final=True)
+        reply = yield from self._apply("final")
+        if reply.metadata.get("buffers"):
+            self.final_buffers = reply.tensors[-1].clone()
+
+    @event
+    def resume(self, state: dict[str, Any], now: float) -> Task:
+        """Go on from a :meth:`strategy_state` of a worker of other shards; to be called between :meth:`join` and the first step."""
+        state = copy.deepcopy(state)
+        self._encoder.load_state_dict(state["encoder"])
+        self._sums, self._steps_since_meeting = state["sums"], state["since"]
+        self.pushed, self._resumes = state["pushed"], True
+        yield from self._hello_all()  # the shards count from here
+        self._resumes = False
+        self.step = max(state["step"], self.pushed)
+
+    @event
+    def leave(self, now: float) -> None:
+        for link in self.links:
+            self._send(link.peer, Envelope(Kind.GOODBYE, self.config.worker, link.peer))
+
+    # --- tasks ---------------------------------------------------------------------------------------------------------------
+
+    def _add(self) -> None:
+        if not self.sync.averages_weights:
+            for total, gradient in zip(self._sums, self._gradients, strict=False):
+                total += gradient
+            self._sums = self._sums or self._gradients
+        self._gradients = []
 
     def _meet(self, then: str = "after") -> Task:
         """Bring these weights to the others, and take the mean."""
@@ -166,13 +162,6 @@ class ServerWorker(ShardRequests):
             else:
                 self._push(False, 0)
                 yield from self._apply("flush")
-
-    def _finish(self) -> Task:
-        yield from self._flush()
-        self._fetch(0, final=True)
-        reply = yield from self._apply("final")
-        if reply.metadata.get("buffers"):
-            self.final_buffers = reply.tensors[-1].clone()
 
     def _resumed(self, then: str, begun: float) -> Task:
         """The task that a saved worker was waiting in."""
@@ -209,7 +198,7 @@ class ServerWorker(ShardRequests):
             held, moved = max(held, float(reply.metadata["held"])), max(moved, float(reply.metadata["at"]) - link.offset_s)
             reached = max(reached, reply.step)
             if link.request is not None and link.request.kind == Kind.PUSH:
-                self._pushed = max(self._pushed, link.request.step)  # only now is it known to be there
+                self.pushed = max(self.pushed, link.request.step)  # only now is it known to be there
             link.request = None
         # What moved before the worker stood still was hidden, as far as the shard's clock tells.
         self.account.stalled(self.now - begun, held, max(min(moved, begun) - self._sent - held, 0.0))
@@ -217,7 +206,7 @@ class ServerWorker(ShardRequests):
         assert first is not None
         self.batch_ids.extend(first.metadata.get("batch_ids", []))
         self.over = bool(first.metadata.get("over", self.over))
-        self._pushed = max(self._pushed, reached)
+        self.pushed = max(self.pushed, reached)
         if reached > self.step:  # this worker was away, and the others went on
             self.step, self._sums = reached, []
             behind = [link for link in asked if link.reply is not None and link.reply.step < reached]
@@ -233,31 +222,19 @@ class ServerWorker(ShardRequests):
     def strategy_state(self) -> dict[str, Any]:
         """What this worker adds to the weights on the shards; a push under way counts as there."""
         pushes = [link.request.step for link in self.links if link.request is not None and link.request.kind == Kind.PUSH]
-        return copy.deepcopy(
-            {
-                "step": self.step,
-                "pushed": max([self._pushed, *pushes]),
-                "encoder": self._encoder.state_dict(),
-                "sums": self._sums,
-                "since": self._steps_since_meeting,
-            }
-        )
+        state = {"step": self.step, "pushed": max([self.pushed, *pushes]), "since": self._steps_since_meeting}
+        return copy.deepcopy({**state, "encoder": self._encoder.state_dict(), "sums": self._sums})
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker; messages under way are the driver's."""
-        parts = {
-            "encoder": self._encoder.state_dict(),
-            "links": [link.state() for link in self.links],
-            "account": vars(self.account),
-        }
-        plain = {name: getattr(self, name) for name in _SAVED}
-        return copy.deepcopy({**plain, **parts, "batch_ids": list(self.batch_ids)})
+        state = {name: getattr(self, name) for name in _SAVED}
+        state |= {"encoder": self._encoder.state_dict(), "account": vars(self.account), "batch_ids": list(self.batch_ids)}
+        return copy.deepcopy({**state, "links": [link.state() for link in self.links]})
 
     def end_state(self) -> dict[str, Any]:
         return {"rows": list(self.rows), **self.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
         state = copy.deepcopy(state)
         for name in _SAVED:
             setattr(self, name, state[name])
