@@ -17,6 +17,7 @@ from hocket.models.gpt import Attention
 from hocket.split.axis import Axis
 from hocket.split.parts import Part
 from hocket.split.tensor.attention import SplitMultihead, split_heads, without_fast_path
+from hocket.split.tensor.heads import split_projections
 from hocket.split.tensor.layers import (
     ColumnLinear,
     GatheredConv2d,
@@ -87,6 +88,7 @@ def split_tensor(model: nn.Module, axis: Axis, plan: Mapping[str, str] | None = 
             layer.enter = layers[0].enter
     for name in found.dropouts:
         modules[name].lies = (axis.place, axis.size)
+    cut.rename(model)
     without_fast_path(model)
     return {name: cut.lies.get(id(p), Part(tuple(p.shape))) for name, p in model.named_parameters()}
 
@@ -96,6 +98,8 @@ def _split(model: nn.Module, name: str, module: Any, kind: str, cut: ParameterSl
         cut.lies |= module.split(cut.axis, name)
     elif isinstance(module, Attention):
         split_heads(module, cut)
+    elif kind == "heads" and not isinstance(module, nn.MultiheadAttention):
+        split_projections(module, cut)
     else:
         new = (GatheredConv2d if isinstance(module, nn.Conv2d) else _FORMS[kind])(module, cut)
         if isinstance(new, RotatingLinear):
