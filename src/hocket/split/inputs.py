@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hocket.errors import HocketError
+from hocket.split.parts import evaluating
 
 Inputs = Tensor | Mapping[str, Any] | tuple[Any, ...]
 
@@ -67,6 +69,20 @@ def joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         keys = [key for key, value in first.items() if isinstance(value, Tensor)]
         return type(first)(**{key: joined([o[key] for o in outputs], sizes) for key in keys})
     return tuple(joined(some, sizes) for some in zip(*outputs, strict=True) if isinstance(some[0], Tensor))
+
+
+def outputs(model: nn.Module, x: Inputs) -> list[Tensor] | None:
+    """The tensors that ``model`` gives in evaluation; None of a model without values."""
+    if any(p.is_meta for p in model.parameters()):
+        return None
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng():
+        return tree_leaves(joined([call(model, x)], [1]))
+
+
+def alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Whether outputs are equal but for rounding."""
+    pairs = zip(found, wanted, strict=True)
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()), equal_nan=True) for a, b in pairs)
 
 
 def loss_in(output: Any, _: Any = None) -> Tensor:

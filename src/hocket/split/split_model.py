@@ -71,7 +71,8 @@ class SplitModel:
         self.state = SplitState(model, optimizer, self.place)
         self.draws = Draws(seed=seed, replica=self.place.data.place)
         self._plan = "" if mesh.tensor == 1 else explain_plan(model, mesh.tensor, mesh.plan)
-        self.parts: dict[str, Part] = split_tensor(model, self.place.tensor, mesh.plan)
+        with self.place.uncounted():
+            self.parts: dict[str, Part] = split_tensor(model, self.place.tensor, mesh.plan, pipeline.sample)
         prepare_dropout(model, self.draws)
         self.cut: Cut | None = None
         self.pipe: PipelineRunner | None = None

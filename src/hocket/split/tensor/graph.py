@@ -43,11 +43,11 @@ class Flow:
         """Of every call of a module: its name."""
         self.read: dict[str, list[fx.Node]] = {}
         """The readers of every parameter that is read directly."""
-        self.traced: list[str] = []
-        """The beginnings of the names of all modules that were traced; one is empty where all of the model was."""
+        self.complete = False
+        """Whether all of the model was traced."""
         self.elementwise = {module for module in self.modules.values() if elementwise(module)}
         for prefix, graph in _graphs(model, "", self.elementwise):
-            self.traced.append(prefix)
+            self.complete |= prefix == ""
             for node in graph.nodes:
                 if node.op == "call_module":
                     self.names[node] = f"{prefix}{node.target}"
@@ -55,15 +55,12 @@ class Flow:
                     self.read.setdefault(f"{prefix}{node.target}", []).extend(node.users)
         self.calls = Counter(self.names.values())
 
-    @property
-    def complete(self) -> bool:
-        return "" in self.traced
-
     def only_names(self, parameter: str) -> bool:
-        """Whether a module that has layers only gives one of their parameters another name: its code does not read it."""
-        holder = self.modules[parameter.rpartition(".")[0]]
-        traced = any(parameter.startswith(prefix) for prefix in self.traced)
-        return traced and parameter not in self.read and any(holder.children())
+        """Whether a module that has layers only gives one of their parameters another name: its forward does not read it."""
+        path, _, name = parameter.rpartition(".")
+        code = getattr(inspect.unwrap(type(self.modules[path]).forward), "__code__", None)
+        unread = parameter not in self.read and code is not None and name not in code.co_names
+        return unread and any(True for _ in self.modules[path].children())
 
     def linears(self) -> Iterator[tuple[fx.Node, str]]:
         """Calls of Linear layers, in order, each layer called once."""

@@ -1,6 +1,6 @@
 """Attention written with Linear layers, as in transformers: found by their names and widths, and reduced to some of its heads.
 
-Query, key and value are three layers whose names start with q, k and v, or the three blocks of one layer; the layer after them
+Query, key and value are three layers whose names start with q, k and v, or the three blocks of a Conv1D; the layer after them
 reads all heads. Keys and values may have fewer heads (grouped queries). Each process takes whole groups of heads.
 """
 
@@ -11,7 +11,17 @@ from typing import Any
 
 from torch import nn
 
-from hocket.split.tensor.layers import ColumnLinear, ParameterSlicer, RowLinear, SplitLayer, features, is_linear, spared, swap
+from hocket.split.tensor.layers import (
+    ColumnLinear,
+    ParameterSlicer,
+    RowLinear,
+    SplitLayer,
+    features,
+    is_linear,
+    spared,
+    swap,
+    transposed,
+)
 
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "num_key_value_heads")
@@ -46,8 +56,8 @@ def find_heads(module: nn.Module) -> Heads | None:
             return None
         query, key, value = (features(order[letter])[1] for letter in "qkv")
     else:
-        query = key = value = features(into[0])[1] // 3
-        if getattr(holder, "split_size", None) != query or features(into[0])[1] != 3 * query:
+        query = key = value = getattr(holder, "split_size", 0)
+        if not transposed(into[0]) or features(into[0])[1] != 3 * query:
             return None
     width = next((w for name in _HEAD_WIDTHS if isinstance(w := getattr(holder, name, None), int)), 0)
     if not width or key != value or key % width or query % key or features(found[-1])[0] != query:
@@ -69,7 +79,7 @@ def split_projections(module: nn.Module, cut: ParameterSlicer) -> None:
     """Reduce attention, in place, to this process's heads."""
     heads = find_heads(module)
     assert heads is not None
-    columns = [ColumnLinear(layer, cut, blocks=4 - len(heads.into) if len(heads.into) == 1 else 1) for layer in heads.into]
+    columns = [ColumnLinear(layer, cut, blocks=3 if len(heads.into) == 1 else 1) for layer in heads.into]
     for layer in columns:  # queries, keys and values of one input enter together
         layer.enter = columns[0].enter
     columns[0].enter.layers = len(columns)
