@@ -36,6 +36,8 @@ class Pipeline:
     """Modules after which to cut; None: found so that stages cost the same."""
     loss: Callable[[Any, Any], Tensor] | None = None
     """A function of output and target, for ``job.train`` and ``job.backward``; None: it is in the output (``output.loss``)."""
+    weight: Callable[[Any, Any], float] | None = None
+    """What the loss of a micro-batch counts in that of its mini-batch, from inputs and targets; None: its samples."""
     sample: Inputs | None = None
     """Some inputs, for tracing and measuring: a tensor, a mapping of keyword arguments, or a tuple."""
     measure: str | None = None

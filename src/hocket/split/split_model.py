@@ -109,7 +109,9 @@ class SplitModel:
         if pipeline.loss is None:
             loss_in(self.cut.output)  # refuses an output without one
         _refuse_cut(self.cut, strategy, schedule, zero, served)
-        self.pipe = PipelineRunner(self.cut, self.place.pipeline, self.loss, schedule, num_microbatches, draws=self.draws)
+        self.pipe = PipelineRunner(
+            self.cut, self.place.pipeline, self.loss, schedule, num_microbatches, draws=self.draws, weight=pipeline.weight
+        )
         self.module = self.pipe.module
         if schedule == ASYNCHRONOUS:
             self.pipe.update = self._update

@@ -82,7 +82,7 @@ class PipeDream:
             self._stage_comm = StageComm(self.axis, first_tensor(x).device)
             self.spans.clear()
         if self._place:
-            self._stage_comm.expect(self._place - 1, "ahead", self._fed, self._stage.enter, len(first_tensor(x)))
+            self._stage_comm.expect(self._place - 1, "ahead", self._fed, self._stage.expected(x, self._stage.enter))
         self._fed += 1
         previous, self._waiting = self._waiting, (x, y, getattr(self.draws, "step", 0))
         if previous is not None:
@@ -137,7 +137,7 @@ class PipeDream:
         else:
             self._comm.send(self._place, "ahead", j, given)
             coming = [*(w for w in self._stage.leave if w.grad), _LOSS]
-            self._comm.expect(self._place, "back", j, coming, len(first_tensor(x)))
+            self._comm.expect(self._place, "back", j, self._stage.expected(x, coming))
 
     def _backward(self, j: int) -> None:
         *grads, loss = [self._own_losses.popleft()] if self._place == self._last else self._comm.take(self._place, "back", j)

@@ -6,7 +6,7 @@ border that the inputs of units behind it, or the model's output, are computed f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +36,7 @@ def recorded(model: nn.Module, sample: Inputs, measure: str) -> Units:
         raise HocketError(f"{type(model).__name__} calls its modules in another order for each batch, so it cannot be cut.")
     _find_trained(run)
     wires = {
-        (i, j): Wire.between(f"{c.name}, output {j}", batch, value, more.calls[i].leaves[j], c.trained and value.requires_grad)
+        (i, j): Wire.between(f"{i}: {c.name}, {j}", batch, value, more.calls[i].leaves[j], c.trained and value.requires_grad)
         for i, c in enumerate(calls)
         for j, value in enumerate(c.leaves)
         if isinstance(value, Tensor)
@@ -45,9 +45,11 @@ def recorded(model: nn.Module, sample: Inputs, measure: str) -> Units:
     able = [0 < border < len(calls) and bool(leaves) for border, leaves in enumerate(crossing)]
     unused = [m for m in units_of(model).values() if all(m is not c.module for c in calls)]
 
+    shapes = _Shapes(model, wires)
+
     def stage(start: int, end: int) -> nn.Module:
-        others = unused if end == len(calls) else []
-        return RecordedStage(model, calls, range(start, end), wires, crossing[start], crossing[end] if able[end] else (), others)
+        leave, others = (crossing[end], []) if able[end] else ([], unused)
+        return RecordedStage(model, calls, range(start, end), wires, shapes, crossing[start], leave, others)
 
     return Units(
         [c.name for c in calls],
@@ -76,6 +78,30 @@ def _check_stages(model: nn.Module, sample: Inputs, stages: Sequence[nn.Module])
             f"{type(model).__name__} cannot be cut: its stages give another output than the whole, because one module's output "
             "reaches another in a way that has no gradient."
         )
+
+
+class _Shapes:
+    """The shapes of all outputs of units for a batch, by the names of their wires: found by a run without values, once for each
+    combination of the shapes of inputs; where that is not possible, as in the recorded runs."""
+
+    def __init__(self, model: nn.Module, wires: Mapping[Leaf, Wire]) -> None:
+        self.model, self.wires = model, wires
+        self._state = _Recorder(model, True, None).state()  # stages will keep only the weights of their own units
+        self._known: dict[tuple[Any, ...], dict[str, tuple[int, ...]]] = {}
+
+    def __call__(self, x: Inputs) -> dict[str, tuple[int, ...]]:
+        args, kwargs = arguments(x)
+        given = [*enumerate(args), *sorted(kwargs.items())]
+        key = tuple((name, tuple(value.shape) if isinstance(value, Tensor) else None) for name, value in given)
+        if key not in self._known:
+            self._known[key] = self._find(x)
+        return self._known[key]
+
+    def _find(self, x: Inputs) -> dict[str, tuple[int, ...]]:
+        with suppress(Exception), evaluating(self.model):  # a unit depends on values
+            calls = _Recorder(self.model, True, None)(x, self._state).calls
+            return {wire.name: tuple(calls[i].leaves[j].shape) for (i, j), wire in self.wires.items()}
+        return {wire.name: wire.shape(len(first_tensor(x))) for wire in self.wires.values()}
 
 
 def _crossing(run: _Recorder, border: int) -> list[Leaf]:
@@ -123,19 +149,23 @@ class _Recorder:
     _leaf_of: dict[int, tuple[Leaf, Tensor]] = field(default_factory=dict)
     _inside: bool = False
 
-    def __call__(self, sample: Inputs) -> _Recorder:
+    def __call__(self, sample: Inputs, state: Mapping[str, Tensor] | None = None) -> _Recorder:
+        """``state``: the tensors of units, unless they are those of the model."""
         units = units_of(self.model)
         self._own = {id(p): f"{name}.{key}" for name, m in units.items() for key, p in m.named_parameters()}
-        state = {f"{name}.{key}": self._state(t) for name, m in units.items() for key, t in _tensors_of(m)}
         kernel = nullcontext() if self.measure == "seconds" else sdpa_kernel(SDPBackend.MATH)  # only plain products are counted
         self._device = first_tensor(sample).device
         with torch.random.fork_rng(), torch.enable_grad(), kernel, forwards(units, self._noted):
-            output = functional_call(self.model, state, *arguments(sample))
+            output = functional_call(self.model, dict(state or self.state()), *arguments(sample))
         self.reads = self._sources(output)
         self.output = tree_map_only(Tensor, _without_values, output)
         return self
 
-    def _state(self, tensor: Tensor) -> Tensor:
+    def state(self) -> dict[str, Tensor]:
+        units = units_of(self.model)
+        return {f"{name}.{key}": self._used(tensor) for name, m in units.items() for key, tensor in _tensors_of(m)}
+
+    def _used(self, tensor: Tensor) -> Tensor:
         if self.fake:
             return _without_values(tensor).requires_grad_(tensor.requires_grad)
         return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()

@@ -40,6 +40,8 @@ class _Batch:
     sizes: list[int]
     loss: Tensor
     trains: bool
+    weights: list[float]
+    """What each micro-batch counts."""
     outputs: list[Any] = field(default_factory=list)
 
 
@@ -51,7 +53,14 @@ class PipelineRunner:
     """
 
     def __init__(
-        self, cut: Cut, axis: Axis, loss_fn: LossFunction, schedule: str = "1f1b", num_microbatches: int = 4, draws: Any = None
+        self,
+        cut: Cut,
+        axis: Axis,
+        loss_fn: LossFunction,
+        schedule: str = "1f1b",
+        num_microbatches: int = 4,
+        draws: Any = None,
+        weight: Callable[[Any, Any], float] | None = None,
     ) -> None:
         """
         Args:
@@ -62,12 +71,13 @@ class PipelineRunner:
                 which is fed mini-batches and updates by itself: set ``update``, call ``feed`` and at the end ``drain``.
             num_microbatches: Micro-batches of a batch. Where they do not divide it, the first ones are larger by one sample.
             draws: Told the first sample of each micro-batch as ``draws.first_sample``.
+            weight: What a micro-batch's loss counts in that of the batch, from its inputs and targets; None: its samples.
         """
         if len(cut.stages) % axis.size:
             raise HocketError(
                 f"{len(cut.stages)} stages cannot be divided evenly over {axis.size} processes: cut the model into a multiple."
             )
-        self.axis, self.loss_fn, self.num_microbatches, self.draws = axis, loss_fn, num_microbatches, draws
+        self.axis, self.loss_fn, self.num_microbatches, self.draws, self.weight = axis, loss_fn, num_microbatches, draws, weight
         self._output, self._last = cut.output, len(cut.stages) - 1  # not the cut itself, which holds all stages
         self._pipedream = PipeDream(cut, axis, loss_fn, draws) if schedule == "pipedream" else None
         count = num_microbatches if self._pipedream is None else max(num_microbatches, axis.size)
@@ -164,9 +174,9 @@ class PipelineRunner:
         kind, k, j = action
         stage = self._stages[k]
         if kind == "F" and k > 0:
-            comm.expect(k - 1, "ahead", j, stage.enter, batch.sizes[j])
+            comm.expect(k - 1, "ahead", j, stage.expected(batch.x[j], stage.enter))
         elif kind in "BI" and k < self._last:
-            comm.expect(k, "back", j, [w for w in stage.leave if w.grad], batch.sizes[j])
+            comm.expect(k, "back", j, stage.expected(batch.x[j], [w for w in stage.leave if w.grad]))
 
     def _forward(self, comm: StageComm, action: Action, batch: _Batch) -> None:
         _, k, j = action
@@ -180,7 +190,7 @@ class PipelineRunner:
         elif k < self._last:
             outputs = stage.forward(j, x, values)
         else:
-            share = batch.sizes[j] / sum(batch.sizes)
+            share = batch.weights[j] / sum(batch.weights)
             outputs = stage.forward(j, x, values, lambda output: self.loss_fn(output, batch.y[j]) * share)
         self.spans.append(Span(action, start, time.perf_counter()))
         if k < self._last:
@@ -213,4 +223,9 @@ class PipelineRunner:
         count = self.num_microbatches
         sizes = [len(part) for part in first.tensor_split(count)]
         targets = (None,) * count if y is None else micro_batches(y, count)
-        return _Batch(micro_batches(x, count), targets, sizes, torch.zeros((), device=first.device), trains)
+        parts, weights = micro_batches(x, count), [float(size) for size in sizes]
+        if trains and self.weight is not None:
+            weights = [float(self.weight(*pair)) if size else 0.0 for *pair, size in zip(parts, targets, sizes, strict=True)]
+            if not sum(weights) > 0:
+                raise HocketError(f"The weights of a batch's micro-batches must have a sum above 0; got {weights}: mind weight=.")
+        return _Batch(parts, targets, sizes, torch.zeros((), device=first.device), trains, weights)

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from hocket.split.axis import Axis
-from hocket.split.inputs import Inputs
+from hocket.split.inputs import Inputs, first_tensor
 from hocket.split.pipeline.trace import Wire
 from hocket.split.pipeline.units import RecordedStage, pruned
 
@@ -77,6 +77,11 @@ class Stage:
         given = self.module(*self._read(x, values))
         given = given[0] if self.halves else given
         return [given] if last else self._left(given)
+
+    def expected(self, x: Inputs, wires: Sequence[Wire]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shapes and types of what crosses a border of this stage for a batch."""
+        shapes = self.module.shapes(x) if isinstance(self.module, RecordedStage) else {}
+        return [(shapes.get(wire.name, wire.shape(len(first_tensor(x)))), wire.dtype) for wire in wires]
 
     def _read(self, x: Inputs, values: Sequence[Tensor]) -> tuple[Any, ...]:
         return (x, *values) if self._reads_batch else tuple(values)
@@ -235,12 +240,12 @@ class StageComm:
         whole = [value.contiguous().cpu() for value in values]
         self._leaving.setdefault(key, []).extend((v, self.axis.send(v, to, _tag(key, i))) for i, v in enumerate(whole))
 
-    def expect(self, border: int, way: Way, microbatch: int, wires: Sequence[Wire], batch: int) -> None:
+    def expect(self, border: int, way: Way, microbatch: int, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
         """Start receiving; does nothing when that was done before."""
         key, source = (border, way, microbatch), (border + (way == "back")) % self.axis.size
         if key in self._coming or source == self.axis.place:
             return
-        into = [torch.empty(wire.shape(batch), dtype=wire.dtype, device="cpu") for wire in wires]
+        into = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in tensors]
         self._coming[key] = [(t, self.axis.receive(t, source, _tag(key, i))) for i, t in enumerate(into)]
 
     def take(self, border: int, way: Way, microbatch: int) -> list[Tensor]:

@@ -93,13 +93,15 @@ class RecordedStage(nn.Module):
         calls: Sequence[Call],
         span: range,
         wires: Mapping[Leaf, Wire],
+        shapes: Callable[[Inputs], Mapping[str, tuple[int, ...]]],
         enter: Sequence[Leaf],
         leave: Sequence[Leaf],
         unused: Sequence[nn.Module] = (),
     ) -> None:
-        """``span``: the calls that are made here; ``enter`` and ``leave`` cross its borders; ``unused``: what else is held here."""
+        """``span``: the calls that are made here; ``shapes``: those that ``wires`` have for a batch; ``enter`` and ``leave``: what
+        crosses its borders; ``unused``: what else is held here."""
         super().__init__()
-        self.calls, self.span, self.wires, self.enter, self.leave = calls, span, wires, enter, leave
+        self.calls, self.span, self.wires, self.shapes, self.enter, self.leave = calls, span, wires, shapes, enter, leave
         self.own = [calls[i].module for i in span]
         self.kept = {id(m) for m in (*self.own, *unused)}
         self.model = (model,)  # not a module of this one
@@ -112,6 +114,7 @@ class RecordedStage(nn.Module):
         made: dict[Leaf, Any] = dict(zip(self.enter, values, strict=True))
         marks: list[Any] = []
         model, count, inside = self.model[0], itertools.count(), False
+        shapes = self.shapes(x) if self.span.start else {}
         for module in around(model, units_of(model).values()):
             module.training = self.own[0].training
 
@@ -125,7 +128,7 @@ class RecordedStage(nn.Module):
                 if i >= self.span.stop:
                     raise _Ended
                 if i < self.span.start:
-                    return self._stand_in(i, made, x)
+                    return self._stand_in(i, made, shapes, first_tensor(x).device)
                 inside = True
                 output = original(*args, **kwargs)
                 inside = False
@@ -150,16 +153,16 @@ class RecordedStage(nn.Module):
                 "it was cut: give inputs of the same kinds, such as the same keys."
             )
 
-    def _stand_in(self, i: int, made: Mapping[Leaf, Any], x: Inputs) -> Any:
+    def _stand_in(self, i: int, made: Mapping[Leaf, Any], shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> Any:
         """The output of a unit before this stage: what was received, and zeros for what nobody reads."""
-        like, c = first_tensor(x), self.calls[i]
-        leaves = [
-            made[i, j] if (i, j) in made else torch.zeros(self.wires[i, j].shape(len(like)), dtype=leaf.dtype, device=like.device)
-            for j, leaf in enumerate(c.leaves)
-            if isinstance(leaf, Tensor)
-        ]
-        found = iter(leaves)
-        return tree_unflatten([next(found) if isinstance(leaf, Tensor) else leaf for leaf in c.leaves], c.spec)
+        c = self.calls[i]
+
+        def found(j: int, leaf: Any) -> Any:
+            if (i, j) in made or not isinstance(leaf, Tensor):
+                return made.get((i, j), leaf)
+            return torch.zeros(shapes[self.wires[i, j].name], dtype=leaf.dtype, device=device)
+
+        return tree_unflatten([found(j, leaf) for j, leaf in enumerate(c.leaves)], c.spec)
 
     def marked(self) -> tuple[nn.Module, list[list[nn.Parameter]], list[nn.Parameter]]:
         """The stage with the outputs of its units as a second output; their parameters; all others."""
