@@ -44,7 +44,7 @@ def build(name: str, **changes: Any) -> nn.Module:
 def batch(name: str, step: int, samples: int = 8) -> dict[str, Tensor]:
     """Keyword arguments of the model; the last tokens of each text are padding."""
     draw = torch.Generator().manual_seed(100 + step)
-    tokens = torch.randint(1, 24, (samples, LENGTH), generator=draw)
+    tokens = torch.randint(1, 24, (samples, LENGTH - step), generator=draw)  # not as long in every step
     mask = torch.ones_like(tokens)
     tokens[:, -PADDED:] = mask[:, -PADDED:] = 0
     labels = tokens.masked_fill(mask == 0, -100)

@@ -152,18 +152,22 @@ class _Recorder:
     def __call__(self, sample: Inputs, state: Mapping[str, Tensor] | None = None) -> _Recorder:
         """``state``: the tensors of units, unless they are those of the model."""
         units = units_of(self.model)
-        self._own = {id(p): f"{name}.{key}" for name, m in units.items() for key, p in m.named_parameters()}
+        state = self.state() if state is None else state
+        self._own = {id(tensor): name for name, tensor in reversed(list(state.items()))}
         kernel = nullcontext() if self.measure == "seconds" else sdpa_kernel(SDPBackend.MATH)  # only plain products are counted
         self._device = first_tensor(sample).device
         with torch.random.fork_rng(), torch.enable_grad(), kernel, forwards(units, self._noted):
-            output = functional_call(self.model, dict(state or self.state()), *arguments(sample))
+            output = functional_call(self.model, dict(state), *arguments(sample))
         self.reads = self._sources(output)
         self.output = tree_map_only(Tensor, _without_values, output)
         return self
 
     def state(self) -> dict[str, Tensor]:
-        units = units_of(self.model)
-        return {f"{name}.{key}": self._used(tensor) for name, m in units.items() for key, tensor in _tensors_of(m)}
+        used: dict[Tensor, Tensor] = {}
+        found = {f"{name}.{key}": tensor for name, m in units_of(self.model).items() for key, tensor in _tensors_of(m)}
+        for tensor in found.values():  # one that is tied stays one
+            used.setdefault(tensor, self._used(tensor))
+        return {name: used[tensor] for name, tensor in found.items()}
 
     def _used(self, tensor: Tensor) -> Tensor:
         if self.fake:
