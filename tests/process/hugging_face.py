@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 import hocket
 
 STEPS, LENGTH, PADDED = 4, 8, 2
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "split.md"
 _TOKENS = {"vocab_size": 24, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 _DECODER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 _ENCODER = {**_DECODER, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -133,7 +135,17 @@ def refused(
     return {"sentence": ""}
 
 
-CASES = {f.__name__: f for f in (equal, loop, refused)}
+def documented() -> dict[str, Any]:
+    """What the example of the guide computes."""
+    section = GUIDE.read_text().partition("## Models of transformers")[2]
+    found: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(section.partition("```python")[2].partition("```")[0], found)
+    found["job"].finish()
+    return {"losses": found["losses"], "logits": found["logits"]}
+
+
+CASES = {f.__name__: f for f in (equal, loop, refused, documented)}
 
 
 def main(rank: int, folder: str, wanted: list[tuple[str, str, dict[str, Any]]]) -> None:

@@ -40,7 +40,7 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
     ]
     wanted += [(f"own loss {m}", "equal", {"name": "bert, classes", "mesh": m, "own_loss": True}) for m in meshes]
     wanted += [(s, "equal", {"name": "gpt2", "mesh": "pipeline=2", "schedule": s}) for s in SCHEDULES]
-    wanted.append(("loop", "loop", {"name": "llama", "mesh": "tensor=2"}))
+    wanted += [("loop", "loop", {"name": "llama", "mesh": "tensor=2"}), ("documented", "documented", {})]
     return wanted + [(f"refused {name}", "refused", {"name": name, **arguments}) for name, arguments, _ in REFUSED]
 
 
@@ -107,6 +107,14 @@ def test_a_loss_of_ones_own_reads_the_output(mesh: str, worlds: dict[int, Any], 
 
 def test_where_only_operations_are_split_the_plain_loop_trains(worlds: dict[int, Any], reference: dict[str, Any]) -> None:
     assert furthest(worlds[2][0]["loop"]["whole"], reference["llama"][0]) < 1e-5
+
+
+def test_the_example_of_the_guide_trains(worlds: dict[int, Any]) -> None:
+    first, second = (worker["documented"] for worker in worlds[2])
+    assert first["losses"] == second["losses"]
+    assert first["losses"][-1] < first["losses"][0]
+    assert first["logits"].shape == (8, 16, 100)
+    assert torch.equal(first["logits"], second["logits"])
 
 
 def test_attention_is_split_by_heads_and_embeddings_by_the_vocabulary(worlds: dict[int, Any]) -> None:
