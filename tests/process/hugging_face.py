@@ -135,6 +135,22 @@ def refused(
     return {"sentence": ""}
 
 
+def born(name: str, mesh: str | None) -> dict[str, Any]:
+    """A model that was built without memory: its weights, whatever holds them, and its first loss."""
+    with hocket.deferred():
+        model = build(name)
+    pipeline = hocket.Pipeline(sample=batch(name, 0)) if mesh else hocket.Pipeline()
+    job = hocket.parallelize(model, optimizer_of(model), mesh=mesh, pipeline=pipeline)
+    if mesh is None:
+        whole: Any = {n: t.detach().clone() for n, t in model.state_dict().items()}
+        loss = model(**batch(name, 0)).loss
+    else:
+        state = job.full_state()
+        whole, loss = None if state is None else state["model"], job.train(batch(name, 0))
+    job.finish()
+    return {"whole": whole, "loss": float(loss)}
+
+
 def documented() -> dict[str, Any]:
     """What the example of the guide computes."""
     section = GUIDE.read_text().partition("## Models of transformers")[2]
@@ -145,7 +161,7 @@ def documented() -> dict[str, Any]:
     return {"losses": found["losses"], "logits": found["logits"]}
 
 
-CASES = {f.__name__: f for f in (equal, loop, refused, documented)}
+CASES = {f.__name__: f for f in (equal, loop, born, refused, documented)}
 
 
 def main(rank: int, folder: str, wanted: list[tuple[str, str, dict[str, Any]]]) -> None:

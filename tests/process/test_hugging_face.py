@@ -24,6 +24,7 @@ FOUR = (
     ("bert", "data=2,pipeline=2"),
     ("t5", "pipeline=4"),
 )
+BORN = ("gpt2", "llama", "bert", "t5")
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("llama", {"mesh": "tensor=2", "num_key_value_heads": 1}, "'model.layers.0.self_attn' has 1 heads of keys and values"),
     ("gpt2", {"mesh": "tensor=2", "n_head": 1}, "'transformer.h.0.attn' has 1 heads of keys and values"),
@@ -41,6 +42,7 @@ def cases(world: int) -> list[tuple[str, str, dict[str, Any]]]:
     wanted += [(f"own loss {m}", "equal", {"name": "bert, classes", "mesh": m, "own_loss": True}) for m in meshes]
     wanted += [(s, "equal", {"name": "gpt2", "mesh": "pipeline=2", "schedule": s}) for s in SCHEDULES]
     wanted += [("loop", "loop", {"name": "llama", "mesh": "tensor=2"}), ("documented", "documented", {})]
+    wanted += [(f"born {n} {mesh}", "born", {"name": n, "mesh": mesh}) for n in BORN for mesh in (None, *meshes)]
     return wanted + [(f"refused {name}", "refused", {"name": name, **arguments}) for name, arguments, _ in REFUSED]
 
 
@@ -107,6 +109,20 @@ def test_a_loss_of_ones_own_reads_the_output(mesh: str, worlds: dict[int, Any], 
 
 def test_where_only_operations_are_split_the_plain_loop_trains(worlds: dict[int, Any], reference: dict[str, Any]) -> None:
     assert furthest(worlds[2][0]["loop"]["whole"], reference["llama"][0]) < 1e-5
+
+
+@pytest.mark.parametrize("name", BORN)
+def test_a_model_born_in_parts_is_the_one_born_whole(name: str, worlds: dict[int, Any]) -> None:
+    whole = worlds[2][0][f"born {name} None"]
+    for mesh in ("pipeline=2", "tensor=2"):
+        found = [worker[f"born {name} {mesh}"] for worker in worlds[2]]
+        assert furthest(found[0]["whole"], whole["whole"]) == 0
+        assert [result["loss"] for result in found] == pytest.approx([whole["loss"]] * 2, abs=1e-5)
+    model = build(name)
+    usual = {n: t.std() for n, t in model.state_dict().items() if t.numel() > 100}
+    assert all(float(whole["whole"][n].std()) == pytest.approx(float(std), rel=0.25) for n, std in usual.items())
+    model.load_state_dict(whole["whole"])
+    assert float(model(**batch(name, 0)).loss) == pytest.approx(whole["loss"], abs=1e-5)  # what is not saved is right, too
 
 
 def test_the_example_of_the_guide_trains(worlds: dict[int, Any]) -> None:

@@ -103,6 +103,9 @@ class SplitModel:
         num_microbatches = pipeline.num_microbatches or 2 * mesh.pipeline
         unborn = any(p.is_meta for p in model.parameters())
         measure = pipeline.measure or ("flops" if unborn or mesh.tensor > 1 else "seconds")
+        for name, module in model.named_modules():  # the model's own code reads what such modules compute
+            if not any(True for _ in module.parameters()):
+                materialize(module, seed=self.draws.seed, model=model, device=self.world.device, prefix=name)
         few = max(1, len(first_tensor(sample)) // num_microbatches)
         part = sample if schedule == ASYNCHRONOUS else map_samples(sample, lambda t: t[:few])
         self.cut = cut_model(model, part, mesh.pipeline * stages, measure, points=pipeline.cut)
