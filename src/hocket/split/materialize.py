@@ -6,7 +6,8 @@ the rest. The random numbers are a hash of the seed and the module's name, so th
 memory is the held part plus one module.
 
 Changes that a constructor makes to weights after it has made its modules are lost. A model with its own initialisation has a method
-``init_parameter(name, weight) -> bool``, which fills a weight in place and returns whether it did.
+``init_parameter(name, weight) -> bool``, which fills a weight in place and returns whether it did; or, as those of transformers,
+``_init_weights(module)``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from hocket import noise
 from hocket.errors import HocketError
-from hocket.split.parts import Parts, part_of
+from hocket.split.parts import Parts, all_names, part_of
 
 
 @contextmanager
@@ -75,15 +76,22 @@ def materialize(
     (torch.Size([2, 4]), True)
     """
     model = module if model is None else model
+    first = all_names(model)
     # Children first: a module may change their values (nn.MultiheadAttention zeroes a bias).
     for name, child in reversed(list(module.named_modules(prefix=prefix))):
         own = {**child._parameters, **child._buffers}
         unborn = {key: tensor for key, tensor in own.items() if tensor is not None and tensor.is_meta}
         if not unborn:
             continue
-        full_state = _made(name, child, unborn, parts or {}, seed, model)
+        names = {key: f"{name}.{key}".lstrip(".") for key in unborn}
+        names = {key: first.get(full, full) for key, full in names.items()}  # a tied parameter has the values of its first name
+        here = {key: tensor for key, tensor in unborn.items() if names[key].rpartition(".")[0] == name}
+        full_state = _made(name, child, here, parts or {}, seed, model) if here else {}
         for key, tensor in unborn.items():
-            value = part_of(parts or {}, f"{name}.{key}".lstrip("."), tensor).take(full_state.pop(key)).to(device)
+            path, _, theirs = names[key].rpartition(".")
+            if key not in here:
+                full_state[key] = _made(path, model.get_submodule(path), {theirs: tensor}, parts or {}, seed, model)[theirs]
+            value = part_of(parts or {}, names[key], tensor).take(full_state.pop(key)).to(device)
             if isinstance(tensor, nn.Parameter):
                 if weakref.getweakrefs(tensor):
                     raise HocketError(f"{type(child).__name__} '{name}' watches its weights; build it without hocket.deferred().")
@@ -107,6 +115,8 @@ def _made(
         if reset is not None:
             with _drawing(seed, name):
                 reset()
+        with _drawing(seed, name), _Undrawn():
+            _by_library(model, name, body)
         for key in unborn:
             with _drawing(seed, prefix + key):
                 _by_model(model, prefix + key, full_state[key])
@@ -139,6 +149,27 @@ def _whole(tensor: Tensor, name: str, parts: Parts) -> Tensor:
         raise HocketError(
             f"'{name}' alone takes {size:,.1f} GB, more than there is memory for; make that layer narrower."
         ) from error
+
+
+def _by_library(model: nn.Module, name: str, body: nn.Module) -> None:
+    """Let a model of transformers, which has ``_init_weights(module)``, fill ``body`` and what the module around changes in it."""
+    init: Any = getattr(model, "_init_weights", None)
+    if init is None:
+        return
+    init(body)
+    path, _, last = name.rpartition(".")
+    around = next((m for n, m in model.named_modules() if n == path), None)
+    if name and around is not None and last in around._modules:
+        alone = copy.copy(around)
+        alone._modules = {key: None if child is None else _emptied(child) for key, child in around._modules.items()} | {last: body}
+        init(alone)
+
+
+def _emptied(module: nn.Module) -> nn.Module:
+    """A copy whose own parameters have no values, so that filling them does nothing."""
+    empty = copy.copy(module)
+    empty._parameters = {key: None if p is None else nn.Parameter(p.to("meta"), False) for key, p in module._parameters.items()}
+    return empty
 
 
 def _by_model(model: nn.Module, name: str, whole: Tensor) -> None:

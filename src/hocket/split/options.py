@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
+from hocket.split.inputs import Inputs
 from hocket.split.mesh import Mesh
 from hocket.split.sharded import SEES_WHOLE, refuse_sharding
 from hocket.strategy import Strategy
@@ -33,10 +34,12 @@ class Pipeline:
     """Stages of each process; None: as many as the schedule has."""
     cut: Sequence[str] | None = None
     """Modules after which to cut; None: found so that stages cost the same."""
-    loss: Callable[[Any, Tensor], Tensor] | None = None
-    """A function of output and target; ``job.train`` and ``job.backward`` need it."""
-    sample: Tensor | None = None
-    """Some inputs, for tracing and measuring."""
+    loss: Callable[[Any, Any], Tensor] | None = None
+    """A function of output and target, for ``job.train`` and ``job.backward``; None: it is in the output (``output.loss``)."""
+    weight: Callable[[Any, Any], float] | None = None
+    """What the loss of a micro-batch counts in that of its mini-batch, from inputs and targets; None: its samples."""
+    sample: Inputs | None = None
+    """Some inputs, for tracing and measuring: a tensor, a mapping of keyword arguments, or a tuple."""
     measure: str | None = None
     """What layers cost: measured in ``"seconds"``, or counted in ``"flops"``, which gives the same cut every time."""
 
@@ -84,7 +87,7 @@ def refuse_on_mesh(
             f"On the mesh {mesh} a step is one backward pass, and gradients that are not finite end it; leave accumulate=, "
             "scaler= and nonfinite= out (micro-batches are num_microbatches=)."
         )
-    if mesh.pipeline > 1 and (pipeline.loss is None or pipeline.sample is None):
+    if mesh.pipeline > 1 and (pipeline.sample is None or (pipeline.loss is None and isinstance(pipeline.sample, Tensor))):
         raise HocketError(
             f"The mesh {mesh} cuts the model into stages, which needs pipeline=hocket.Pipeline(loss=…, sample=…): a function "
             "of output and target, and some inputs."

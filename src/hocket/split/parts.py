@@ -95,6 +95,18 @@ def only(optimizer: torch.optim.Optimizer, steps: Callable[[nn.Parameter], bool]
             group["params"] = whole
 
 
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` is in evaluation: running statistics and random draws do not change."""
+    training = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, before in training:
+            part.training = before
+
+
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model by name, in the order of registration: the modules whose weights are gathered, or fetched from slow
     memory, one after another.

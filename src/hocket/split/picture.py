@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hocket.split.inputs import Inputs, call
 from hocket.split.mesh import Mesh
+from hocket.split.parts import evaluating
 from hocket.split.pipeline.schedules import Action
 from hocket.split.sharded import ShardedState
 
@@ -77,7 +79,7 @@ def in_flight(actions: Iterable[Action]) -> int:
     return max(accumulate({"F": 1, "I": 0}.get(action.kind, -1) for action in actions), default=0)
 
 
-def saved_bytes(module: nn.Module, sample: Tensor) -> int:
+def saved_bytes(module: nn.Module, sample: Inputs) -> int:
     """What one forward pass of ``sample`` keeps for its backward, parameters aside."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}
@@ -88,14 +90,8 @@ def saved_bytes(module: nn.Module, sample: Tensor) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    training = [(part, part.training) for part in module.modules()]
-    module.eval()  # running statistics and random draws must not change
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            module(sample)
-    finally:
-        for part, before in training:
-            part.training = before
+    with evaluating(module), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        call(module, sample)
     return sum(kept.values())
 
 

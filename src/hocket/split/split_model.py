@@ -20,6 +20,7 @@ from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
 from hocket.split.draws import Draws
 from hocket.split.dropout import prepare_dropout
+from hocket.split.inputs import Inputs, call, first_tensor, loss_in, map_samples
 from hocket.split.materialize import materialize
 from hocket.split.mesh import Mesh, MeshCoordinate, init_mesh
 from hocket.split.options import ASYNCHRONOUS, Pipeline
@@ -63,14 +64,15 @@ class SplitModel:
         seed: int = 0,
     ) -> None:
         self.place: MeshCoordinate = init_mesh(mesh, world.device.type, world)
-        self.mesh, self.loss, self.optimizer, self.world = mesh, pipeline.loss, optimizer, world
+        self.mesh, self.loss, self.optimizer, self.world = mesh, pipeline.loss or loss_in, optimizer, world
         broadcast_tensors((*model.parameters(), *model.buffers()), world)
         self.whole_bytes = sum(p.nbytes for p in model.parameters())
         """Of the model's parameters before it was split."""
         self.state = SplitState(model, optimizer, self.place)
         self.draws = Draws(seed=seed, replica=self.place.data.place)
         self._plan = "" if mesh.tensor == 1 else explain_plan(model, mesh.tensor, mesh.plan)
-        self.parts: dict[str, Part] = split_tensor(model, self.place.tensor, mesh.plan)
+        with self.place.uncounted():
+            self.parts: dict[str, Part] = split_tensor(model, self.place.tensor, mesh.plan, pipeline.sample)
         prepare_dropout(model, self.draws)
         self.cut: Cut | None = None
         self.pipe: PipelineRunner | None = None
@@ -95,17 +97,24 @@ class SplitModel:
 
     def _cut(self, model: nn.Module, strategy: Strategy, pipeline: Pipeline, served: bool, zero: int) -> None:
         """Cut the layers into stages, of which some remain here."""
-        mesh, schedule, loss, sample = self.mesh, pipeline.schedule, pipeline.loss, pipeline.sample
-        assert loss is not None
+        mesh, schedule, sample = self.mesh, pipeline.schedule, pipeline.sample
         assert sample is not None
         stages = find(schedule).stages_per_rank if pipeline.stages_per_rank is None else pipeline.stages_per_rank
         num_microbatches = pipeline.num_microbatches or 2 * mesh.pipeline
         unborn = any(p.is_meta for p in model.parameters())
         measure = pipeline.measure or ("flops" if unborn or mesh.tensor > 1 else "seconds")
-        part = sample if schedule == ASYNCHRONOUS else sample[: max(1, len(sample) // num_microbatches)]
+        for name, module in model.named_modules():  # the model's own code reads what such modules compute
+            if not any(True for _ in module.parameters()):
+                materialize(module, seed=self.draws.seed, model=model, device=self.world.device, prefix=name)
+        few = max(1, len(first_tensor(sample)) // num_microbatches)
+        part = sample if schedule == ASYNCHRONOUS else map_samples(sample, lambda t: t[:few])
         self.cut = cut_model(model, part, mesh.pipeline * stages, measure, points=pipeline.cut)
+        if pipeline.loss is None:
+            loss_in(self.cut.output)  # refuses an output without one
         _refuse_cut(self.cut, strategy, schedule, zero, served)
-        self.pipe = PipelineRunner(self.cut, self.place.pipeline, loss, schedule, num_microbatches, draws=self.draws)
+        self.pipe = PipelineRunner(
+            self.cut, self.place.pipeline, self.loss, schedule, num_microbatches, draws=self.draws, weight=pipeline.weight
+        )
         self.module = self.pipe.module
         if schedule == ASYNCHRONOUS:
             self.pipe.update = self._update
@@ -143,12 +152,10 @@ class SplitModel:
         """Whether updates are made inside the pipe, so that only :meth:`train` makes sense."""
         return self.pipe is not None and self.pipe.update is not None
 
-    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+    def backward(self, x: Inputs, y: Any = None) -> Tensor:
         """The mean loss, on all processes of the replica, which are given the same mini-batch."""
         if self.pipe is None:
-            if self.loss is None:
-                raise HocketError("job.backward(x, y) needs pipeline=hocket.Pipeline(loss=…), a function of output and target.")
-            loss = self.loss(self.module(x), y)
+            loss = self.loss(call(self.module, x), y)
             loss.backward()
             return loss.detach()
         if self.asynchronous:
@@ -158,7 +165,7 @@ class SplitModel:
         self._exchanger.exchange()
         return loss
 
-    def train(self, x: Tensor, y: Tensor) -> Tensor | None:
+    def train(self, x: Inputs, y: Any = None) -> Tensor | None:
         if self.pipe is not None and self.asynchronous:
             self._weights.append(self._exchanger.weight)
             found = self.pipe.feed(x, y)
@@ -179,11 +186,10 @@ class SplitModel:
                     p.grad.mul_(factor)
         return norm
 
-    def predict(self, x: Tensor) -> Tensor:
+    def predict(self, x: Inputs) -> Any:
         self.drain()
         if self.pipe is None:
-            out: Tensor = self.module(x)
-            return out
+            return call(self.module, x)
         with self.place.uncounted():
             return self.pipe.forward(x)
 
@@ -297,5 +303,5 @@ class Facade(nn.Module):
         self.module = split.module
         self._split = [split]  # not a part of this module
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._split[0].predict(x)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._split[0].predict(kwargs or (args[0] if len(args) == 1 else args))

@@ -19,6 +19,7 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Buckets, Layout
 from hocket.data.distribute import LoaderPositions
 from hocket.errors import HocketError
+from hocket.split.inputs import Inputs
 from hocket.split.parts import broadcast_tensors
 from hocket.strategy import Strategy
 from hocket.train.audit import audited, refuse_audit
@@ -169,11 +170,14 @@ class Job(JobView):
 
     # --- a model that is split -----------------------------------------------------------------------------------------------
 
-    def train(self, x: Tensor, y: Tensor) -> Tensor | None:
-        """One whole step of a split model; its loss. Under ``pipedream`` that of the mini-batch which has just left the pipe."""
+    def train(self, x: Inputs, y: Any = None) -> Tensor | None:
+        """One whole step of a split model; its loss. Under ``pipedream`` that of the mini-batch which has just left the pipe.
+
+        ``x`` is a tensor, a mapping of keyword arguments, or a tuple of positional ones.
+        """
         return self._split.train(x, y)
 
-    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+    def backward(self, x: Inputs, y: Any = None) -> Tensor:
         """Forward and backward passes of this replica's mini-batch, gradients exchanged; the mean loss."""
         return self._split.backward(x, y)
 
@@ -181,7 +185,7 @@ class Job(JobView):
         """Scale all gradients of this replica so that their norm is at most ``max_norm``; the norm before."""
         return self._split.clip(max_norm)
 
-    def predict(self, x: Tensor) -> Tensor:
+    def predict(self, x: Inputs) -> Any:
         """The split model's output, on all processes of the replica; all of them must ask together."""
         return self._split.predict(x)
 

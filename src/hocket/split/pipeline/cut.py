@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hocket.errors import HocketError, nearest
+from hocket.split.inputs import Inputs, first_tensor
 from hocket.split.parts import all_names
-from hocket.split.pipeline import probe
-from hocket.split.pipeline.trace import Wire, affine, in_place, scopes, title, trace
+from hocket.split.pipeline.recorded import recorded
+from hocket.split.pipeline.trace import Units, Wire, hides_blocks, trace
+from hocket.split.pipeline.traced import traced
+from hocket.split.pipeline.units import units_of
 
 BANDWIDTH = 1.25e9
 """The default bytes per second between two stages: 10 Gbit/s."""
@@ -49,11 +52,11 @@ class Row:
 class Cut:
     """A model in stages."""
 
-    stages: list[fx.GraphModule]
+    stages: list[nn.Module]
     wires: list[tuple[Wire, ...]]
     """``wires[k]`` is what crosses from stage ``k`` to ``k + 1``."""
-    output: Wire | None
-    """The model's own output, where that is one tensor."""
+    output: Any
+    """The model's own output: a wire where that is one tensor, else tensors without values or None."""
     tied: dict[str, tuple[int, ...]]
     """Parameters of several stages."""
     names: dict[str, str]
@@ -89,7 +92,7 @@ def _line(name: str, rows: Sequence[Row], crossing_bytes: int | None, stage: int
 
 def cut_model(
     model: nn.Module,
-    sample: Tensor,
+    sample: Inputs,
     stages: int,
     measure: str = "flops",
     points: Sequence[str] | None = None,
@@ -98,7 +101,8 @@ def cut_model(
     """Cut ``model`` into that many stages.
 
     Args:
-        model: Any model that ``torch.fx`` can trace, on any device, also ``meta``.
+        model: Any model that ``torch.fx`` can trace, on any device, also ``meta``; or any with lists of blocks, which is then run
+            once on the sample.
         sample: Inputs of about the size of a micro-batch.
         stages: How many; an interleaved schedule needs several for each process.
         measure: ``flops`` estimates what units cost, alike on all processes; ``seconds`` measures it. Then all processes of the job
@@ -112,62 +116,40 @@ def cut_model(
     """
     if stages < 1:
         raise HocketError(f"A model is cut into at least one stage; got {stages}.")
-    graph, batch = trace(model), len(sample)
-    work = [node for node in graph.nodes if node.op.startswith("call_")]
-    known = probe.study(model, graph, sample, measure)
-    crossing = [_crossing(work, i) for i in range(len(work) + 1)]
-    able = [_can_cut(model, work, i, crossing[i], known.values) for i in range(len(work) + 1)]
-    wires = [_wires(nodes, known, batch) if able[i] else () for i, nodes in enumerate(crossing)]
-    ahead = [sum(w.num_bytes(batch) for w in lines) / bandwidth for lines in wires]
-    back = [sum(w.num_bytes(batch) * w.grad for w in lines) / bandwidth for lines in wires]
+    units, batch = _units(model, sample, measure), len(first_tensor(sample))
+    ahead = [sum(w.num_bytes(batch) for w in lines) / bandwidth for lines in units.wires]
+    back = [sum(w.num_bytes(batch) * w.grad for w in lines) / bandwidth for lines in units.wires]
     if points is None:
-        bounds = _agreed(_best(model, [sum(known.costs[n]) for n in work], ahead, back, able, stages), measure, sample.device)
+        best = _best(model, [sum(cost) for cost in units.costs], ahead, back, units.able, stages)
+        bounds = _agreed(best, measure, first_tensor(sample).device)
     else:
-        bounds = _given(model, work, points, stages, able)
-    ranges = list(pairwise([0, *bounds, len(work)]))
-    parts = []
-    for a, b in ranges:
-        sizes = {n: (known.values[n], known.more[n]) for n in crossing[a] if not isinstance(known.values[n], Tensor)}
-        parts.append(_stage(model, graph, work[a:b], wires[a], sizes, wires[b], batch))
+        bounds = _given(model, units, points, stages)
+    parts = [units.stage(a, b) for a, b in pairwise([0, *bounds, len(units.names)])]
+    units.check(parts)
     rows = []
-    for i, node in enumerate(work):
-        own = model.get_submodule(str(node.target)).parameters() if node.op == "call_module" else ()
-        moved, stage = sum(w.num_bytes(batch) for w in wires[i + 1]), sum(b <= i for b in bounds)
-        rows.append(Row(title(node), sum(p.numel() for p in own), *known.costs[node], moved, able[i + 1], stage))
+    for i, (name, count) in enumerate(zip(units.names, units.parameters, strict=True)):
+        moved, stage = sum(w.num_bytes(batch) for w in units.wires[i + 1]), sum(b <= i for b in bounds)
+        rows.append(Row(name, count, *units.costs[i], moved, units.able[i + 1], stage))
     names, held = all_names(model), dict[str, list[int]]()
     for k, part in enumerate(parts):
         for name in {names[n] for n, _ in part.named_parameters(remove_duplicate=False)}:
             held.setdefault(name, []).append(k)
     tied = {name: tuple(held[name]) for name in sorted(held) if len(held[name]) > 1}
-    out = next(n for n in graph.nodes if n.op == "output").args[0]
-    output = next(iter(_wires([out], known, batch)), None) if isinstance(out, fx.Node) else None
     statistics = any(isinstance(m, _BatchNorm) for m in model.modules())
-    return Cut(parts, [wires[b] for b in bounds], output, tied, names, rows, measure, batch, statistics)
+    return Cut(parts, [units.wires[b] for b in bounds], units.output, tied, names, rows, measure, batch, statistics)
 
 
-# --- where a cut can be ----------------------------------------------------------------------------------------------------
-
-
-def _crossing(work: list[fx.Node], border: int) -> list[fx.Node]:
-    """The nodes before a border whose values are used behind it, in order. Attributes of the model are available on both sides."""
-    before, behind = set(work[:border]), set(work[border:])
-    early = [n for n in work[0].graph.nodes if n in before or n.op == "placeholder"]
-    return [n for n in early if any(user in behind or user.op == "output" for user in n.users)]
-
-
-def _can_cut(model: nn.Module, work: list[fx.Node], border: int, crossing: list[fx.Node], values: probe.Values) -> bool:
-    """Only tensors may cross, and none that a unit behind the border overwrites. Sizes need not cross: tensors determine them."""
-    if not 0 < border < len(work):
-        return False
-    written = {n for node in work[border:] if in_place(node, model) for n in node.all_input_nodes}
-    tensors = [n for n in crossing if isinstance(values[n], Tensor)]
-    plain = all(isinstance(values[n], int | torch.Size | Tensor) for n in crossing)
-    return bool(tensors) and plain and not written.intersection(tensors)
-
-
-def _wires(nodes: list[fx.Node], known: probe.Found, batch: int) -> tuple[Wire, ...]:
-    values = known.values
-    return tuple(Wire.between(n.name, batch, values[n], known.more[n]) for n in nodes if isinstance(values[n], Tensor))
+def _units(model: nn.Module, sample: Inputs, measure: str) -> Units:
+    """Those of a trace; where that sees no blocks, those found by running the model."""
+    if not isinstance(sample, Tensor):
+        return recorded(model, sample, measure)
+    try:
+        graph = trace(model)
+    except HocketError:
+        if len(units_of(model)) < 2:
+            raise
+        return recorded(model, sample, measure)
+    return recorded(model, sample, measure) if hides_blocks(model, graph) else traced(model, graph, sample, measure)
 
 
 # --- which cuts are best ---------------------------------------------------------------------------------------------------
@@ -218,68 +200,20 @@ def _agreed(bounds: list[int], measure: str, device: torch.device) -> list[int]:
     return [int(b) for b in common]
 
 
-def _given(model: nn.Module, work: list[fx.Node], points: Sequence[str], stages: int, able: list[bool]) -> list[int]:
+def _given(model: nn.Module, units: Units, points: Sequence[str], stages: int) -> list[int]:
     if len(points) != stages - 1:
         raise HocketError(f"{stages} stages need {stages - 1} points to cut at; got {len(points)}: {', '.join(points) or 'none'}.")
-    last = {name: i for i, node in enumerate(work) for name in scopes(node) if name}
+    last = units.borders
     bounds = []
     for name in points:
         if name not in last:
             hint = nearest(name, last) or f": its modules are {', '.join(list(last)[:12])}{', …' * (len(last) > 12)}."
             raise HocketError(f"'{name}' is not a module of {type(model).__name__} to cut after{hint}")
-        bounds.append(last[name] + 1)
-        if not able[bounds[-1]]:
+        bounds.append(last[name])
+        if not units.able[bounds[-1]]:
             raise HocketError(
                 f"{type(model).__name__} cannot be cut after '{name}': values other than unchanged tensors would cross there."
             )
     if sorted(set(bounds)) != bounds:
         raise HocketError(f"Points to cut at must be in the order of the model, each once; got {', '.join(points)}.")
     return bounds
-
-
-# --- the stages ------------------------------------------------------------------------------------------------------------
-
-
-def _stage(
-    model: nn.Module,
-    graph: fx.Graph,
-    work: list[fx.Node],
-    enter: Sequence[Wire],
-    sizes: dict[fx.Node, tuple[Any, Any]],
-    leave: Sequence[Wire],
-    batch: int,
-) -> fx.GraphModule:
-    """A module of the units ``work``. It takes what ``enter`` names, computes ``sizes`` anew, and returns what ``leave`` names as a
-    tuple; the first stage takes the model's input, the last one returns its output."""
-    part = fx.Graph()
-    old = {node.name: node for node in graph.nodes}
-    first = next(n for n in graph.nodes if n.op == "placeholder")
-    new: dict[fx.Node, Any] = {old[name]: part.placeholder(name) for name in [wire.name for wire in enter] or [first.name]}
-    entered = {new[old[wire.name]]: wire for wire in enter}
-    new |= {node: _size(entered, *pair, batch) for node, pair in sizes.items()}
-
-    def mapped(node: fx.Node) -> Any:
-        if node not in new:  # an attribute of the model
-            new[node] = part.node_copy(node, mapped)
-        return new[node]
-
-    for node in work:
-        new[node] = part.node_copy(node, mapped)
-    if leave:
-        part.output(tuple(new[old[wire.name]] for wire in leave))
-    else:
-        part.output(fx.map_arg(next(n for n in graph.nodes if n.op == "output").args[0], mapped))
-    return fx.GraphModule(model, part, f"{type(model).__name__}Stage")
-
-
-def _size(entered: dict[fx.Node, Wire], value: Any, next_value: Any, batch: int) -> Any:
-    """A number or a shape, multiples of the batch size plus constants, from the size of a tensor that enters the stage."""
-    if not isinstance(value, int):
-        return tuple(_size(entered, a, b, batch) for a, b in zip(value, next_value, strict=True))
-    slope, constant = affine(value, next_value, batch)
-    grown = [(n, d, dim) for n, wire in entered.items() for d, dim in enumerate(wire.dims) if dim[0]]
-    if not slope or not grown:
-        return constant
-    node, d, (own_slope, own_constant) = grown[0]
-    tensor: Any = fx.Proxy(node)
-    return ((tensor.size(d) - own_constant) // own_slope * slope + constant).node

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hocket.errors import HocketError
 from hocket.split.axis import Axis
+from hocket.split.inputs import Inputs, first_tensor
 from hocket.split.pipeline.cut import Cut
 from hocket.split.pipeline.schedules import Action, Kind
 from hocket.split.pipeline.stage import LossFunction, Stage, StageComm
@@ -60,7 +61,7 @@ class PipeDream:
 
     def _restart(self) -> None:
         self._stage_comm: StageComm | None = None
-        self._waiting: tuple[Tensor, Tensor, int] | None = None
+        self._waiting: tuple[Inputs, Any, int] | None = None
         self._fed = self._back = 0
         self._own_losses: deque[Tensor] = deque()
         """Of the last stage's mini-batch in flight."""
@@ -72,16 +73,16 @@ class PipeDream:
     def versions(self) -> int:
         return self._stage.versions
 
-    def feed(self, x: Tensor, y: Tensor) -> Tensor | None:
+    def feed(self, x: Inputs, y: Any = None) -> Tensor | None:
         """Accept a mini-batch; the loss of the one that has left the pipe, the same on all processes, or None while it fills.
 
         A mini-batch is processed when the next one is known, so that its inputs are already being received.
         """
         if self._stage_comm is None:
-            self._stage_comm = StageComm(self.axis, x.device)
+            self._stage_comm = StageComm(self.axis, first_tensor(x).device)
             self.spans.clear()
         if self._place:
-            self._stage_comm.expect(self._place - 1, "ahead", self._fed, self._stage.enter, len(x))
+            self._stage_comm.expect(self._place - 1, "ahead", self._fed, self._stage.expected(x, self._stage.enter))
         self._fed += 1
         previous, self._waiting = self._waiting, (x, y, getattr(self.draws, "step", 0))
         if previous is not None:
@@ -110,7 +111,7 @@ class PipeDream:
         assert self._stage_comm is not None
         return self._stage_comm
 
-    def _turn(self, j: int, x: Tensor, y: Tensor, step: int) -> None:
+    def _turn(self, j: int, x: Inputs, y: Any, step: int) -> None:
         now = getattr(self.draws, "step", 0)
         self._draw_for(step)
         self._forward(j, x, y)
@@ -125,17 +126,18 @@ class PipeDream:
         elif self.draws is not None:
             self.draws.first_sample = 0
 
-    def _forward(self, j: int, x: Tensor, y: Tensor) -> None:
-        values = self._comm.take(self._place - 1, "ahead", j) if self._place else [x]
+    def _forward(self, j: int, x: Inputs, y: Any) -> None:
+        values = self._comm.take(self._place - 1, "ahead", j) if self._place else []
         start = time.perf_counter()
         finish = (lambda output: self.loss_fn(output, y)) if self._place == self._last else None
-        given = self._stage.forward(j, values, finish)
+        given = self._stage.forward(j, x, values, finish)
         self._done("F", j, start)
         if self._place == self._last:
             self._own_losses.append(given[0].float())
         else:
             self._comm.send(self._place, "ahead", j, given)
-            self._comm.expect(self._place, "back", j, [*(w for w in self._stage.leave if w.grad), _LOSS], len(x))
+            coming = [*(w for w in self._stage.leave if w.grad), _LOSS]
+            self._comm.expect(self._place, "back", j, self._stage.expected(x, coming))
 
     def _backward(self, j: int) -> None:
         *grads, loss = [self._own_losses.popleft()] if self._place == self._last else self._comm.take(self._place, "back", j)

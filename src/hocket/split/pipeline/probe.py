@@ -109,13 +109,12 @@ class _Probe:
         writes = in_place(node, self.model)
 
         def given(n: fx.Node) -> Any:
-            value = values[n]
-            if n.op == "get_attr" or not isinstance(value, Tensor):
-                return value
-            value = _apart(value)
-            if leaves is not None and value.requires_grad:
-                leaves.append(value)
-            return value.clone() if writes else value
+            if n.op == "get_attr":
+                return values[n]
+            value = tree_map_only(Tensor, _apart, values[n])
+            if leaves is not None:
+                leaves.extend(t for t in _tensors(value) if t.requires_grad)
+            return tree_map_only(Tensor, Tensor.clone, value) if writes else value
 
         args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
         if node.op == "call_function":
@@ -141,23 +140,23 @@ class _Probe:
 
         def backward() -> None:
             outputs = [t for t in _tensors(output) if t.requires_grad]
-            if outputs:
+            if outputs and leaves + weights:
                 torch.autograd.grad(outputs, leaves + weights, [torch.ones_like(t) for t in outputs], allow_unused=True)
 
         num_bytes = sum(t.nbytes for n in (node, *node.all_input_nodes) for t in _tensors(values[n]))
         if measure == "flops":
-            return _estimate(forward, num_bytes), _estimate(backward, 2 * num_bytes)
-        trials = [(_seconds(forward), _seconds(backward)) for _ in range(TRIALS)]
+            return estimate(forward, num_bytes), estimate(backward, 2 * num_bytes)
+        trials = [(seconds(forward), seconds(backward)) for _ in range(TRIALS)]
         return min(f for f, _ in trials), min(b for _, b in trials)
 
 
-def _estimate(work: Callable[[], Any], num_bytes: int) -> float:
+def estimate(work: Callable[[], Any], num_bytes: int) -> float:
     with FlopCounterMode(display=False) as counter:
         work()
     return counter.get_total_flops() / FLOPS + num_bytes / MEMORY
 
 
-def _seconds(work: Callable[[], Any]) -> float:
+def seconds(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     if torch.cuda.is_available():

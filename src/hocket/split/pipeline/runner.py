@@ -13,15 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hocket.errors import HocketError
 from hocket.split.axis import Axis
+from hocket.split.inputs import Inputs, first_tensor, joined, micro_batches
 from hocket.split.pipeline.cut import Cut
 from hocket.split.pipeline.pipedream import PipeDream
 from hocket.split.pipeline.schedules import Action, make
 from hocket.split.pipeline.stage import LossFunction, Stage, StageComm, held
 from hocket.split.pipeline.timeline import Span, Timeline, gather
+from hocket.split.pipeline.trace import Wire
 
 _AHEAD = 2
 """How many actions ahead receives are started."""
@@ -29,13 +33,16 @@ _AHEAD = 2
 
 @dataclass
 class _Batch:
-    """The state of one mini-batch in the pipe; ``y`` is empty where nothing is trained."""
+    """The state of one mini-batch in the pipe; micro-batches have no ``y`` where the model computes its loss itself."""
 
-    x: tuple[Tensor, ...]
-    y: tuple[Tensor, ...]
+    x: tuple[Any, ...]
+    y: tuple[Any, ...]
     sizes: list[int]
     loss: Tensor
-    outputs: list[Tensor] = field(default_factory=list)
+    trains: bool
+    weights: list[float]
+    """What each micro-batch counts."""
+    outputs: list[Any] = field(default_factory=list)
 
 
 class PipelineRunner:
@@ -46,7 +53,14 @@ class PipelineRunner:
     """
 
     def __init__(
-        self, cut: Cut, axis: Axis, loss_fn: LossFunction, schedule: str = "1f1b", num_microbatches: int = 4, draws: Any = None
+        self,
+        cut: Cut,
+        axis: Axis,
+        loss_fn: LossFunction,
+        schedule: str = "1f1b",
+        num_microbatches: int = 4,
+        draws: Any = None,
+        weight: Callable[[Any, Any], float] | None = None,
     ) -> None:
         """
         Args:
@@ -57,12 +71,13 @@ class PipelineRunner:
                 which is fed mini-batches and updates by itself: set ``update``, call ``feed`` and at the end ``drain``.
             num_microbatches: Micro-batches of a batch. Where they do not divide it, the first ones are larger by one sample.
             draws: Told the first sample of each micro-batch as ``draws.first_sample``.
+            weight: What a micro-batch's loss counts in that of the batch, from its inputs and targets; None: its samples.
         """
         if len(cut.stages) % axis.size:
             raise HocketError(
                 f"{len(cut.stages)} stages cannot be divided evenly over {axis.size} processes: cut the model into a multiple."
             )
-        self.axis, self.loss_fn, self.num_microbatches, self.draws = axis, loss_fn, num_microbatches, draws
+        self.axis, self.loss_fn, self.num_microbatches, self.draws, self.weight = axis, loss_fn, num_microbatches, draws, weight
         self._output, self._last = cut.output, len(cut.stages) - 1  # not the cut itself, which holds all stages
         self._pipedream = PipeDream(cut, axis, loss_fn, draws) if schedule == "pipedream" else None
         count = num_microbatches if self._pipedream is None else max(num_microbatches, axis.size)
@@ -77,15 +92,15 @@ class PipelineRunner:
 
     # --- calls of the training ---------------------------------------------------------------------------------------------
 
-    def run(self, x: Tensor, y: Tensor) -> Tensor:
+    def run(self, x: Inputs, y: Any = None) -> Tensor:
         """Forward and backward of a batch: gradients of its mean loss are added to ``p.grad``; the loss, the same on all."""
         if self._pipedream is not None:
             raise HocketError("pipedream does not drain the pipe after a batch: call feed and drain instead of run.")
-        batch = self._split(x, y)
+        batch = self._split(x, y, trains=True)
         self._perform([a for a in self._actions if batch.sizes[a.microbatch]], batch)
         return self.axis.all_reduce(batch.loss)
 
-    def feed(self, x: Tensor, y: Tensor) -> Tensor | None:
+    def feed(self, x: Inputs, y: Any = None) -> Tensor | None:
         """Under pipedream: accept a mini-batch; the loss of the one that has left the pipe, if one has."""
         return self._asynchronous.feed(x, y)
 
@@ -108,30 +123,31 @@ class PipelineRunner:
             raise HocketError("Only pipedream is fed and updates inside the pipe; with other schedules call run(x, y).")
         return self._pipedream
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The output for ``x`` on all processes, without gradients."""
-        output = self.forward_last(x)
+    def forward(self, x: Inputs) -> Any:
+        """The output for ``x`` on all processes, without gradients: a tensor, or the tensors of a mapping or tuple."""
+        output, device = self.forward_last(x), first_tensor(x).device
         wire, source = self._output, self._last % self.axis.size
-        if wire is None:
-            raise HocketError(
-                "The model's output is not one tensor, so it is not sent to all processes: read it on the last stage."
-            )
+        if not isinstance(wire, Wire):
+            everyone = [tree_map_only(Tensor, Tensor.cpu, output)] * self.axis.size
+            if self.axis.size > 1:
+                dist.all_gather_object(everyone, everyone[0], group=self.axis.group)
+            return tree_map_only(Tensor, lambda t: t.to(device), everyone[source])
         if output is not None:
             common = output.to("cpu", wire.dtype).contiguous()
             works = [self.axis.send(common, p) for p in range(self.axis.size) if p != source]
         else:
-            common = torch.empty(wire.shape(len(x)), dtype=wire.dtype, device="cpu")
+            common = torch.empty(wire.shape(len(first_tensor(x))), dtype=wire.dtype, device="cpu")
             works = [self.axis.receive(common, source)]
         for work in works:
             self.axis.wait(work)
-        return common.to(x.device)
+        return common.to(device)
 
-    def forward_last(self, x: Tensor) -> Tensor | None:
+    def forward_last(self, x: Inputs) -> Any:
         """The output for ``x`` on the process of the last stage, and None elsewhere, without gradients."""
-        batch = self._split(x, None)
+        batch = self._split(x, None, trains=False)
         with torch.no_grad():
             self._perform([Action("F", k, j) for k in self._stages for j, size in enumerate(batch.sizes) if size], batch)
-        return torch.cat(batch.outputs) if batch.outputs else None
+        return joined(batch.outputs, [size for size in batch.sizes if size]) if batch.outputs else None
 
     def timeline(self) -> Timeline:
         """The timeline of all processes in the latest ``run`` (pipedream: since it was first fed); all processes must call it."""
@@ -152,34 +168,34 @@ class PipelineRunner:
             else:
                 self._backward(comm, action)
         comm.settle()
-        self.spans = self.spans if batch.y else before
+        self.spans = self.spans if batch.trains else before
 
     def _expect(self, comm: StageComm, action: Action, batch: _Batch) -> None:
         kind, k, j = action
         stage = self._stages[k]
         if kind == "F" and k > 0:
-            comm.expect(k - 1, "ahead", j, stage.enter, batch.sizes[j])
+            comm.expect(k - 1, "ahead", j, stage.expected(batch.x[j], stage.enter))
         elif kind in "BI" and k < self._last:
-            comm.expect(k, "back", j, [w for w in stage.leave if w.grad], batch.sizes[j])
+            comm.expect(k, "back", j, stage.expected(batch.x[j], [w for w in stage.leave if w.grad]))
 
     def _forward(self, comm: StageComm, action: Action, batch: _Batch) -> None:
         _, k, j = action
         stage = self._stages[k]
-        values = comm.take(k - 1, "ahead", j) if k else [batch.x[j]]
+        x, values = batch.x[j], comm.take(k - 1, "ahead", j) if k else []
         if self.draws is not None:
             self.draws.first_sample = sum(batch.sizes[:j])
         start = time.perf_counter()
-        if not batch.y:
-            outputs = stage.only_forward(values, k == self._last)
+        if not batch.trains:
+            outputs = stage.only_forward(x, values, k == self._last)
         elif k < self._last:
-            outputs = stage.forward(j, values)
+            outputs = stage.forward(j, x, values)
         else:
-            share = batch.sizes[j] / sum(batch.sizes)
-            outputs = stage.forward(j, values, lambda output: self.loss_fn(output, batch.y[j]) * share)
+            share = batch.weights[j] / sum(batch.weights)
+            outputs = stage.forward(j, x, values, lambda output: self.loss_fn(output, batch.y[j]) * share)
         self.spans.append(Span(action, start, time.perf_counter()))
         if k < self._last:
             comm.send(k, "ahead", j, outputs)
-        elif batch.y:
+        elif batch.trains:
             batch.loss += outputs[0]
         else:
             batch.outputs += outputs
@@ -199,10 +215,17 @@ class PipelineRunner:
         if k and kind != "W":
             comm.send(k - 1, "back", j, back)
 
-    def _split(self, x: Tensor, y: Tensor | None) -> _Batch:
-        if not len(x) or (y is not None and len(y) != len(x)):
-            found = f"{len(x)} inputs" if y is None else f"{len(x)} inputs and {len(y)} targets"
+    def _split(self, x: Inputs, y: Any, trains: bool) -> _Batch:
+        samples, first = len(first_tensor(x)), first_tensor(x)
+        if not samples or (isinstance(y, Tensor) and len(y) != samples):
+            found = f"{samples} inputs and {len(y)} targets" if isinstance(y, Tensor) else f"{samples} inputs"
             raise HocketError(f"A batch has at least one sample, and as many targets as inputs; got {found}.")
-        parts = x.tensor_split(self.num_microbatches)
-        targets = () if y is None else y.tensor_split(self.num_microbatches)
-        return _Batch(parts, targets, [len(part) for part in parts], torch.zeros((), device=x.device))
+        count = self.num_microbatches
+        sizes = [len(part) for part in first.tensor_split(count)]
+        targets = (None,) * count if y is None else micro_batches(y, count)
+        parts, weights = micro_batches(x, count), [float(size) for size in sizes]
+        if trains and self.weight is not None:
+            weights = [float(self.weight(*pair)) if size else 0.0 for *pair, size in zip(parts, targets, sizes, strict=True)]
+            if not sum(weights) > 0:
+                raise HocketError(f"The weights of a batch's micro-batches must have a sum above 0; got {weights}: mind weight=.")
+        return _Batch(parts, targets, sizes, torch.zeros((), device=first.device), trains, weights)

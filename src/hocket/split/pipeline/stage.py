@@ -19,9 +19,11 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from hocket.split.axis import Axis
+from hocket.split.inputs import Inputs, first_tensor
 from hocket.split.pipeline.trace import Wire
+from hocket.split.pipeline.units import RecordedStage, pruned
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 Way = Literal["ahead", "back"]
 Key = tuple[int, Way, int]
 """A border (border ``k`` lies between stages ``k`` and ``k + 1``), a direction, and a micro-batch."""
@@ -48,29 +50,41 @@ class Stage:
     """
 
     def __init__(
-        self, module: fx.GraphModule, enter: Sequence[Wire], leave: Sequence[Wire], halves: bool = False, stash: bool = False
+        self, module: nn.Module, enter: Sequence[Wire], leave: Sequence[Wire], halves: bool = False, stash: bool = False
     ) -> None:
         self.enter, self.leave, self.halves, self.stash = tuple(enter), tuple(leave), halves, stash
         self.module, self._owned, self._shared = _marked(module) if halves else (module, [], [])
+        self._reads_batch = isinstance(module, RecordedStage) or not enter
         self._kept: dict[int, _Kept] = {}
         self._halved: dict[int, list[tuple[Tensor, list[nn.Parameter], Tensor]]] = {}
         self._weights: dict[str, Tensor] | None = None
 
-    def forward(self, microbatch: int, values: Sequence[Tensor], finish: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-        """Outputs for the next stage; with ``finish`` (the last stage) the loss that it computes from the output."""
-        inputs = [v.detach().requires_grad_(w.grad) for v, w in zip(values, self.enter, strict=True)] if self.enter else [*values]
-        weights = self._newest() if self.stash else None
-        given = self.module(*inputs) if weights is None else functional_call(self.module, weights, tuple(inputs))
+    def forward(
+        self, microbatch: int, x: Inputs, values: Sequence[Tensor], finish: Callable[[Any], Tensor] | None = None
+    ) -> list[Tensor]:
+        """Outputs for the next stage, from the batch and what the previous stage sent; with ``finish`` (the last stage) the loss
+        that it computes from the output."""
+        inputs = [v.detach().requires_grad_(w.grad) for v, w in zip(values, self.enter, strict=True)]
+        weights, read = self._newest() if self.stash else None, self._read(x, inputs)
+        given = self.module(*read) if weights is None else functional_call(self.module, weights, read)
         given, marks = given if self.halves else (given, [])
         outputs = self._left(given) if finish is None else [finish(given)]
         self._kept[microbatch] = _Kept(inputs, outputs, list(marks), weights)
         return [out.detach() for out in outputs]
 
-    def only_forward(self, values: Sequence[Tensor], last: bool) -> list[Tensor]:
+    def only_forward(self, x: Inputs, values: Sequence[Tensor], last: bool) -> list[Any]:
         """Outputs, with nothing kept."""
-        given = self.module(*values)
+        given = self.module(*self._read(x, values))
         given = given[0] if self.halves else given
         return [given] if last else self._left(given)
+
+    def expected(self, x: Inputs, wires: Sequence[Wire]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shapes and types of what crosses a border of this stage for a batch."""
+        shapes = self.module.shapes(x) if isinstance(self.module, RecordedStage) else {}
+        return [(shapes.get(wire.name, wire.shape(len(first_tensor(x)))), wire.dtype) for wire in wires]
+
+    def _read(self, x: Inputs, values: Sequence[Tensor]) -> tuple[Any, ...]:
+        return (x, *values) if self._reads_batch else tuple(values)
 
     def backward(self, microbatch: int, grads: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the inputs that require one; the parameters' gradients are added to ``p.grad``."""
@@ -117,7 +131,9 @@ class Stage:
         """The outputs that have a gradient, and these gradients; a loss needs none."""
         if not self.leave:
             return [out for out in kept.outputs if out.requires_grad], None
-        return [out for out, wire in zip(kept.outputs, self.leave, strict=True) if wire.grad], list(grads)
+        outputs = [out for out, wire in zip(kept.outputs, self.leave, strict=True) if wire.grad]
+        pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+        return [out for out, _ in pairs], [grad for _, grad in pairs]
 
     # --- stashed weights -----------------------------------------------------------------------------------------------------
 
@@ -139,8 +155,11 @@ class Stage:
         return self._weights
 
 
-def _marked(module: fx.GraphModule) -> tuple[fx.GraphModule, list[list[nn.Parameter]], list[nn.Parameter]]:
+def _marked(module: nn.Module) -> tuple[nn.Module, list[list[nn.Parameter]], list[nn.Parameter]]:
     """The stage with the outputs of its units with parameters as a second output; their parameters; parameters of several units."""
+    if isinstance(module, RecordedStage):
+        return module.marked()
+    assert isinstance(module, fx.GraphModule)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.graph_copy(module.graph, copies)
@@ -169,7 +188,7 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def held(stages: Sequence[fx.GraphModule]) -> nn.Module:
+def held(stages: Sequence[nn.Module]) -> nn.Module:
     """A module of all that these stages use; ``named_parameters``, ``state_dict`` and ``train`` are as in the whole model.
 
     >>> whole = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -178,9 +197,11 @@ def held(stages: Sequence[fx.GraphModule]) -> nn.Module:
     """
     if len(stages) == 1:
         return stages[0]
+    if isinstance(stages[0], RecordedStage):
+        return pruned(stages[0].model[0], set().union(*(s.kept for s in stages if isinstance(s, RecordedStage))))
     root = nn.Module()
     for op in ("call_module", "get_attr"):
-        for stage, node in [(s, n) for s in stages for n in s.graph.nodes if n.op == op]:
+        for stage, node in [(s, n) for s in stages if isinstance(s, fx.GraphModule) for n in s.graph.nodes if n.op == op]:
             *parents, last = str(node.target).split(".")
             module = root
             for name in parents:
@@ -219,12 +240,12 @@ class StageComm:
         whole = [value.contiguous().cpu() for value in values]
         self._leaving.setdefault(key, []).extend((v, self.axis.send(v, to, _tag(key, i))) for i, v in enumerate(whole))
 
-    def expect(self, border: int, way: Way, microbatch: int, wires: Sequence[Wire], batch: int) -> None:
+    def expect(self, border: int, way: Way, microbatch: int, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
         """Start receiving; does nothing when that was done before."""
         key, source = (border, way, microbatch), (border + (way == "back")) % self.axis.size
         if key in self._coming or source == self.axis.place:
             return
-        into = [torch.empty(wire.shape(batch), dtype=wire.dtype, device="cpu") for wire in wires]
+        into = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in tensors]
         self._coming[key] = [(t, self.axis.receive(t, source, _tag(key, i))) for i, t in enumerate(into)]
 
     def take(self, border: int, way: Way, microbatch: int) -> list[Tensor]:

@@ -7,7 +7,7 @@ modules that cannot be traced, because their control flow depends on values, are
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from hocket.errors import HocketError
+
+BLOCKS = (nn.ModuleList, nn.Sequential)
 
 
 class _Opaque(Exception):
@@ -70,6 +72,13 @@ def trace(model: nn.Module) -> fx.Graph:
     return graph
 
 
+def hides_blocks(model: nn.Module, graph: fx.Graph) -> bool:
+    """Whether a unit that could not be traced contains a list of blocks."""
+    units = [model.get_submodule(str(n.target)) for n in graph.nodes if n.op == "call_module"]
+    opaque = [m for m in units if not getattr(m, "whole", False) and not type(m).__module__.startswith("torch.nn")]
+    return any(isinstance(m, BLOCKS) and len(m) > 1 for unit in opaque for m in unit.modules())
+
+
 def scopes(node: fx.Node) -> Iterator[str]:
     """The names of all modules that a node is part of."""
     yield from (path for path, _ in node.meta.get("nn_module_stack", {}).values())
@@ -112,10 +121,33 @@ class Wire:
         return self.dtype.itemsize * prod(self.shape(batch))
 
     @classmethod
-    def between(cls, name: str, batch: int, value: Tensor, next_value: Tensor) -> Wire:
+    def between(cls, name: str, batch: int, value: Tensor, next_value: Tensor, grad: bool) -> Wire:
         """From the values for ``batch`` and for ``batch + 1`` samples."""
         dims = tuple(affine(a, b, batch) for a, b in zip(value.shape, next_value.shape, strict=True))
-        return cls(name, value.dtype, dims, value.requires_grad)
+        return cls(name, value.dtype, dims, grad and value.is_floating_point())
+
+
+@dataclass(frozen=True)
+class Units:
+    """A model as units in the order in which they run. Border ``i`` lies before unit ``i``."""
+
+    names: list[str]
+    parameters: list[int]
+    """How many each has."""
+    costs: list[tuple[float, float]]
+    """Seconds of each for the sample, forward and backward."""
+    wires: list[tuple[Wire, ...]]
+    """What crosses each border."""
+    able: list[bool]
+    """Whether the model can be cut at each border."""
+    borders: dict[str, int]
+    """The border after each module that can be named."""
+    output: Any
+    """The model's own output: a wire where that is one tensor, else tensors without values or None."""
+    stage: Callable[[int, int], nn.Module]
+    """A module of the units between two borders."""
+    check: Callable[[Sequence[nn.Module]], None] = lambda stages: None
+    """Refuses stages that together are not the model, where that is not known already."""
 
 
 def affine(size: int, next_size: int, batch: int) -> tuple[int, int]:

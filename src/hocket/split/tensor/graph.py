@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from hocket.split import draws
+from hocket.split.tensor.layers import is_linear, transposed
 
 ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LogSigmoid),
@@ -44,7 +45,8 @@ class Flow:
         """The readers of every parameter that is read directly."""
         self.complete = False
         """Whether all of the model was traced."""
-        for prefix, graph in _graphs(model, ""):
+        self.elementwise = {module for module in self.modules.values() if elementwise(module)}
+        for prefix, graph in _graphs(model, "", self.elementwise):
             self.complete |= prefix == ""
             for node in graph.nodes:
                 if node.op == "call_module":
@@ -53,10 +55,17 @@ class Flow:
                     self.read.setdefault(f"{prefix}{node.target}", []).extend(node.users)
         self.calls = Counter(self.names.values())
 
+    def only_names(self, parameter: str) -> bool:
+        """Whether a module that has layers only gives one of their parameters another name: its forward does not read it."""
+        path, _, name = parameter.rpartition(".")
+        code = getattr(inspect.unwrap(type(self.modules[path]).forward), "__code__", None)
+        unread = parameter not in self.read and code is not None and name not in code.co_names
+        return unread and any(True for _ in self.modules[path].children())
+
     def linears(self) -> Iterator[tuple[fx.Node, str]]:
         """Calls of Linear layers, in order, each layer called once."""
         for node, name in self.names.items():
-            if type(self.modules[name]) is nn.Linear and self.calls[name] == 1:
+            if is_linear(self.modules[name]) and self.calls[name] == 1:
                 yield node, name
 
     def together(self, names: Collection[str]) -> list[list[str]]:
@@ -82,10 +91,10 @@ class Flow:
         name = self.names.get(node)
         if name is not None:
             module = self.modules[name]
-            if type(module) is nn.Linear:
+            if is_linear(module):
                 sources.append(name)
                 return self.calls[name] == 1
-            if type(module) not in ELEMENTWISE:
+            if type(module) not in ELEMENTWISE and module not in self.elementwise:
                 return False
             if isinstance(module, _DROPOUTS):
                 dropouts.append(name)
@@ -99,16 +108,33 @@ class Flow:
         return bool(inputs) and all(self._walk(each, sources, dropouts) for each in inputs)
 
 
+def elementwise(module: nn.Module) -> bool:
+    """Whether a module without parameters, not of torch, treats each value alone: a part of an input gives that of the output."""
+    known = type(module).__module__.startswith("torch.nn") or getattr(module, "whole", False)
+    if known or any(True for part in (module.parameters(), module.buffers(), module.children()) for _ in part):
+        return False
+    x = torch.linspace(-3, 3, 24).view(3, 8)
+    with suppress(Exception), torch.no_grad(), torch.random.fork_rng(devices=[]):  # user code may raise anything
+        whole, parts = module(x), torch.cat([module(x[:, :3]), module(x[:, 3:])], -1)
+        return whole.shape == x.shape and torch.allclose(whole, parts)
+    return False
+
+
 def _input(node: fx.Node) -> Any:
     return node.args[0] if node.args else next(iter(node.kwargs.values()), None)
 
 
 class _Tracer(fx.Tracer):
+    def __init__(self, elementwise: Collection[nn.Module]) -> None:
+        super().__init__()
+        self.elementwise = elementwise
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return bool(getattr(m, "whole", False)) or super().is_leaf_module(m, module_qualified_name)
+        known = bool(getattr(m, "whole", False)) or transposed(m) or m in self.elementwise
+        return known or super().is_leaf_module(m, module_qualified_name)
 
 
-def _graphs(module: nn.Module, prefix: str) -> Iterator[tuple[str, fx.Graph]]:
+def _graphs(module: nn.Module, prefix: str, elementwise: Collection[nn.Module]) -> Iterator[tuple[str, fx.Graph]]:
     """Graphs of the largest modules that can be traced, with the beginning of their modules' names."""
     if getattr(module, "whole", False) or (prefix and not any(True for _ in module.children())):
         return
@@ -116,7 +142,7 @@ def _graphs(module: nn.Module, prefix: str) -> Iterator[tuple[str, fx.Graph]]:
     optional = {p.name: p.default for p in given if p.default is not inspect.Parameter.empty}
     if not optional or not prefix:  # optional inputs may change the graph, and only a root is known to be called without them
         with suppress(Exception):  # user code may raise anything on a proxy
-            yield prefix, _Tracer().trace(module, optional or None)
+            yield prefix, _Tracer(elementwise).trace(module, optional or None)
             return
     for name, child in module.named_children():
-        yield from _graphs(child, f"{prefix}{name}.")
+        yield from _graphs(child, f"{prefix}{name}.", elementwise)

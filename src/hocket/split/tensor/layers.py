@@ -30,6 +30,14 @@ class ParameterSlicer:
             self.lies[id(own)] = part
         return self._made[id(whole), part][1]
 
+    def rename(self, model: nn.Module) -> None:
+        """Modules that give a parameter another name get the part that was made of it."""
+        parts = {id(whole): own for whole, own in self._made.values()}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in parts and not isinstance(module, SplitLayer):
+                    module._parameters[name] = parts[id(parameter)]
+
 
 class Entry:
     """The entry of a whole tensor into one or several split layers: it is copied once, so that its gradient is summed once."""
@@ -65,15 +73,45 @@ class SplitLayer(nn.Module):
         self.axis, self.enter = cut.axis, Entry(cut.axis)
 
 
-class ColumnLinear(SplitLayer, nn.Linear):
+def transposed(module: nn.Module) -> bool:
+    """Whether a layer is a Linear whose weight is stored as ``[inputs, outputs]``: the Conv1D of GPT-2 in transformers."""
+    weight = module._parameters.get("weight")  # read past a tracer
+    return type(module).__name__ == "Conv1D" and weight is not None and [*weight.shape] == [module.nx, module.nf]
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or transposed(module)
+
+
+def features(linear: nn.Module) -> tuple[int, int]:
+    """The widths of inputs and outputs."""
+    inputs, outputs = (linear.nx, linear.nf) if transposed(linear) else (linear.in_features, linear.out_features)
+    return int(inputs), int(outputs)  # type: ignore[arg-type]
+
+
+class SplitLinear(SplitLayer, nn.Linear):
+    """A Linear split along one dimension of its weight, however that is stored."""
+
+    def __init__(self, linear: nn.Module, cut: ParameterSlicer, dims: dict[str, int], blocks: int = 1) -> None:
+        """``dims`` are those of a weight ``[outputs, inputs]``."""
+        flipped = transposed(linear)
+        super().__init__(linear, cut, {**dims, "weight": dims["weight"] ^ flipped}, blocks)
+        self.in_features, self.out_features = features(linear)
+        self.transposed = flipped
+
+    def matrix(self) -> Tensor:
+        return self.weight.T if self.transposed else self.weight
+
+
+class ColumnLinear(SplitLinear):
     """``Y_p = X A_p + b_p``: some of the outputs of a whole input. ``X`` is whole; its gradient is summed."""
 
-    def __init__(self, linear: nn.Linear, cut: ParameterSlicer, blocks: int = 1) -> None:
+    def __init__(self, linear: nn.Module, cut: ParameterSlicer, blocks: int = 1) -> None:
         super().__init__(linear, cut, {"weight": 0, "bias": 0}, blocks)
         self.out_features //= self.axis.size
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.enter(x), self.weight, self.bias)
+        return F.linear(self.enter(x), self.matrix(), self.bias)
 
 
 class GatheredLinear(ColumnLinear):
@@ -83,16 +121,16 @@ class GatheredLinear(ColumnLinear):
         return gathered(super().forward(x), self.axis)
 
 
-class RowLinear(SplitLayer, nn.Linear):
+class RowLinear(SplitLinear):
     """``Y = Σ_p X_p A_p + b``: the input is split, as ``ColumnLinear`` returns it; the bias is added once, to the sum."""
 
-    def __init__(self, linear: nn.Linear, cut: ParameterSlicer) -> None:
+    def __init__(self, linear: nn.Module, cut: ParameterSlicer) -> None:
         super().__init__(linear, cut, {"weight": 1})
         self.in_features //= self.axis.size
 
     def forward(self, x: Tensor) -> Tensor:
         check_split_input(x, self.in_features, self.axis)
-        total = summed(F.linear(x, self.weight), self.axis)
+        total = summed(F.linear(x, self.matrix()), self.axis)
         return total if self.bias is None else total + self.bias
 
 

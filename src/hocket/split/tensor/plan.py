@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
@@ -14,7 +15,8 @@ from hocket.models.gpt import Attention, Logits
 from hocket.split.branches import Branches
 from hocket.split.tensor.attention import DrawnAttention, SplitMultihead, common
 from hocket.split.tensor.graph import ELEMENTWISE, Flow
-from hocket.split.tensor.layers import spared
+from hocket.split.tensor.heads import find_heads, known_heads
+from hocket.split.tensor.layers import features, is_linear, spared, transposed
 
 KINDS = {
     "columns": "a Linear by its outputs, which stay split",
@@ -63,7 +65,8 @@ class TensorPlan:
 
 def automatic(model: nn.Module, size: int) -> TensorPlan:
     """The plan for ``size`` processes, found in the model."""
-    plan, flow, shared = TensorPlan(), Flow(model), _shared(model)
+    plan, flow = TensorPlan(), Flow(model)
+    shared = _shared(flow)
     for name, module in flow.modules.items():
         if _inside(name, plan.kinds):
             continue
@@ -71,7 +74,7 @@ def automatic(model: nn.Module, size: int) -> TensorPlan:
             plan.kinds[name] = "branches"
         elif isinstance(module, nn.MultiheadAttention) and type(module) in _ATTENTIONS and not common(module):
             plan.kinds[name], plan.reasons[name] = "whole", "it has inputs of several widths or adds to the sequence"
-        elif type(module) in _ATTENTIONS:
+        elif type(module) in _ATTENTIONS or known_heads(module):
             _check(name, module, "heads", size)
             plan.kinds[name] = "heads"
         elif type(module) in _LAYERS and (module.activation in (F.relu, F.gelu) or type(module.activation) in ELEMENTWISE):
@@ -79,14 +82,15 @@ def automatic(model: nn.Module, size: int) -> TensorPlan:
     for node, name in flow.linears():
         if not _inside(name, plan.kinds) and (found := flow.sources(node)):
             _pair(found[0], name, found[1], flow, size, shared, plan)
+    told = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]  # as in transformers
     for users in shared.values():
-        _find_tied(users, flow, size, plan)
+        _find_tied(users, flow, size, plan, told)
     for name, module in flow.modules.items():
         if name not in plan.kinds and not _inside(name, plan.kinds):
-            _find_left_over(name, module, flow, size, plan)
+            _find_left_over(name, module, flow, size, plan, told)
     plan.kinds = {name: plan.kinds[name] for name in flow.modules if name in plan.kinds}
     plan.together = flow.together([name for name, kind in plan.kinds.items() if kind in ("columns", "gather")])
-    _check_shared(model, plan.kinds)
+    _check_shared(flow, plan.kinds)
     if not set(plan.kinds.values()) - {"whole"}:
         why = next((f": '{name}' {reason}" for name, reason in plan.reasons.items()), "")
         raise HocketError(f"Nothing in this model can be split over {size} processes{why}; choose another size, or give a plan.")
@@ -105,7 +109,7 @@ def explicit(model: nn.Module, size: int, given: Mapping[str, str]) -> TensorPla
     if not set(kinds.values()) - {"whole"}:
         raise HocketError(f"The plan splits nothing over {size} processes: give at least one module a kind other than 'whole'.")
     plan = TensorPlan({name: kinds[name] for name in flow.modules if name in kinds})
-    _check_shared(model, kinds)
+    _check_shared(flow, kinds)
     _check_readers(flow, kinds)
     _check_flow(flow, plan)
     plan.together = flow.together([name for name, kind in kinds.items() if kind in ("columns", "gather")])
@@ -119,7 +123,7 @@ def _pair(first: list[str], second: str, dropouts: list[str], flow: Flow, size: 
     """Split layers whose outputs meet, value by value, in the input of another: the first by columns, the other by rows."""
     names = {*first, second}
     taken = set(plan.kinds) | {name for users in shared.values() for name in users} | {r.rpartition(".")[0] for r in flow.read}
-    layers = [module for name in names if type(module := flow.modules[name]) is nn.Linear and not spared(module)]
+    layers = [module for name in names if is_linear(module := flow.modules[name]) and not spared(module)]
     width = _width(flow.modules[second], "rows")[0]
     equal = all(_width(flow.modules[name], "columns")[0] == width for name in first)  # not a single value that is broadcast
     if len(layers) == len(first) + 1 and not names & taken and equal and width % size == 0:
@@ -127,12 +131,16 @@ def _pair(first: list[str], second: str, dropouts: list[str], flow: Flow, size: 
         plan.dropouts |= set(dropouts)
 
 
-def _find_tied(users: list[str], flow: Flow, size: int, plan: TensorPlan) -> None:
-    """An embedding that is also the head, as one parameter of two modules: by the vocabulary in both. Anything else stays whole."""
+def _find_tied(users: list[str], flow: Flow, size: int, plan: TensorPlan, told: list[Any]) -> None:
+    """An embedding that is also the head, as one parameter of two modules: by the vocabulary in both. Anything else stays whole.
+
+    That nothing else reads its weight is known of a model that was traced, and of one that names these modules itself (``told``).
+    """
     if any(_inside(name, plan.kinds) or name in plan.kinds for name in users):
         return  # checked at the end
     modules = [flow.modules[name] for name in users]
-    alike = flow.complete and all(type(m) in (nn.Embedding, nn.Linear) and not spared(m) for m in modules)
+    known = flow.complete or any(m is module for m in told for module in modules)
+    alike = known and all(type(m) in (nn.Embedding, nn.Linear) and not spared(m) for m in modules)
     unread = not any(f"{name}.weight" in flow.read for name in users)
     if alike and unread and not any(_width(m, "gather")[0] % size for m in modules):
         plan.kinds |= {
@@ -143,8 +151,8 @@ def _find_tied(users: list[str], flow: Flow, size: int, plan: TensorPlan) -> Non
         plan.kinds[name], plan.reasons[name] = "whole", "it shares a parameter with another module"
 
 
-def _find_left_over(name: str, module: nn.Module, flow: Flow, size: int, plan: TensorPlan) -> None:
-    if type(module) not in (nn.Linear, nn.Conv2d, nn.Embedding):
+def _find_left_over(name: str, module: nn.Module, flow: Flow, size: int, plan: TensorPlan, told: list[Any]) -> None:
+    if not is_linear(module) and type(module) not in (nn.Conv2d, nn.Embedding):
         return
     kind = "vocabulary" if isinstance(module, nn.Embedding) else "gather"
     width, what = _width(module, kind)
@@ -152,7 +160,7 @@ def _find_left_over(name: str, module: nn.Module, flow: Flow, size: int, plan: T
     reason = None
     if spared(module):
         reason = "it has hooks or options that a split layer would ignore"
-    elif kind == "vocabulary" and not flow.complete:
+    elif kind == "vocabulary" and not flow.complete and all(m is not module for m in told):
         reason = "the model cannot be traced, so other readers of its weight are unknown; a plan may name it"
     elif readers and not (kind == "vocabulary" and all(type(flow.modules.get(reader)) is Logits for reader in readers)):
         reason = "its weight is also read directly"
@@ -164,11 +172,11 @@ def _find_left_over(name: str, module: nn.Module, flow: Flow, size: int, plan: T
         plan.kinds[name], plan.reasons[name] = "whole", reason
 
 
-def _shared(model: nn.Module) -> _Shared:
+def _shared(flow: Flow) -> _Shared:
     users: _Shared = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
+    for name, module in flow.modules.items():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not flow.only_names(f"{name}.{key}"):
                 users.setdefault(id(parameter), []).append(name)
     return {key: names for key, names in users.items() if len(names) > 1}
 
@@ -194,7 +202,8 @@ def _named(pattern: str, kind: str, flow: Flow) -> list[str]:
 
 def _fits(module: nn.Module, kind: str) -> bool:
     usual = not isinstance(module, nn.MultiheadAttention) or common(module)
-    return type(module) in _FIT[kind] and usual and not spared(module)
+    other = transposed(module) if kind in ("columns", "rows", "gather") else kind == "heads" and find_heads(module) is not None
+    return (type(module) in _FIT[kind] or other) and usual and not spared(module)
 
 
 def _check(name: str, module: nn.Module, kind: str, size: int) -> None:
@@ -208,9 +217,12 @@ def _check(name: str, module: nn.Module, kind: str, size: int) -> None:
 
 
 def _width(module: nn.Module, kind: str) -> tuple[int, str]:
+    if is_linear(module):
+        inputs, outputs = features(module)
+        return (inputs, "inputs") if kind == "rows" else (outputs, "outputs")
+    if kind == "heads" and (found := find_heads(module)):
+        return found.groups, "heads of keys and values"
     match module:
-        case nn.Linear():
-            return (module.in_features, "inputs") if kind == "rows" else (module.out_features, "outputs")
         case nn.Conv2d():
             return module.out_channels, "channels"
         case nn.Embedding():
@@ -220,9 +232,9 @@ def _width(module: nn.Module, kind: str) -> tuple[int, str]:
     return (module.heads, "heads") if isinstance(module, Attention) else (0, "")
 
 
-def _check_shared(model: nn.Module, kinds: Mapping[str, str]) -> None:
+def _check_shared(flow: Flow, kinds: Mapping[str, str]) -> None:
     alike = dict.fromkeys(("columns", "gather", "rotate", "vocabulary"), "outputs")
-    for users in _shared(model).values():
+    for users in _shared(flow).values():
         ways = ["heads" if _inside(name, kinds) else kinds.get(name, "whole") for name in users]
         if len({alike.get(way, way) for way in ways}) > 1:
             named = ", ".join(f"'{name}'" for name in users)
