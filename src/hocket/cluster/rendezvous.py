@@ -20,7 +20,7 @@ def wait_for_all(
 ) -> None:
     """Wait until all of ``ranks`` have called this with ``key``, which is never used again.
 
-    Warns after ``warn_s``; a refusal where one has ``left`` without it, or after ``timeout_s``.
+    Warns after ``warn_s``; a refusal where one has ``left`` without it or has come to something else, or after ``timeout_s``.
     """
     store.set(f"{key}/{rank}", what)
     begun, warned = time.monotonic(), False
@@ -37,3 +37,6 @@ def wait_for_all(
             warned = True
             warnings.warn(f"Process {missing[0]} has not come to {what} for {waited:.0f} s: {rule}", stacklevel=2)
         time.sleep(_PAUSE_S if waited < 1 else 0.1)
+    for other in ranks:
+        if (theirs := store.get(f"{key}/{other}").decode()) != what:
+            raise HocketError(f"Process {other} is in {theirs}, but process {rank} in {what}: all workers must enter the same.")

@@ -126,6 +126,7 @@ class CollectiveRuntime:
     def finish(self) -> nn.Module:
         """All workers must call it; their figures are combined, too."""
         self.drain()
+        self.cluster.wait_for_all("job.finish()")
         with self.cluster.uncounted():
             self._average()
         self.ledger.close_epoch()
