@@ -48,10 +48,11 @@ def test_a_loader_built_anew_for_each_epoch_gets_another_order_each_time(loop: L
 def left_alone(rank: int) -> dict[str, bool]:
     """Whether a model, and a loader's data set, are freed though the job that has ended is not."""
     found = {}
-    for strategy in ("bulk + topk(0.5)", "local(2) + gossip", "async + server"):
+    for strategy in ("bulk + topk(0.5)", "local(2) + gossip", "async + server", "zero1"):
         model, data, x = net(), digits(), None
         optimizer = sgd(model, momentum=0.9)
-        job = hocket.parallelize(model, optimizer, strategy)
+        sharded = strategy == "zero1"
+        job = hocket.parallelize(model, optimizer, "bulk" if sharded else strategy, sharding="zero1" if sharded else None)
         for x, _ in hocket.distribute(DataLoader(data, batch_size=5, shuffle=True)):
             optimizer.zero_grad()
             model(x).square().mean().backward()
@@ -72,6 +73,30 @@ def left_alone(rank: int) -> dict[str, bool]:
 def test_a_job_that_has_ended_keeps_no_model_alive(loop: Loop) -> None:
     for worker in loop(left_alone):
         assert {name: all(freed) for name, freed in worker.items()} == dict.fromkeys(worker, True)
+
+
+def split_left_alone(rank: int) -> list[bool]:
+    """Whether the parts of a model that a job had split are freed with the job, of which nothing else knows."""
+    found = []
+    for mesh, pipeline in (("tensor=2", hocket.Pipeline()), ("pipeline=2", hocket.Pipeline(loss=nn.MSELoss(), sample=batch(0, 0)))):
+        model = net()
+        optimizer = sgd(model, momentum=0.9)
+        job = hocket.parallelize(model, optimizer, mesh=mesh, pipeline=pipeline)
+        if mesh == "tensor=2":
+            model(batch(0, 0)).square().mean().backward()
+            optimizer.step()
+        else:
+            job.train(batch(0, 0), torch.zeros(5, 4))
+        job.finish()
+        refs = [weakref.ref(held) for held in (job.model, optimizer, *job.model.parameters())]
+        del model, optimizer, job
+        gc.collect()
+        found.append(all(ref() is None for ref in refs))
+    return found
+
+
+def test_a_split_model_lives_as_long_as_its_job(loop: Loop) -> None:
+    assert loop(split_left_alone) == [[True, True], [True, True]]
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------------------

@@ -130,7 +130,10 @@ class Job(JobView):
             yield model if self.split is None else self.split.averaged()
 
     def finish(self) -> nn.Module:
-        """End the training: every worker's model becomes the mean model, hooks go; all workers must call it."""
+        """End the training: every worker's model becomes the mean model, hooks go; all workers must call it.
+
+        From here on the job keeps no model alive; that of a split model does, for only it can call the parts.
+        """
         if not self._handles:
             return self.model
         if self.split is not None:

@@ -136,6 +136,7 @@ class CollectiveRuntime:
         self.drain()
         if self.sharded is not None:
             self.sharded.detach()
+            self.sharded = None
         self.cluster.ledger.pause()
         self.cluster.release()
 
