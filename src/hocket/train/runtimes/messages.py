@@ -161,8 +161,8 @@ class MessageRuntime:
 def _refuse_state(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     if state["state"]:
         raise HocketError(
-            "optimizer.load_state_dict(…) after hocket.parallelize(…): the optimiser runs on servers, which began with the state it "
-            "had; load it before hocket.parallelize(…)."
+            "optimizer.load_state_dict(…) after hocket.parallelize(…): the optimiser runs on servers, which began with the state "
+            "that it had; load it before hocket.parallelize(…)."
         )
 
 
