@@ -24,13 +24,15 @@ Each line is a training loop as people publish it, run on two real processes wit
 *Equal to DDP* compares the weights after `bulk` with those after `DistributedDataParallel`. What cannot work is refused in one
 sentence at the first step it concerns; the last column has it.
 
-*Virtual workers*: what is a model, a loss, a data set and one optimiser also runs on two [virtual workers](virtual-workers.md) under the same strategies: the loss must fall under each, and
-after `bulk` the weights must be within 1e-05 of those of a plain loop over all mini-batches. Other loops do more between two steps than `hocket.simulate` knows of (–).
+*Virtual workers*: what is a model, a loss, a data set and one optimiser also runs on two [virtual workers](virtual-workers.md)
+under the same strategies: the loss must fall under each, and after `bulk` the weights must be within 1e-05 of those of a plain loop
+over all mini-batches. Other loops do more between two steps than `hocket.simulate` knows of (–).
 
-Under `async`, `downpour` and `stale` the loops stay as they are, but a fast worker makes more steps than a slow one: [what that means for a loop](asynchronous.md#on-real-machines).
+Under `async`, `downpour` and `stale` the loops stay as they are, but a fast worker makes more steps than a slow one:
+[what that means for a loop](asynchronous.md#on-real-machines).
 
-The loops are in `tests/loops/published.py` and `tests/loops/simulated.py`; `python -m pytest tests/loops/test_published.py tests/loops/test_simulated.py` runs them,
-`python scripts/loops_page.py` writes this page.
+The loops are in `tests/loops/published.py` and `tests/loops/simulated.py`, run by `python -m pytest
+tests/loops/test_published.py tests/loops/test_simulated.py`; `python scripts/loops_page.py` writes this page.
 
 | loop | `bulk` equal to DDP | virtual workers | refused |
 |---|---|---|---|
