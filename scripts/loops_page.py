@@ -14,6 +14,7 @@ PAGE = ROOT / "docs" / "guide" / "loops.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
 from loops.published import LOOPS, Loop  # noqa: E402
+from loops.simulated import SIMULATED  # noqa: E402
 from loops.strategies import STRATEGIES  # noqa: E402
 
 HEAD = """# Does my loop work?
@@ -23,11 +24,18 @@ Each line is a training loop as people publish it, run on two real processes wit
 *Equal to DDP* compares the weights after `bulk` with those after `DistributedDataParallel`. What cannot work is refused in one
 sentence at the first step it concerns; the last column has it.
 
-The loops are in `tests/loops/published.py`; `python -m pytest tests/loops/test_published.py` runs them,
-`python scripts/loops_page.py` writes this page.
+*Virtual workers*: what is a model, a loss, a data set and one optimiser also runs on two [virtual workers](virtual-workers.md)
+under the same strategies: the loss must fall under each, and after `bulk` the weights must be within 1e-05 of those of a plain loop
+over all mini-batches. Other loops do more between two steps than `hocket.simulate` knows of (–).
 
-| loop | `bulk` equal to DDP | refused |
-|---|---|---|
+Under `async`, `downpour` and `stale` the loops stay as they are, but a fast worker makes more steps than a slow one:
+[what that means for a loop](asynchronous.md#on-real-machines).
+
+The loops are in `tests/loops/published.py` and `tests/loops/simulated.py`, run by `python -m pytest
+tests/loops/test_published.py tests/loops/test_simulated.py`; `python scripts/loops_page.py` writes this page.
+
+| loop | `bulk` equal to DDP | virtual workers | refused |
+|---|---|---|---|
 """
 
 
@@ -40,6 +48,16 @@ def equality(loop: Loop) -> str:
     return "equal bits" if loop.tolerance == 0 else f"within {loop.tolerance:g}"
 
 
+def virtual(loop: Loop) -> str:
+    """What the suite holds of it on virtual workers."""
+    found = SIMULATED.get(loop.name)
+    if found is None:
+        return "–"
+    if found.refused:
+        return f"always refused: “… {found.refused} …”"
+    return "`bulk` equal to a plain loop" if found.equal else "they learn; random numbers are each worker's own"
+
+
 def refusal(loop: Loop) -> str:
     """Which strategies refuse it, with what words."""
     return "; ".join(f"{f'with `{key}`' if key else 'always'}: “… {words} …”" for key, words in loop.refused.items()) or "no"
@@ -48,8 +66,8 @@ def refusal(loop: Loop) -> str:
 def page() -> str:
     """The page as it should be."""
     head = HEAD.format(count=len(STRATEGIES), strategies=", ".join(f"`{strategy}`" for strategy in STRATEGIES))
-    rows = (f"| {(inspect.getdoc(loop.run) or '').rstrip('.')} | {equality(loop)} | {refusal(loop)} |\n" for loop in LOOPS.values())
-    return head + "".join(rows)
+    names = {(inspect.getdoc(loop.run) or "").rstrip("."): loop for loop in LOOPS.values()}
+    return head + "".join(f"| {name} | {equality(loop)} | {virtual(loop)} | {refusal(loop)} |\n" for name, loop in names.items())
 
 
 if __name__ == "__main__":

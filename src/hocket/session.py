@@ -50,6 +50,8 @@ class _Session:
     liveness_timeout_s: float = 10.0
     worker: int = 0
     world: int = 1
+    number: int = 0
+    """How many sessions this process has begun."""
 
 
 def init(
@@ -79,7 +81,7 @@ def init(
     shutdown()
     _Session.keys = None if keys is None else Path(keys)
     _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s, _Session.keys)
-    cluster = _Session.cluster
+    cluster, _Session.number = _Session.cluster, _Session.number + 1
     _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
     _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]
     _Session.job = job
@@ -275,11 +277,14 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster) -> ServerRunt
     return ServerRuntime(servers.addresses, servers.job, config, keys)
 
 
-def distribute(loader: Iterable[Any], epoch: int | None = None) -> DistributedLoader:
+def distribute(loader: Iterable[Any], epoch: int | None = None, even: bool = False) -> DistributedLoader:
     """This worker's part of ``loader``: rounds of N batches are dealt out evenly, so nobody waits for a batch that is not there.
 
     A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch; the last, incomplete round is split
     evenly, and gradients are weighted by samples. Of any other iterable each worker takes every N-th batch.
+
+    Under ``async``, ``downpour`` and ``stale`` whoever is ready takes the next batch, so a fast worker gets more; every batch is
+    given once. ``even=True`` deals evenly there, too, for a loop with collectives of its own or with a schedule of steps.
 
     Workers count the epochs over loaders of the same size, unless ``epoch`` is given; the loader may be built anew for each. The
     count, and the place in an epoch that has not ended, are in ``job.state_dict()``: after ``job.load_state_dict`` the next
@@ -290,25 +295,26 @@ def distribute(loader: Iterable[Any], epoch: int | None = None) -> DistributedLo
         raise HocketError(f"distribute takes a DataLoader, got the model {type(loader).__name__}; a model is for parallelize.")
     if not hasattr(loader, "__iter__"):
         raise HocketError(f"distribute takes a DataLoader or another iterable of batches, got {type(loader).__name__}.")
-    return DistributedLoader(loader, epoch)
+    return DistributedLoader(loader, epoch, even)
 
 
 class DistributedLoader:
     """What :func:`distribute` returns; each iteration over it is one epoch."""
 
-    def __init__(self, loader: Iterable[Any], epoch: int | None) -> None:
-        self.loader, self.epoch = loader, epoch
+    def __init__(self, loader: Iterable[Any], epoch: int | None, even: bool) -> None:
+        self.loader, self.epoch, self.even = loader, epoch, even
 
     def __len__(self) -> int:
-        """Batches in an epoch (of a loader that has a length)."""
+        """Batches in an epoch (of a loader that has a length); where they are dealt by demand, an even share of them."""
         return distributed_length(self.loader, _Session.world if _Session.cluster is not None else 1)
 
     def __iter__(self) -> Iterator[Any]:
-        _joined("iterating over hocket.distribute(…)")
+        cluster = _joined("iterating over hocket.distribute(…)")
         positions, world, worker, seed = _Session.loaders, _Session.world, _Session.worker, _Session.seed
         place = positions.begin(self.loader, self.epoch)
+        take = place.by_demand(_store()) if not self.even and _without_waiting(cluster) else None
         try:
-            for batch, weight in distribute_loader(self.loader, world, worker, seed, place.epoch, place.batches):
+            for batch, weight in distribute_loader(self.loader, world, worker, seed, place.epoch, place.batches, take):
                 for job in _Session.jobs:
                     job.weight = weight
                 place.batches += 1
@@ -317,6 +323,17 @@ class DistributedLoader:
             positions.end(place)
             for job in _Session.jobs:
                 job.weight = 1.0
+
+
+def _without_waiting(cluster: Cluster) -> bool:
+    """Whether no worker waits for another's step, so that a fast one may take more batches. Processes of a split replica need the
+    same batches, and workers without a launcher have no store in common: these get even parts."""
+    together = any(job.strategy.sync.static_partition or job.split is not None for job in _Session.jobs)
+    return bool(_Session.jobs) and not together and cluster.has_process_group and cluster.size > 1
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore(f"hocket/loaders/{_Session.number}", dist.distributed_c10d._get_default_store())
 
 
 def _at_exit() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -47,10 +48,11 @@ def test_a_loader_built_anew_for_each_epoch_gets_another_order_each_time(loop: L
 def left_alone(rank: int) -> dict[str, bool]:
     """Whether a model, and a loader's data set, are freed though the job that has ended is not."""
     found = {}
-    for strategy in ("bulk + topk(0.5)", "local(2) + gossip", "async + server"):
-        model, data = net(), digits()
+    for strategy in ("bulk + topk(0.5)", "local(2) + gossip", "async + server", "zero1"):
+        model, data, x = net(), digits(), None
         optimizer = sgd(model, momentum=0.9)
-        job = hocket.parallelize(model, optimizer, strategy)
+        sharded = strategy == "zero1"
+        job = hocket.parallelize(model, optimizer, "bulk" if sharded else strategy, sharding="zero1" if sharded else None)
         for x, _ in hocket.distribute(DataLoader(data, batch_size=5, shuffle=True)):
             optimizer.zero_grad()
             model(x).square().mean().backward()
@@ -71,6 +73,30 @@ def left_alone(rank: int) -> dict[str, bool]:
 def test_a_job_that_has_ended_keeps_no_model_alive(loop: Loop) -> None:
     for worker in loop(left_alone):
         assert {name: all(freed) for name, freed in worker.items()} == dict.fromkeys(worker, True)
+
+
+def split_left_alone(rank: int) -> list[bool]:
+    """Whether the parts of a model that a job had split are freed with the job, of which nothing else knows."""
+    found = []
+    for mesh, pipeline in (("tensor=2", hocket.Pipeline()), ("pipeline=2", hocket.Pipeline(loss=nn.MSELoss(), sample=batch(0, 0)))):
+        model = net()
+        optimizer = sgd(model, momentum=0.9)
+        job = hocket.parallelize(model, optimizer, mesh=mesh, pipeline=pipeline)
+        if mesh == "tensor=2":
+            model(batch(0, 0)).square().mean().backward()
+            optimizer.step()
+        else:
+            job.train(batch(0, 0), torch.zeros(5, 4))
+        job.finish()
+        refs = [weakref.ref(held) for held in (job.model, optimizer, *job.model.parameters())]
+        del model, optimizer, job
+        gc.collect()
+        found.append(all(ref() is None for ref in refs))
+    return found
+
+
+def test_a_split_model_lives_as_long_as_its_job(loop: Loop) -> None:
+    assert loop(split_left_alone) == [[True, True], [True, True]]
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------------------
@@ -117,6 +143,85 @@ def test_the_guides_recipe_resumes_as_if_there_had_been_no_stop(
     for worker in workers:
         assert worker["first"] + worker["second"] == worker["straight"]
         assert torch.equal(worker["second weights"], worker["straight weights"])
+
+
+# --- by demand -------------------------------------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def dealt(rank: int, strategies: list[str], even: bool) -> dict[str, list[list[int]]]:
+    """Two epochs; worker 1 keeps its first batch of each until worker 0 has ended that epoch, which begins once it has it."""
+    found: dict[str, list[list[int]]] = {}
+    for strategy in strategies:
+        model = net()
+        optimizer = sgd(model)
+        job = hocket.parallelize(model, optimizer, strategy)
+        store = dist.PrefixStore(f"{strategy}/{even}", dist.distributed_c10d._get_default_store())
+        loader = hocket.distribute(DataLoader(digits(), batch_size=3, shuffle=True), even=even)
+        for epoch in range(2):
+            if rank == 0:
+                store.get(f"held {epoch}")
+            samples = []
+            for number, (x, numbers) in enumerate(loader):
+                samples += numbers.tolist()
+                if rank == 1 and number == 0:
+                    store.set(f"held {epoch}", "")
+                    store.get(f"over {epoch}")
+                train(model, optimizer, x)
+            if rank == 0:
+                store.set(f"over {epoch}", "")
+            found.setdefault(strategy, []).append(samples)
+        assert len(loader) == 4
+        job.finish()
+    return found
+
+
+def test_without_waiting_a_fast_worker_gets_more_and_every_sample_is_given_once(loop: Loop) -> None:
+    strategies = ["async + server", "async + gossip"]
+    fast, slow = loop(dealt, strategies=strategies, even=False)
+    for strategy in strategies:
+        for many, few in zip(fast[strategy], slow[strategy], strict=True):
+            assert sorted([*many, *few]) == list(range(23))
+            assert len(few) == 3
+        assert fast[strategy][0] != fast[strategy][1]
+
+
+def test_a_loop_may_have_even_parts(loop: Loop) -> None:
+    strategy = "async + gossip"
+    first, second = ([len(samples) for samples in worker[strategy]] for worker in loop(dealt, strategies=[strategy], even=True))
+    assert (first, second) == ([12, 12], [11, 11])
+
+
+def stopped(rank: int) -> list[int]:
+    """Samples of an epoch that is saved when worker 0 has had two batches and worker 1 one, and then resumed."""
+    samples, state = [], None
+    for _ in range(2):
+        hocket.init(device="cpu", liveness_timeout_s=5.0)
+        model = net()
+        optimizer = sgd(model)
+        job = hocket.parallelize(model, optimizer, "async + gossip")
+        if state is not None:
+            job.load_state_dict(state)
+        for number, (x, numbers) in enumerate(hocket.distribute(DataLoader(digits(), batch_size=3, shuffle=True))):
+            samples += numbers.tolist()
+            train(model, optimizer, x)
+            if state is None and number == 1 - rank:
+                dist.barrier()
+                state = job.state_dict()
+                break
+        dist.barrier()
+        job.finish()
+    return samples
+
+
+def test_an_epoch_dealt_by_demand_is_resumed_where_all_workers_were(loop: Loop) -> None:
+    first, second = loop(stopped)
+    assert sorted([*first, *second]) == list(range(23))
 
 
 # --- accumulation ----------------------------------------------------------------------------------------------------------------

@@ -57,6 +57,15 @@ def test_a_worker_that_waits_for_nobody_sends_its_options_too(loop: Loop, strate
     assert torch.allclose(worker[strategy], worker["bulk"], atol=1e-6) == ("optimizer" not in strategy)
 
 
+def warm() -> torch.optim.Optimizer:
+    """An optimiser that has made a step."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    model(batch(0, 0)).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
 def refused(rank: int) -> dict[str, str]:
     found = {}
     model = net()
@@ -65,7 +74,11 @@ def refused(rank: int) -> dict[str, str]:
     model(batch(rank, 0)).square().mean().backward()
     optimizer.param_groups[0]["amsgrad"] = True
     found["option"] = refusal(optimizer.step)
+    saved = warm().state_dict()
+    found["loaded"] = refusal(optimizer.load_state_dict, saved)
+    optimizer.load_state_dict({**saved, "state": {}})  # rates and other options alone are followed
     job.detach()
+    optimizer.load_state_dict(saved)
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     model[2].weight.square().sum().backward()
@@ -77,6 +90,7 @@ def refused(rank: int) -> dict[str, str]:
 def test_what_servers_cannot_take_over_is_refused(loop: Loop) -> None:
     for worker in loop(refused):
         assert worker["option"].startswith("The optimiser's option amsgrad has changed to True, which servers do not follow")
+        assert worker["loaded"].startswith("optimizer.load_state_dict(…) after hocket.parallelize(…): the optimiser runs on")
         assert worker["state"].startswith("The optimiser has made steps of some parameters that it has not made of others")
 
 

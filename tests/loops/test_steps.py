@@ -29,6 +29,64 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(5, 12, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+# --- passes without a parameter --------------------------------------------------------------------------------------------------
+
+
+def unused(rank: int, strategy: str, how: str, scaled: bool = False) -> Tensor:
+    """Worker 1's third loss depends on no parameter (``how`` is ``nothing``: there is no backward pass at all) or on all by 0."""
+    model = net()
+    optimizer = sgd(model, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=4.0)
+    job = hocket.parallelize(model, optimizer, strategy, scaler=scaler if scaled else None)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = model(batch(rank, step)).square().mean()
+        if (rank, step) == (1, 2):
+            loss = {"zeros": 0 * loss, "other": torch.ones(1, requires_grad=True).sum(), "nothing": None}[how]
+        if loss is not None:
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return flat(job.finish())
+
+
+@pytest.mark.parametrize(("strategy", "scaled"), [("bulk", False), ("bulk + topk(0.3)", False), ("bulk + sign", True)])
+def test_a_worker_that_used_no_parameter_takes_part_with_zeros(loop: Loop, strategy: str, scaled: bool) -> None:
+    zeros, other, nothing = (loop(unused, strategy=strategy, scaled=scaled, how=how) for how in ("zeros", "other", "nothing"))
+    for worker in range(2):
+        assert torch.equal(zeros[worker], zeros[0])
+        assert torch.equal(zeros[worker], other[worker])
+        assert torch.equal(zeros[worker], nothing[worker])
+
+
+def clipping(rank: int, first: bool, asks: bool) -> tuple[str, Tensor]:
+    """Worker 1 uses no parameter in one of two steps, the first or the second; ``asks``: the loop calls exchange() after it."""
+    model = net()
+    optimizer = sgd(model)
+    job = hocket.parallelize(model, optimizer, "bulk")
+    said = ""
+    for step in range(2):
+        optimizer.zero_grad()
+        if rank == 0 or (step == 0) != first:
+            model(batch(rank, step)).square().mean().backward()
+        if asks:
+            job.exchange()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        said += refusal(optimizer.step)
+    job.detach()
+    return said, flat(model)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_that_came_too_late_to_be_clipped_are_refused(loop: Loop, first: bool) -> None:
+    (none, _), (said, _) = loop(clipping, first=first, asks=False)
+    assert none == ""
+    assert said.startswith("optimizer.step() after a backward pass that used no parameter of this job")
+    (none, one), (said, other) = loop(clipping, first=first, asks=True)
+    assert none == said == ""
+    assert torch.equal(one, other)
+
+
 # --- closures --------------------------------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,8 @@ from loops.test_steps import batch, net, sgd
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
 
-def lonely(rank: int, strategy: str, steps: int) -> dict[str, Any]:
-    """Rank 0 enters ``job.averaged()`` alone after two steps; the others make ``steps``, then enter it too or end."""
+def lonely(rank: int, strategy: str, steps: int, finishes: bool = False) -> dict[str, Any]:
+    """Rank 0 enters ``job.averaged()``, or ``finish()``, alone after two steps; the others make ``steps``, and end."""
     model = net()
     optimizer = sgd(model)
     job = hocket.parallelize(model, optimizer, strategy)
@@ -31,7 +31,7 @@ def lonely(rank: int, strategy: str, steps: int) -> dict[str, Any]:
         found["seconds"] = job.summary()["seconds"]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            found["refused"] = refusal(job.averaged().__enter__)
+            found["refused"] = refusal(job.finish if finishes else job.averaged().__enter__)
         found["said"] = [str(w.message) for w in said]
     return found
 
@@ -46,6 +46,25 @@ def test_one_worker_alone_in_averaged_is_told_that_all_must_enter(start: Start, 
         "Process 1 has ended without job.averaged(), in which process 0 waits: all workers must enter"
     )
     assert "died" not in group.said()
+
+
+def test_one_worker_alone_in_finish_is_told_that_all_must_enter(start: Start) -> None:
+    group = start(lonely, strategy="bulk", steps=2, finishes=True)
+    assert group.wait(60) == [0, 0], group.said()
+    assert group.results()[0]["refused"].startswith("Process 1 has ended without job.finish(), in which process 0 waits")
+
+
+def elsewhere(rank: int) -> str:
+    """Rank 0 ends the training, the other one looks at the mean model."""
+    model = net()
+    job = hocket.parallelize(model, sgd(model), "local(2)")
+    return refusal(job.finish if rank == 0 else job.averaged().__enter__)
+
+
+def test_workers_that_enter_something_else_are_refused(loop: Loop) -> None:
+    first, second = loop(elsewhere)
+    assert first.startswith("Process 1 is in job.averaged(), but process 0 in job.finish()")
+    assert second.startswith("Process 0 is in job.finish(), but process 1 in job.averaged()")
 
 
 def test_bulk_has_nothing_to_average_so_one_worker_may_enter_alone(start: Start) -> None:

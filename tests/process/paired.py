@@ -87,7 +87,7 @@ def learning(rank: int, folder: str, strategies: list[str], epochs: int) -> None
         job = _job(model, optimizer, text)
         seen: list[bool] = []
         for epoch in range(epochs):
-            for x, y in hocket.distribute(loader, epoch):
+            for x, y in hocket.distribute(loader, epoch, even=True):  # one worker alone could take nearly all of so little
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
@@ -110,7 +110,7 @@ def between_hosts(keys: str) -> None:
     losses = []
     for epoch in range(4):
         total = []
-        for x, y in hocket.distribute(loader, epoch):
+        for x, y in hocket.distribute(loader, epoch, even=True):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()

@@ -45,6 +45,7 @@ from hocket.data import (
     stacked,
 )
 from hocket.data.base import identity
+from hocket.data.distribute import Dealer, LoaderPositions
 from hocket.data.partition import proportional
 from hocket.errors import HocketError
 
@@ -216,6 +217,48 @@ def test_other_iterables_are_dealt_out_in_whole_rounds_of_batches(kind):
 def test_a_sampler_of_the_users_own_is_kept():
     got = shares(DataLoader(range(14), batch_size=2, sampler=subset), 2)
     assert {i for mine in got for b, _ in mine for i in b} <= set(subset.indices)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["shuffled", "in order", "drop_last", *in_batches])
+def test_by_demand_each_batch_of_one_process_goes_to_whoever_asks_for_it(kind, num_workers):
+    """Worker 1 asks twice at first and not again before worker 0 has found nothing left."""
+    data = TensorDataset(torch.arange(23))
+    made = {
+        "shuffled": DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers),
+        "in order": DataLoader(data, batch_size=4, num_workers=num_workers),
+        "drop_last": DataLoader(data, batch_size=4, shuffle=True, drop_last=True, num_workers=num_workers),
+    }
+    loader = made[kind] if kind in made else in_batches[kind][0]
+    numbers = iter(range(100))
+    fast, slow = (distribute_loader(loader, 2, i, seed=5, epoch=1, take=lambda: next(numbers)) for i in range(2))
+    slows = [next(slow), next(slow)]
+    fasts, rest = list(fast), list(slow)
+    whole = [b for b, _ in distribute_loader(loader, 1, 0, seed=5, epoch=1)]
+    found = [b[0] if isinstance(b, list | tuple) else b for b, _ in (*slows, *fasts, *rest)]
+    whole = [b[0] if isinstance(b, list | tuple) else b for b in whole]
+    assert sorted(map(torch.Tensor.tolist, found)) == sorted(map(torch.Tensor.tolist, whole))
+    assert len(rest) <= 2 * num_workers * (kind in made)  # a loading process has two batches in hand
+    assert {weight for _, weight in (*slows, *fasts, *rest)} == {1.0}
+
+
+def test_a_dealer_gives_every_number_once_and_goes_on_after_the_last_save():
+    store = torch.distributed.HashStore()
+    dealers = [Dealer(store, "one", 0), Dealer(store, "other", 0), Dealer(store, "one", 3)]
+    assert [deal() for deal in (*dealers, *dealers)] == [3, 0, 4, 5, 1, 6]
+    assert [deal.dealt for deal in dealers] == [7, 2, 7]
+    assert Dealer(store, "one", 2)() == 7
+
+
+def test_passes_of_one_epoch_are_told_apart():
+    positions = LoaderPositions()
+    store = torch.distributed.HashStore()
+    first, again = positions.begin(["a"], 0), positions.begin(["a"], 0)
+    assert [first.by_demand(store)(), again.by_demand(store)()] == [0, 0]
+    state = positions.state_dict()
+    assert state["open"] == [["list", 0, 1], ["list", 0, 1]]
+    positions.load_state_dict(state)
+    assert positions.begin(["a"], 0).batches == 1
 
 
 def test_shard_keeps_collate_and_refuses_what_is_sharded_already():

@@ -275,6 +275,7 @@ def test_what_is_exchanged_by_default(text: str, weights: bool) -> None:
     ("gossip(matrix=[[[1]], [[0, 1], [1, 0]]])", "one size"),
     ("hierarchical(topk, gossip)", "allreduce or a gossip"), ("hierarchical(hierarchical, gossip)", "allreduce or a gossip"),
     ("hierarchical(size=0)", "at least 1"), ("hierarchical(every=0)", "at least 1"),
+    ("bulk + hierarchical(every=2) + gradients", "use exchange=weights, or every=1"),
     ("local(1, 2, 3, 4)", "at most 3 arguments"), ("bulk(1)", "at most 0 arguments"), ("local(4, p=4)", "given p twice"),
     ("local(p=4, p=4)", "given p twice"), ("local(p=4, 5)", "without a name come first"), ("local=4", "in parentheses"),
     ("async + allreduce", "async + server"), ("ssp(2) + gossip", "ssp + server"),

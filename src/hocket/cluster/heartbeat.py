@@ -74,8 +74,8 @@ class Heartbeat:
         """Wait until the processes of a group have all come to ``what``: the exchange of one that came alone would never end, or
         meet another one of the others.
 
-        Warns after the liveness timeout; a refusal where one has ended without it. Nobody is waited for where heartbeats have been
-        stopped: then nobody knows who has ended.
+        Warns after the liveness timeout; a refusal where one has ended without it or has come to something else. Nobody is waited
+        for where heartbeats have been stopped: then nobody knows who has ended.
         """
         if self._store is None or self._stop.is_set():
             return
@@ -98,6 +98,11 @@ class Heartbeat:
                 warned = True
                 warnings.warn(late, stacklevel=2)
             time.sleep(_PAUSE_S if waited < 1 else 0.1)
+        for other in ranks:
+            if (theirs := self._store.get(f"{key}/{other}").decode()) != what:
+                raise HocketError(
+                    f"Process {other} is in {theirs}, but process {self.rank} in {what}: all workers must enter the same."
+                )
 
     def _join(self) -> None:
         """Wait for the threads: one that returns from torch during the interpreter's shutdown would abort the process."""

@@ -5,31 +5,70 @@ computes the same rounds without communication. Anything else (iterable data set
 distributed batch by batch: worker ``i`` takes batches ``i, i + N, …``, and keeps its batch until it has seen the rest of that
 round, because an incomplete last round is dropped. For this every worker must see the same batches in the same order.
 
+Where workers do not step together, the batches of one process are dealt by demand: whoever is ready takes the next one.
+
 The order of samples is a function of the seed and the number of the epoch. :class:`LoaderPositions` count the epochs, so that a
 loader that is built anew for each of them gets another order each time, and a resumed training goes on where it was saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat, takewhile
 from typing import Any
 
 import torch
+from torch.distributed import Store
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from hocket.data.partition import Partition
 from hocket.errors import HocketError
 
 
+class Dealer:
+    """Numbers of batches for whoever asks: all workers share a count on ``store``, of which ``dealt`` were given before.
+
+    >>> store = torch.distributed.HashStore()
+    >>> one, other = Dealer(store, "pass", 0), Dealer(store, "pass", 2)
+    >>> one(), other(), one(), one.dealt
+    (2, 3, 4, 5)
+    """
+
+    def __init__(self, store: Store, name: str, dealt: int) -> None:
+        self._store, self._name = store, name
+        while (now := self.dealt) < dealt:  # workers that resume have saved at different times: the latest counts
+            store.compare_set(name, str(now), str(dealt))
+
+    def __call__(self) -> int:
+        return self._store.add(self._name, 1) - 1
+
+    @property
+    def dealt(self) -> int:
+        """How many numbers all workers have been given."""
+        return self._store.add(self._name, 0)
+
+
 @dataclass(eq=False)
 class Iteration:
-    """One pass over a loader of this ``kind``: its epoch, and how many batches it has given."""
+    """One pass over a loader of this ``kind``: its epoch, and how many batches it has given to this worker; to all of them, where
+    there is a ``dealer``."""
 
     kind: str
     epoch: int
     batches: int = 0
+    again: int = 0
+    """How many passes of this kind and epoch came before."""
+    dealer: Dealer | None = None
+
+    def by_demand(self, store: Store) -> Dealer:
+        """Deal the batches by demand from here on."""
+        self.dealer = Dealer(store, f"{self.kind}/{self.epoch}/{self.again}", self.batches)
+        return self.dealer
+
+    def state(self) -> list[Any]:
+        return [self.kind, self.epoch, self.batches if self.dealer is None else self.dealer.dealt]
 
 
 class LoaderPositions:
@@ -47,6 +86,7 @@ class LoaderPositions:
         self._epochs: dict[str, int] = {}
         self._open: list[Iteration] = []
         self._interrupted: list[Iteration] = []
+        self._begun: Counter[tuple[str, int]] = Counter()
 
     def begin(self, loader: Iterable[Any], epoch: int | None) -> Iteration:
         """The next pass over a loader (or that of ``epoch``); one that a checkpoint interrupted goes on where it was."""
@@ -58,6 +98,8 @@ class LoaderPositions:
             found = Iteration(kind, self._epochs.get(kind, 0) if epoch is None else epoch)
             if epoch is None:
                 self._epochs[kind] = found.epoch + 1
+        found.again = self._begun[kind, found.epoch]
+        self._begun[kind, found.epoch] += 1
         self._open.append(found)
         return found
 
@@ -67,7 +109,7 @@ class LoaderPositions:
 
     def state_dict(self) -> dict[str, Any]:
         """As plain data."""
-        return {"epochs": dict(self._epochs), "open": [[i.kind, i.epoch, i.batches] for i in (*self._interrupted, *self._open)]}
+        return {"epochs": dict(self._epochs), "open": [i.state() for i in (*self._interrupted, *self._open)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`: the next passes are the rest of those that were under way."""
@@ -83,9 +125,11 @@ def _kind(loader: Iterable[Any]) -> str:
 
 
 def distribute_loader(
-    loader: Iterable[Any], workers: int, worker: int, seed: int, epoch: int, skip: int = 0
+    loader: Iterable[Any], workers: int, worker: int, seed: int, epoch: int, skip: int = 0, take: Callable[[], int] | None = None
 ) -> Iterator[tuple[Any, float]]:
     """Batches of ``worker``, without the first ``skip``, with their weights ``b_i · N / Σ b`` in the mean over all workers.
+
+    ``take`` gives the number of the next batch, where they are dealt by demand.
 
     >>> [batch for batch, _ in distribute_loader(["a", "b", "c", "d", "e"], workers=2, worker=1, seed=0, epoch=0)]
     ['b', 'd']
@@ -98,12 +142,14 @@ def distribute_loader(
                 "The loader has a DistributedSampler, which distributes it already: remove the sampler and use shuffle=True."
             )
         if _re_partitionable(loader):
-            return _by_samples(loader, workers, worker, seed, epoch, skip)
+            return _by_samples(loader, workers, worker, seed, epoch, skip, take)
+    if take is not None:
+        return _by_number(loader, take)
     return islice(_by_batches(loader, workers, worker), skip, None)
 
 
 def distributed_length(loader: Any, workers: int) -> int:
-    """How many batches each worker gets of a loader that has a length.
+    """How many batches each worker gets of a loader that has a length; by demand, about the mean over workers.
 
     >>> distributed_length(["a", "b", "c", "d", "e"], workers=2)
     2
@@ -124,16 +170,24 @@ def _re_partitionable(loader: DataLoader[Any]) -> bool:
 
 
 def _by_samples(
-    loader: DataLoader[Any], workers: int, worker: int, seed: int, epoch: int, skip: int
+    loader: DataLoader[Any], workers: int, worker: int, seed: int, epoch: int, skip: int, take: Callable[[], int] | None
 ) -> Iterator[tuple[Any, float]]:
     shuffle = not isinstance(loader.sampler, SequentialSampler)
-    rounds = _partition(loader, workers, seed, shuffle).rounds(epoch)[skip:]
+    samples: Iterable[list[int]]
+    weights: Iterable[float]
+    if take is None:
+        rounds = _partition(loader, workers, seed, shuffle).rounds(epoch)[skip:]
+        samples, weights = [r.indices[worker].tolist() for r in rounds], [r.weights[worker] for r in rounds]
+    else:
+        rounds = _partition(loader, 1, seed, shuffle).rounds(epoch)
+        numbers = takewhile(lambda number: number < len(rounds), iter(take, None))
+        samples, weights = (rounds[number].indices[0].tolist() for number in numbers), repeat(1.0)
     kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
     options: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "prefetch_factor")}
-    batches = DataLoader(loader.dataset, batch_sampler=[r.indices[worker].tolist() for r in rounds], **options)
+    batches = DataLoader(loader.dataset, batch_sampler=samples, **options)
     # A DataLoader draws from the global generator when it begins, which this pass did before it was interrupted.
     before = torch.get_rng_state()
-    found = zip(batches, [r.weights[worker] for r in rounds], strict=True)
+    found = zip(batches, weights, strict=take is None)
     if skip:
         torch.set_rng_state(before)
     return found
@@ -153,3 +207,11 @@ def _by_batches(batches: Iterable[Any], workers: int, worker: int) -> Iterator[t
         if number % workers == workers - 1:
             yield mine, 1.0
             mine = None
+
+
+def _by_number(batches: Iterable[Any], take: Callable[[], int]) -> Iterator[tuple[Any, float]]:
+    wanted = take()
+    for number, batch in enumerate(batches):
+        if number == wanted:
+            yield batch, 1.0
+            wanted = take()

@@ -59,6 +59,11 @@ class Hierarchical(Topology):
         return HierarchicalChannel(self, cluster, seed, size)
 
     def refusal(self, compressor: Compressor, weights: bool) -> str | None:
+        if not weights and self.every > 1:
+            return (
+                f"hosts that exchange gradients at every {self.every}th exchange alone drift apart, for their weights never meet; "
+                "use exchange=weights, or every=1"
+            )
         held = compressor.uses_error_feedback or not compressor.contracts
         if weights and held and compressor.compresses and self.outer.uniform and not self.inner.uniform:
             return (

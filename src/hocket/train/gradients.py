@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -50,6 +50,8 @@ class BucketedGradients:
         self._sent = 0
         self._pass: int | None = None
         self._exchanged_at = -1  # the number of steps done when gradients were exchanged last
+        self._versions: list[int] = []  # of the rows after the exchange: whoever writes to a gradient changes them
+        self._late = self._changed = False  # whether it ever took part not before the step; whether the loop changes gradients
         self.overflow = False
         """Whether any worker's gradient of the last pass was not finite, as far as somebody looked."""
         self.done_at = 0.0
@@ -91,17 +93,39 @@ class BucketedGradients:
         if self._end_of_backward():
             self._finish_exchange()
 
-    def exchange_late(self) -> None:
-        """A step of fewer backward passes than ``accumulate``, such as an epoch's last: its gradients are exchanged before it."""
+    def exchange_late(self, closure: bool = False) -> None:
+        """A step of fewer backward passes than ``accumulate``, such as an epoch's last: its gradients are exchanged before it.
+        After a pass that used no parameter of this job the others wait for zeros; a ``closure`` may still make one."""
         passes, accumulate = self._binding.backwards, self._binding.accumulate
-        if not 0 < passes < accumulate or not self._runtime.mixes_gradients:
+        if not self._runtime.mixes_gradients or self._runtime.alone:
             return
-        if self._scaler is not None:
+        if 0 < passes < accumulate:
+            if self._scaler is not None:
+                raise HocketError(
+                    f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}, so their gradients were not "
+                    "exchanged before the scaler looked at them; call job.exchange() before scaler.step(…) or scaler.unscale_(…)."
+                )
+            self.exchange()
+        elif not closure and self.take_part():
+            self._late = True
+        elif self._exchanged_at == self._runtime.step and self._scaler is None:
+            self._changed |= self._versions != [rows._version for rows in self._grads]
+        if self._late and self._changed:
             raise HocketError(
-                f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}, so their gradients were not "
-                "exchanged before the scaler looked at them; call job.exchange() before scaler.step(…) or scaler.unscale_(…)."
+                "optimizer.step() after a backward pass that used no parameter of this job, so its gradients were exchanged too "
+                "late for what the loop does to them before the step, such as clipping; call job.exchange() after each backward()."
             )
+
+    def take_part(self) -> bool:
+        """Give zeros to the others if nothing of this step was exchanged, and there is nothing; whether it was so."""
+        if self._binding.backwards or self._exchanged_at == self._runtime.step or not self._runtime.mixes_gradients:
+            return False
+        if any(p.grad is not None for p, _ in self._pairs()):
+            return False  # of an earlier step: they are refused
+        if self._pass is not None:
+            self._abandon()
         self.exchange()
+        return True
 
     def _on_gradient(self, bucket: int, slot: int, p: nn.Parameter) -> None:
         current = torch._C._current_graph_task_id()
@@ -212,6 +236,7 @@ class BucketedGradients:
             for view, p, flag in zip(views, row, flags, strict=True):
                 if (p.grad is None or bucket < sent) and (flag or (residuals and bool(view.any()))):
                     p.grad = view
+        self._versions = [rows._version for rows in self._grads]
 
     def _fill_unused(self, bucket: int) -> None:
         """Zeros for what was unused in this pass; an earlier one of the same step may have left something."""
@@ -256,7 +281,7 @@ class StepGradients:
     def exchange(self) -> None:
         """They travel with the step."""
 
-    def exchange_late(self) -> None:
+    def exchange_late(self, closure: bool = False) -> None:
         """They travel with the step."""
 
     def rows(self) -> list[Tensor]:
@@ -329,43 +354,6 @@ def check_passes(binding: Binding, runtime: Runtime, closure: bool = False) -> N
             f"and {binding.strategy} mixes what it mixed before; say accumulate={passes}, make a step of an epoch's last passes, "
             "too, or discard gradients that are not for this optimiser with zero_grad(set_to_none=True)."
         )
-
-
-class StepSkipper(Protocol):
-    """What a GradScaler needs of a job."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def attached(self) -> bool: ...
-
-    @property
-    def runtime(self) -> Runtime: ...
-
-    @property
-    def overflow(self) -> bool: ...
-
-    def skip_step(self) -> None: ...
-
-
-def share_overflow(job: StepSkipper, scaler: Any) -> None:
-    """GradScaler finds overflow per process; all must skip together, or their exchanges no longer meet."""
-    unscale = scaler._unscale_grads_
-
-    def agreed(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        found = unscale(optimizer, *args, **kwargs)
-        if not job.attached or optimizer is not job.optimizer:  # an ended job may have no optimiser any more
-            return found
-        own = job.overflow or any(bool(overflow > 0) for overflow in found.values())
-        skips = job.runtime.any_worker(own)
-        for overflow in found.values():
-            overflow.fill_(float(skips))
-        if skips and not getattr(optimizer, "_step_supports_amp_scaling", False):  # those are called, and skip by themselves
-            job.skip_step()
-        return found
-
-    scaler._unscale_grads_ = agreed
 
 
 def _refuse_reentrant(frame: FrameType) -> None:

@@ -32,9 +32,10 @@ from hocket.train.checks import (
     mention_steps,
     refuse_newcomers,
 )
-from hocket.train.gradients import call_closure, check_passes, gradients_for, share_overflow
+from hocket.train.gradients import BucketedGradients, call_closure, check_passes, gradients_for
 from hocket.train.job_view import JobView
 from hocket.train.runtimes.base import Binding, Runtime
+from hocket.train.scaler import share_overflow
 from hocket.train.watch import NonFinite
 
 if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
@@ -130,10 +131,14 @@ class Job(JobView):
             yield model if self.split is None else self.split.averaged()
 
     def finish(self) -> nn.Module:
-        """End the training: every worker's model becomes the mean model, hooks go; all workers must call it."""
+        """End the training: every worker's model becomes the mean model, hooks go; all workers must call it.
+
+        From here on the job keeps no model alive; that of a split model does, for only it can call the parts.
+        """
         if not self._handles:
             return self.model
         if self.split is not None:
+            self.split.world.wait_for_all("job.finish()")
             self.split.drain()
         self._binding.reclaim()
         model = self.runtime.finish()
@@ -224,9 +229,15 @@ class Job(JobView):
 
     def exchange(self) -> None:
         """Exchange the gradients that are there, where this step exchanges any during the backward pass: those that autograd's
-        hooks did not see, or those of fewer passes than ``accumulate`` (to clip an epoch's last step)."""
+        hooks did not see, or those of fewer passes than ``accumulate`` (to clip an epoch's last step); zeros, after a pass that
+        used no parameter of this job."""
         if self._gradients is not None:
             self._gradients.exchange()
+
+    def take_part(self) -> None:
+        """Exchange zeros, where this step has made no exchange and the others wait for one."""
+        if isinstance(self._gradients, BucketedGradients):
+            self._gradients.take_part()
 
     # --- set-up --------------------------------------------------------------------------------------------------------------
 
@@ -245,7 +256,7 @@ class Job(JobView):
         closure, replaced = call_closure(runtime, args, kwargs)
         binding.reclaim()
         if self._gradients is not None:
-            self._gradients.exchange_late()
+            self._gradients.exchange_late(closure)
         check_passes(binding, runtime, closure)
         if self._ours and not runtime.alone:
             refuse_newcomers(self.optimizer, self._ours)

@@ -126,6 +126,7 @@ class CollectiveRuntime:
     def finish(self) -> nn.Module:
         """All workers must call it; their figures are combined, too."""
         self.drain()
+        self.cluster.wait_for_all("job.finish()")
         with self.cluster.uncounted():
             self._average()
         self.ledger.close_epoch()
@@ -135,6 +136,7 @@ class CollectiveRuntime:
         self.drain()
         if self.sharded is not None:
             self.sharded.detach()
+            self.sharded = None
         self.cluster.ledger.pause()
         self.cluster.release()
 

@@ -200,10 +200,12 @@ class FsdpRuntime:
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
         """:meth:`whole`. (Where it has no room, evaluate ``model`` itself on all workers at once.)"""
+        self.cluster.wait_for_all("job.averaged()")
         yield self.whole()
 
     def finish(self) -> nn.Module:
         """The model in one piece on every worker; the one that was sharded stays so. All must call it."""
+        self.cluster.wait_for_all("job.finish()")
         model = self.whole()
         self.ledger.close_epoch()
         return model

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
@@ -54,6 +55,7 @@ class MessageRuntime:
     ) -> None:
         self._join, self.takes_gradients, self.axes = join, takes_gradients, axes
         self.cluster: Cluster = VirtualCluster(1) if cluster is None else cluster
+        self._handles: list[Any] = []
 
     def terms(self) -> list[str]:
         return []
@@ -73,7 +75,9 @@ class MessageRuntime:
         self.ledger = MessageLedger(self.link, self.axes)
 
     def hooked(self) -> None:
-        """Time counts since the link was joined."""
+        """Servers have taken over the optimiser's state: what is loaded later would not reach them."""
+        if self.spec is not None and self.binding.strategy.topology.server_optimizer is None:
+            self._handles.append(self.binding.optimizer.register_load_state_dict_pre_hook(_refuse_state))
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -132,6 +136,8 @@ class MessageRuntime:
         return self.binding.model
 
     def leave(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
         if self.link.attached:
             self.link.leave()
 
@@ -150,6 +156,14 @@ class MessageRuntime:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, before the first step of this job."""
         self.link.load_state_dict(state)
+
+
+def _refuse_state(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    if state["state"]:
+        raise HocketError(
+            "optimizer.load_state_dict(…) after hocket.parallelize(…): the optimiser runs on servers, which began with the state "
+            "that it had; load it before hocket.parallelize(…)."
+        )
 
 
 def server_runtime(
