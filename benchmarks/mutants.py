@@ -4,10 +4,10 @@
     python benchmarks/mutants.py --area compression --show
 
 A *mutant* is the package with one small change: a comparison, an operator, a number, a condition or a statement. It is caught when
-a test fails, or takes far longer than usual. Only tests that run in this process count (tests/unit, virtual, golden, faults): those
-that call the function in question, the shortest first. Which test calls what is found out once and kept in
-``.mutants.json`` until a file changes. Mutants are drawn from a seed, evenly over the areas. Survivors are printed as a diff; those
-that change nothing that anyone could see stand in ``EQUIVALENT`` with the reason and are counted by themselves.
+a test fails, or takes far longer than usual. Tried are the tests that call the function in question, in their own process or in
+workers that they start, the shortest first and ``MOST_S`` seconds of them. Which test calls what is found out once and kept in
+``.mutants.json`` until a file changes. Mutants are drawn from a seed, evenly over the areas. Survivors are printed; those that
+change nothing that anyone could see stand in ``EQUIVALENT`` with the reason and are counted by themselves.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # optimisers import it at their first step
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "hocket"
 CACHE = ROOT / ".mutants.json"
-TESTS = ("tests/unit", "tests/virtual", "tests/golden", "tests/faults")
+TESTS = ("unit/test_*", "virtual/test_*", "golden/test_*", "faults/test_*", "loops/test_*")
+PROCESS = ("balance", "contract", "equality", "faults", "job", "mesh", "pipeline", "server", "sharded", "summing", "tensor")
+"""Tests of real processes that are tried; those of the command, of studies and of whole hosts are too long."""
 AREAS = {
     "sync": ("sync/*.py", "programs/collective.py"),
     "topology": ("topology/*.py",),
@@ -54,8 +58,8 @@ AREAS = {
 }
 EQUIVALENT: dict[str, str] = {}
 """Mutants that nobody could notice, by their description, with the reason."""
-MOST_TESTS, MOST_S = 60, 90.0
-"""So many tests, of so many seconds in all, are tried on a mutant."""
+MOST_UNITS, MOST_S = 100, 60.0
+"""So many units of tests, of so many seconds in all, are tried on a mutant."""
 
 
 @dataclass(frozen=True)
@@ -194,56 +198,121 @@ class Finder:
         return importlib.util.spec_from_file_location(name, self.path, loader=loader)
 
 
+# --- in processes that tests start -------------------------------------------------------------------------------------------------
+
+SITE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import mutants; mutants.begin()"
+
+
+def begin() -> None:
+    """In every Python process of a trial, before anything of Hocket is imported: plant the mutant, or write down what is called."""
+    if "HOCKET_MUTANT" in os.environ:
+        sys.meta_path.insert(0, Finder(Mutant(**json.loads(os.environ["HOCKET_MUTANT"]))))  # type: ignore[arg-type]
+    if "HOCKET_CALLS" in os.environ:
+        calls = Calls()
+        calls.file = os.environ["HOCKET_CALLS"]
+        calls.begin()
+
+
+@contextlib.contextmanager
+def spread(**variables: str) -> Iterator[None]:
+    """All Python processes that tests start call :func:`begin` with these variables of the environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "sitecustomize.py").write_text(SITE)
+        os.environ.update(variables)
+        sys.path.insert(0, str(ROOT / "tests"))
+        from process.launch import ENVIRON  # type: ignore[import-not-found]
+
+        os.environ["PYTHONPATH"] = ENVIRON["PYTHONPATH"] = f"{folder}:{ENVIRON['PYTHONPATH']}"
+        yield
+
+
+def end_all(token: str) -> None:
+    """End every process that was started with this word in its environment."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if token.encode() in (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
 # --- which test calls what -----------------------------------------------------------------------------------------------------
 
 
 class Calls:
-    """A plugin of pytest that writes down which functions of the package each test calls, and how long it takes."""
+    """A plugin of pytest that writes down which functions of the package each test calls, and how long it takes.
+
+    Tests that share what a fixture ``world`` has computed are one unit: the first of them pays for all.
+    """
+
+    file: str | None = None
+    """Where the calls of this process go, one line each, if it is not the one of the tests."""
 
     def __init__(self) -> None:
-        self.tests: dict[str, dict[str, Any]] = {}
+        self.units: dict[str, dict[str, Any]] = {}
         self._seen: set[CodeType] = set()
+        self._failed: set[str] = set()
 
-    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            self._seen.add(frame.f_code)
+    def begin(self) -> None:
+        threading.settrace(self._trace)
+        sys.settrace(self._trace)
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if code not in self._seen:
+            self._seen.add(code)
+            if self.file is not None and (name := _name(code)):
+                with open(self.file, "a") as file:
+                    file.write(name + "\n")
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._seen, begun = set(), time.perf_counter()
-        threading.setprofile(self._profile)
-        sys.setprofile(self._profile)
+        children = Path(os.environ["HOCKET_CALLS"])
+        children.write_text("")
+        self.begin()
         yield
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
-        prefix = str(PACKAGE)
-        called = {
-            f"{Path(c.co_filename).relative_to(ROOT)}:{c.co_firstlineno}" for c in self._seen if c.co_filename.startswith(prefix)
-        }
-        self.tests[item.nodeid] = {"seconds": time.perf_counter() - begun, "calls": sorted(called), "passed": True}
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        called = {name for code in self._seen if (name := _name(code))} | set(children.read_text().split("\n")[:-1])
+        shared = getattr(getattr(item, "callspec", None), "params", {}).get("world", "") if "world" in item.fixturenames else None  # type: ignore[attr-defined]
+        key = item.nodeid if shared is None else f"{item.nodeid.partition('::')[0]} {shared}"
+        unit = self.units.setdefault(key, {"tests": [], "seconds": 0.0, "calls": []})
+        unit["seconds"] += time.perf_counter() - begun
+        unit["calls"] = sorted(called | set(unit["calls"]))
+        if item.nodeid not in self._failed:
+            unit["tests"].append(item.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.outcome != "passed" and report.nodeid in self.tests:
-            self.tests[report.nodeid]["passed"] = False
+        if report.outcome != "passed":
+            self._failed.add(report.nodeid)
 
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        pass
+
+def _name(code: CodeType) -> str:
+    """Path and first line of a function of the package, else nothing."""
+    if not code.co_filename.startswith(str(PACKAGE)):
+        return ""
+    return f"{code.co_filename[len(str(ROOT)) + 1 :]}:{code.co_firstlineno}"
 
 
 def call_map(processes: int) -> dict[str, dict[str, Any]]:
-    """Every fast test: its seconds, and the functions that it calls."""
-    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    key = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
-    if CACHE.exists() and (kept := json.loads(CACHE.read_text()))["key"] == key:
-        return kept["tests"]
-    names = sorted(str(path) for folder in TESTS for path in (ROOT / folder).glob("test_*.py"))
-    tests: dict[str, dict[str, Any]] = {}
+    """Units of tests: their names, their seconds, and the functions that they call."""
+    kept = json.loads(CACHE.read_text()) if CACHE.exists() else {}
+    files = [path for pattern in TESTS for path in (ROOT / "tests").glob(f"{pattern}.py")]
+    files += [ROOT / "tests" / "process" / f"test_{name}.py" for name in PROCESS]
+    files += [path for path in PACKAGE.rglob("*.py") if ">>>" in path.read_text()]
+    names = sorted((str(path.relative_to(ROOT)) for path in files), key=lambda name: (name.split("/")[1] in ("loops", "process"), name))
+    new = [name for name in names if not (name in kept and all(_sum(path) == sum_ for path, sum_ in kept[name]["files"].items()))]
     with ThreadPoolExecutor(processes) as pool:
-        for name, text in zip(names, pool.map(_calls_of, names), strict=True):
-            print(f"  {Path(name).relative_to(ROOT)}: {len(json.loads(text))} tests", file=sys.stderr, flush=True)
-            tests.update(json.loads(text))
-    CACHE.write_text(json.dumps({"key": key, "tests": tests}))
-    return tests
+        for name, text in zip(new, pool.map(_calls_of, new), strict=True):
+            units = json.loads(text)
+            print(f"  {name}: {sum(len(u['tests']) for u in units.values())} tests", file=sys.stderr, flush=True)
+            called = {c.partition(":")[0] for u in units.values() for c in u["calls"]}
+            kept[name] = {"units": units, "files": {path: _sum(path) for path in {name, *called}}}
+            CACHE.write_text(json.dumps(kept))
+    return {unit: found for name in names for unit, found in kept[name]["units"].items() if found["tests"]}
+
+
+def _sum(path: str) -> str:
+    return hashlib.sha256((ROOT / path).read_bytes()).hexdigest() if (ROOT / path).exists() else ""
 
 
 def _calls_of(name: str) -> str:
@@ -252,26 +321,29 @@ def _calls_of(name: str) -> str:
 
 def _run_calls(name: str) -> str:
     calls = Calls()
-    pytest.main(["-q", "-p", "no:cacheprovider", name], plugins=[calls])
-    return json.dumps({test: found for test, found in calls.tests.items() if found.pop("passed")})
+    with tempfile.NamedTemporaryFile() as file, spread(HOCKET_CALLS=file.name):
+        pytest.main([*PYTEST, name], plugins=[calls])
+    return json.dumps(calls.units)
 
 
 # --- trying --------------------------------------------------------------------------------------------------------------------
+
+PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", "not cuda and not browser and not root")
 
 
 def in_child(work: Any, most_s: float) -> str | None:
     """What ``work()`` returns in a child process (which has torch, and not yet Hocket); None where it takes too long or dies."""
     read, write = os.pipe()
+    token = f"{os.getpid()}-{write}-{time.monotonic_ns()}"
     child = os.fork()
     if child == 0:
         os.setsid()
+        os.environ["HOCKET_TRIAL"] = token
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)
-        with contextlib.suppress(BaseException):
-            os.write(write, b"")
-            with os.fdopen(write, "w") as pipe:
-                pipe.write(work())
+        with contextlib.suppress(BaseException), os.fdopen(write, "w") as pipe:
+            pipe.write(work())
         os._exit(0)
     os.close(write)
     text: list[str] = []
@@ -282,6 +354,7 @@ def in_child(work: Any, most_s: float) -> str | None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        end_all(f"HOCKET_TRIAL={token}")
         reader.join()
     return text[0] if text and text[0] else None
 
@@ -289,17 +362,18 @@ def in_child(work: Any, most_s: float) -> str | None:
 def tests_of(mutant: Mutant, calls: dict[str, dict[str, Any]]) -> tuple[list[str], float]:
     """The tests that call the mutant's function (or any of its file's), the shortest first, and their seconds."""
     line = mutant.function.partition(":")[2]
-    names = {f"{mutant.path}:{line}"} if line else None
+    own = f"{mutant.path}:{line}" if line else f"{mutant.path}:"
     found = [
-        (test["seconds"], name)
-        for name, test in calls.items()
-        if any(c in names if names else c.startswith(mutant.path + ":") for c in test["calls"])
+        (unit["seconds"], name)
+        for name, unit in calls.items()
+        if any(c == own if line else c.startswith(own) for c in unit["calls"])
     ]
-    chosen, total = [], 0.0
-    for seconds, name in sorted(found)[:MOST_TESTS]:
+    chosen: list[str] = []
+    total = 0.0
+    for seconds, name in sorted(found)[:MOST_UNITS]:
         if total + seconds > MOST_S and chosen:
             break
-        chosen, total = [*chosen, name], total + seconds
+        chosen, total = [*chosen, *calls[name]["tests"]], total + seconds
     return chosen, total
 
 
@@ -312,10 +386,11 @@ def trial(mutant: Mutant, calls: dict[str, dict[str, Any]]) -> str:
         return "not called"
 
     def run() -> str:
-        sys.meta_path.insert(0, Finder(mutant))  # type: ignore[arg-type]
-        return str(int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *chosen])))
+        with spread(HOCKET_MUTANT=json.dumps(asdict(mutant))):
+            begin()
+            return str(int(pytest.main([*PYTEST, "-x", *chosen])))
 
-    return "survived" if in_child(run, 30.0 + 5 * seconds) == "0" else "caught"
+    return "survived" if in_child(run, 60.0 + 3 * seconds) == "0" else "caught"
 
 
 def draw(areas: list[str], count: int, seed: int) -> list[Mutant]:

@@ -17,6 +17,7 @@ from hocket.split.branches import Branches
 from hocket.split.draws import Draws, Dropout
 from hocket.split.dropout import prepare_dropout
 from hocket.split.tensor import explain_plan, find_plan, split_tensor
+from hocket.split.tensor.layers import ParameterSlicer, SplitEmbedding
 
 
 def axis(place: int = 0, size: int = 2) -> Axis:
@@ -317,3 +318,26 @@ def test_other_random_layers_are_refused() -> None:
         prepare_dropout(nn.Sequential(nn.AlphaDropout()), Draws())
     with pytest.raises(HocketError, match="unusual form"):
         prepare_dropout(nn.Sequential(nn.MultiheadAttention(8, 2, dropout=0.1, kdim=4)), Draws())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("padding", [None, 0, 3, 5, 11])
+def test_only_the_padding_row_learns_nothing_whichever_shard_holds_it(
+    padding: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outputs of all shards add up to the whole embedding, and the gradients of their rows are the whole one's."""
+    monkeypatch.setattr(Axis, "all_reduce", lambda self, values: values)  # the sum is taken below
+    whole = nn.Embedding(12, 3, padding_idx=padding)
+    nn.init.normal_(whole.weight)
+    tokens = torch.arange(12).repeat(2).view(4, 6)
+    wanted = whole(tokens)
+    wanted.square().sum().backward()
+    shards = [SplitEmbedding(copy.deepcopy(whole), ParameterSlicer(axis(place, size))) for place in range(size)]
+    for shard in shards:
+        shard.weight.grad = None
+    found = sum(shard(tokens) for shard in shards)
+    assert torch.equal(found, wanted)
+    found.square().sum().backward()
+    assert torch.equal(torch.cat([shard.weight.grad for shard in shards]), whole.weight.grad)
+    held = [shard.padding_idx for shard in shards if shard.padding_idx is not None]
+    assert held == ([] if padding is None else [padding % (12 // size)])
