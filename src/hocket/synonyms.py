@@ -74,7 +74,7 @@ def meant_by_text(text: str, known: tuple[str, ...]) -> str:
     >>> meant_by_text("topk(1%)", ()), meant_by_text("bulk + 1-bit", ())
     ('; write 0.01 for 1 %', "; for '1-bit' write 'sign'")
     """
-    if (percent := re.search(r"([0-9]+(?:\.[0-9]+)?)\s*%", text)) is not None:
+    if (percent := re.search(r"(?<![0-9])([0-9]+(?:\.[0-9]+)?)\s*%", text)) is not None:
         return f"; write {float(percent[1]) / 100:g} for {percent[1]} %"
     for part in re.split(r"[+|]", text):
         name = part.split("(")[0].strip()

@@ -10,6 +10,7 @@ import torch
 
 from faults.gossip_world import LIVENESS_TIMEOUT_S, GossipWorld, PerfectNetwork
 from hocket.drivers.simulation import Call, Simulation
+from hocket.programs.base import Connect
 from hocket.programs.coordinator import COORDINATOR, Coordinator, CoordinatorClient
 from hocket.programs.gossip.links import PeerConfig, Request
 from hocket.programs.gossip.observer import PeerObserver
@@ -410,3 +411,19 @@ def test_the_coordinator_gives_a_dead_workers_mini_batches_to_others() -> None:
     assert ask(1, Kind.FETCH, 9)[0].message.metadata["reason"] == "outdated"
     assert ask(1, Kind.FETCH, 2, 1)[0].message.metadata["batch_ids"] == [1]
     assert coordinator.lost == 1
+
+
+def test_an_observer_connects_anew_only_to_workers_that_have_moved() -> None:
+    observer = PeerObserver(3, PeerState([torch.zeros(2)]), TIMEOUT_S)
+    observer.start(0.0)
+
+    def moved(*addresses: str | None) -> list[tuple[int, str | None]]:
+        return [(e.peer, e.address) for e in observer.move(addresses, 1.0) if isinstance(e, Connect)]
+
+    assert moved("a", "b", "c") == [(0, "a"), (1, "b"), (2, "c")]
+    assert moved("a", "b", "c") == []
+    assert moved("a", None, "d") == [(1, None), (2, "d")]
+    assert [peer.left for peer in observer.peers.values()] == [False, True, False]
+    assert moved("a", None, "d") == []
+    assert moved("a", "b", "d") == [(1, "b")]
+    assert not any(peer.left for peer in observer.peers.values())

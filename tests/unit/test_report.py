@@ -26,6 +26,7 @@ from browser.study import MORE, TEN, free_runs, hundred_runs, one_facet, ten_run
 from hocket.errors import HocketError
 from hocket.report import Report, build, charts
 from hocket.report.charts import styles
+from hocket.report.measure import ACCURACY, TEST_LOSS, round_below
 from hocket.report.read import read
 from hocket.report.rows import BASELINE, make_rows
 from hocket.report.staleness import Staleness, column_edges
@@ -468,6 +469,35 @@ def test_a_gain_within_the_spread_of_seeds_is_noise(tmp_path: Path, seeds: tuple
     report = build([tmp_path], tmp_path, png=False)
     assert _is_enough(report) == noise
     assert report.answers[-1].endswith(", within the seeds' spread)") == noise
+
+
+def test_gains_are_points_of_accuracy_and_per_cent_of_a_loss() -> None:
+    """Also against a loss of 0, of which nothing is a share."""
+
+    def row(final: float, spread: float | None = None) -> Any:
+        return SimpleNamespace(final=final, score=SimpleNamespace(spread=spread))
+
+    assert ACCURACY.gain(row(0.75), row(0.5)) == 0.25
+    assert ACCURACY.spread(row(0.75, 0.125), row(0.5)) == 0.125
+    assert TEST_LOSS.gain(row(-1.5), row(-2.0)) == 0.25
+    assert TEST_LOSS.gain(row(-0.5), row(0.0)) == -0.5
+    assert TEST_LOSS.spread(row(-1.5, 0.5), row(-2.0)) == 0.25
+    assert TEST_LOSS.spread(row(-1.5, 0.5), row(0.0)) == 0.5
+    assert TEST_LOSS.spread(row(-1.5), row(-2.0)) == 0.0
+    assert [TEST_LOSS.difference(gain) for gain in (0.02, -0.02, 0.0004)] == ["−2.0 %", "+2.0 %", "±0.0 %"]
+    assert (ACCURACY.margin(1), ACCURACY.margin(2), TEST_LOSS.margin(1)) == ("1 point", "2 points", "1 %")
+    assert (ACCURACY.goal(0.7), ACCURACY.goal(0.705), TEST_LOSS.goal(-1.52)) == ("70 %", "70.5 %", "a test loss of 1.52")
+    assert [ACCURACY.below(score) for score in (0.72, 0.02, 0.021)] == pytest.approx([0.7, 0.02, 0.01])
+    assert ACCURACY.below(0.72, noise=False) == pytest.approx(0.7)
+    assert [TEST_LOSS.below(-2.0), TEST_LOSS.below(-2.0, noise=False), TEST_LOSS.below(0.0)] == [-2.02, -2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "accuracy, below",
+    [(0.729, 0.7), (0.731, 0.73), (0.75, 0.75), (0.893, 0.89), (0.9, 0.9), (0.92, 0.92), (0.003, 0.003)],
+)
+def test_a_round_accuracy_is_a_multiple_of_five_points_where_one_is_near(accuracy: float, below: float) -> None:
+    assert round_below(accuracy) == pytest.approx(below)
 
 
 CLUSTER = {"name": "1gbit", "bandwidth": 125e6, "jitter": 0.05}

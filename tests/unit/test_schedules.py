@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hocket.cli.main import app
 from hocket.errors import HocketError
+from hocket.split import Axis
 from hocket.split.pipeline import SCHEDULES, Action, Costs, Schedule, Span, Timeline, bubble, make, simulate
 from hocket.split.pipeline.draw import picture, text
 from hocket.split.pipeline.schedules import before
+from hocket.split.pipeline.timeline import gather
 
 names = st.sampled_from(sorted(SCHEDULES))
 
@@ -142,9 +146,32 @@ def test_shares_keep_communication_apart() -> None:
     shares = Timeline((first, second)).shares()
     # Each transfer takes one second: of process 0's five idle seconds four are bubble, of process 1's five too.
     assert (shares.computing, shares.bubble, shares.communication) == (6.0, 4.0 + 1.0 + 3.0, 2.0)
-    assert shares.bubble_share == 8 / 14
+    assert (shares.bubble_share, shares.communication_share) == (8 / 14, 2 / 16)
     timeline = Timeline((first, second))
     assert Timeline.from_dict(timeline.to_dict()) == timeline
+
+
+def test_nothing_that_ran_has_no_shares() -> None:
+    empty = Timeline(((), ()))
+    assert (empty.length, empty.bubble_share, empty.shares().communication_share) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("ahead, shift", [(0.0, 0.0), (0.5, 0.0), (1000.0, 1000.0), (-1000.0, -1000.0)])
+def test_spans_of_another_machines_clock_are_moved_to_ours(ahead: float, shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the barrier ours shows 70, the other so much more; processes of one machine share a clock and leave at different times."""
+    spans = [(Span(Action("F", 0, 0), 60.0, 62.0),), (Span(Action("F", 1, 0), 63.0 + shift, 65.0 + shift),)]
+    monkeypatch.setattr("hocket.split.pipeline.timeline.time", SimpleNamespace(perf_counter=lambda: 70.0))
+    monkeypatch.setattr(Axis, "all_reduce", lambda self, values: values)
+
+    def all_gather_object(everyone: list[Any], own: Any, group: Any) -> None:
+        assert own == (70.0, spans[0])
+        everyone[:] = [own, (70.0 + ahead, spans[1])]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    found = gather(Axis("pipeline", (0, 1)), spans[0])
+    assert [[(s.start, s.end) for s in row] for row in found.rows] == [[(0.0, 2.0)], [(3.0, 5.0)]]
+    alone = gather(Axis("pipeline"), spans[0])
+    assert [[(s.start, s.end) for s in row] for row in alone.rows] == [[(0.0, 2.0)]]
 
 
 @given(schedules())
