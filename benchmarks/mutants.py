@@ -207,7 +207,7 @@ class Finder:
         return importlib.util.spec_from_file_location(name, self.path, loader=loader)
 
 
-# --- in processes that tests start -------------------------------------------------------------------------------------------------
+# --- in processes that tests start ---------------------------------------------------------------------------------------------
 
 SITE = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import mutants; mutants.begin()"
 
@@ -231,7 +231,8 @@ def spread(**variables: str) -> Iterator[None]:
         sys.path.insert(0, str(ROOT / "tests"))
         from process.launch import ENVIRON  # type: ignore[import-not-found]
 
-        os.environ["PYTHONPATH"] = ENVIRON["PYTHONPATH"] = f"{folder}:{ENVIRON['PYTHONPATH']}"
+        ENVIRON.update(variables, PYTHONPATH=f"{folder}:{ENVIRON['PYTHONPATH']}")
+        os.environ["PYTHONPATH"] = ENVIRON["PYTHONPATH"]
         yield
 
 
@@ -249,7 +250,7 @@ def end_all(token: str) -> None:
 class Calls:
     """A plugin of pytest that writes down which functions of the package each test calls, and how long it takes.
 
-    Tests that share what a fixture ``world`` has computed are one unit: the first of them pays for all.
+    Tests that share what a fixture of their module has computed are one unit: the first of them pays for all.
     """
 
     file: str | None = None
@@ -282,8 +283,10 @@ class Calls:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
         called = {name for code in self._seen if (name := _name(code))} | set(children.read_text().split("\n")[:-1])
-        shared = getattr(getattr(item, "callspec", None), "params", {}).get("world", "") if "world" in item.fixturenames else None  # type: ignore[attr-defined]
-        key = item.nodeid if shared is None else f"{item.nodeid.partition('::')[0]} {shared}"
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        fixtures = item._fixtureinfo.name2fixturedefs.items()  # type: ignore[attr-defined]
+        shared = [str(given.get(name, "")) for name, found in fixtures if found[-1].scope == "module"]
+        key = f"{item.nodeid.partition('::')[0]} {''.join(shared)}" if shared else item.nodeid
         unit = self.units.setdefault(key, {"tests": [], "seconds": 0.0, "calls": []})
         unit["seconds"] += time.perf_counter() - begun
         unit["calls"] = sorted(called | set(unit["calls"]))

@@ -801,7 +801,7 @@ def test_a_worker_that_waits_for_all_is_slowed_before_its_exchange(
     for _ in range(4):
         replica.step([torch.ones(2, 3)], [torch.tensor([0, 1])], torch.zeros(1), [1.0])
     assert len(slept) == sleeps
-    assert all(s > 0 for s in slept)
+    assert all(0 < s < 300 for s in slept), "by the seconds of this step, not by those since the machine was started"
 
 
 # --- accounts ----------------------------------------------------------------------------------------------------------------
