@@ -57,11 +57,13 @@ AREAS = {
     "report": ("report/*.py",),
     "cluster": ("cluster/*.py", "noise.py"),
 }
+SEVERAL = ("split", "train", "cluster")
+"""Areas whose code runs in several processes: tests that start some are tried, too."""
 GPU_ONLY = {"src/hocket/train/engines/convolution.py"}
 """Kernels that no CPU runs."""
 EQUIVALENT: dict[str, str] = {}
 """Mutants that nobody could notice, by their description, with the reason."""
-MOST_UNITS, MOST_S = 100, 120.0
+MOST_UNITS, MOST_S = 100, 60.0
 """So many units of tests, of so many seconds in all, are tried on a mutant."""
 
 
@@ -383,7 +385,8 @@ def tests_of(mutant: Mutant, calls: dict[str, dict[str, Any]]) -> tuple[list[str
     found = [
         (unit["seconds"], name)
         for name, unit in calls.items()
-        if any(c == own if line else c.startswith(own) for c in unit["calls"])
+        if (mutant.area in SEVERAL or name.split("/")[1] not in ("loops", "process"))
+        and any(c == own if line else c.startswith(own) for c in unit["calls"])
     ]
     groups: dict[str, int] = defaultdict(int)
     order = []
@@ -407,7 +410,7 @@ def trial(mutant: Mutant, chosen: list[str], seconds: float) -> bool:
             begin()
             return str(int(pytest.main([*PYTEST, "-x", *chosen])))
 
-    return in_child(run, 60.0 + 3 * seconds) != "0"
+    return in_child(run, 60.0 + 2 * seconds) != "0"
 
 
 class Trials:
@@ -436,7 +439,7 @@ class Trials:
                 child = os.fork()
                 if child == 0:
                     self._try(mutant, [items[name] for name in chosen if name in items], functions, token)
-                running[child] = job, time.monotonic() + 60.0 + 3 * seconds, token
+                running[child] = job, time.monotonic() + 45.0 + 2 * seconds, token
             time.sleep(0.02)
             for child, (job, until, token) in list(running.items()):
                 late = time.monotonic() > until

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hocket.programs.server.optimizer_spec import OptimizerSpec
+from hocket.errors import HocketError
+from hocket.programs.server.optimizer_spec import KNOWN, OptimizerSpec, state_rows
 from hocket.programs.server.shard import AveragingShard, ParameterShard
 from hocket.sync import SSP, Async, Bulk, Sync
 
@@ -166,3 +168,70 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+
+
+# --- an optimiser that has made steps ----------------------------------------------------------------------------------------
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": LR, "momentum": 0.9},
+    "adam": {"lr": LR},
+    "adamw": {"lr": LR, "amsgrad": True},
+    "adagrad": {"lr": LR},
+    "rmsprop": {"lr": LR, "momentum": 0.5, "centered": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_shards_go_on_from_the_state_of_the_workers_optimiser(name: str) -> None:
+    """Two shards that get the state of an optimiser after three steps make the next ones as it does."""
+    weights = [nn.Parameter(START[:4].clone()), nn.Parameter(START[4:].clone())]
+    plain = KNOWN[name](weights, **OPTIMIZERS[name])
+
+    def step(number: int) -> Tensor:
+        found = gradient(number)
+        weights[0].grad, weights[1].grad = found[:4].clone(), found[4:].clone()
+        plain.step()
+        return found
+
+    for number in range(3):
+        step(number)
+    (state,) = state_rows(plain, [weights])
+    now = torch.cat([w.detach().clone() for w in weights])
+    cuts, shards = (slice(0, 3), slice(3, 7)), []
+    for cut in cuts:
+        own = {k: v[cut] if isinstance(v, Tensor) else v for k, v in state.items()}
+        spec = replace(OptimizerSpec.of(plain), state=(own,))
+        shards.append(ParameterShard([now[cut].clone()], [0], spec, Async(), range(1)))
+    for number in range(3, 6):
+        found = step(number)
+        for cut, shard in zip(cuts, shards, strict=True):
+            shard.push(0, number, [found[cut]], [LR])
+    assert torch.equal(torch.cat([s.weights[0] for s in shards]), torch.cat([w.detach() for w in weights]))
+
+
+@pytest.mark.parametrize(
+    "state, words",
+    [
+        (({"momentum_buffer": torch.ones(6)},), "6 values instead of 7"),
+        (({"momentum_buffer": 3},), "no momentum_buffer of this kind"),
+        (({"exp_avg": torch.ones(7)},), "no exp_avg of this kind"),
+        (({}, {}), "2 buckets instead of 1"),
+    ],
+)
+def test_a_state_that_is_not_the_optimisers_is_refused(state: Any, words: str) -> None:
+    spec = OptimizerSpec("sgd", ({"lr": LR, "momentum": 0.9},), state=state)
+    with pytest.raises(ValueError, match=words):
+        ParameterShard([START.clone()], [0], spec, Async(), range(1))
+    with pytest.raises(ValueError, match="step is no number"):
+        ParameterShard([START.clone()], [0], OptimizerSpec("adam", ({"lr": LR},), state=({"step": "x"},)), Async(), range(1))
+
+
+def test_an_optimiser_that_has_stepped_some_parameters_only_has_no_state_for_a_shard() -> None:
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+    plain = torch.optim.Adam(weights, LR)
+    weights[0].grad = torch.ones(2)
+    plain.step()
+    with pytest.raises(HocketError, match="steps of some parameters"):
+        state_rows(plain, [weights])
+    assert len(state_rows(plain, [[weights[0]], [weights[1]]])) == 2

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hocket.errors import HocketError
+from hocket.programs.collective import _to
 from hocket.strategy import Strategy
 from hocket.sync import SSP, Async, Bulk, DiLoCo, Downpour, Local, Moment, PostLocal, ServerAction, Stale, Sync, proven_period
 
@@ -140,6 +141,12 @@ def test_stale_workers_step_alone_and_meet_after_s_steps_at_the_latest(s: int) -
         ("downpour(2, 0)", "fetch must be a whole number of at least 1"),
         ("downpour(warm=-1)", "at least 0"),
         ("stale(0)", "at least 1"),
+        ("postlocal(0)", "at least 1"),
+        ("postlocal(2, -1)", "at least 0"),
+        ("diloco(0)", "at least 1"),
+        ("diloco(2, lr=-1)", "[0, inf)"),
+        ("ssp(-1)", "at least 0"),
+        ("downpour(0)", "push must be a whole number of at least 1"),
         ("local(2, mean=after) + gradients", "mean=after is about weights"),
         ("diloco(2) + gradients", "exchanges weights by definition"),
         ("local(2, residual=weights)", "residual=weights needs"),
@@ -159,3 +166,11 @@ def test_what_contradicts_itself_is_refused(text: str, words: str) -> None:
 )  # fmt: skip
 def test_what_only_looks_like_a_contradiction_is_allowed(text: str) -> None:
     assert Strategy.parse(str(Strategy.parse(text))) == Strategy.parse(text)
+
+
+def test_a_checkpoint_goes_to_the_clusters_device_wherever_its_tensors_lie() -> None:
+    """Plain numbers and words stay as they are."""
+    state = {"a": torch.ones(2), "b": [{"c": torch.ones(3)}, 4], "d": [1, "x"], "e": [torch.ones(1)], "f": 2.5}
+    found = _to(state, torch.device("meta"))
+    assert [t.device.type for t in (found["a"], found["b"][0]["c"], found["e"][0])] == ["meta"] * 3
+    assert (found["b"][1], found["d"], found["f"]) == (4, [1, "x"], 2.5)
