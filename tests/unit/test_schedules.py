@@ -231,3 +231,28 @@ def test_the_command_draws_any_schedule_and_says_how_much_is_idle(tmp_path: Path
     assert shown("--out", str(tmp_path / "x.png")).exit_code == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert "cannot be written" in str(shown("--out", str(tmp_path / "none" / "x.png")).exception)
+
+
+@pytest.mark.parametrize("unit, scale", [("ms", 1000), ("units", 1)])
+def test_a_picture_has_a_bar_for_each_action_where_it_ran(unit: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    save = figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k))[1])
+    timeline = simulate(make("interleaved", 2, 2, stages_per_rank=2), Costs(0.5, 1.0))
+    picture(timeline, "a title", unit=unit)
+    (axes,) = drawn[0].axes
+    spans = [(process, span) for process, row in enumerate(timeline.rows) for span in row]
+    assert len(axes.patches) == len(spans)
+    for bar, (process, span) in zip(axes.patches, spans, strict=True):
+        middle = bar.get_y() + bar.get_height() / 2
+        assert (bar.get_x(), bar.get_width(), middle) == pytest.approx(
+            (span.start * scale, (span.end - span.start) * scale, process)
+        )
+        assert bar.get_alpha() == (1 if span.action.stage < 2 else 0.65)
+    assert [t.get_text() for t in axes.texts] == [str(span.action.microbatch) for _, span in spans]
+    assert axes.get_xlim() == pytest.approx((0, timeline.length * scale))
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "process 0 is on top"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["process 0", "process 1"]
+    assert (axes.get_title(loc="left"), axes.get_xlabel()) == ("a title", unit)
+    assert len(axes.get_legend().get_texts()) == 2

@@ -120,3 +120,17 @@ def test_a_worker_that_is_saved_while_it_waits_goes_on_where_it_was(moment: str)
     for one, other in zip(again._sums, worker._sums, strict=True):
         assert torch.equal(one, other)
     assert (again.step, again.pushed, again.versions) == (worker.step, worker.pushed, worker.versions)
+
+
+def test_whoever_brings_the_weights_brings_what_the_optimiser_remembers() -> None:
+    """Cut as the weights are, so that the shards' next step is the one that the optimiser would have made."""
+    wires = Wires("async + server(2)")
+    momentum = torch.arange(50.0)
+    spec = OptimizerSpec("sgd", ({"lr": LR, "momentum": 0.5},), state=({"momentum_buffer": momentum},))
+    worker = wires.workers[0] = ServerWorker(WorkerConfig(wires.strategy, LAYOUT, 0, 1))
+    wires.carry(0, worker.join([torch.ones(1, 50)], spec, 0.0))
+    wires.deliver(0)
+    assert [len(m.tensors) for m in wires.of(Kind.HELLO)] == [0, 2, 2]
+    wires.step(0, torch.full((50,), 2.0))
+    wires.deliver(0)
+    assert torch.equal(worker.rows[0][0], 1.0 - LR * (0.5 * momentum + 2.0))
