@@ -18,7 +18,7 @@ from hocket.models import cnn, cross_entropy, gpt, mlp, resnet20, vgg11
 from hocket.split import Axis
 from hocket.split.picture import held_bytes
 from hocket.split.pipeline import BATCH_STATISTICS, Cut, PipelineRunner, cut_model
-from hocket.split.pipeline.cut import _best, _together
+from hocket.split.pipeline.cut import _agreed, _best, _together
 from hocket.split.pipeline.tied import LateTied
 
 IMAGES, TEXTS = (2, 3, 32, 32), (2, 8)
@@ -326,3 +326,12 @@ def test_what_a_process_holds_is_weights_gradients_and_the_optimisers_values(opt
     assert found.total == weights + trained + copies * trained + 1000
     sharded: Any = SimpleNamespace(owned_bytes=100)
     assert held_bytes(model, getattr(torch.optim, optimizer)(model.parameters(), 0.1), 0, sharded).state == copies * 100
+
+
+@pytest.mark.parametrize("bounds, measure, wanted", [([2, 5], "seconds", [3, 6]), ([], "seconds", []), ([2, 5], "flops", [2, 5])])
+def test_where_seconds_are_measured_all_processes_cut_where_the_first_does(
+    bounds: list[int], measure: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda values, source: values.add_(1) if values.numel() else 1 / 0)
+    assert _agreed(bounds, measure, torch.device("cpu")) == wanted

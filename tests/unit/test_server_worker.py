@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hocket.cluster.layout import layout_of
+from hocket.errors import HocketError
 from hocket.programs.base import Effects, Send
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import WorkerConfig
@@ -134,3 +136,37 @@ def test_whoever_brings_the_weights_brings_what_the_optimiser_remembers() -> Non
     wires.step(0, torch.full((50,), 2.0))
     wires.deliver(0)
     assert torch.equal(worker.rows[0][0], 1.0 - LR * (0.5 * momentum + 2.0))
+
+
+def test_a_process_whose_number_is_taken_asks_again_and_one_of_another_job_is_told_so() -> None:
+    """The worker that it replaces may not have been missed yet."""
+    wires = Wires("async + server(2)")
+    wires.worker(0)
+    wires.sent.clear()
+    config = WorkerConfig(wires.strategy, LAYOUT, 0, 1)
+    late = ServerWorker(config)
+    effects = late.join([torch.ones(1, 50)], SGD, 0.0)
+    (hello,) = (e.message for e in effects if isinstance(e, Send))
+    (refusal,) = (e.message for e in wires.shards[0].message(b"wx", hello, 0.0) if isinstance(e, Send))
+    assert (refusal.kind, refusal.metadata["reason"]) == (Kind.REFUSAL, "taken")
+    late.message(0, refusal, 0.1)
+    assert late.busy
+    again = late.timer("check", 0.1 + late.silence_s) + late.message(0, refusal, config.liveness_timeout_s)
+    assert any(isinstance(e, Send) and e.message.kind == Kind.HELLO for e in again)
+    with pytest.raises(HocketError):
+        late.message(0, refusal, config.liveness_timeout_s + late.silence_s + 1.0)
+    other = ServerWorker(replace(config, seed=5))
+    (hello,) = (e.message for e in other.join([torch.ones(1, 50)], SGD, 0.0) if isinstance(e, Send))
+    (refusal,) = (e.message for e in wires.shards[0].message(b"wx", hello, 0.0) if isinstance(e, Send))
+    with pytest.raises(HocketError, match="The job has seed 0, you have 5"):
+        other.message(0, refusal, 0.1)
+
+
+def test_a_worker_that_was_away_goes_on_from_the_step_that_the_shards_say() -> None:
+    wires = Wires("bulk + server(2)")
+    worker = wires.worker(0)
+    wires.step(0, torch.ones(50))
+    assert worker.busy
+    for place, message in list(wires.to_worker[0]):
+        worker.message(place, replace(message, step=9), 0.0)
+    assert (worker.busy, worker.step, worker.pushed) == (False, 9, 9)

@@ -390,6 +390,8 @@ def test_the_heads_of_all_processes_are_the_whole_attention(
         quick, nothing = part(query, other, other, need_weights=False, **given)
         torch.testing.assert_close(quick, out)
         assert nothing is None
+    parts[0].dropout = 0.5
+    assert parts[0](query, other, other, need_weights=False, **given)[1] is None, "also where dropout needs them"
     alone = SplitMultihead(copy.deepcopy(whole), ParameterSlicer(axis(0, 1)))
     torch.testing.assert_close(
         alone(query, other, other, average_attn_weights=False, **given)[1],
