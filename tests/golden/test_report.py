@@ -18,11 +18,27 @@ import pytest
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-from browser.study import free_runs, split_runs, ten_runs
+from browser.study import free_runs, split_runs, ten_runs, write_run
 from hocket.report import build, charts
 
 RECORD = Path(__file__).with_name("report.json")
-STUDIES = {"ten": ten_runs, "asynchronous": free_runs, "split": split_runs}
+
+
+def far_runs(folder: Path) -> Path:
+    """Two numbers of workers; one run far below the frontier, and one that failed."""
+    for index, (strategy, best) in enumerate((("bulk + allreduce", 0.9), ("local(4)", 0.88), ("local(16)", 0.2))):
+        parts = {"compute_s": 1.0, "wait_s": 0.5, "transfer_s": 0.25 * index}
+        lines = [
+            {"epoch": e, "accuracy": best * e / 3, "loss": 1.0 / e, "seconds": 2.0, "bytes_sent": 10**7 // (index + 1), **parts}
+            for e in (1, 2, 3)
+        ]
+        for workers in (2, 4):
+            write_run(folder / f"{index}-{workers}", strategy, lines, epochs=3, workers=workers)
+    write_run(folder / "failed", "gossip", [], epochs=3, failure="It was stopped.")
+    return folder
+
+
+STUDIES = {"ten": ten_runs, "asynchronous": free_runs, "split": split_runs, "far": far_runs}
 
 
 def described(figure: Any) -> list[str]:

@@ -28,7 +28,7 @@ from hocket.report import Report, build, charts
 from hocket.report.charts import styles
 from hocket.report.measure import ACCURACY, TEST_LOSS, round_below
 from hocket.report.read import read
-from hocket.report.rows import BASELINE, make_rows
+from hocket.report.rows import BASELINE, baseline_of, make_rows
 from hocket.report.staleness import Staleness, column_edges
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -246,12 +246,20 @@ def test_damaged_lines_and_files_are_noted(tmp_path: Path) -> None:
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "run.json").write_text('{"strategy": ')
     (good / "checkpoint-0.pt").write_bytes(b"\0" * 100)
+    folder = write_run(tmp_path / "folder", "local(8)", flat(0.7), epochs=2)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
     report = build([tmp_path], tmp_path / "out", png=False)
     page = html.unescape((tmp_path / "out" / "report.html").read_text())
-    for words in ("cut/metrics.jsonl: line 2 is damaged or unfinished", "torn/run.json cannot be read (it is not JSON)"):
+    words_of = ("cut/metrics.jsonl: line 2 is damaged or unfinished", "torn/run.json cannot be read (it is not JSON)")
+    for words in (*words_of, "folder/metrics.jsonl cannot be read (Is a directory)"):
         assert any(words in note for note in report.notes)
         assert words in page
-    assert {row.strategy: row.state for row in report.rows} == {BASELINE: "finished", "local(4)": "unfinished"}
+    assert {row.strategy: row.state for row in report.rows} == {
+        BASELINE: "finished",
+        "local(4)": "unfinished",
+        "local(8)": "unfinished",
+    }
     assert "1 of 2 epochs were recorded" in page
 
 
@@ -469,6 +477,29 @@ def test_a_gain_within_the_spread_of_seeds_is_noise(tmp_path: Path, seeds: tuple
     report = build([tmp_path], tmp_path, png=False)
     assert _is_enough(report) == noise
     assert report.answers[-1].endswith(", within the seeds' spread)") == noise
+
+
+def test_the_baseline_of_a_row_is_the_most_alike_and_then_the_best() -> None:
+    """Itself, or of its study, then of its length, then of its batch, optimiser and rate."""
+
+    def row(strategy: str = BASELINE, study: str = "a", epochs: int = 2, final: float = 0.5, **settings: Any) -> Any:
+        given = {"facet": 1, "ranked": True, "plain": strategy == BASELINE, "parts": ""}
+        return SimpleNamespace(strategy=strategy, study=study, epochs=epochs, final=final, settings=settings, **given)
+
+    own = row("local(4)", batch=32, optimizer="sgd", lr=0.1)
+    alike = [
+        row(final=0.1, batch=32, optimizer="sgd", lr=0.1),
+        row(final=0.2, batch=32, optimizer="sgd"),
+        row(final=0.3, batch=32),
+        row(final=0.4),
+        row(final=0.5, epochs=3, batch=32, optimizer="sgd", lr=0.1),
+        row(final=0.6, study="b", batch=32, optimizer="sgd", lr=0.1),
+    ]
+    for place in range(len(alike)):
+        assert baseline_of(own, alike[:place:-1] + alike[place : place + 1]) is alike[place]
+    assert baseline_of(alike[5], [*alike, row(final=0.9, study="b", batch=32, optimizer="sgd", lr=0.1)]) is alike[5]
+    assert baseline_of(own, [row(final=0.1), better := row(final=0.2), row("local(2)", final=0.9)]) is better
+    assert baseline_of(own, [own]) is None
 
 
 def test_gains_are_points_of_accuracy_and_per_cent_of_a_loss() -> None:

@@ -155,6 +155,15 @@ def test_the_number_of_shards_changes_nothing_but_time(strategy: str) -> None:
     assert torch.equal(_weights(one), _weights(three))
 
 
+@pytest.mark.parametrize("strategy", ["async", "async + gossip"])
+def test_progress_is_told_once_per_round_of_mini_batches(strategy: str) -> None:
+    told: list[Any] = []
+    training = _training(strategy)
+    list(training.run(told.append))
+    assert [progress.step for progress in told] == list(range(1, training.steps + 1))
+    assert {progress.steps for progress in told} == {training.steps}
+
+
 @pytest.mark.parametrize("strategy", FREE)
 def test_the_same_seed_gives_the_same_run(strategy: str) -> None:
     one, two = _simulate(strategy), _simulate(strategy)
