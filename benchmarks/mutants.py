@@ -68,7 +68,7 @@ EQUIVALENT: dict[str, str] = {
     "src/hocket/topology/hierarchical.py:109 self.size > 1 -> self.size >= 1": "the mean of one worker is its own row",
 }
 """Mutants that nobody could notice, by their description, with the reason."""
-MOST_UNITS, MOST_S = 100, 60.0
+MOST_UNITS, MOST_S = 400, 60.0
 """So many units of tests, of so many seconds in all, are tried on a mutant."""
 
 
