@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -25,11 +28,20 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
     ENVIRON.pop(name, None)
 
 
+_reserved: list[IO[str]] = []
+
+
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port for a server that is started later: below those that the system hands out, and locked against other tests."""
+    for port in range(20000 + os.getpid() % 8000, 32000):
+        lock = open(Path(tempfile.gettempdir(), f"hocket-port-{port}"), "w")  # noqa: SIM115 - held as long as this process lives
+        with contextlib.suppress(OSError), socket.socket() as s:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            s.bind(("127.0.0.1", port))
+            _reserved.append(lock)
+            return port
+        lock.close()
+    raise AssertionError("no free port below 32000")
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:

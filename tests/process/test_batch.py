@@ -37,7 +37,10 @@ MISTAKES = {
     "real workers that are to be faster": (["--slowdown", "1,1,0.5"], "at least 1"),
     "resume": (["--resume", "--out", "x"], "--resume"),
     "a device for real workers": (["--device", "cuda"], "--virtual"),
-    "a model with dropout or batch statistics": (["--model", "resnet20", "--data", "digits"], ""),
+    "a model with dropout or batch statistics": (
+        ["--model", "resnet20", "--data", "digits"],
+        "(BatchNorm2d) uses statistics of each portion",
+    ),
 }
 
 

@@ -181,8 +181,12 @@ def test_a_killed_worker_ends_nothing_and_another_takes_its_place(nursery: Nurse
         status = service.ends()
         assert service.accuracy() > 0.8
     assert status["progress"] == epochs * PER_EPOCH
-    assert status["lost"] <= (2 if "async" in strategy else PER_EPOCH * 4)
-    assert status["lost"] >= 1
+    if (
+        "bulk" in strategy or "ssp" in strategy
+    ):  # the others went on: rounds that it missed are lost, but nobody else's part of them
+        assert 1 <= status["lost"] <= epochs * PER_EPOCH // 3
+    else:  # a push on its way or waiting, and what came with the last answer
+        assert 1 <= status["lost"] <= (6 if "stale" in strategy else 2) * service.said().count("has been silent")
     assert status["workers"]["1"]["exchanges"] > 0
 
 
@@ -226,7 +230,7 @@ def test_a_stopped_worker_is_not_waited_for_and_may_return(nursery: Nursery, tmp
         assert eventually(lambda: 2 in service.status()["here"], LIMIT_S), service.said()
         status = service.ends()
     assert "worker 2 is back" in service.said()
-    assert 1 <= status["lost"] < 3 * PER_EPOCH
+    assert 1 <= status["lost"] <= SLOW["epochs"] * PER_EPOCH // 3, "its own part of the rounds that it missed"
 
 
 def test_one_that_stops_before_all_have_checked_their_models_is_missed(nursery: Nursery, tmp_path: Path) -> None:
@@ -400,7 +404,7 @@ def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path
 
 def test_an_interruption_leaves_nobody_and_a_dead_supervisor_neither(tmp_path: Path) -> None:
     arguments = ["--strategy", "async + server(optimizer=adagrad)", "--workers", "1", "--epochs", "100000"]
-    runs = [start(tmp_path, *arguments) for _ in range(2)]
+    runs = [start(tmp_path, *arguments, "--out", str(tmp_path / str(n))) for n in range(2)]
     families = []
     try:
         for run in runs:
@@ -411,7 +415,7 @@ def test_an_interruption_leaves_nobody_and_a_dead_supervisor_neither(tmp_path: P
                 LIMIT_S,
             )
             families.append(psutil.Process(run.pid).children(recursive=True))
-        time.sleep(4.0)  # they train, or are about to
+        assert eventually(lambda: all((tmp_path / str(n) / "metrics.jsonl").exists() for n in range(2)), LIMIT_S), "they train"
         os.killpg(runs[0].pid, signal.SIGINT)  # as a terminal does
         runs[1].kill()
         _, errors = runs[0].communicate(timeout=30)

@@ -432,3 +432,52 @@ def test_a_vote_is_the_majority() -> None:
     assert heard.sign().tolist() == [[1.0, 1.0, -1.0]] * 3
     mean = channel.coded(Sign(vote=False), rows, {}, context(3)).heard
     assert mean[0, 0] < 0
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_tie_is_decided_by_chance_and_alike_for_all(workers: int) -> None:
+    """Half of the workers say +, half say −: each sign comes out about as often, another one in another step; a majority wins."""
+    cluster = VirtualCluster(workers)
+    channel = AllReduce().bind(cluster, cluster.world, 0)
+    rows = torch.ones(workers, 4096)
+    rows[workers // 2 :] *= -3.0
+    rows[:, :8] = 2.0
+
+    def heard(step: int) -> Tensor:
+        found = channel.coded(Sign(vote=True, block=4096), rows, {}, context(workers, step=step)).heard
+        assert torch.equal(found, found[:1].expand_as(found))
+        return found[0]
+
+    first, second = heard(1), heard(2)
+    assert bool((first[:8] > 0).all())
+    torch.testing.assert_close(first.abs(), torch.full((4096,), float(rows.abs().mean())))
+    for found in (first, second):
+        assert 0.45 < float((found[8:] > 0).float().mean()) < 0.55
+    assert 0.45 < float((first[8:] == second[8:]).float().mean()) < 0.55
+    assert torch.equal(first, heard(1))
+
+
+PRECISION = {
+    "": lambda k: 4 * k,
+    " | cast(fp16)": lambda k: 2 * k,
+    " | qsgd(4)": lambda k: 4 * -(-k // 512) + -(-k // 2),
+    " | sign": lambda k: 4 * -(-k // 512) + -(-k // 8),
+}
+"""Bytes of so many values, with the scales of their blocks."""
+
+
+@pytest.mark.parametrize("code", PRECISION)
+@pytest.mark.parametrize("size", [1000, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_messages_of_variable_size_have_exactly_the_bytes_of_what_they_carry(code: str, size: int) -> None:
+    """The lengths of all parts, the counts of blocks where a row has several, two bytes per index, and the values."""
+    rows, kept = torch.zeros(5, size), [0, 1, 7, 600, 999]
+    for row, k in zip(rows, kept, strict=True):
+        row[torch.randperm(size, generator=torch.Generator().manual_seed(k))[:k]] = -2.0
+        row[row == 0] = 0.5
+    codec = compressor(f"threshold(0.5){code}")
+    message, decoded = through(codec, rows)
+    blocks = 0 if size <= BLOCK else 4 * -(-size // BLOCK)
+    assert message.payload_bytes().tolist() == [4 * len(message.parts) + blocks + 2 * k + PRECISION[code](k) for k in kept]
+    assert [message.pack(row).numel() for row in range(5)] == message.payload_bytes().tolist()
+    assert (decoded != 0).sum(1).tolist() == kept
+    torch.testing.assert_close(decoded, torch.where(rows == -2.0, rows, 0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch.nn import functional as F
 from hocket.errors import HocketError
 from hocket.models import cnn, cross_entropy, gpt, mlp, resnet20, vgg11
 from hocket.split import Axis
+from hocket.split.picture import held_bytes
 from hocket.split.pipeline import BATCH_STATISTICS, Cut, PipelineRunner, cut_model
-from hocket.split.pipeline.cut import _best, _together
+from hocket.split.pipeline.cut import _agreed, _best, _together
+from hocket.split.pipeline.tied import LateTied
 
 IMAGES, TEXTS = (2, 3, 32, 32), (2, 8)
 MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -159,6 +162,29 @@ def test_odd_models_train_alike_in_stages_on_one_process(schedule: str, points: 
     torch.testing.assert_close(pipe.forward(x), alone(x).detach())
 
 
+class Reshapes(nn.Module):
+    """The size of a tensor that does not cross the cut is needed after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.size(0)
+        return self.last(self.first(x).view(2 * size, 3)).view(size, 2 * 2)
+
+
+@pytest.mark.parametrize("samples", [3, 7])
+def test_sizes_are_computed_anew_in_the_stage_that_needs_them(samples: int) -> None:
+    """From a tensor that enters it, for every size of a batch."""
+    model = Reshapes()
+    cut = cut_model(model, torch.randn(5, 4), 2, points=["first"])
+    assert [wire.name for wire in cut.wires[0]] == ["first"]
+    x = torch.randn(samples, 4)
+    pipe = PipelineRunner(cut, Axis("pipeline"), cross_entropy, "interleaved", num_microbatches=1)
+    torch.testing.assert_close(pipe.forward(x), model(x).detach())
+
+
 def test_micro_batches_say_where_they_begin() -> None:
     class Seen:
         def __init__(self) -> None:
@@ -237,3 +263,75 @@ def test_a_bad_batch_meets_one_sentence() -> None:
             pipe.run(x, y)
     with pytest.raises(HocketError, match="Only pipedream is fed"):
         pipe.feed(torch.zeros(2, 4), torch.zeros(2))
+
+
+class Recorded(Axis):
+    """An axis of two processes whose messages are written down."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__("pipeline", (0, 1), place)
+        self.sent: list[tuple[int, int]] = []
+        self.waited: list[Any] = []
+        self.coming: list[Tensor] = []
+
+    def send(self, values: Tensor, to: int, tag: int = 0) -> Any:
+        self.sent.append((to, tag))
+        return len(self.sent)
+
+    def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
+        into.copy_(self.coming.pop(0))
+        return "received"
+
+    def wait(self, work: Any) -> None:
+        self.waited.append(work)
+
+
+def test_under_pipedream_the_first_stage_updates_a_tied_parameter_and_the_others_take_it_late() -> None:
+    """Gradients are added up on the first; stage 1 takes a new value one update later, and the rest at the end."""
+    first, second = Recorded(0), Recorded(1)
+    held = [{"w": nn.Parameter(torch.zeros(2)), "own": nn.Parameter(torch.zeros(2))} for _ in range(2)]
+    tied = [LateTied(h, {"w": (0, 1)}, a) for h, a in zip(held, (first, second), strict=True)]
+    assert ["w" in t and "own" not in t and t.first("own") for t in tied] == [True, True]
+    assert [t.first("w") for t in tied] == [True, False]
+    for minibatch in range(1, 4):
+        for h in held:
+            h["w"].grad = torch.full((2,), float(minibatch))
+        first.coming = [torch.full((2,), 10.0 * minibatch)]
+        for t in tied:
+            t.before_update()
+        assert torch.equal(held[0]["w"].grad, torch.full((2,), 11.0 * minibatch))  # type: ignore[arg-type]
+        assert held[1]["w"].grad is None
+        held[0]["w"].data.fill_(minibatch)
+        second.coming = [torch.full((2,), float(minibatch - 1))] if minibatch > 1 else []
+        for t in tied:
+            t.after_update(minibatch)
+        assert held[1]["w"][0] == max(minibatch - 1, 0)
+        assert not second.coming
+    second.coming = [torch.full((2,), 7.0), torch.full((2,), 8.0)]
+    for t in tied:
+        t.finish(3)
+    assert held[1]["w"][0] == 8.0
+    assert first.sent == [(1, first.sent[0][1])] * 3
+    assert [w for w in first.waited if w != "received"] == [1, 2, 3], "all have left"
+    assert [w for w in second.waited if w != "received"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("optimizer, copies", [("SGD", 0), ("Adagrad", 1), ("AdamW", 2)])
+def test_what_a_process_holds_is_weights_gradients_and_the_optimisers_values(optimizer: str, copies: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model[0].bias.requires_grad_(False)
+    weights, trained = 4 * (32 + 8 + 16 + 2), 4 * (32 + 16 + 2)
+    found = held_bytes(model, getattr(torch.optim, optimizer)(model.parameters(), 0.1), 1000)
+    assert (found.what, found.weights, found.gradients, found.state) == ("0 … 1", weights, trained, copies * trained)
+    assert found.total == weights + trained + copies * trained + 1000
+    sharded: Any = SimpleNamespace(owned_bytes=100)
+    assert held_bytes(model, getattr(torch.optim, optimizer)(model.parameters(), 0.1), 0, sharded).state == copies * 100
+
+
+@pytest.mark.parametrize("bounds, measure, wanted", [([2, 5], "seconds", [3, 6]), ([], "seconds", []), ([2, 5], "flops", [2, 5])])
+def test_where_seconds_are_measured_all_processes_cut_where_the_first_does(
+    bounds: list[int], measure: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda values, source: values.add_(1) if values.numel() else 1 / 0)
+    assert _agreed(bounds, measure, torch.device("cpu")) == wanted

@@ -10,6 +10,7 @@ import torch
 
 from faults.gossip_world import LIVENESS_TIMEOUT_S, GossipWorld, PerfectNetwork
 from hocket.drivers.simulation import Call, Simulation
+from hocket.programs.base import Connect, Send
 from hocket.programs.coordinator import COORDINATOR, Coordinator, CoordinatorClient
 from hocket.programs.gossip.links import PeerConfig, Request
 from hocket.programs.gossip.observer import PeerObserver
@@ -410,3 +411,37 @@ def test_the_coordinator_gives_a_dead_workers_mini_batches_to_others() -> None:
     assert ask(1, Kind.FETCH, 9)[0].message.metadata["reason"] == "outdated"
     assert ask(1, Kind.FETCH, 2, 1)[0].message.metadata["batch_ids"] == [1]
     assert coordinator.lost == 1
+
+
+def test_an_observer_connects_anew_only_to_workers_that_have_moved() -> None:
+    observer = PeerObserver(3, PeerState([torch.zeros(2)]), TIMEOUT_S)
+    observer.start(0.0)
+
+    def moved(*addresses: str | None) -> list[tuple[int, str | None]]:
+        return [(e.peer, e.address) for e in observer.move(addresses, 1.0) if isinstance(e, Connect)]
+
+    assert moved("a", "b", "c") == [(0, "a"), (1, "b"), (2, "c")]
+    assert moved("a", "b", "c") == []
+    assert moved("a", None, "d") == [(1, None), (2, "d")]
+    assert [peer.left for peer in observer.peers.values()] == [False, True, False]
+    assert moved("a", None, "d") == []
+    assert moved("a", "b", "d") == [(1, "b")]
+    assert not any(peer.left for peer in observer.peers.values())
+
+
+def test_a_replacement_begins_at_the_given_weights_with_a_push_sum_weight_of_one() -> None:
+    state = PeerState([torch.ones(3)])
+    state.push_sum_weight, state.joined = 0.25, False
+    before = state.version
+    state.begin_at([torch.arange(3.0)])
+    assert torch.equal(state.look()[0], torch.arange(3.0))
+    assert (state.push_sum_weight, state.joined) == (1.0, True)
+    assert state.version > before
+
+
+def test_goodbye_is_said_to_those_who_are_still_there() -> None:
+    peer = GossipPeer(PeerConfig(0, 4, greets=False))
+    peer.start([torch.ones(1, 3)], 0.0, None)
+    peer.peers[2].left = True
+    told = [e.to for e in peer.leave(1.0) if isinstance(e, Send) and e.message.kind == Kind.GOODBYE]
+    assert told == [1, 3]

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hocket.cli.main import app
 from hocket.errors import HocketError
+from hocket.split import Axis
 from hocket.split.pipeline import SCHEDULES, Action, Costs, Schedule, Span, Timeline, bubble, make, simulate
 from hocket.split.pipeline.draw import picture, text
 from hocket.split.pipeline.schedules import before
+from hocket.split.pipeline.timeline import gather
 
 names = st.sampled_from(sorted(SCHEDULES))
 
@@ -93,41 +96,46 @@ def test_known_bubbles() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 20))
-def test_gpipe_and_1f1b_are_pytorchs(stages: int, num_microbatches: int) -> None:
-    theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
+def test_gpipe_and_1f1b_are_their_definitions(stages: int, num_microbatches: int) -> None:
+    """GPipe: all forwards, then all backwards. 1F1B: a forward for itself and each later stage, then one backward, one forward."""
     num_microbatches = max(num_microbatches, stages)
-    for name, method in (("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")):
-        order = getattr(getattr(theirs, method, None), "_get_pipeline_order", None)
-        if order is None:
-            pytest.skip("PyTorch has no table of it")
-        table = order(SimpleNamespace(_num_stages=stages, _n_microbatches=num_microbatches))
-        if name == "1f1b":  # PyTorch's table numbers the last stage's forwards from 1; what it runs is right
-            del table[stages - 1]
-        for rank, row in table.items():
-            assert written(row) == [str(a) for a in make(name, stages, num_microbatches)[rank]]
+    forward, backward = ([f"{{}}{kind}{j}" for j in range(num_microbatches)] for kind in "FB")
+    for stage, row in enumerate(make("gpipe", stages, num_microbatches)):
+        assert [str(a) for a in row] == [a.format(stage) for a in forward + backward]
+    for stage, row in enumerate(make("1f1b", stages, num_microbatches)):
+        ahead = stages - stage
+        pairs = itertools.zip_longest(backward, forward[ahead:])
+        wanted = [*forward[:ahead], *(a for pair in pairs for a in pair if a is not None)]
+        assert [str(a) for a in row] == [a.format(stage) for a in wanted]
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.sampled_from(["interleaved", "zero-bubble"]))
-def test_interleaved_and_zero_bubble_are_pytorchs(processes: int, rounds: int, stages_per_rank: int, name: str) -> None:
-    theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
-    class_ = {"interleaved": "ScheduleInterleaved1F1B", "zero-bubble": "ScheduleInterleavedZeroBubble"}[name]
-    order = getattr(getattr(theirs, class_, None), "_calculate_single_rank_operations", None)
-    if order is None:
-        pytest.skip("PyTorch has no table of it")
-    num_microbatches = processes * rounds
-    known = {
-        "n_local_stages": stages_per_rank,
-        "pp_group_size": processes,
-        "_n_microbatches": num_microbatches,
-        "microbatches_per_round": processes,
-    }
-    for rank, row in enumerate(make(name, processes, num_microbatches, stages_per_rank)):
-        assert written(order(SimpleNamespace(**known), rank)) == [str(a) for a in row]
+TABLES = {
+    ("interleaved", 2, 4, 2): [
+        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    ],
+    ("interleaved", 3, 6, 2): [
+        "0F0 0F1 0F2 3F0 3F1 3F2 0F3 0F4 3B0 0F5 3B1 3F3 3B2 3F4 0B0 3F5 0B1 0B2 3B3 3B4 3B5 0B3 0B4 0B5",
+        "1F0 1F1 1F2 4F0 4F1 4F2 4B0 1F3 4B1 1F4 4B2 1F5 1B0 4F3 1B1 4F4 1B2 4F5 4B3 4B4 4B5 1B3 1B4 1B5",
+        "2F0 2F1 2F2 5F0 5B0 5F1 5B1 5F2 5B2 2F3 2B0 2F4 2B1 2F5 2B2 5F3 5B3 5F4 5B4 5F5 5B5 2B3 2B4 2B5",
+    ],
+    ("zero-bubble", 3, 6, 1): [
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0F4 0I2 0W2 0F5 0I3 0W3 0I4 0W4 0I5 0W5",
+        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1F4 1I3 1W2 1F5 1I4 1W3 1I5 1W4 1W5",
+        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2F4 2I4 2W2 2F5 2I5 2W3 2W4 2W5",
+    ],
+    ("zero-bubble", 2, 4, 2): [
+        "0F0 0F1 2F0 2F1 2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3",
+        "1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3",
+    ],
+}
+"""Those of PyTorch 2.13's ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble, written down."""
 
 
-def written(row: list[Any]) -> list[str]:
-    """A row of PyTorch's table as we write it, without what is not computing."""
-    return [str(a) for a in row if a is not None and re.fullmatch(r"\d+[FBIW]\d+", str(a))]
+@pytest.mark.parametrize("name, processes, num_microbatches, stages_per_rank", TABLES)
+def test_interleaved_and_zero_bubble_are_pytorchs(name: str, processes: int, num_microbatches: int, stages_per_rank: int) -> None:
+    made = make(name, processes, num_microbatches, stages_per_rank)
+    assert [" ".join(map(str, row)) for row in made] == TABLES[name, processes, num_microbatches, stages_per_rank]
 
 
 def test_shares_keep_communication_apart() -> None:
@@ -138,9 +146,32 @@ def test_shares_keep_communication_apart() -> None:
     shares = Timeline((first, second)).shares()
     # Each transfer takes one second: of process 0's five idle seconds four are bubble, of process 1's five too.
     assert (shares.computing, shares.bubble, shares.communication) == (6.0, 4.0 + 1.0 + 3.0, 2.0)
-    assert shares.bubble_share == 8 / 14
+    assert (shares.bubble_share, shares.communication_share) == (8 / 14, 2 / 16)
     timeline = Timeline((first, second))
     assert Timeline.from_dict(timeline.to_dict()) == timeline
+
+
+def test_nothing_that_ran_has_no_shares() -> None:
+    empty = Timeline(((), ()))
+    assert (empty.length, empty.bubble_share, empty.shares().communication_share) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("ahead, shift", [(0.0, 0.0), (0.5, 0.0), (1000.0, 1000.0), (-1000.0, -1000.0)])
+def test_spans_of_another_machines_clock_are_moved_to_ours(ahead: float, shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the barrier ours shows 70, the other so much more; processes of one machine share a clock and leave at different times."""
+    spans = [(Span(Action("F", 0, 0), 60.0, 62.0),), (Span(Action("F", 1, 0), 63.0 + shift, 65.0 + shift),)]
+    monkeypatch.setattr("hocket.split.pipeline.timeline.time", SimpleNamespace(perf_counter=lambda: 70.0))
+    monkeypatch.setattr(Axis, "all_reduce", lambda self, values: values)
+
+    def all_gather_object(everyone: list[Any], own: Any, group: Any) -> None:
+        assert own == (70.0, spans[0])
+        everyone[:] = [own, (70.0 + ahead, spans[1])]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    found = gather(Axis("pipeline", (0, 1)), spans[0])
+    assert [[(s.start, s.end) for s in row] for row in found.rows] == [[(0.0, 2.0)], [(3.0, 5.0)]]
+    alone = gather(Axis("pipeline"), spans[0])
+    assert [[(s.start, s.end) for s in row] for row in alone.rows] == [[(0.0, 2.0)]]
 
 
 @given(schedules())
@@ -200,3 +231,28 @@ def test_the_command_draws_any_schedule_and_says_how_much_is_idle(tmp_path: Path
     assert shown("--out", str(tmp_path / "x.png")).exit_code == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert "cannot be written" in str(shown("--out", str(tmp_path / "none" / "x.png")).exception)
+
+
+@pytest.mark.parametrize("unit, scale", [("ms", 1000), ("units", 1)])
+def test_a_picture_has_a_bar_for_each_action_where_it_ran(unit: str, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    save = figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k))[1])
+    timeline = simulate(make("interleaved", 2, 2, stages_per_rank=2), Costs(0.5, 1.0))
+    picture(timeline, "a title", unit=unit)
+    (axes,) = drawn[0].axes
+    spans = [(process, span) for process, row in enumerate(timeline.rows) for span in row]
+    assert len(axes.patches) == len(spans)
+    for bar, (process, span) in zip(axes.patches, spans, strict=True):
+        middle = bar.get_y() + bar.get_height() / 2
+        assert (bar.get_x(), bar.get_width(), middle) == pytest.approx(
+            (span.start * scale, (span.end - span.start) * scale, process)
+        )
+        assert bar.get_alpha() == (1 if span.action.stage < 2 else 0.65)
+    assert [t.get_text() for t in axes.texts] == [str(span.action.microbatch) for _, span in spans]
+    assert axes.get_xlim() == pytest.approx((0, timeline.length * scale))
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "process 0 is on top"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["process 0", "process 1"]
+    assert (axes.get_title(loc="left"), axes.get_xlabel()) == ("a title", unit)
+    assert len(axes.get_legend().get_texts()) == 2

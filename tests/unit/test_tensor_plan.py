@@ -17,6 +17,8 @@ from hocket.split.branches import Branches
 from hocket.split.draws import Draws, Dropout
 from hocket.split.dropout import prepare_dropout
 from hocket.split.tensor import explain_plan, find_plan, split_tensor
+from hocket.split.tensor.attention import SplitMultihead
+from hocket.split.tensor.layers import ParameterSlicer, SplitEmbedding
 
 
 def axis(place: int = 0, size: int = 2) -> Axis:
@@ -159,10 +161,20 @@ def test_what_stays_whole_is_explained() -> None:
 @pytest.mark.parametrize(
     "build, size, plan, words",
     [
-        (lambda: gpt(8, 4, 1, 2, 8), 4, None, "'blocks.0.attention' has 2 heads, which do not divide by 4"),
+        (
+            lambda: gpt(8, 4, 1, 2, 8),
+            4,
+            None,
+            "'blocks.0.attention' has 2 heads, which do not divide by 4 processes: use a tensor axis",
+        ),
         (lambda: encoder(heads=2), 4, None, "'layers.0.self_attn' has 2 heads"),
         (lambda: mlp(12, 9, (7, 7)), 2, None, "Nothing in this model can be split over 2 processes: '1' its 7 outputs"),
-        (lambda: mlp(12, 10, (9, 8)), 2, {"1": "columns", "3": "rows"}, "'1' has 9 outputs, which do not divide by 2"),
+        (
+            lambda: mlp(12, 10, (9, 8)),
+            2,
+            {"1": "columns", "3": "rows"},
+            "'1' has 9 outputs, which do not divide by 2 processes: change the width",
+        ),
         (lambda: mlp(12, 10, (8, 8)), 2, {"1": "colums"}, "did you mean 'columns'"),
         (lambda: gpt(8, 4, 1, 2, 8), 2, {"blocks.0.atention": "heads"}, "did you mean 'blocks.0.attention'"),
         (lambda: mlp(12, 10, (8, 8)), 2, {"2": "columns"}, "'2', which is a ReLU: such a module can be whole"),
@@ -317,3 +329,71 @@ def test_other_random_layers_are_refused() -> None:
         prepare_dropout(nn.Sequential(nn.AlphaDropout()), Draws())
     with pytest.raises(HocketError, match="unusual form"):
         prepare_dropout(nn.Sequential(nn.MultiheadAttention(8, 2, dropout=0.1, kdim=4)), Draws())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("padding", [None, 0, 3, 5, 11])
+def test_only_the_padding_row_learns_nothing_whichever_shard_holds_it(
+    padding: int | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outputs of all shards add up to the whole embedding, and the gradients of their rows are the whole one's."""
+    monkeypatch.setattr(Axis, "all_reduce", lambda self, values: values)  # the sum is taken below
+    whole = nn.Embedding(12, 3, padding_idx=padding)
+    nn.init.normal_(whole.weight)
+    tokens = torch.arange(12).repeat(2).view(4, 6)
+    wanted = whole(tokens)
+    wanted.square().sum().backward()
+    shards = [SplitEmbedding(copy.deepcopy(whole), ParameterSlicer(axis(place, size))) for place in range(size)]
+    for shard in shards:
+        shard.weight.grad = None
+    found = sum(shard(tokens) for shard in shards)
+    assert torch.equal(found, wanted)
+    found.square().sum().backward()
+    assert torch.equal(torch.cat([shard.weight.grad for shard in shards]), whole.weight.grad)
+    held = [shard.padding_idx for shard in shards if shard.padding_idx is not None]
+    assert held == ([] if padding is None else [padding % (12 // size)])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "heads", "padding", "both"])
+@pytest.mark.parametrize("form", ["batch first", "batch second", "one sample"])
+def test_the_heads_of_all_processes_are_the_whole_attention(
+    form: str, mask: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs add up (the bias comes once), and so do the mean weights; with each kind of mask."""
+    monkeypatch.setattr(Axis, "all_reduce", lambda self, values: values)  # the sums are taken below
+    torch.manual_seed(3)
+    whole = nn.MultiheadAttention(16, 4, batch_first=form == "batch first")
+    nn.init.normal_(whole.in_proj_bias)
+    nn.init.normal_(whole.out_proj.bias)
+    shape = {"batch first": (3, 5, 16), "batch second": (5, 3, 16), "one sample": (5, 16)}[form]
+    query, other = torch.randn(shape), torch.randn(shape)
+    samples = 1 if form == "one sample" else 3
+    later = torch.ones(5, 5).triu(1).bool()
+    masks = {
+        "bool": {"attn_mask": later},
+        "float": {"attn_mask": torch.randn(5, 5)},
+        "heads": {"attn_mask": torch.randn(samples * 4, 5, 5)},
+        "padding": {"key_padding_mask": torch.arange(5).expand(samples, 5) > 3},
+        "both": {"attn_mask": later, "key_padding_mask": torch.arange(5).expand(samples, 5) > 3},
+    }
+    given = masks.get(mask, {})
+    if form == "one sample" and "key_padding_mask" in given:
+        given = {**given, "key_padding_mask": given["key_padding_mask"][0]}
+    wanted, looked = whole(query, other, other, **given)
+    parts = [SplitMultihead(copy.deepcopy(whole), ParameterSlicer(axis(place, size))) for place in range(size)]
+    found = [part(query, other, other, **given) for part in parts]
+    bias = whole.out_proj.bias
+    torch.testing.assert_close(sum(out - bias for out, _ in found) + bias, wanted)
+    torch.testing.assert_close(sum(weights for _, weights in found), looked)
+    for part, (out, _) in zip(parts, found, strict=True):
+        quick, nothing = part(query, other, other, need_weights=False, **given)
+        torch.testing.assert_close(quick, out)
+        assert nothing is None
+    parts[0].dropout = 0.5
+    assert parts[0](query, other, other, need_weights=False, **given)[1] is None, "also where dropout needs them"
+    alone = SplitMultihead(copy.deepcopy(whole), ParameterSlicer(axis(0, 1)))
+    torch.testing.assert_close(
+        alone(query, other, other, average_attn_weights=False, **given)[1],
+        whole(query, other, other, average_attn_weights=False, **given)[1],
+    )

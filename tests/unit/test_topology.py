@@ -14,7 +14,7 @@ from hocket.cluster import VirtualCluster
 from hocket.compression.base import Context
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
-from hocket.topology import AllReduce, Gossip, Hierarchical, Topology
+from hocket.topology import AllReduce, Gossip, Hierarchical, Server, Topology
 from hocket.topology.gossip import KINDS, Partners
 
 _THIRDS = ((0.5, 0.5, 0.0, 0.0), (0.5, 0.0, 0.5, 0.0), (0.0, 0.5, 0.0, 0.5), (0.0, 0.0, 0.5, 0.5))
@@ -299,3 +299,100 @@ def test_compressed_weights_come_together_at_their_mean(code: str, residual_stay
         where = replace(context(4, exchange), residual_stays=residual_stays)
         rows, state = channel.weights(compressor, rows, state, where)
     assert (rows - mean).norm() < 0.05 * before
+
+
+FACTS = ("uniform", "one_mean", "peer_to_peer", "partner_rule", "asynchronous_only", "pairs_workers", "has_servers")
+FACTS += ("sums_on_servers", "has_server_settings", "lr_factor", "server_optimizer", "fetch_dtype")
+NO_SERVER = (False, False, False, 1.0, None, "fp32")
+MEANING = {
+    "allreduce": (True, True, False, "", False, False, *NO_SERVER),
+    "gossip": (False, False, True, "rotating", False, True, *NO_SERVER),
+    "gossip(exponential)": (False, False, True, "exponential", False, False, *NO_SERVER),
+    "gossip(matrix=[[0.5, 0.5], [0.5, 0.5]])": (False, False, True, "rotating", False, False, *NO_SERVER),
+    "async + gossip(pushsum)": (False, False, True, "pushsum", True, True, *NO_SERVER),
+    "hierarchical(size=2)": (True, False, False, "", False, False, *NO_SERVER),
+    "hierarchical(size=2, every=2)": (False, False, False, "", False, False, *NO_SERVER),
+    "hierarchical(allreduce, gossip, size=2)": (False, False, False, "", False, False, *NO_SERVER),
+    "hierarchical(gossip, allreduce, size=2)": (False, False, False, "", False, False, *NO_SERVER),
+    "server": (True, False, False, "", False, False, True, False, False, 1.0, None, "fp32"),
+    "server(3)": (True, False, False, "", False, False, True, False, False, 1.0, None, "fp32"),
+    "server(optimizer=adagrad)": (True, False, False, "", False, False, True, False, True, 1.0, "adagrad", "fp32"),
+    "server(lr=10)": (True, False, False, "", False, False, True, False, True, 10, None, "fp32"),
+    "server(fetch=bf16)": (True, False, False, "", False, False, True, False, True, 1.0, None, "bf16"),
+    "server(2, role=sum)": (True, False, False, "", False, False, False, True, False, 1.0, None, "fp32"),
+}
+"""Who hears what from whom, where servers are, and what they do."""
+
+
+@pytest.mark.parametrize("text", MEANING)
+def test_topologies_are_what_they_are_called(text: str) -> None:
+    topology = Strategy.parse(text).topology
+    assert dict(zip(FACTS, (getattr(topology, name) for name in FACTS), strict=True)) == dict(
+        zip(FACTS, MEANING[text], strict=True)
+    )
+    assert topology.num_shards(7) == (topology.shards if isinstance(topology, Server) else 7)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("server(shards=0)", "at least one shard"),
+        ("server(shards=True)", "at least one shard"),
+        ("server(optimizer=adagrat)", "did you mean 'adagrad'?"),
+        ("server(optimizer=qwxz)", "unknown. Use one of sgd, adam"),
+        ("server(role=summ)", "did you mean 'sum'?"),
+        ("server(fetch=bf61)", "did you mean 'bf16'?"),
+        ("server(lr=0)", "above 0"),
+        ("server(lr=True)", "above 0"),
+        ("server(role=sum, optimizer=adam)", "leave optimizer=, lr=, fetch= out"),
+        ("server(role=sum, lr=2)", "leave optimizer=, lr=, fetch= out"),
+        ("server(role=sum, fetch=bf16)", "leave optimizer=, lr=, fetch= out"),
+        ("server(role=sum) + topk(0.1)", "cannot sum compressed rows"),
+        ("gossip(rnig)", "did you mean 'ring'?"),
+        ("gossip(qwxz)", "unknown kind. Use one of"),
+        ("gossip(step=0)", "(0, 1]"),
+        ("gossip(step=1.5)", "(0, 1]"),
+        ("gossip(step=True)", "(0, 1]"),
+        ("gossip(ring, matrix=[[1]])", "either a kind or a matrix"),
+        ("gossip(matrix=[[0.5, 0.5]])", "must be square"),
+        ("gossip(matrix=[[1.5, -0.5], [-0.5, 1.5]])", "without negative entries"),
+        ("gossip(matrix=[[0.5000006, 0.5000006], [0.4999994, 0.4999994]])", "add up to 1"),  # columns do, rows do not
+        ("gossip(matrix=[[0.5000006, 0.4999994], [0.5000006, 0.4999994]])", "add up to 1"),
+        ("gossip(matrix=[[0.3, 0.7], [0.3, 0.7]])", "add up to 1"),
+        ("gossip(matrix=[[0.3, 0.3], [0.7, 0.7]])", "add up to 1"),
+        ("gossip(matrix=[[[1]], [[0.5, 0.5], [0.5, 0.5]]])", "one size"),
+        ("hierarchical(size=0)", "at least 1"),
+        ("hierarchical(every=0)", "at least 1"),
+        ("hierarchical(server, allreduce)", "it must be allreduce or a gossip"),
+    ],
+)
+def test_settings_of_topologies_that_make_no_sense_are_refused(text: str, words: str) -> None:
+    with pytest.raises(HocketError) as caught:
+        Strategy.parse(text)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gossip(step=1)",
+        "gossip(step=0.01)",
+        "gossip(matrix=[[0.5000005, 0.5], [0.5, 0.5]])",
+        "server(lr=0.001)",
+        "hierarchical(size=1)",
+    ],
+)
+def test_settings_at_the_edge_are_allowed(text: str) -> None:
+    assert Strategy.parse(text).topology == Strategy.parse(str(Strategy.parse(text))).topology
+
+
+@pytest.mark.parametrize("servers, workers, fits", [(3, 3, True), (4, 3, False), (1, 1, True)])
+def test_at_most_one_summing_server_per_worker(servers: int, workers: int, fits: bool) -> None:
+    cluster = VirtualCluster(workers)
+    if fits:
+        assert Server(servers, "sum").bind(cluster, cluster.world, 0).uniform
+    else:
+        with pytest.raises(HocketError, match=f"at most one per worker, {workers}"):
+            Server(servers, "sum").bind(cluster, cluster.world, 0)
+    with pytest.raises(HocketError, match="serves all workers at once"):
+        Server(1).bind(cluster, cluster.world, 0)

@@ -102,7 +102,7 @@ def _least_traffic(ranked: list[Row], base: Row, within: float) -> Answer:
     if not base.bytes_sent or base.bytes_sent.mean == 0:
         return Answer(question, detail="one worker sends nothing.")
     ranked = [r for r in ranked if baseline_of(r, ranked) is base]  # runs of another length have a baseline of their own
-    near = [r for r in ranked if r.bytes_sent and _gain(r, base) >= -within / 100 - 1e-9]
+    near = [r for r in ranked if r.bytes_sent and _near(r, base, within)]
     row = min(near, key=lambda r: (r.bytes_sent.mean if r.bytes_sent else math.inf, r is not base), default=base)
     if row is base:
         lean = [r for r in ranked if r.bytes_sent and r.bytes_sent.mean < base.bytes_sent.mean]
@@ -134,7 +134,7 @@ def _plain_is_enough(ranked: list[Row], base: Row, threshold: float, within: flo
     if any(_gain(r, base) > max(_MORE_ACCURATE, *_spreads(r, base)) for r in others):  # a smaller gain is noise
         return ""
     plain = time_to(base, threshold)
-    lean = any(_gain(r, base) >= -within / 100 and _ratio(r, base) > _LEANER for r in others)
+    lean = any(_near(r, base, within) and _ratio(r, base) > _LEANER for r in others)
     if plain is not None:
         if any(t is not None and t * _FASTER < plain for t in (time_to(r, threshold) for r in others)):
             return ""
@@ -160,6 +160,10 @@ def _fewer(row: Row, base: Row) -> str:
 
 def _gain(row: Row, base: Row) -> float:
     return measure_of(base).gain(row, base)
+
+
+def _near(row: Row, base: Row, within: float) -> bool:
+    return _gain(row, base) >= -within / 100 - 1e-9
 
 
 def _spreads(row: Row, base: Row) -> list[float]:
