@@ -107,8 +107,11 @@ class Attention(nn.Module):
         mask = (x > -1)[:, None, None, :] | torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
         causal = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         masked = F.scaled_dot_product_attention(query, query, query, attn_mask=mask, scale=0.3)
+        few = F.scaled_dot_product_attention(query, query[:1], query[:1]) + F.scaled_dot_product_attention(
+            query, query[0], query[0]
+        )
         shared = F.scaled_dot_product_attention(query, query, query, attn_mask=mask.new_ones(x.shape[1], x.shape[1]).tril())
-        mixed = (causal + masked + shared).transpose(1, 2).flatten(-2)
+        mixed = (causal + masked + shared + few).transpose(1, 2).flatten(-2)
         return self.out(self.layer(mixed, src_key_padding_mask=x > 1).mean(1))
 
 

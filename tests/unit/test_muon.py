@@ -14,6 +14,7 @@ import hocket
 from hocket.errors import HocketError
 from hocket.models import cnn, gpt, resnet20
 from hocket.optim.muon import hidden_matrices, orthogonal
+from hocket.train.settings import RunSettings
 
 
 def _trained(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -86,6 +87,8 @@ def test_which_parameters_are_matrices() -> None:
     assert len(found(resnet20((3, 32, 32), 10))) == 19
     assert hidden_matrices(gpt(65, 16, 1, 2, 8))[2:-1] == [0, 3, 1, 0, 1, 1]
     assert hidden_matrices(nn.TransformerEncoderLayer(8, 2, 24))[0] == 3
+    square = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 5))
+    assert found(square) == ["1.weight", "2.weight"]
     untied = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
     assert found(untied) == ["1.weight"]
 
@@ -109,6 +112,21 @@ def test_virtual_workers_with_muon_equal_one_optimiser_for_each(strategy: str, m
     monkeypatch.setattr("hocket.train.stacked.ROWWISE", ())
     torch.manual_seed(6)
     assert all(torch.equal(a, b) for a, b in zip(together, weights(), strict=True))
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    model[0].weight.requires_grad_(False)
+    assert hidden_matrices(model) == [0, 1, 0, 0, 0]
+    assert sum(len(group["params"]) for group in hocket.Muon(model).param_groups) == 5
+    settings = RunSettings.of(optimizer="muon")
+    for params in (list(model.parameters()), [p for p in model.parameters() if p.requires_grad]):
+        assert [len(group["params"]) for group in settings.optimizer_for(model)(params).param_groups] == [1, 4]
+
+
+def test_parameters_may_have_names() -> None:
+    model = nn.Linear(4, 4)
+    assert [group["matrices"] for group in hocket.Muon(model.named_parameters()).param_groups] == [1, 0]
 
 
 def test_refusals() -> None:

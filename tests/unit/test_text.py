@@ -41,6 +41,14 @@ def test_targets_are_the_next_bytes_and_few_files_are_cut_in_one_text(tmp_path: 
         assert bytes(y.flatten().tolist()) == text[1 : len(flat) + 1]
 
 
+def test_test_files_that_are_too_short_are_not_taken_alone(tmp_path: Path) -> None:
+    _folder(tmp_path, 40)
+    (tmp_path / "031.txt").write_bytes(b"short")
+    data = load(f"text:{tmp_path}")
+    assert data.test is not None
+    assert data.test[0].unique().tolist() == [0, 39, 40]
+
+
 def test_a_pattern_chooses_files_and_binary_ones_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.py").write_bytes(b"a" * 9000)

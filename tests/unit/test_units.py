@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hocket.errors import HocketError
 from hocket.split import Axis
@@ -234,3 +235,61 @@ def test_batches_are_parted_and_joined_by_samples() -> None:
     with pytest.raises(HocketError, match="at least one; got none"):
         micro_batches({"word": "a"}, 2)
     assert len(list(itertools.chain(*joined([(torch.ones(2), None)], [2])))) == 2
+
+
+class Changing(nn.Module):
+    """Changes outputs of its modules in place, may checkpoint its blocks, and returns flags and an empty tensor."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.token, self.head, self.reentrant = nn.Embedding(12, 8), nn.Linear(8, 12), reentrant
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        assert not torch.jit.is_tracing()
+        x = self.token(ids)
+        for block in list(self.blocks):
+            made = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = x + made.tanh_() if bool(ids.sum() > -1) else x
+            x += 1
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits, "flags": ids > 3, "nothing": logits[:0]}
+
+
+def _few(samples: int = 6) -> dict[str, Tensor]:
+    return {key: value for key, value in batch(samples).items() if key in ("ids", "labels")}
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_outputs_may_be_changed_in_place_and_checkpointed(reentrant: bool | None) -> None:
+    model = Changing(reentrant)
+    alone = copy.deepcopy(model)
+    pipe = pipe_of(cut_model(model, _few(), 3))
+    loss, wanted = pipe.run(_few()), alone(**_few())["loss"]
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted.detach())
+    check_gradients(model, alone)
+
+
+def test_reentrant_checkpoints_are_refused() -> None:
+    with pytest.raises(HocketError, match="use_reentrant=False"):
+        cut_model(Changing(True), _few(), 3)
+    model = Changing()
+    pipe = pipe_of(cut_model(model, _few(), 3))
+    model.reentrant = True
+    with pytest.raises(HocketError, match="use_reentrant=False"):
+        pipe.run(_few())
+
+
+def test_a_micro_batch_without_labels_counts_nothing() -> None:
+    x = _few()
+    x["labels"] = x["labels"].clone()
+    x["labels"][:2] = -100  # the first of three micro-batches
+    model = Changing()
+    alone = copy.deepcopy(model)
+    pipe = pipe_of(cut_model(model, _few(), 2), weight=lambda x, _: int((x["labels"] >= 0).sum()))
+    loss, wanted = pipe.run(x), alone(**x)["loss"]
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted.detach())
+    check_gradients(model, alone)

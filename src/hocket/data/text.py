@@ -2,7 +2,7 @@
 
 A token is a byte, an example a window of ``CONTEXT`` bytes, its targets the same window one further. Files are read in the order of
 their names, a zero byte after each; those with a zero byte inside are no text and left out. Of 32 files the last is for testing, so
-that no file is in both parts; of fewer than 32, the last 32nd of the text.
+that no file is in both parts; where these are too short, the last 32nd of the text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def load(path: str, context: int = CONTEXT) -> DataSet:
     texts = [content for file in _files(path) if (content := file.read_bytes()) and 0 not in content]
     train = [text for i, text in enumerate(texts) if i % EACH != EACH - 1]
     test = [text for i, text in enumerate(texts) if i % EACH == EACH - 1]
-    if not test:
-        whole = b"\0".join(train)
+    if sum(map(len, test)) <= context:
+        whole = b"\0".join(texts)
         cut = len(whole) - len(whole) // EACH
         train, test = [whole[:cut]], [whole[cut:]]
     parts = [bytearray(b"\0".join(part)) for part in (train, test)]

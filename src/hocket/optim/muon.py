@@ -59,8 +59,8 @@ class Muon(Optimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "betas": betas, "eps": eps}
         if isinstance(params, nn.Module):
             matrices = hidden_matrices(params) if matrices is None else matrices
-            params = params.parameters()
-        groups = list(params)
+            params = [p for p in params.parameters() if p.requires_grad]
+        groups = [p[1] if isinstance(p, tuple) else p for p in params]
         if not (groups and isinstance(groups[0], dict)):
             groups = _groups(groups, matrices, lr if rest_lr is None else rest_lr)
         super().__init__(groups, {**defaults, "matrices": 1})
@@ -125,7 +125,7 @@ def _newton_schulz(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def hidden_matrices(model: nn.Module) -> list[int]:
-    """Of each of the model's parameters: 1 for a matrix (or convolution) inside the network, 0 for the rest.
+    """Of each of the model's parameters that are trained: 1 for a matrix (or convolution) inside the network, 0 for the rest.
 
     It is 3 for the queries, keys and values of an attention in one weight, three times as tall as wide. The rest are vectors,
     embeddings, and heads: matrices of an embedding's shape or, without embeddings, the last one.
@@ -133,10 +133,10 @@ def hidden_matrices(model: nn.Module) -> list[int]:
     >>> hidden_matrices(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)))
     [1, 0, 1, 0, 0, 0]
     """
-    named = list(model.named_parameters())
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     params = [p for _, p in named]
     embeddings = [m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    shapes = {frozenset(weight.shape) for weight in embeddings}
+    shapes = {frozenset(weight.shape) for weight in embeddings if len(set(weight.shape)) > 1}  # a square one says nothing
     heads = {id(p) for p in embeddings} | {id(p) for p in params if frozenset(p.shape) in shapes and p.dim() == 2}
     if not embeddings:
         heads |= {id(p) for p in [p for p in params if p.dim() > 1][-1:]}

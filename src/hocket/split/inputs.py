@@ -65,6 +65,8 @@ def joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
         return torch.cat(list(outputs)) if first.dim() else sum(o * n for o, n in zip(outputs, sizes, strict=True)) / sum(sizes)
+    if not isinstance(first, (Mapping, tuple, list)):
+        return joined([vars(o) for o in outputs], sizes)
     if isinstance(first, Mapping):
         keys = [key for key, value in first.items() if isinstance(value, Tensor)]
         return type(first)(**{key: joined([o[key] for o in outputs], sizes) for key in keys})
@@ -81,8 +83,13 @@ def outputs(model: nn.Module, x: Inputs) -> list[Tensor] | None:
 
 def alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     """Whether outputs are equal but for rounding."""
-    pairs = zip(found, wanted, strict=True)
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()), equal_nan=True) for a, b in pairs)
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        if not b.is_floating_point() or not b.numel():
+            return torch.equal(a, b)
+        return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()), equal_nan=True)
+
+    return all(same(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def loss_in(output: Any, _: Any = None) -> Tensor:

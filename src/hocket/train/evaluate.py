@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.data.base import DataSet
+from hocket.data.fields import Unpacking
 from hocket.train.engines.base import Loss
 from hocket.train.engines.loop import draws_numbers, forked
 
@@ -72,7 +73,7 @@ class Evaluator:
     @torch.no_grad()
     def tally(self, model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tally:
         """The sums over the samples of ``pair``; the model computes in eval mode, and torch's random state stays as it was."""
-        (x, y), training, batch = pair, model.training, _batch_size(pair[0])
+        (x, y), training, batch = pair, model.training, _batch_size(pair[0], _tokens(model, self.data))
         sums = torch.zeros(5, dtype=torch.float64, device=y.device)
         model.eval()
         try:
@@ -129,10 +130,18 @@ def logits_for(output: Any, targets: Tensor) -> Tensor | None:
     return logits_for(named, targets) if isinstance(named, Tensor) else None
 
 
-def _batch_size(x: Tensor) -> int:
+def _tokens(model: nn.Module, data: DataSet) -> int:
+    """The length of a text, or of the longest field of tokens; 0 where a sample is none."""
+    if data.text:
+        return math.prod(data.shape)
+    fields = model.fields if isinstance(model, Unpacking) else ()
+    return max((f.shape[0] for f in fields if f.dtype == torch.int64 and len(f.shape) == 1), default=0)
+
+
+def _batch_size(x: Tensor, tokens: int) -> int:
     """Samples at a time; a GPU with room takes more of them where they are small, so as not to wait for the next launch."""
-    if x.dim() == 2 and not x.is_floating_point():  # texts: activations are many times as large as tokens
-        return max(1, _TOKENS // x[0].numel()) if len(x) else 1
+    if tokens:  # activations are many times as large
+        return max(1, min(_BATCH, _TOKENS // tokens))
     if not x.is_cuda or not len(x) or torch.cuda.mem_get_info(x.device)[0] < _ROOM:
         return _BATCH
     return min(_MOST_ON_CUDA, max(_BATCH, 2**25 // x[0].numel()))

@@ -140,6 +140,7 @@ class OptimizerSettings:
         options: dict[str, Any] = {"lr": self.lr * scale}
         if self.name == "muon":
             rest = (self.lr if self.rest_lr is None else self.rest_lr) * scale
+            params = [p for p in params if p.requires_grad]
             options |= {"rest_lr": rest, "matrices": hidden_matrices(model), "momentum": self.momentum or MUON_MOMENTUM}
         if self.name in ("sgd", "rmsprop"):
             options["momentum"] = self.momentum

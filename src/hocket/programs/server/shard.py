@@ -273,6 +273,7 @@ class AveragingShard(Shard):
 
     def leave(self, worker: int) -> bool:
         self.done.pop(worker, None)
+        self._skipped.discard(worker)
         self._meet()
         return False
 

@@ -22,7 +22,7 @@ from hocket.split.inputs import Inputs, alike, arguments, first_tensor, joined, 
 from hocket.split.parts import evaluating
 from hocket.split.pipeline.probe import MEASURES, MEMORY, TRIALS, estimate, seconds
 from hocket.split.pipeline.trace import Units, Wire
-from hocket.split.pipeline.units import Call, Leaf, RecordedStage, forwards, units_of
+from hocket.split.pipeline.units import Call, Leaf, RecordedStage, forwards, refuse_reentrant, units_of
 
 
 def recorded(model: nn.Module, sample: Inputs, measure: str) -> Units:
@@ -178,6 +178,7 @@ class _Recorder:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._inside:  # a part of another unit
                 return original(*args, **kwargs)
+            refuse_reentrant()
             reads = self._sources((args, kwargs))
             args, kwargs = tree_map_only(Tensor, self._entered, (args, kwargs))
             self._inside = True
@@ -200,7 +201,7 @@ class _Recorder:
         value = torch.zeros(value.shape, dtype=value.dtype, device=self._device) if self.fake else value.detach()
         value.requires_grad_(value.is_floating_point())
         self._leaf_of[id(value)] = leaf, value  # keeps it alive: its id must not be reused
-        return value
+        return value.clone() if value.requires_grad else value  # a leaf cannot be changed in place
 
     def _timed(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> tuple[tuple[float, float], Any]:
         output: Any = None

@@ -97,7 +97,7 @@ class PipelineRunner:
         if self._pipedream is not None:
             raise HocketError("pipedream does not drain the pipe after a batch: call feed and drain instead of run.")
         batch = self._split(x, y, trains=True)
-        self._perform([a for a in self._actions if batch.sizes[a.microbatch]], batch)
+        self._perform([a for a in self._actions if batch.weights[a.microbatch]], batch)
         return self.axis.all_reduce(batch.loss)
 
     def feed(self, x: Inputs, y: Any = None) -> Tensor | None:

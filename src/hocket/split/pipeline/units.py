@@ -9,15 +9,18 @@ it; the first unit behind it ends the forward pass.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 
 from hocket.errors import HocketError
 from hocket.split.inputs import Inputs, call, first_tensor
@@ -112,6 +115,7 @@ class RecordedStage(nn.Module):
     def forward(self, x: Inputs, *values: Tensor) -> Any:
         """What leaves the stage, as a tuple; from the last stage the model's output. ``values`` are those that enter."""
         made: dict[Leaf, Any] = dict(zip(self.enter, values, strict=True))
+        trains = torch.is_grad_enabled() and self.own[0].training
         marks: list[Any] = []
         model, count, inside = self.model[0], itertools.count(), False
         shapes = self.shapes(x) if self.span.start else {}
@@ -125,6 +129,8 @@ class RecordedStage(nn.Module):
                     return original(*args, **kwargs)
                 i = next(count)
                 self._check(i, name)
+                if trains:
+                    refuse_reentrant()
                 if i >= self.span.stop:
                     raise _Ended
                 if i < self.span.start:
@@ -132,7 +138,7 @@ class RecordedStage(nn.Module):
                 inside = True
                 output = original(*args, **kwargs)
                 inside = False
-                made.update(((i, j), leaf) for j, leaf in enumerate(tree_leaves(output)))
+                made.update(((i, j), _sent(leaf, (i, j) in self.leave)) for j, leaf in enumerate(tree_leaves(output)))
                 marks.append(output)
                 return output
 
@@ -159,7 +165,7 @@ class RecordedStage(nn.Module):
 
         def found(j: int, leaf: Any) -> Any:
             if (i, j) in made or not isinstance(leaf, Tensor):
-                return made.get((i, j), leaf)
+                return _sent(made.get((i, j), leaf), True)
             return torch.zeros(shapes[self.wires[i, j].name], dtype=leaf.dtype, device=device)
 
         return tree_unflatten([found(j, leaf) for j, leaf in enumerate(c.leaves)], c.spec)
@@ -200,3 +206,17 @@ def around(model: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
     """The modules that contain units."""
     inner = {id(m) for m in units}
     return [m for m in model.modules() if id(m) not in inner and any(id(part) in inner for part in m.modules())]
+
+
+def _sent(value: Any, copied: bool) -> Any:
+    """A value that the model may change in place without changing what was received, or is sent."""
+    return value.clone() if copied and isinstance(value, Tensor) else value
+
+
+def refuse_reentrant() -> None:
+    """Refuse to compute in a checkpoint of PyTorch's reentrant kind: it has no graph, and runs again in the backward pass."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise HocketError("A model with reentrant checkpointing cannot be cut; use checkpoint(…, use_reentrant=False).")
+        frame = frame.f_back

@@ -35,8 +35,10 @@ def _over_rows(
     dropout, causal, scale, grouped = options
     rows = info.batch_size
     first = [_rows_first(t, dim, rows) for t, dim in zip((query, key, value), in_dims, strict=False)]
-    lead = first[0].shape[:-3]  # attention's kernels take [batch, heads, length, values]
-    query, key, value = (t.reshape(-1, *t.shape[-3:]) for t in first)
+    most = max(t.dim() for t in first)
+    first = [t.view(rows, *(1,) * (most - t.dim()), *t.shape[1:]) for t in first]
+    lead = torch.broadcast_shapes(*(t.shape[:-3] for t in first))  # the kernels take [batch, heads, length, values]
+    query, key, value = (t.expand(*lead, *t.shape[-3:]).reshape(-1, *t.shape[-3:]) for t in first)
     if mask is not None and (in_dims[3] is not None or mask.dim() > 2):
         whole = _rows_first(mask, in_dims[3], rows)
         whole = whole.view(rows, *(1,) * (len(lead) + 3 - whole.dim()), *whole.shape[1:])
