@@ -64,6 +64,9 @@ GPU_ONLY = {"src/hocket/train/engines/convolution.py"}
 EQUIVALENT: dict[str, str] = {
     "src/hocket/programs/server/membership.py:58 0.0 -> 1.0": "start() sets both before any event",
     "src/hocket/compression/threshold.py:87 1 -> 2": "the width of padding, which is never sent",
+    "src/hocket/cluster/clock.py:65 -1 -> 1": "links are the same in both directions, and so is a ring",
+    "src/hocket/cluster/processes.py:267 self.rows > 1 -> self.rows >= 1": "a row copied onto itself",
+    "src/hocket/sync/bulk.py:24 True -> False": "the default of an argument that bulk does not look at",
     "src/hocket/report/split.py:152 12 -> 13": "ticks of timelines shorter than a picosecond",
     "src/hocket/topology/hierarchical.py:109 self.size > 1 -> self.size >= 1": "the mean of one worker is its own row",
 }

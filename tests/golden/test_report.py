@@ -25,11 +25,19 @@ RECORD = Path(__file__).with_name("report.json")
 
 
 def far_runs(folder: Path) -> Path:
-    """Two numbers of workers; one run far below the frontier, and one that failed."""
-    for index, (strategy, best) in enumerate((("bulk + allreduce", 0.9), ("local(4)", 0.88), ("local(16)", 0.2))):
-        parts = {"compute_s": 1.0, "wait_s": 0.5, "transfer_s": 0.25 * index}
+    """Two numbers of workers; runs that lie upon each other, one far below the frontier, and one that failed."""
+    near = [(f"local({p})", 0.88) for p in (2, 4, 8, 16)]
+    for index, (strategy, best) in enumerate([("bulk + allreduce", 0.9), *near, ("local(99)", 0.2)]):
+        parts = {"compute_s": 1.0, "wait_s": 0.5, "transfer_s": 0.25 * index, "bytes_sent": 10**7 * (1 + (index > 4))}
         lines = [
-            {"epoch": e, "accuracy": best * e / 3, "loss": 1.0 / e, "seconds": 2.0, "bytes_sent": 10**7 // (index + 1), **parts}
+            {
+                "epoch": e,
+                "accuracy": best * e / 3,
+                "loss": 1.0 / e,
+                "seconds": 2.0,
+                "bytes_sent": 10**7 * (1 + (index > 4)),
+                **parts,
+            }
             for e in (1, 2, 3)
         ]
         for workers in (2, 4):

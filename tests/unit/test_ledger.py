@@ -6,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import hocket
 from hocket.cluster import Entry, Message, Subgroups, VirtualCluster
 from hocket.cluster.ledger import Span, split
-from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, ring_bytes
+from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, framed, ring_bytes
+from hocket.cluster.spec import ClusterSpec
 
 _times = st.lists(st.floats(0, 100), min_size=4, max_size=4).map(sorted)
 
@@ -108,3 +111,22 @@ def test_what_is_uncounted_leaves_no_trace() -> None:
         exchange.wait()
     assert cluster.ledger.bytes_sent.sum() == 0
     assert cluster.ledger.exchanges == 0
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "local(2)", "gossip", "bulk + topk(0.1)"])
+def test_on_a_described_cluster_the_parts_of_an_epoch_add_up(strategy: str) -> None:
+    spec = ClusterSpec(step_s=0.01, slowdown=(1, 3), bandwidth=1e5, latency_s=1e-4)
+    data = torch.randn(16, 3), torch.randint(0, 2, (16,))
+    run = hocket.simulate(
+        lambda: nn.Linear(3, 2), nn.functional.cross_entropy, data, strategy=strategy, workers=2, batch_size=2, cluster=spec
+    )
+    for m in run.metrics:
+        assert m["compute_s"] + m["wait_s"] + m["transfer_s"] == pytest.approx(m["seconds"])
+        assert m["compute_s"] == pytest.approx(4 * 0.01 * (1 + 3) / 2)
+
+
+def test_a_broadcast_takes_its_message_over_the_senders_link_once_for_each_receiver() -> None:
+    cluster = VirtualCluster(3, spec=ClusterSpec(step_s=1.0, bandwidth=1e4))
+    assert cluster.clock is not None
+    cluster.broadcast(torch.randn(3, 1000), source=1)
+    assert cluster.clock.net.tolist() == pytest.approx([framed(4000) / 1e4 * n for n in (1, 2, 1)])

@@ -415,6 +415,11 @@ def test_without_a_clock_traffic_decides_and_no_seconds_are_invented(tmp_path: P
     assert "virtual: counted, not timed" in (tmp_path / "report.html").read_text()
 
 
+def test_one_that_is_more_accurate_beats_plain_training_whatever_the_others_are(tmp_path: Path) -> None:
+    runs = {BASELINE: flat(0.72, 20.0), "local(4)": flat(0.8, 20.0), "local(8)": flat(0.6, 20.0)}
+    assert not _is_enough(study_of(tmp_path, runs))
+
+
 def _is_enough(report: Report) -> bool:
     return report.answers[0].startswith("Plain bulk + allreduce is as good as anything here")
 

@@ -256,3 +256,8 @@ def test_a_picture_has_a_bar_for_each_action_where_it_ran(unit: str, scale: floa
     assert [label.get_text() for label in axes.get_yticklabels()] == ["process 0", "process 1"]
     assert (axes.get_title(loc="left"), axes.get_xlabel()) == ("a title", unit)
     assert len(axes.get_legend().get_texts()) == 2
+
+
+def test_only_interleaved_has_several_stages_on_a_process_unless_it_is_told() -> None:
+    held = {name: {a.stage for a in make(name, 2, 4)[0]} for name in SCHEDULES}
+    assert held == {name: {0, 2} if name == "interleaved" else {0} for name in SCHEDULES}

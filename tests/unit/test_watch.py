@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from hocket.cluster import VirtualCluster
 from hocket.cluster.layout import layout_of
 from hocket.errors import NonFiniteGradient
+from hocket.strategy import Strategy
+from hocket.train.replicas import LiveReplica, StackedReplicas
 from hocket.train.watch import NonFinite, check_weights, first_nonfinite
 
 
@@ -89,3 +93,27 @@ def test_the_first_bad_weight_is_named() -> None:
             assert first_nonfinite(layout, [bad]) == (2, slot.name)
     with pytest.raises(NonFiniteGradient, match=f"{slots[0].name} hold NaN or Inf after epoch 2"):
         check_weights(layout, [torch.full_like(rows, math.nan)], 2)
+
+
+def test_where_steps_are_not_looked_at_weights_are_after_an_epoch() -> None:
+    """As on a GPU."""
+    layout = layout_of(model().named_parameters())
+    rows = torch.ones(3, sum(s.size for s in layout.buckets[0].slots))
+    replicas: Any = SimpleNamespace(_audits=True, layout=layout, weights=[rows], cluster=SimpleNamespace(workers=range(4, 7)))
+    StackedReplicas.audit(replicas)
+    rows[1] = math.nan
+    with pytest.raises(NonFiniteGradient, match="held NaN or Inf in this epoch on worker 5"):
+        StackedReplicas.audit(replicas)
+    replicas._audits = False
+    StackedReplicas.audit(replicas)
+
+
+def test_what_is_written_into_the_mean_model_is_undone() -> None:
+    made = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    replica = LiveReplica(made, nn.functional.cross_entropy, partial(torch.optim.SGD, lr=0.1), Strategy(), VirtualCluster(1))
+    kept = {name: value.clone() for name, value in made.state_dict().items()}
+    with replica.averaged() as mean, torch.no_grad():
+        mean.get_parameter("0.weight").fill_(5.0)
+        mean.get_buffer("1.running_mean").fill_(5.0)
+        assert float(made[0].weight[0, 0]) == 5.0
+    assert all(torch.equal(value, kept[name]) for name, value in made.state_dict().items())
