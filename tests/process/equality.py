@@ -106,7 +106,7 @@ CASES = [
     # two hosts of two workers
     Case("bulk + hierarchical(allreduce, allreduce, size=2)"),
     Case("bulk + hierarchical(allreduce, gossip, size=2) + topk(0.05)", "adam"),
-    Case("bulk + hierarchical(allreduce, allreduce, size=2, every=2) + qsgd(4) + exchange=gradients"),
+    Case("bulk + hierarchical(allreduce, allreduce, size=2, every=2) + qsgd(4)"),
     Case("bulk + hierarchical(gossip, allreduce, size=2)"),
     Case("local(2) + hierarchical(allreduce, gossip, size=2, every=2)"),
     # BatchNorm and dropout; clipping

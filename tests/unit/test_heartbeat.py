@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hocket.cluster import clock_offset, heartbeat, join, rendezvous
+from hocket.cluster import heartbeat, join, processes
 from hocket.cluster.heartbeat import Heartbeat
 from hocket.errors import HocketError, WorkerLost
 
@@ -41,8 +41,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (heartbeat, rendezvous):
-        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(heartbeat, "time", made)
+    monkeypatch.setattr(heartbeat, "_TOGETHER_S", 50.0)
     return made
 
 
@@ -62,20 +62,31 @@ def process(rank: int, store: Any, processes: int = 4) -> Heartbeat:
 # --- coming together -----------------------------------------------------------------------------------------------------------
 
 
-def wait(
-    store: Any, key: str = "k", rank: int = 0, left: Any = lambda rank: False, warn_s: float = 5.0, timeout_s: float = 50.0
-) -> None:
-    rendezvous.wait_for_all("averaged()", store, key, rank, [0, 1, 2], left, warn_s, timeout_s)
+def wait(store: Any, group: str = "k", left: Any = lambda rank: False) -> None:
+    own = process(0, store, 3)
+    own.liveness_timeout_s, own._has_left = 5.0, left  # type: ignore[method-assign]
+    own.wait_for_all("averaged()", group, [0, 1, 2])
+
+
+def come(store: Any, group: str, rank: int, what: str = "averaged()") -> None:
+    store.set(f"meeting/{group}/1/{rank}", what)
+
+
+def test_who_comes_to_something_else_is_refused(clock: Clock, store: Any) -> None:
+    come(store, "k", 1)
+    come(store, "k", 2, "finish()")
+    with pytest.raises(HocketError, match=r"Process 2 is in finish\(\), but process 0 in averaged\(\)"):
+        wait(store)
 
 
 def test_who_comes_last_does_not_wait_and_who_comes_first_waits_for_all(clock: Clock, store: Any) -> None:
     for rank in (1, 2):
-        store.set(f"k/{rank}", "")
+        come(store, "k", rank)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wait(store)
         assert not clock.naps
-        clock.events = [(101.0, lambda: store.set("m/1", "")), (103.0, lambda: store.set("m/2", ""))]
+        clock.events = [(101.0, lambda: come(store, "m", 1)), (103.0, lambda: come(store, "m", 2))]
         wait(store, "m")
     assert 103.0 <= clock.now < 103.2
     assert clock.naps[0] < 0.01, "those who come at once lose little"
@@ -83,7 +94,7 @@ def test_who_comes_last_does_not_wait_and_who_comes_first_waits_for_all(clock: C
 
 
 def test_who_waits_long_is_warned_once_and_refused_in_the_end(clock: Clock, store: Any) -> None:
-    store.set("k/1", "")
+    come(store, "k", 1)
     with (
         pytest.warns(UserWarning, match=r"Process 2 has not come to averaged\(\) for 5 s") as caught,
         pytest.raises(HocketError) as ended,
@@ -95,18 +106,18 @@ def test_who_waits_long_is_warned_once_and_refused_in_the_end(clock: Clock, stor
 
 
 def test_one_that_has_ended_is_not_waited_for_unless_it_came_before(clock: Clock, store: Any) -> None:
-    store.set("k/1", "")
+    come(store, "k", 1)
     with pytest.raises(HocketError, match="Process 2 has ended without"):
         wait(store, left=lambda rank: rank == 2)
     assert clock.now == 100.0
-    clock.events = [(101.0, lambda: store.set("m/2", ""))]
-    store.set("m/1", "")
+    clock.events = [(101.0, lambda: come(store, "m", 2))]
+    come(store, "m", 1)
     wait(store, "m", left=lambda rank: rank == 1)
 
 
 def test_meetings_are_numbered_by_group_and_a_lost_process_is_named(clock: Clock, store: Any) -> None:
     first, second = process(0, store, 2), process(1, store, 2)
-    clock.events = [(100.5, lambda: store.set("meeting/world/1/1", "")), (101.5, lambda: store.set("meeting/world/2/1", ""))]
+    clock.events = [(100.5, lambda: store.set("meeting/world/1/1", "x")), (101.5, lambda: store.set("meeting/world/2/1", "x"))]
     for until in (100.5, 101.5):
         first.wait_for_all("x", "world", [0, 1])
         assert until <= clock.now < until + 0.2
@@ -268,14 +279,14 @@ def test_the_offset_of_a_clock_is_that_of_the_shortest_round_trip(monkeypatch: p
         tensor[0] = now[0] + 1000
         now[0] += next(trips)
 
-    monkeypatch.setattr(clock_offset, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(dist, "send", send)
     monkeypatch.setattr(dist, "recv", recv)
     monkeypatch.setattr(dist, "all_gather_object", lambda into, own, group: into.__setitem__(slice(None), ["a", "b", "a"]))
-    found = clock_offset.clock_offset(1, [7, 8, 9], None, torch.device("cpu"))
+    found = processes.clock_offset(1, [7, 8, 9], None, torch.device("cpu"))
     assert found == pytest.approx(1000.0, abs=1e-9)
     assert next(trips, None) is None, "ten round trips"
-    assert clock_offset.clock_offset(2, [7, 8, 9], None, torch.device("cpu")) == 0.0, "it shares process 0's kernel"
+    assert processes.clock_offset(2, [7, 8, 9], None, torch.device("cpu")) == 0.0, "it shares process 0's kernel"
 
 
 def test_a_jobs_port_is_a_function_of_its_id() -> None:

@@ -51,11 +51,11 @@ def test_an_unknown_schedule_is_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adam", "adagrad", "rmsprop", "rprop"])
 @pytest.mark.parametrize("workers", [1, 2, 7])
 def test_the_scaled_rate_is_that_of_one_worker_times_the_workers(name: str, workers: int) -> None:
-    parameters = list(nn.Linear(2, 2).parameters())
+    model = nn.Linear(2, 2)
 
     def made(scale_lr: bool) -> dict:
         settings = OptimizerSettings(name=name, lr=0.25, momentum=0.5, weight_decay=0.125, scale_lr=scale_lr)
-        return settings.make(parameters, workers).param_groups[0]
+        return settings.make(model, list(model.parameters()), workers).param_groups[0]
 
     assert (made(False)["lr"], made(True)["lr"]) == (0.25, 0.25 * workers)
     own = made(True)
@@ -71,5 +71,5 @@ def test_what_is_no_optimiser_of_steps_is_refused() -> None:
     with pytest.raises(HocketError, match="did you mean 'adam"):
         OptimizerSettings(name="adamm")
     with pytest.raises(HocketError, match="Sandblaster"):
-        OptimizerSettings(name="sandblaster").make(list(nn.Linear(2, 2).parameters()), 2)
-    assert isinstance(OptimizerSettings().make(list(nn.Linear(2, 2).parameters()), 2), torch.optim.Optimizer)
+        OptimizerSettings(name="sandblaster").make(model := nn.Linear(2, 2), list(model.parameters()), 2)
+    assert isinstance(OptimizerSettings().make(model, list(model.parameters()), 2), torch.optim.Optimizer)

@@ -684,7 +684,8 @@ def test_every_code_can_be_pushed(strategy: str) -> None:
             pass
         moved += _global(training)[0][0]
         encoders = [worker._encoder for worker in _servers(training).workers]
-        pushed, widths = torch.zeros_like(moved), [encoders[0].slices.widths(s) for s in range(encoders[0].slices.shards)]
+        pushed = torch.zeros_like(moved)
+        widths = [[part.shape[-1]] for part in encoders[0].slices.cut(0, pushed)]
         for m in messages:
             if m.kind == Kind.PUSH:
                 own = [torch.zeros(width) for width in widths[m.place]]

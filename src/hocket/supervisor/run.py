@@ -121,10 +121,10 @@ class SupervisedRun(ABC):
         self,
         settings: RunSettings,
         device: torch.device,
-        data_dir: Path | None,
-        out: Path | None,
-        policy: FaultPolicy,
-        evaluate: Evaluate | None,
+        data_dir: Path | None = None,
+        out: Path | None = None,
+        policy: FaultPolicy = FaultPolicy(),  # noqa: B008 - it is frozen
+        evaluate: Evaluate | None = None,
     ) -> None:
         self.settings, self.device, self.data_dir, self.policy = settings, device, data_dir, policy
         self.strategy = settings.strategy
