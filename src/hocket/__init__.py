@@ -7,8 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from hocket.cluster.layout import Buckets
 from hocket.cluster.spec import ClusterSpec
-from hocket.compression import DGC, QSGD, Cast, Chain, LowRank, Natural, NoCompression, RandomK, Sign, Ternary, Threshold, TopK
+from hocket.compression import (
+    DGC,
+    QSGD,
+    Bins,
+    Cast,
+    Chain,
+    DeMo,
+    LowRank,
+    Natural,
+    NoCompression,
+    RandomK,
+    Sign,
+    Ternary,
+    Threshold,
+    TopK,
+)
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.notation import Ratio
 from hocket.session import DistributedLoader, distribute, init, parallelize, shutdown
 from hocket.split.branches import Branches
 from hocket.split.materialize import deferred
@@ -16,30 +32,30 @@ from hocket.split.mesh import Mesh
 from hocket.split.offload import Offload, offload
 from hocket.split.options import Pipeline
 from hocket.strategy import Strategy
-from hocket.sync import SSP, Async, Bulk, DiLoCo, Downpour, Local, PostLocal, Stale
+from hocket.sync import SSP, Async, AsyncDiLoCo, Bulk, DiLoCo, Downpour, Local, PostLocal, Stale
 from hocket.topology import AllReduce, Gossip, Hierarchical, Server
 from hocket.train.job import Job
 from hocket.version import __version__
 
 if TYPE_CHECKING:
-    from hocket.optim import Muon, hidden_matrices
+    from hocket.optim import Muon, OneBitAdam, hidden_matrices
     from hocket.sandblaster import Sandblaster, SandblasterRun
     from hocket.train.simulate import Run, simulate
 
 _LATER = dict.fromkeys(("Run", "simulate"), "hocket.train.simulate")
-_LATER |= dict.fromkeys(("Muon", "hidden_matrices"), "hocket.optim")
+_LATER |= dict.fromkeys(("Muon", "OneBitAdam", "hidden_matrices"), "hocket.optim")
 _LATER |= dict.fromkeys(("Sandblaster", "SandblasterRun"), "hocket.sandblaster")
 """Names that are loaded when they are first used: a training script may need none of them."""
 
 # When, whom, what
-__all__ = ["Async", "Bulk", "DiLoCo", "Downpour", "Local", "PostLocal", "SSP", "Stale"]
+__all__ = ["Async", "AsyncDiLoCo", "Bulk", "DiLoCo", "Downpour", "Local", "PostLocal", "SSP", "Stale"]
 __all__ += ["AllReduce", "Gossip", "Hierarchical", "Server"]
-__all__ += ["Cast", "Chain", "DGC", "LowRank", "Natural", "NoCompression"]
-__all__ += ["QSGD", "RandomK", "Sign", "Ternary", "Threshold", "TopK"]
+__all__ += ["Bins", "Cast", "Chain", "DGC", "DeMo", "LowRank", "Natural", "NoCompression"]
+__all__ += ["QSGD", "RandomK", "Ratio", "Sign", "Ternary", "Threshold", "TopK"]
 # Training, split models, simulation
 __all__ += ["Buckets", "DistributedLoader", "Job", "Strategy", "distribute", "init", "parallelize", "shutdown"]
 __all__ += ["Branches", "Mesh", "Offload", "Pipeline", "deferred", "offload"]
-__all__ += ["ClusterSpec", "Muon", "Run", "Sandblaster", "SandblasterRun", "hidden_matrices", "simulate"]
+__all__ += ["ClusterSpec", "Muon", "OneBitAdam", "Run", "Sandblaster", "SandblasterRun", "hidden_matrices", "simulate"]
 __all__ += ["HocketError", "NonFiniteGradient", "WorkerLost", "__version__"]
 
 

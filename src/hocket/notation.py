@@ -4,7 +4,7 @@ It reads text as terms and writes specs as text, without knowing the methods.
 
     term   = name [ "(" argument { "," argument } ")" ]  |  name "=" name
     argument = [ name "=" ] value
-    value  = number | word | True | False | None | list | chain of terms
+    value  = number | number "/" number | word | True | False | None | list | chain of terms
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 from hocket.errors import HocketError
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![A-Za-z_0-9.]))|(?P<word>[A-Za-z_][A-Za-z_0-9]*)|(?P<mark>[-+|(),=\[\]]))"
+    r"\s*(?:(?P<number>[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![A-Za-z_0-9.]))|(?P<word>[A-Za-z_][A-Za-z_0-9]*)|(?P<mark>[-+|/(),=\[\]]))"
 )
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "none": None}
+NAMED = ("feedback", "fragments")
+"""Arguments that are written with their names, and those after them, too."""
 _MAX_DEPTH = 20
 _MAX_TOKEN = 100
 """No name is longer; a longer integer exceeds the range of float, and Python refuses integers of 4300 digits and more."""
@@ -31,6 +33,28 @@ class Term:
     name: str
     arguments: tuple[Any, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """``count/of``: so many of each ``of`` consecutive values.
+
+    >>> str(Ratio(64, 4096)), float(Ratio(64, 4096))
+    ('64/4096', 0.015625)
+    """
+
+    count: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in (self.count, self.of)) or not 1 <= self.count <= self.of:
+            raise HocketError(f"{self}: a ratio is two whole numbers, the first from 1 up to the second, such as 64/4096.")
+
+    def __str__(self) -> str:
+        return f"{self.count}/{self.of}"
+
+    def __float__(self) -> float:
+        return self.count / self.of
 
 
 def read(text: str) -> list[list[Term]]:
@@ -125,7 +149,14 @@ class _Reader:
         kind, token = self.peek()
         if kind == "number":
             self.at += 1
-            return float(token) if any(c in token for c in ".eE") else int(token)
+            number = _number(token)
+            if not self.take("/"):
+                return number
+            kind, token = self.peek()
+            if kind != "number":
+                raise self.wrong("a whole number after '/', as in 64/4096")
+            self.at += 1
+            return Ratio(number, _number(token))  # type: ignore[arg-type]  # a ratio refuses other numbers with a sentence
         if kind == "word":
             chain = self.chain(depth)
             return _WORDS[token] if token in _WORDS and chain == [Term(token)] else chain
@@ -137,6 +168,10 @@ class _Reader:
                 values.append(self.value(depth + 1))
             return tuple(values)
         raise self.wrong("a value")
+
+
+def _number(token: str) -> float:
+    return float(token) if any(c in token for c in ".eE") else int(token)
 
 
 def shortened(text: str, most: int) -> str:
@@ -155,6 +190,7 @@ def write(spec: Any) -> str:
         if value == default and type(value) is type(default) and not leading:
             positional = False
             continue
+        positional = positional and f.name not in NAMED
         arguments.append(_value(value) if positional else f"{f.name}={_value(value)}")
     return f"{spec.name}({', '.join(arguments)})" if arguments else spec.name
 

@@ -6,18 +6,20 @@ instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from hocket import compression, sync, topology
 from hocket.compression import DGC, Compressor, NoCompression, chained
 from hocket.errors import HocketError, nearest
-from hocket.notation import Term, read, shortened, write
+from hocket.notation import Ratio, Term, read, shortened, write
 from hocket.sync import Bulk, Moment, Sync
 from hocket.synonyms import meant, meant_by_text
 from hocket.topology import Topology
 
 T = TypeVar("T")
+EXCHANGES = ("gradients", "weights", "updates", "momentum")
+"""What workers may exchange."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,11 @@ class Strategy:
     """None: the default of the synchronisation, all-reduce or a server."""
     compression: Compressor = field(default_factory=NoCompression)
     exchange: str | None = None
-    """``"weights"`` or ``"gradients"``; None: gradients for bulk+allreduce, weights for local steps and for gossip."""
+    """One of :data:`EXCHANGES`; None: gradients for bulk+allreduce, weights for local steps and for gossip.
+
+    ``"updates"``: each worker steps with its own gradient, then the displacement of the weights is exchanged. ``"momentum"``:
+    gradients until :class:`hocket.OneBitAdam` has a fixed variance, then each worker's momentum. Under both replicas stay equal.
+    """
 
     def __post_init__(self) -> None:
         if self.topology is None:
@@ -45,9 +51,8 @@ class Strategy:
         for what, kind in (("sync", Sync), ("topology", Topology), ("compression", Compressor)):
             if not isinstance(part := getattr(self, what), kind):
                 raise HocketError(f"Strategy({what}={part!r}): expected a {kind.__name__}; for text use Strategy.parse.")
-        if self.exchange not in (None, "weights", "gradients"):
-            words = nearest(str(self.exchange), ("weights", "gradients"))
-            raise HocketError(f"exchange={self.exchange}: use weights or gradients{words}.")
+        if self.exchange not in (None, *EXCHANGES):
+            raise HocketError(f"exchange={self.exchange}: use {', '.join(EXCHANGES)}{nearest(str(self.exchange), EXCHANGES)}.")
         if reason := self._refusal():
             raise HocketError(f"{self}: {reason}.")
 
@@ -59,11 +64,32 @@ class Strategy:
         return "peers" if self.topology.peer_to_peer else "server"
 
     @property
+    def exchanged(self) -> str:
+        """What workers exchange, of :data:`EXCHANGES`."""
+        return self._default_exchange if self.exchange is None else self.exchange
+
+    @property
+    def _default_exchange(self) -> str:
+        return "weights" if self.sync.default_weights or not self.topology.uniform else "gradients"
+
+    @property
     def weights(self) -> bool:
-        """Whether weights are exchanged (otherwise gradients)."""
-        if self.exchange is not None:
-            return self.exchange == "weights"
-        return self.sync.default_weights if self.topology.uniform else True
+        """Whether weights, or their updates, are exchanged (otherwise gradients, or momentum made of them)."""
+        return self.exchanged in ("weights", "updates")
+
+    @property
+    def keeps_replicas_equal(self) -> bool:
+        """Whether all replicas have the same weights after every step."""
+        return self.sync.keeps_replicas_equal and self.topology.uniform and self.exchanged != "weights"
+
+    @property
+    def meaning(self) -> str:
+        """Its text without an ``exchange=`` that says the default: two strategies that train alike have the same.
+
+        >>> Strategy.parse("bulk + sign + exchange=gradients").meaning
+        'bulk + allreduce + sign'
+        """
+        return str(self).removesuffix(f" + exchange={self._default_exchange}")
 
     @classmethod
     def parse(cls, text: str | Strategy) -> Strategy:
@@ -106,16 +132,24 @@ class Strategy:
         >>> [Strategy.parse("local(2)").moment(t).value for t in (1, 2, 3, 4)]
         ['never', 'before', 'never', 'before']
         """
+        if self.exchange == "updates":
+            return Moment.AFTER
         return self.sync.moment(step, self.weights, self.topology.uniform)
+
+    def exchanges_after(self, step: int) -> bool:
+        """Whether updated weights are exchanged after ``step``."""
+        return step > 0 and self.moment(step) is Moment.AFTER
 
     def _refusal(self) -> str | None:
         """Why this combination makes no sense and what to use instead, or None; the specs declare what they can do."""
         compressor = self.compression
+        if self.exchange in ("updates", "momentum") and not (self.keeps_replicas_equal and self.runtime == "collective"):
+            return f"exchange={self.exchange} is for bulk + allreduce, under which all replicas are equal; leave it out"
         if reason := self.sync.refusal(self.topology, compressor, self.exchange, self.weights):
             return reason
-        if compressor.for_gradients_only and self.weights:
+        if compressor.for_gradients_only and self.exchanged != "gradients":
             instead = f"use bulk, exchange=gradients, or topk({DGC().density})"
-            return f"{compressor.name} accumulates gradients and cannot carry weights; {instead}"
+            return f"{compressor.name} accumulates gradients and cannot carry {self.exchanged}; {instead}"
         if compressor.uses_error_feedback and not compressor.biased:
             return f"{compressor.name} is unbiased, and error feedback makes unbiased methods diverge; leave feedback out"
         return self.topology.refusal(compressor, self.weights)
@@ -132,13 +166,14 @@ def _read(text: str) -> list[list[Term]]:
 
 def _axis_and_spec(chain: list[Term]) -> tuple[str, Any]:
     first = chain[0]
-    if len(chain) == 1 and first in (Term("weights"), Term("gradients")):
+    if len(chain) == 1 and first in [Term(what) for what in EXCHANGES]:
         return "exchange", first.name
     if any(term.name == "exchange" for term in chain):
-        for what in ("weights", "gradients"):
+        for what in EXCHANGES:
             if chain in ([Term("exchange", ([Term(what)],), options)] for options in ((), (("=", True),))):
                 return "exchange", what
-        raise HocketError("exchange is a term of its own, exchange=weights or exchange=gradients: 'gossip + exchange=weights'.")
+        known = " or ".join(f"exchange={what}" for what in EXCHANGES)
+        raise HocketError(f"exchange is a term of its own, {known}: 'gossip + exchange=weights'.")
     specs = [_spec(term) for term in chain]
     for axis, kind in (("sync", Sync), ("topology", Topology)):
         if isinstance(specs[0], kind):
@@ -165,7 +200,7 @@ def _spec(term: Term) -> Any:
     if len(term.arguments) > len(names):
         raise HocketError(f"{term.name} takes at most {len(names)} arguments ({', '.join(names)}), got {len(term.arguments)}.")
     values = dict(zip(names, term.arguments, strict=False))
-    aliases = _ALIASES.get(term.name, {})
+    term, aliases = _with_outer_settings(term), _ALIASES.get(term.name, {})
     for given, value in term.options:
         name = aliases.get(given, given)
         if name not in names:
@@ -177,9 +212,25 @@ def _spec(term: Term) -> Any:
     return kind(**{name: _argument(term.name, name, value) for name, value in values.items()})
 
 
+def _with_outer_settings(term: Term) -> Term:
+    """``diloco(outer=nesterov(0.7, 0.9))`` as ``diloco(outer=nesterov, lr=0.7, momentum=0.9)``."""
+    options: list[tuple[str, Any]] = []
+    for name, value in term.options:
+        if term.name == "diloco" and name == "outer" and isinstance(value, list) and value[0].arguments + value[0].options:
+            outer = value[0]
+            if len(value) > 1 or len(outer.arguments) > 2:
+                raise HocketError("diloco(outer=…): an outer optimiser takes a rate and a momentum, such as nesterov(0.7, 0.9).")
+            options += [*zip(("lr", "momentum"), outer.arguments, strict=False), *outer.options]
+            value = [Term(outer.name)]
+        options.append((name, value))
+    return replace(term, options=tuple(options))
+
+
 def _argument(method: str, name: str, value: Any) -> Any:
     if isinstance(value, tuple) and name != "matrix":
         raise HocketError(f"{method}({name}=[…]): expected one value, not a list.")
+    if isinstance(value, Ratio) and (method, name) != ("topk", "density"):
+        raise HocketError(f"{method}({name}={value}): expected one number, such as {float(value):g}; a ratio is for topk(64/4096).")
     if not isinstance(value, list):
         return value
     if method == "hierarchical" and name in ("inner", "outer"):

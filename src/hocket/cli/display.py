@@ -127,7 +127,7 @@ class StudyDisplay(Watch):
         settings = planned.settings
         more = [f"{settings.workers.count} workers"] * ("workers" in self._several)
         more += [f"seed {settings.seed}"] * ("seed" in self._several)
-        return ", ".join([str(settings.strategy), *more])
+        return ", ".join([str(settings.resolved), *more])
 
     def _picture(self) -> RenderableType:
         table = Table(title=escape(self._study.title), title_justify="left", header_style="bold", padding=(0, 1), box=SIMPLE_HEAD)

@@ -160,7 +160,7 @@ def _supervise(settings: RunSettings, start: Start, policy: dict[str, Any]) -> N
 
 
 def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:
-    speaks, strategy = cluster.workers.start == 0, str(settings.strategy)
+    speaks, strategy = cluster.workers.start == 0, str(settings.resolved)
     if start.explain:
         text = explanation(settings, cluster, load(settings.data.name, start.data_dir))
         if speaks:

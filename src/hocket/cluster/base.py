@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hocket.cluster.clock import Clock
-from hocket.cluster.ledger import Ledger, Span
+from hocket.cluster.exchange_thread import finished
+from hocket.cluster.ledger import CudaClock, Ledger, Span
 from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, LENGTH_BYTES, Message, framed, ring_bytes, there
 from hocket.errors import HocketError
 
@@ -61,8 +63,11 @@ class Subgroups:
 class Exchange:
     """One exchange of one step: work is submitted bucket by bucket, in bucket order, and awaited as a whole."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, long: bool = False) -> None:
+        """``long``: workers make whole steps before they wait for it, so the time at which it ends is noted."""
         self._cluster = cluster
+        self._long = long and cluster.ledger.timed and not isinstance(cluster.ledger.clock, CudaClock)
+        self._ended: Any = None
         self._tickets: list[Callable[[], Any]] = []
         self._first: Any = None
         self._last: Any = None
@@ -79,14 +84,20 @@ class Exchange:
         self._last = self._cluster.ledger.clock.stamp()
         if not self._tickets:
             self._first = self._last
-        self._tickets.append(self._cluster.start(work))
+        self._tickets.append(self._cluster.start(partial(self._to_its_end, work) if self._long else work))
+
+    def _to_its_end(self, work: Callable[[], Any]) -> Any:
+        result = finished(work())
+        self._ended = self._cluster.ledger.clock.stamp()
+        return result
 
     def wait(self) -> list[Any]:
         """Block until all submitted work has ended; the results in the order of submission."""
         ledger = self._cluster.ledger
         blocked = ledger.clock.stamp()
         results = [ticket() for ticket in self._tickets]
-        ledger.record(Span(self._first, self._last, blocked, ledger.clock.stamp()) if ledger.timed and self._tickets else None)
+        end = ledger.clock.stamp() if self._ended is None else self._ended
+        ledger.record(Span(self._first, self._last, blocked, end) if ledger.timed and self._tickets else None)
         return results
 
 
@@ -181,8 +192,8 @@ class Cluster(ABC):
             if running:
                 ledger.resume()
 
-    def exchange(self) -> Exchange:
-        return Exchange(self)
+    def exchange(self, long: bool = False) -> Exchange:
+        return Exchange(self, long)
 
     # --- verbs -----------------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,11 @@ class Compressor:
     name: ClassVar[str] = ""
 
     @property
+    def gives_signs(self) -> bool:
+        """Whether the optimiser receives signs, whose norm says nothing of the gradient's."""
+        return False
+
+    @property
     def links(self) -> tuple[Compressor, ...]:
         """The methods it is made of, in the order in which the notation chains them with ``|``."""
         return (self,)
@@ -114,6 +119,12 @@ class Compressor:
         return False
 
     @property
+    def feedback_decay(self) -> float:
+        """Error feedback's factor on the residual of the exchange before."""
+        given = getattr(self, "feedback", None)
+        return 1.0 if given is None or isinstance(given, bool) else float(given)
+
+    @property
     def global_selection(self) -> bool:
         """Whether it compares values of the whole model: then there is one bucket, and slices are interleaved."""
         return False
@@ -130,8 +141,9 @@ class Compressor:
 
     @property
     def residual_stays(self) -> bool:
-        """Whether the residual may stay in the worker's own weights: the method must send every value after a few exchanges."""
-        return self.uses_error_feedback
+        """Whether the residual may stay in the worker's own weights: the method must send every value after a few exchanges, and
+        weights cannot decay."""
+        return self.uses_error_feedback and self.feedback_decay == 1
 
     @property
     def for_gradients_only(self) -> bool:
@@ -217,16 +229,26 @@ class Selection(Codec):
     def max_selected(self, size: int) -> int:
         """The most values that can be chosen of a row of ``size``."""
 
+    @property
+    def rice(self) -> bool:
+        """Whether indices are sent in Rice's code."""
+        return False
+
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         chosen, state = self.select(rows, keys, state, context)
-        return with_indices(chosen, Message((chosen.values,), _column(chosen.counts)), rows.shape[1]), state
+        return with_indices(chosen, Message((chosen.values,), _column(chosen.counts)), rows.shape[1], self.rice), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
-        return put(read_indices(message, size), message.parts[2], size)
+        return put(read_indices(message, size, self.rice)[0], message.parts[2], size)
 
 
 def _column(counts: Tensor | None) -> Tensor | None:
     return None if counts is None else counts.unsqueeze(1)
+
+
+def peaks(rows: Tensor) -> Tensor:
+    """The largest magnitude of each row ``[rows, 1]``; 0 for rows without values."""
+    return rows.abs().amax(1, keepdim=True) if rows.shape[1] else rows.new_zeros(rows.shape[0], 1)
 
 
 def check_density(value: float, name: str) -> None:
@@ -235,10 +257,23 @@ def check_density(value: float, name: str) -> None:
         raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1], such as 0.01 for one percent.")
 
 
-def flag(value: object, name: str, argument: str, *, unset: bool = True) -> None:
-    """Refuse anything but True, False and, where it may stay unset, None."""
-    if not (isinstance(value, bool) or (unset and value is None)):
+def flag(value: object, name: str, argument: str) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, bool):
         raise HocketError(f"{name}({argument}={value!r}): {argument} must be True or False.")
+
+
+def check_feedback(value: object, name: str) -> None:
+    """Refuse anything but True, False, None (unset) and a decay."""
+    if value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and 0 < value <= 1):
+        return
+    raise HocketError(f"{name}(feedback={value!r}): feedback must be True or False, or a decay in (0, 1] such as 0.95.")
+
+
+def check_indices(value: object, name: str) -> None:
+    """Refuse anything but the codes of indices and None (the method's own)."""
+    if value not in (None, "plain", "rice"):
+        raise HocketError(f"{name}(indices={value}): indices are sent as plain (two bytes each) or rice (in Rice's code).")
 
 
 def slot_shapes(bucket: Bucket) -> tuple[tuple[int, ...], ...]:

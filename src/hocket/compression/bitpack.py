@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-
-def packed_size(count: Tensor | int, bits: int) -> Tensor | int:
-    """Bytes of ``count`` values of ``bits`` bits.
-
-    >>> packed_size(9, 1), packed_size(3, 4)
-    (2, 2)
-    """
-    return (count * bits + 7) // 8
+Count = TypeVar("Count", int, Tensor)
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
@@ -42,7 +37,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
     return torch.stack(planes, 2).flatten(1)[:, : packed_size_padded(size, bits)]
 
 
-def packed_size_padded(size: int, bits: int) -> int:
+def packed_size_padded(size: Count, bits: int) -> Count:
     """Bytes that :func:`pack` gives: whole bytes when ``bits`` divides 8, whole groups of eight values otherwise.
 
     >>> packed_size_padded(9, 3), packed_size_padded(9, 4)

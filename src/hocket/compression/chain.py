@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
@@ -31,7 +32,7 @@ class Chain(Codec):
         if not isinstance(self.first, Selection) or not isinstance(self.second, Precision):
             raise HocketError(
                 f"{_name(self.first)} | {_name(self.second)}: a chain goes from what is sent (topk, randomk, threshold, dgc) "
-                "to how precisely (cast, qsgd, ternary, sign, natural), for example topk(0.01) | qsgd(4)."
+                "to how precisely (cast, qsgd, bins, ternary, sign, natural), for example topk(0.01) | qsgd(4)."
             )
         if isinstance(self.second, Sign) and self.second.vote:
             raise HocketError(
@@ -58,6 +59,10 @@ class Chain(Codec):
             return self.second.uses_error_feedback
         return getattr(self.first, "feedback", None) is not False
 
+    @property
+    def feedback_decay(self) -> float:
+        return self.first.feedback_decay
+
     def sends_per_value(self, exchanges: int) -> float | None:
         return self.first.sends_per_value(exchanges)
 
@@ -79,16 +84,16 @@ class Chain(Codec):
             return coded, state
         if chosen.counts is not None:
             coded = Message(coded.parts, self.second.lengths(chosen.counts))
-        return with_indices(chosen, coded, rows.shape[1]), state
+        return with_indices(chosen, coded, rows.shape[1], self.first.rice), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         if isinstance(self.first, RandomK):
             return self.first.put_values(self.second.decode(message, self.first.max_selected(size), context), size, context)
-        width = message.parts[1].shape[1]
-        values = self.second.decode(Message(message.parts[2:]), width, context)
-        if message.lengths is not None:
-            values = values * (_index(values) < message.lengths[:, 1:2])  # a precision may decode padding to values other than 0
-        return put(read_indices(message, size), values, size)
+        indices, counts = read_indices(message, size, self.first.rice)
+        values = self.second.decode(Message(message.parts[2:]), indices.shape[1], context)
+        if counts is not None:  # a precision may decode padding to values other than 0
+            values = values * (torch.arange(values.shape[1], device=values.device) < counts.unsqueeze(1))
+        return put(indices, values, size)
 
 
 def chained(links: Sequence[Compressor]) -> Compressor:
@@ -100,10 +105,6 @@ def chained(links: Sequence[Compressor]) -> Compressor:
     first, second = links
     merged = first.with_precision(second) if isinstance(first, Compressor) else None
     return merged or Chain(first, second)  # type: ignore[arg-type]  # Chain refuses other kinds with a sentence
-
-
-def _index(values: Tensor) -> Tensor:
-    return values.new_ones(values.shape[1]).cumsum(0).sub_(1)
 
 
 def _name(compressor: Compressor) -> str:

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hocket.compression.base import Codec, Compressor, Context, Heard, MeanChannel, Precision, State, check_density
+from hocket.compression.base import Codec, Compressor, Context, Heard, MeanChannel, Precision, State, check_density, check_indices
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
 from hocket.errors import HocketError
@@ -25,13 +25,14 @@ _STAGES = 4
 
 @dataclass(frozen=True)
 class DGC(Compressor):
-    """``dgc(density, warmup=0, momentum=0.9, clip=None)``."""
+    """``dgc(density, warmup=0, momentum=0.9, clip=None)``; ``indices=rice`` sends the indices in Rice's code."""
 
     density: float = 0.001
     warmup: int = 0
     momentum: float = 0.9
     clip: float | None = None
     precision: Precision | None = None
+    indices: str | None = None
     name: ClassVar[str] = "dgc"
     carries_momentum: ClassVar[bool] = True
     paper: ClassVar[str] = (
@@ -40,6 +41,7 @@ class DGC(Compressor):
 
     def __post_init__(self) -> None:
         check_density(self.density, "dgc")
+        check_indices(self.indices, "dgc")
         if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 0:
             raise HocketError(f"dgc(warmup={self.warmup!r}): the warm-up is a whole number of exchanges, 0 for none.")
         if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
@@ -82,7 +84,7 @@ class DGC(Compressor):
         gradient = rows if self.clip is None else _clipped(rows, self.clip / math.sqrt(max(context.world, 1)))
         u = gradient if "u" not in state else state["u"] * self.momentum + gradient
         v = u.clone() if "v" not in state else state["v"] + u
-        top = TopK(self.density_at(context.exchange))
+        top = TopK(self.density_at(context.exchange), indices=self.indices)
         codec: Codec = top if self.precision is None else Chain(top, self.precision)
         heard, sent, inner = channel.coded(codec, v, state.get("inner", {}), context)
         return Heard(heard, sent, {"u": u * (sent == 0), "v": v - sent, "inner": inner})

@@ -1,6 +1,8 @@
 """Error feedback: what was not sent is added next time (Seide 2014; Karimireddy 2019, arXiv:1901.09847).
 
-``a = x + e;  result, sent = send(a);  e ← a − sent``. The formula stands here alone. It wraps any compressor and depends on none.
+``a = x + β·e;  result, sent = send(a);  e ← a − sent``. The formula stands here alone. The decay ``β`` is 1 unless the method says
+otherwise (``feedback=0.95``): below 1, what waits long counts less and less (Sarfi 2025, arXiv:2508.15706). It wraps any
+compressor and depends on none.
 Unbiased methods refuse it: their error is noise, which feedback would accumulate (2-bit QSGD with it diverged).
 """
 
@@ -16,17 +18,28 @@ from hocket.compression.base import Compressor, Context, Heard, MeanChannel, Sta
 T = TypeVar("T")
 
 
-def with_feedback(rows: Tensor, residual: Tensor | None, send: Callable[[Tensor], tuple[T, Tensor]]) -> tuple[T, Tensor]:
-    """Send ``rows`` plus the ``residual`` of earlier exchanges: the result of ``send``, and the new residual.
+def with_residual(rows: Tensor, residual: Tensor | None, decay: float) -> Tensor:
+    """``rows`` plus what earlier exchanges held back."""
+    if residual is None:
+        return rows
+    return rows + (residual if decay == 1 else residual * decay)
+
+
+def with_feedback(
+    rows: Tensor, residual: Tensor | None, decay: float, send: Callable[[Tensor], tuple[T, Tensor]]
+) -> tuple[T, Tensor]:
+    """Send ``rows`` plus the ``residual`` of earlier exchanges, times ``decay``: the result of ``send``, and the new residual.
 
     ``send`` returns its result and the values that the receivers decode.
 
     >>> import torch
     >>> round_down = lambda values: ("a message", values.floor())
-    >>> with_feedback(torch.tensor([1.75, 2.5]), torch.tensor([0.5, 0.25]), round_down)
+    >>> with_feedback(torch.tensor([1.75, 2.5]), torch.tensor([0.5, 0.25]), 1.0, round_down)
     ('a message', tensor([0.2500, 0.7500]))
+    >>> with_feedback(torch.tensor([1.75, 2.5]), torch.tensor([0.5, 0.25]), 0.5, round_down)
+    ('a message', tensor([0.0000, 0.6250]))
     """
-    wanted = rows if residual is None else rows + residual
+    wanted = with_residual(rows, residual, decay)
     result, sent = send(wanted)
     return result, wanted - sent
 
@@ -40,5 +53,5 @@ def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: MeanChanne
         found = compressor.mean(wanted, channel, state.get("inner", {}), context)
         return found, found.sent
 
-    (heard, sent, inner), error = with_feedback(rows, state.get("error"), send)
+    (heard, sent, inner), error = with_feedback(rows, state.get("error"), compressor.feedback_decay, send)
     return Heard(heard, sent, {"error": error, "inner": inner})

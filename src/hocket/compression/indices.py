@@ -1,7 +1,12 @@
-"""How sparse messages carry indices: sixteen low bits per value, and a count per block of 65,536.
+"""How sparse messages carry indices: in two leading parts, in one of two codes.
 
-A message with indices has two leading parts: ``blocks`` (how many of the indices fall into each block; left out where a row is no
-longer than one block) and ``low`` (the indices' low bits). Two bytes per index instead of four.
+*Plain*: sixteen low bits per index in ``low``, preceded by ``blocks``, which says how many of the indices fall into each block of
+65,536 (left out where a row is no longer than one block). Two bytes per index instead of four.
+
+*Rice* (Rice 1971; Golomb 1966): the gaps between neighbouring indices. A gap's ``k`` low bits are in ``low`` (eight gaps give
+``k`` bytes, bit by bit); the remaining bits, a small number ``q``, are ``q`` zeros and a one in the bitmap ``unary``. Where indices
+fall at random this takes about ``log2(size/count) + 1.5`` bits per index. ``k`` follows from the row's length and the number of
+ones, so that it need not be sent.
 """
 
 from __future__ import annotations
@@ -10,8 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hocket.cluster.message import Message
+from hocket.cluster.message import Message, there
+from hocket.compression.bitpack import pack, unpack
 
 if TYPE_CHECKING:
     from hocket.compression.base import Selected
@@ -24,10 +31,15 @@ def block_count(size: int) -> int:
     return 0 if size <= BLOCK else -(-size // BLOCK)
 
 
-def with_indices(chosen: Selected, values: Message, size: int) -> Message:
+def with_indices(chosen: Selected, values: Message, size: int, rice: bool = False) -> Message:
     """``values`` preceded by their indices."""
     indices, counts = chosen.indices, chosen.counts
     rows, width = indices.shape
+    if rice:
+        full = there(torch.tensor([width, *(p.shape[1] for p in values.parts)]), indices).expand(rows, -1)
+        low, unary, sizes = _rice(indices, full[:, 0] if counts is None else counts, size)
+        sizes = torch.cat([sizes, full[:, 1:] if values.lengths is None else values.lengths], 1)
+        return Message((low, unary, *values.parts), sizes)
     blocks = indices.new_zeros((rows, block_count(size)), dtype=torch.int32)
     if blocks.shape[1]:
         real = torch.ones_like(indices, dtype=torch.int32)
@@ -42,17 +54,77 @@ def with_indices(chosen: Selected, values: Message, size: int) -> Message:
     return Message((blocks, low, *values.parts), lengths)
 
 
-def read_indices(message: Message, size: int) -> Tensor:
-    """The indices in rows of ``size``, int64 ``[rows, width]`` (arbitrary valid indices in the padding)."""
+def read_indices(message: Message, size: int, rice: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The indices in rows of ``size``, int64 ``[rows, width]`` (arbitrary valid indices in the padding), and how many are real."""
+    if rice:
+        return _read_rice(message.parts[0], message.parts[1], size)
     blocks, low = message.parts[0], message.parts[1]
     indices = low.to(torch.int64) & (BLOCK - 1)
     if blocks.shape[1]:
         ends = blocks.to(torch.int64).cumsum(1)
         index = torch.arange(low.shape[1], device=low.device).expand(low.shape[0], -1).contiguous()
         indices += torch.searchsorted(ends, index, right=True) << 16
-    return indices.clamp_(max=size - 1)
+    return indices.clamp_(max=size - 1), None if message.lengths is None else message.lengths[:, 1]
 
 
 def put(indices: Tensor, values: Tensor, size: int) -> Tensor:
     """Values at their indices, zeros elsewhere (padding holds zeros, so adding it changes nothing)."""
     return values.new_zeros(values.shape[0], size).scatter_add_(1, indices, values)
+
+
+def rice_bits(counts: Tensor, size: int) -> Tensor:
+    """The best ``k`` for so many of ``size`` places: ``⌊log2(0.963 · size/count)⌋`` (Kiely 2004), in whole numbers alone.
+
+    >>> rice_bits(torch.tensor([0, 1, 64, 3000]), 4096).tolist()
+    [0, 11, 5, 0]
+    """
+    ratio = torch.where(counts > 0, size * 26 // (27 * counts.clamp(min=1)), 0).unsqueeze(1)
+    return (ratio >> torch.arange(1, 48, device=counts.device) > 0).sum(1)
+
+
+def ones(mask: Tensor, narrowest: int = 0) -> tuple[Tensor, Tensor]:
+    """The indices of a mask's ones, int64 ``[rows, width]``, padded with zeros to the longest row, and how many each row has."""
+    counts = mask.sum(1)
+    width = max(narrowest, int(counts.max())) if counts.numel() else narrowest
+    row, index = mask.nonzero(as_tuple=True)
+    starts = counts.cumsum(0) - counts
+    indices = torch.zeros(mask.shape[0], width, dtype=torch.int64, device=mask.device)
+    indices[row, torch.arange(row.numel(), device=mask.device) - starts[row]] = index
+    return indices, counts
+
+
+def _rice(indices: Tensor, counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``low`` and ``unary``, and the bytes of each row in both, ``[rows, 2]``."""
+    bits, real = rice_bits(counts, size), torch.arange(indices.shape[1], device=indices.device) < counts.unsqueeze(1)
+    gaps = torch.where(real, _gaps(indices), 0)
+    spans = torch.where(real, (gaps >> bits.unsqueeze(1)) + 1, 0)
+    lengths = torch.stack([-(-counts // 8) * bits, -(-spans.sum(1) // 8)], 1)
+    low_bytes, unary_bytes = lengths.amax(0).tolist()
+    # The one of padding falls on that of the last real index or, in a row without any, on the first column, which is cut off.
+    unary = torch.zeros(len(indices), 1 + 8 * unary_bytes, dtype=torch.uint8, device=indices.device).scatter_(1, spans.cumsum(1), 1)
+    low = unary.new_zeros(len(indices), low_bytes + 1)
+    for bit, places in enumerate(_low_places(counts, bits, indices.shape[1], low_bytes)):
+        low.scatter_(1, places, pack((gaps >> bit & 1).to(torch.uint8), 1))
+    return low[:, :low_bytes], pack(unary[:, 1:], 1), lengths
+
+
+def _read_rice(low: Tensor, unary: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    ends, counts = ones(unpack(unary, 1, 8 * unary.shape[1]))
+    bits = rice_bits(counts, size)
+    gaps = _gaps(ends) << bits.unsqueeze(1)
+    for bit, places in enumerate(_low_places(counts, bits, ends.shape[1], low.shape[1])):
+        gaps += unpack(pad(low, (0, 1)).gather(1, places), 1, ends.shape[1]).to(torch.int64) << bit
+    return ((gaps + 1).cumsum(1) - 1).clamp_(0, size - 1), counts
+
+
+def _gaps(indices: Tensor) -> Tensor:
+    """How many places lie between each index and the one before."""
+    return indices - pad(indices, (1, 0), value=-1)[:, :-1] - 1
+
+
+def _low_places(counts: Tensor, bits: Tensor, width: int, beyond: int) -> list[Tensor]:
+    """For each of the low bits: the bytes of ``low`` that hold it, one for eight gaps (``beyond`` where a row has none)."""
+    groups = torch.arange(-(-width // 8), device=counts.device)
+    real, k = groups * 8 < counts.unsqueeze(1), bits.unsqueeze(1)
+    most = int(bits.max()) if bits.numel() else 0
+    return [torch.where(real & (bit < k), groups * k + bit, beyond) for bit in range(most)]

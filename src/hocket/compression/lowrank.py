@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message, there
-from hocket.compression.base import CONSENSUS_STEP, Codec, Context, Heard, MeanChannel, State, flag
+from hocket.compression.base import CONSENSUS_STEP, Codec, Context, Heard, MeanChannel, State, check_feedback
 from hocket.errors import HocketError
 from hocket.noise import fold, uniform
 
@@ -35,7 +35,7 @@ class LowRank(Codec):
     """``lowrank(matrix_rank)``."""
 
     matrix_rank: int = 2
-    feedback: bool | None = None
+    feedback: bool | float | None = None
     name: ClassVar[str] = "lowrank"
     paper: ClassVar[str] = (
         "Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019"
@@ -44,7 +44,7 @@ class LowRank(Codec):
     def __post_init__(self) -> None:
         if not isinstance(self.matrix_rank, int) or isinstance(self.matrix_rank, bool) or self.matrix_rank < 1:
             raise HocketError(f"lowrank({self.matrix_rank!r}): the matrix rank must be a whole number of at least 1, such as 2.")
-        flag(self.feedback, "lowrank", "feedback")
+        check_feedback(self.feedback, "lowrank")
 
     @property
     def uses_error_feedback(self) -> bool:

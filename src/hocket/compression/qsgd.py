@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from hocket.cluster.message import Message
 from hocket.compression.base import Context, Precision, State
-from hocket.compression.bitpack import pack, unpack
+from hocket.compression.bitpack import pack, packed_size_padded, unpack
 from hocket.errors import HocketError
 from hocket.noise import uniform
 
@@ -57,5 +57,4 @@ class QSGD(Precision):
         return codes * scale
 
     def lengths(self, counts: Tensor) -> Tensor:
-        packed = -(-counts * self.bits // 8) if 8 % self.bits == 0 else -(-counts // 8) * self.bits
-        return torch.stack([-(-counts // self.block), packed], 1)
+        return torch.stack([-(-counts // self.block), packed_size_padded(counts, self.bits)], 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import CONSENSUS_STEP, Context, Selected, Selection, State, check_density, flag
+from hocket.compression.base import CONSENSUS_STEP, Context, Selected, Selection, State, check_density, check_feedback, flag
 from hocket.errors import HocketError
 from hocket.noise import fold
 
@@ -25,14 +25,14 @@ class RandomK(Selection):
 
     density: float = 0.01
     unbiased: bool = False
-    feedback: bool | None = None
+    feedback: bool | float | None = None
     name: ClassVar[str] = "randomk"
     paper: ClassVar[str] = "Stich et al., Sparsified SGD with Memory, NeurIPS 2018"
 
     def __post_init__(self) -> None:
         check_density(self.density, "randomk")
-        flag(self.unbiased, "randomk", "unbiased", unset=False)
-        flag(self.feedback, "randomk", "feedback")
+        flag(self.unbiased, "randomk", "unbiased")
+        check_feedback(self.feedback, "randomk")
         if self.unbiased and self.feedback:
             raise HocketError(
                 "randomk(unbiased=True, feedback=True): an unbiased method diverges with feedback; leave one of the two out."
@@ -66,10 +66,12 @@ class RandomK(Selection):
         return self.density * exchanges if self.uses_error_feedback else None
 
     def max_selected(self, size: int) -> int:
-        return max(1, math.ceil(self.density * size))
+        return min(size, max(1, math.ceil(self.density * size)))
 
     def indices(self, size: int, context: Context, device: torch.device) -> Tensor:
         """The indices that all workers send at this exchange, ``[max_selected]``."""
+        if size == 0:
+            return torch.zeros(0, dtype=torch.int64, device=device)
         key = context.common_key(size)
         start, step = fold(key, 1) % size, fold(key, 2) % size
         while math.gcd(step, size) != 1:
@@ -80,7 +82,7 @@ class RandomK(Selection):
         indices = self.indices(rows.shape[1], context, rows.device)
         values = rows.index_select(1, indices)
         if self.unbiased:
-            values = values * (rows.shape[1] / indices.numel())
+            values = values * (rows.shape[1] / max(1, indices.numel()))
         return Selected(indices.expand(rows.shape[0], -1), values, None), state
 
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:

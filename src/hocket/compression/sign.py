@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hocket.cluster.message import Message, ordered_mean, there
-from hocket.compression.base import Context, Precision, State, flag
+from hocket.compression.base import Context, Precision, State, check_feedback, flag
 from hocket.compression.bitpack import pack, unpack
 from hocket.errors import HocketError
 from hocket.noise import bits
@@ -28,14 +28,14 @@ class Sign(Precision):
     """``sign``, ``sign(vote=True)``."""
 
     vote: bool = False
-    feedback: bool | None = None
+    feedback: bool | float | None = None
     block: int = 512
     name: ClassVar[str] = "sign"
     paper: ClassVar[str] = "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019"
 
     def __post_init__(self) -> None:
-        flag(self.vote, "sign", "vote", unset=False)
-        flag(self.feedback, "sign", "feedback")
+        flag(self.vote, "sign", "vote")
+        check_feedback(self.feedback, "sign")
         if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 8:
             raise HocketError(f"sign(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.message import Message
-from hocket.compression.base import Context, Precision, State
+from hocket.compression.base import Context, Precision, State, peaks
 from hocket.compression.bitpack import pack_trits, unpack_trits
 from hocket.noise import uniform
 
@@ -29,7 +29,7 @@ class Ternary(Precision):
     )
 
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
-        scale = rows.abs().amax(1, keepdim=True)
+        scale = peaks(rows)
         hit = uniform(keys, rows.shape[1]) * scale < rows.abs()
         return Message((scale, pack_trits((rows.sign() * hit).add_(1).to(torch.uint8)))), state
 

@@ -15,17 +15,28 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hocket.compression.base import CONSENSUS_STEP, Context, Selected, Selection, State, check_density, flag
+from hocket.compression.base import (
+    CONSENSUS_STEP,
+    Context,
+    Selected,
+    Selection,
+    State,
+    check_density,
+    check_feedback,
+    check_indices,
+)
+from hocket.compression.indices import ones
 from hocket.errors import HocketError
 
 
 @dataclass(frozen=True)
 class Threshold(Selection):
-    """``threshold(t)`` or ``threshold(keep=share)``."""
+    """``threshold(t)`` or ``threshold(keep=share)``; ``indices=rice`` sends the indices in Rice's code."""
 
     t: float | None = None
     keep: float | None = None
-    feedback: bool | None = None
+    feedback: bool | float | None = None
+    indices: str | None = None
     name: ClassVar[str] = "threshold"
     paper: ClassVar[str] = "Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017"
 
@@ -36,7 +47,8 @@ class Threshold(Selection):
             check_density(self.keep, "threshold")
         elif not isinstance(self.t, (int, float)) or isinstance(self.t, bool) or not 0 <= self.t < float("inf"):
             raise HocketError(f"threshold({self.t!r}): t must be a finite number of at least 0, such as 0.01.")
-        flag(self.feedback, "threshold", "feedback")
+        check_feedback(self.feedback, "threshold")
+        check_indices(self.indices, "threshold")
 
     @property
     def lossless(self) -> bool:
@@ -50,6 +62,10 @@ class Threshold(Selection):
     def global_selection(self) -> bool:
         return self.keep is not None  # a static threshold looks at each value alone
 
+    @property
+    def rice(self) -> bool:
+        return self.indices == "rice"
+
     def consensus_step(self, size: int, context: Context) -> float:
         return 1.0 if self.lossless else min(CONSENSUS_STEP, 2 * (self.keep or 1.0))
 
@@ -61,7 +77,7 @@ class Threshold(Selection):
 
     def select(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Selected, State]:
         magnitude = rows.abs()
-        if self.lossless:
+        if self.lossless or not rows.shape[1]:
             level = rows.new_full((rows.shape[0], 1), 0.0)
         elif self.t is not None:
             level = rows.new_full((rows.shape[0], 1), float(self.t))
@@ -69,7 +85,7 @@ class Threshold(Selection):
             level = state["level"] if "level" in state else _level_keeping(magnitude, self.keep or 1.0)
         mask = magnitude > level
         chosen = compact(rows, mask)
-        if self.keep is None or chosen.counts is None or self.lossless:
+        if self.keep is None or chosen.counts is None or self.lossless or not rows.shape[1]:
             return chosen, state
         kept = chosen.counts.to(torch.float32).unsqueeze(1) / rows.shape[1]
         # Where most values were zero t is zero; when more values are nonzero, it restarts from the mean magnitude.
@@ -83,16 +99,9 @@ class Threshold(Selection):
 
 def compact(rows: Tensor, mask: Tensor) -> Selected:
     """The masked values of each row moved to its front, in order, padded to the longest row (one value at least)."""
-    counts = mask.sum(1)
-    width = max(1, int(counts.max())) if counts.numel() else 1
-    row, place = mask.nonzero(as_tuple=True)
-    starts = counts.cumsum(0) - counts
-    position = torch.arange(row.numel(), device=rows.device) - starts[row]
-    indices = torch.zeros(rows.shape[0], width, dtype=torch.int64, device=rows.device)
-    values = rows.new_zeros(rows.shape[0], width)
-    indices[row, position] = place
-    values[row, position] = rows[row, place]
-    return Selected(indices, values, counts)
+    indices, counts = ones(mask, narrowest=min(1, rows.shape[1]))
+    real = torch.arange(indices.shape[1], device=rows.device) < counts.unsqueeze(1)
+    return Selected(indices, torch.where(real, rows.gather(1, indices), 0.0), counts)
 
 
 def _level_keeping(magnitude: Tensor, keep: float) -> Tensor:

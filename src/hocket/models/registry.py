@@ -57,9 +57,11 @@ GPT_SIZES = {
     "1m": {"layers": 4, "heads": 4, "width": 128},
     "10m": {"layers": 6, "heads": 6, "width": 384},
     "30m": {"layers": 8, "heads": 8, "width": 512},
+    "100m": {"layers": 8, "heads": 16, "width": 1024},
     "124m": {"layers": 12, "heads": 12, "width": 768},
 }
-"""GPT-2's smallest is the last one, which has so many parameters with GPT-2's 50,257 tokens; with 256 it has 85 million."""
+"""Named by about how many parameters they have with 256 tokens, but the last: GPT-2's smallest, with its 50,257 tokens (85 million
+with 256)."""
 
 
 def _gpt(dataset: DataSet, **size: int) -> nn.Module:

@@ -5,30 +5,50 @@ Real processes and virtual workers run the same text. The owner of the rows (a j
 1. ``gradient_ready(bucket, rows)`` for every bucket in order, then ``gradients_done()``: bulk exchanges end here;
 2. ``before_update(weights)``: the mix of the weights from before this step's gradient is written into them;
 3. the optimiser's update;
-4. ``after_update(weights)``: the step is counted, updated weights are exchanged, and the next step's mix is launched.
+4. ``after_update(weights)``: the step is counted, updated weights are exchanged (all buckets or a part of them, at once or while
+   workers make more steps), and the next step's mix is launched.
 
 All state of the program is in ``gradient_state``, ``weight_state`` and ``outer_state`` (tensors whose first dimension is
 the rows hosted here) and two counters.
 """
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hocket.cluster.base import Cluster, Exchange
 from hocket.cluster.layout import Layout
+from hocket.cluster.message import Message, there
 from hocket.compression.base import Context, State, slot_shapes
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
-from hocket.sync import Moment
+from hocket.sync import Moment, Sync
 from hocket.topology import AllReduce
 
 _WATCHED = 4
 """In so many steps a loop shows whether it discards gradients."""
+
+
+class Momentum(Protocol):
+    """What is exchanged instead of gradients."""
+
+    def enter(self, bucket: int, gradients: Tensor) -> bool:
+        """Turn rows of gradients into what is exchanged, in place; False: they travel as they are, without a code."""
+
+
+class Moments(Protocol):
+    """Moments of the optimisers of all rows."""
+
+    def read(self, bucket: int, second: bool) -> Tensor | None:
+        """The first or the second moments of a bucket, a copy; None where there are none."""
+
+    def write(self, bucket: int, second: bool, rows: Tensor) -> None:
+        """The inverse."""
 
 
 class CollectiveProgram:
@@ -49,7 +69,12 @@ class CollectiveProgram:
         self._exchange: Exchange | None = None
         self._in_flight = False
         self._mixed: list[Tensor] | None = None
+        self._sent: list[Tensor] | None = None  # the weights that workers had when they sent, where they go on meanwhile
         self._plain = not strategy.compression.compresses
+        self.momentum: Momentum | None = None
+        """Set by the owner of the rows, where momentum is exchanged."""
+        self.moments: Moments | None = None
+        """The same, of moments that are averaged."""
         self.gradient_state: list[State] = [{} for _ in layout.buckets]
         self._discards = False  # whether the loop has discarded mixed gradients
         self._kept: list[State] | None = None
@@ -61,13 +86,13 @@ class CollectiveProgram:
     @property
     def linear(self) -> bool:
         """Whether an exchange is a plain mean over all workers."""
-        return self._plain and self.channel.uniform
+        return self._plain and self.channel.uniform and self.momentum is None
 
     @property
     def keeps_residuals(self) -> bool:
         """Whether a mean of gradients may hold residuals of earlier ones, also where nobody has used a parameter since."""
         compression = self.strategy.compression
-        return compression.uses_error_feedback or compression.carries_momentum
+        return compression.uses_error_feedback or compression.carries_momentum or self.momentum is not None
 
     @property
     def mixes_gradients(self) -> bool:
@@ -88,7 +113,8 @@ class CollectiveProgram:
             if self._kept is None and (self._discards or self.step < _WATCHED):
                 self._kept = list(self.gradient_state)
         name = f"gradients of bucket {bucket}, {rows.shape[1]} values"
-        self._exchange.submit(partial(self._mix_gradients, bucket, rows), self._produced[bucket], name)
+        coded = self.momentum is None or self.momentum.enter(bucket, rows)
+        self._exchange.submit(partial(self._mix_gradients, bucket, rows, coded), self._produced[bucket], name)
 
     def flags_ready(self, flags: Tensor) -> None:
         """Bool flags ``[rows, k]`` to be combined over all workers, as the last part of the exchange of gradients."""
@@ -114,9 +140,9 @@ class CollectiveProgram:
         if self._kept is not None:
             self.gradient_state, self._kept = self._kept, None
 
-    def _mix_gradients(self, bucket: int, rows: Tensor) -> Any:
+    def _mix_gradients(self, bucket: int, rows: Tensor, coded: bool) -> Any:
         context = self._context(bucket)
-        if self.linear:
+        if self.linear or not coded:
             return self.channel.mean_later(rows, context)
         rows, compression, state = _real(rows), self.strategy.compression, self.gradient_state[bucket]
         sent = rows if self._plain else rows.to(torch.float32)
@@ -133,25 +159,41 @@ class CollectiveProgram:
         if self.alone or self.strategy.moment(self.step + 1) is not Moment.BEFORE:
             return
         if not self._in_flight and self._mixed is None:
-            self._launch(weights)  # the first step of a period of one: no earlier step launched it
-        self.drain()
-        self._wait_on_clock()
-        assert self._mixed is not None
-        for rows, mixed in zip(weights, self._mixed, strict=True):
+            self._launch([rows.clone() for rows in weights])  # the first step of a period of one: no earlier step launched it
+        for rows, mixed in zip(weights, self._landed(), strict=True):
             rows.copy_(mixed)
-        self._mixed = None
 
     def after_update(self, weights: list[Tensor]) -> None:
         """Count the step; exchange updated weights where the strategy does; launch the next step's mix."""
         self.step += 1
         self._kept = None
-        moment = self.strategy.moment(self.step)
-        if moment is Moment.AFTER:
-            self._exchange_now(weights)
-        if self.strategy.sync.rebases(self.step) and self.channel.uniform:
+        sync = self.strategy.sync
+        if sync.delay and self.strategy.exchanges_after(self.step - sync.delay):
+            self._apply(weights, self.step - sync.delay)
+        if self.strategy.exchanges_after(self.step):
+            own = self._part(weights, self.step)
+            self._launch([sync.outgoing(weights[k], self.outer_state[k]) for k in own], own)
+            self._sent = [weights[k].clone() for k in own] if sync.delay else None
+            if not sync.delay:
+                self._apply(weights, self.step)
+        if sync.rebases(self.step) and self.channel.uniform:
             self.weight_state = [self.channel.rebase(m, _wide(w)) for m, w in zip(self.weight_state, weights, strict=True)]
+        for second in (False, True):
+            if not self.alone and self.moments is not None and self.strategy.sync.averages_moments(self.step, second):
+                self._average_moments(self.moments, second)
         if not self.alone and self.strategy.moment(self.step + 1) is Moment.BEFORE:
-            self._launch(weights)
+            self._launch([rows.clone() for rows in weights])
+
+    def _average_moments(self, moments: Moments, second: bool) -> None:
+        found = [(k, rows) for k in range(len(self.layout.buckets)) if (rows := moments.read(k, second)) is not None]
+        exchange = self.cluster.exchange()
+        for k, rows in found:
+            name = f"{'second' if second else 'first'} moments of bucket {k}, {rows.shape[1]} values"
+            exchange.submit(partial(self.channel.mean_later, rows, self._context(k)), name=name)
+        exchange.wait()
+        self._wait_on_clock()
+        for k, rows in found:
+            moments.write(k, second, rows)
 
     def drain(self) -> None:
         """Wait for a mix in flight; its result is kept until its step."""
@@ -166,29 +208,48 @@ class CollectiveProgram:
         if self.cluster.clock is not None:
             self.cluster.clock.wait()
 
-    def _launch(self, weights: list[Tensor]) -> None:
-        self._exchange = self.cluster.exchange()
+    def _part(self, weights: list[Tensor], step: int) -> range:
+        """The buckets that the exchange after ``step`` carries."""
+        return range(self.strategy.sync.part(step), len(weights), self.strategy.sync.parts)
+
+    def _launch(self, outgoing: list[Tensor], buckets: Sequence[int] | None = None) -> None:
+        """Start the exchange of copies of the weights of ``buckets`` (all): passes read the weights while they travel."""
+        if self.alone:
+            self._mixed = outgoing
+            return
+        self._exchange = self.cluster.exchange(long=self.strategy.sync.delay > 0)
         self._in_flight = True
-        for bucket, rows in enumerate(weights):
-            # A copy: the forward pass reads the weights while they travel.
-            copied = rows.clone()
+        for bucket, rows in zip(range(len(outgoing)) if buckets is None else buckets, outgoing, strict=True):
             name = f"weights of bucket {bucket}, {rows.shape[1]} values"
-            self._exchange.submit(partial(self._mix_weights, bucket, copied), name=name)
+            context = self._context(bucket, self.strategy.sync.parts)
+            self._exchange.submit(partial(self._mix_weights, bucket, rows, context), name=name)
 
-    def _exchange_now(self, weights: list[Tensor]) -> None:
-        mixed = weights
+    def _landed(self) -> list[Tensor]:
+        """The mix, which the step needs now."""
+        self.drain()
         if not self.alone:
-            self._launch(weights)
-            self.drain()
             self._wait_on_clock()
-            assert self._mixed is not None
-            mixed, self._mixed = self._mixed, None
-        for k, (rows, result) in enumerate(zip(weights, mixed, strict=True)):
-            applied, self.outer_state[k] = self.strategy.sync.apply(result, self.outer_state[k])
-            rows.copy_(applied)
+        mixed, self._mixed = self._mixed, None
+        assert mixed is not None
+        return mixed
 
-    def _mix_weights(self, bucket: int, rows: Tensor) -> Any:
-        context = self._context(bucket)
+    def _apply(self, weights: list[Tensor], step: int) -> None:
+        """Take the result of the exchange after ``step``."""
+        sync, sent = self.strategy.sync, self._sent
+        for place, (k, mixed) in enumerate(zip(self._part(weights, step), self._landed(), strict=True)):
+            rows = weights[k]
+            result, state = sync.apply(mixed, self.outer_state[k])
+            if state and self.channel.uniform:  # displacements are measured from the outer weights, rounded as the workers' are
+                self.weight_state[k] = self.channel.rebase(self.weight_state[k], _wide(result.to(rows.dtype)))
+            if sent is not None:
+                result, state = sync.merge(result, rows, sent[place], state, self.cluster.size)
+            rows.copy_(result)
+            self.outer_state[k] = state
+        self._sent = None
+
+    def _mix_weights(self, bucket: int, rows: Tensor, context: Context) -> Any:
+        if self.strategy.sync.weighs_displacements:
+            self.outer_state[bucket] = _weigh(self.strategy.sync, self.cluster, rows, self.outer_state[bucket])
         if self.linear:
             return self.channel.mean_later(rows, context)
         mixed, self.weight_state[bucket] = self.channel.weights(
@@ -197,18 +258,25 @@ class CollectiveProgram:
         mixed = mixed.to(rows.dtype.to_real())
         return torch.view_as_complex(mixed.view(*rows.shape, 2)) if rows.is_complex() else mixed
 
+    def whole(self, weights: list[Tensor]) -> list[Tensor]:
+        """The weights with the progress that workers hold back until their next exchange."""
+        pairs = zip(weights, self.outer_state, strict=True)
+        return [(w + state["held"]).to(w.dtype) if "held" in state else w for w, state in pairs]
+
     # --- state -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All state that a resumed run needs to give the same bits (a mix in flight is awaited and kept)."""
         self.drain()
         state: dict[str, Any] = {"step": self.step, "exchanges": self.exchanges, "landing": self._mixed, "discards": self._discards}
+        state["sent"] = self._sent
         state["clock"] = None if self.cluster.clock is None else self.cluster.clock.state_dict()
         state["gradient_state"] = self.gradient_state if self._kept is None else self._kept  # without gradients not applied yet
         return copy.deepcopy({**self._identity(), **state, "weight_state": self.weight_state, "outer_state": self.outer_state})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the :meth:`state_dict` of the same strategy, model and workers per process."""
+        state = {**state, "strategy": Strategy.parse(state["strategy"]).meaning} if "strategy" in state else state
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise HocketError(
@@ -221,16 +289,30 @@ class CollectiveProgram:
             self.cluster.clock.load_state_dict(clock)  # its tensors stay on the CPU
         state = _to(state, self.cluster.device)
         self.step, self.exchanges, self._mixed = state["step"], state["exchanges"], state["landing"]
+        self._sent = state.get("sent")
         self._discards, self._kept = bool(state.get("discards")), None
         self.gradient_state, self.weight_state, self.outer_state = (state[f"{k}_state"] for k in ("gradient", "weight", "outer"))
 
     def _identity(self) -> dict[str, Any]:
         workers = [self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size]
-        return {"strategy": str(self.strategy), "layout": self.layout.digest(), "workers": workers, "seed": self.seed}
+        return {"strategy": self.strategy.meaning, "layout": self.layout.digest(), "workers": workers, "seed": self.seed}
 
-    def _context(self, bucket: int) -> Context:
-        shape, stays = self._shapes[bucket], self.strategy.sync.residual_stays
-        return Context(self.seed, self.step, self.exchanges, bucket, self._workers, self.cluster.size, shape, residual_stays=stays)
+    def _context(self, bucket: int, parts: int = 1) -> Context:
+        exchange = self.exchanges // parts  # each part counts its own, by which topologies choose partners
+        where = (self.seed, self.step, exchange, bucket, self._workers, self.cluster.size, self._shapes[bucket])
+        return Context(*where, residual_stays=self.strategy.sync.residual_stays)
+
+
+def _weigh(sync: Sync, cluster: Cluster, rows: Tensor, state: State) -> State:
+    """Scale each worker's displacement in ``rows`` by its factor; the new state."""
+    outer = state["outer"].to(rows.dtype)
+    delta = rows - outer
+    norms = Message((torch.linalg.vector_norm(_wide(delta), dim=1, keepdim=True).to(torch.float32),))
+    everyone = cluster.all_gather(norms, cluster.world).parts[0].view(1, -1).expand(rows.shape[0], -1)
+    factors, state = sync.factors(everyone, state)
+    own = factors.gather(1, there(torch.arange(cluster.workers.start, cluster.workers.stop), rows).unsqueeze(1))
+    rows.copy_(torch.where(own > 0, outer + own * delta, outer))
+    return state
 
 
 def _real(rows: Tensor) -> Tensor:

@@ -62,9 +62,9 @@ class ForkedProcess:
 class SandblasterProcesses(Supervisor):
     """The processes of a run, as the process that started them sees them; ``roles`` are coordinator, shard and worker."""
 
-    def __init__(self, roles: Sequence[Role], remedy: str) -> None:
+    def __init__(self, roles: Sequence[Role], remedy: str, leave_s: float = 0.0) -> None:
         super().__init__(roles, max_restarts=sys.maxsize)  # this class counts them
-        self._remedy = remedy
+        self._remedy, self._leave_s = remedy, leave_s
         self.times_restarted = 0
         """How often processes that were killed have been started again; several at once count once."""
 
@@ -115,8 +115,8 @@ class SandblasterProcesses(Supervisor):
                 self.restart(role, number)
 
     def shutdown(self, leave_s: float = 0.0) -> None:
-        """End all processes: those of a run that has ended by itself get some time to do so."""
-        super().shutdown(LEAVE_S if self.codes(COORDINATOR_ROLE).get(0) == 0 else leave_s)
+        """End all processes; when the run has ended by itself, all is saved, and only recordings take time."""
+        super().shutdown(self._leave_s if self.codes(COORDINATOR_ROLE).get(0) == 0 else leave_s)
 
 
 def launch(
@@ -188,7 +188,7 @@ def _processes(plan: Plan, point: Tensor, job: bytes, workers: int, slowdown: Se
         Role(SHARD, plan.config.shards, begin_shard, grace_s=0.0),
         Role(WORKER, workers, begin_worker, grace_s=0.0),
     ]
-    return SandblasterProcesses(roles, plan.config.remedy)
+    return SandblasterProcesses(roles, plan.config.remedy, 0.0 if plan.record is None else LEAVE_S)
 
 
 def _start(processes: SandblasterProcesses, plan: Plan) -> None:

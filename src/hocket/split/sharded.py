@@ -72,7 +72,7 @@ def _differs(strategy: Strategy) -> str | None:
         return "each worker's optimiser state is its own"
     if not strategy.topology.uniform:
         return "each worker averages with other partners"
-    return "weights are exchanged, not gradients" if strategy.weights else None
+    return f"{strategy.exchanged} are exchanged, not gradients" if strategy.exchanged != "gradients" else None
 
 
 def owners_of(sizes: Sequence[int], workers: int) -> list[int]:

@@ -288,6 +288,11 @@ def _refuse_cut(cut: Cut, strategy: Strategy, schedule: str, zero: int, served: 
         raise HocketError(
             f"{what} needs something to train in every stage, but stage {empty[0]} has nothing; cut elsewhere (cut=)."
         )
+    if cut.tied and strategy.sync.parts > 1:
+        raise HocketError(
+            f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which would exchange it in different fragments; "
+            "leave fragments= out, or use a mesh without a pipeline."
+        )
     if cut.tied and served and schedule == ASYNCHRONOUS:
         raise HocketError(
             f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which hear shards of their own, and under "

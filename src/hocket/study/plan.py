@@ -24,7 +24,7 @@ from hocket.train.settings import RunSettings, defaults
 EACH = ("strategy", "workers", "seed")
 """Settings in which the runs of a study differ; the other settings are common to all."""
 AUTO = "auto"
-_START_LRS = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop": 0.01, "adafactor": 0.01}
+_START_LRS = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop": 0.01, "adafactor": 0.01, "muon": 0.01}
 
 
 def start_lr(optimizer: str) -> float:
@@ -181,7 +181,7 @@ def slug(settings: RunSettings) -> str:
     >>> slug(RunSettings.of(strategy="local(4) + gossip + topk(0.05) | qsgd(4)", workers=16))
     'local-4-gossip-topk-0.05-qsgd-4-w16-s0'
     """
-    strategy = re.sub(r"[^a-z0-9.]+", "-", str(settings.strategy).lower()).strip("-.")
+    strategy = re.sub(r"[^a-z0-9.]+", "-", str(settings.resolved).lower()).strip("-.")
     return f"{strategy[:80].rstrip('-.')}-w{settings.workers.count}-s{settings.seed}"
 
 

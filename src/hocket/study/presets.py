@@ -51,14 +51,16 @@ def _axes(workers: int, steps: int) -> list[Entry]:
     if 1 < size < workers:
         topology.append(f"hierarchical(allreduce, gossip, size={size})")
     compression = [
-        *("cast(fp16)", "cast(bf16)", "cast(fp8)", "qsgd(4)", "qsgd(8)", "ternary", "sign", "natural"),
+        *("cast(fp16)", "cast(bf16)", "cast(fp8)", "cast(e3m0)", "qsgd(4)", "qsgd(8)", "bins(2)", "ternary", "sign", "natural"),
         *("threshold(keep=0.05)", "topk(0.01)", "randomk(0.05)", "lowrank(2)", "topk(0.05) | qsgd(4)"),
     ]
     topology += ["server(2)", f"server({max(1, workers // 2)}, role=sum)"]
     # Asynchronous workers need another topology than allreduce: these strategies differ from the baseline in two axes.
     free = ["stale(4) + allreduce", "async + server(2)", "ssp(4) + server(2)", "downpour(4, 4) + server(2)", "async + gossip"]
+    free.append("asyncdiloco(16, delay=4) + server(2)")
     strategies = [*sync, *free, *(f"bulk + {t}" for t in topology), *(f"bulk + allreduce + {c}" for c in compression)]
-    return [Entry("bulk + allreduce"), *(Entry(s) for s in strategies), _dgc(0.01, steps // 10)]
+    demo = Entry("bulk + demo(32, sign=False)", {"momentum": 0.0})  # with signs it would need a rate of its own
+    return [Entry("bulk + allreduce"), *(Entry(s) for s in strategies), _dgc(0.01, steps // 10), demo]
 
 
 _FRONTIER = """
@@ -73,6 +75,20 @@ local(16) + sign; local(16) + topk(0.01) | qsgd(4)
 def _frontier(workers: int, steps: int) -> list[Entry]:
     plain = [Entry(strategy.strip()) for strategy in _FRONTIER.split(";")]
     return [*plain, _dgc(0.01, steps // 10), _dgc(0.005, steps // 20, " | qsgd(4)")]
+
+
+_CODE = "sign(block=4096)"
+_MUON = f"""
+bulk; diloco(4, 1.0, 0.3) + {_CODE}; diloco(13, 0.9, 0.5) + {_CODE}; diloco(15, 0.9, 0.5, fragments=3, overlap=1) + {_CODE};
+diloco(15, 1.0, 0) + topk(64/4096, feedback=0.95) | bins(2)
+"""
+
+
+def _llm(workers: int, steps: int) -> list[Entry]:
+    """AdamW as everybody has it, and Muon, which loses less with few exchanges; the baseline of each is bulk with the same."""
+    adamw = ("bulk + allreduce", "bulk + sign", "local(8)", "diloco(30, 0.7, 0.6)", f"diloco(4, 0.9, 0.5) + {_CODE}")
+    muon = [Entry(strategy.strip(), {"optimizer": "muon"}) for strategy in _MUON.split(";")]
+    return [*(Entry(strategy) for strategy in adamw), *muon]
 
 
 _SHORT = {"data": "digits", "model": "cnn", "batch_size": 20, "epochs": 10, "augment": False}
@@ -111,4 +127,15 @@ PRESETS = {
         about="from all of the traffic to a hundredth and less: what sends least near the accuracy of bulk + allreduce",
     ),
 }
+PRESETS["llm"] = Outline(
+    "Language models over slow links",
+    _llm,
+    settings={
+        **{"data": "shakespeare", "model": "gpt", "batch_size": 16, "epochs": 4, "optimizer": "adamw", "clip": 1.0},
+        **{"lr_schedule": "cosine", "warmup": "tenth"},
+    },
+    workers=(8,),
+    lr=AUTO,
+    about="test loss of a GPT against bytes: AdamW and Muon, from all of the traffic to less than a thousandth",
+)
 PRESETS = {name: replace(outline, preset=name) for name, outline in PRESETS.items()}

@@ -26,6 +26,7 @@ from hocket.models import build, loss_for
 from hocket.programs.account import entry_of, staleness_since
 from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S, link_bytes
+from hocket.train.adaptive import with_exchange
 from hocket.train.async_worker import WorkerTask, batch_sequence
 from hocket.train.evaluate import Evaluation, Evaluator
 from hocket.train.job import layout_for
@@ -133,6 +134,7 @@ class SupervisedRun(ABC):
         optimizer = settings.optimizer_for(self.model)(list(self.model.parameters()))
         buckets = settings.buckets
         self.layout = layout_for(self.model, optimizer, self.strategy, buckets.cap_bytes, buckets.first_cap_bytes)
+        with_exchange(self.strategy, optimizer)  # warns of what hurts
         shard_optimizer(self.strategy, optimizer)  # refuses what shards cannot run
         self.sequence = batch_sequence(settings, data)
         self.epochs = -(-self.sequence.steps // len(self.sequence.partition))

@@ -1,5 +1,6 @@
 """When workers talk: one file per method."""
 
+from hocket.sync.asyncdiloco import AsyncDiLoCo
 from hocket.sync.asynchronous import Async
 from hocket.sync.base import Asynchronous, Moment, ServerAction, Sync
 from hocket.sync.bulk import Bulk
@@ -10,12 +11,13 @@ from hocket.sync.postlocal import PostLocal
 from hocket.sync.ssp import SSP
 from hocket.sync.stale import Stale
 
-METHODS: dict[str, type[Sync]] = {s.name: s for s in (Bulk, Local, PostLocal, DiLoCo, Async, SSP, Downpour, Stale)}
+METHODS: dict[str, type[Sync]] = {s.name: s for s in (Bulk, Local, PostLocal, DiLoCo, Async, SSP, Downpour, Stale, AsyncDiLoCo)}
 
 __all__ = [
     "METHODS",
     "SSP",
     "Async",
+    "AsyncDiLoCo",
     "Bulk",
     "DiLoCo",
     "Downpour",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from hocket.compression.base import Compressor
@@ -85,6 +86,16 @@ class Sync(ABC):
         """With servers: the method that compensates for the staleness of a gradient, and its strength λ."""
         return "none", 0.0
 
+    @property
+    def outer_optimizer(self) -> dict[str, float] | None:
+        """With servers: the settings of the outer optimiser there, where workers push displacements; None: they push gradients."""
+        return None
+
+    @property
+    def push_quorum(self) -> int:
+        """With servers: of how many workers an update takes pushes, where workers do not wait for each other."""
+        return 1
+
     def server_action(self, step: int) -> ServerAction:
         """With servers: what a worker does after its ``step``-th gradient (from 1)."""
         return ServerAction()
@@ -103,6 +114,10 @@ class Sync(ABC):
         """Whether error feedback leaves the residual of exchanged weights in them, not in the compressor's state."""
         return False
 
+    def averages_moments(self, step: int, second: bool) -> bool:
+        """Whether workers average the first (or the ``second``) moments of their optimisers after ``step``."""
+        return False
+
     @abstractmethod
     def moment(self, step: int, weights: bool, uniform: bool = True) -> Moment:
         """When in step ``step`` (from 1) workers exchange ``weights`` (or gradients).
@@ -114,13 +129,48 @@ class Sync(ABC):
         """Whether all replicas have the same weights after ``step``; displacements are measured from these weights on."""
         return False
 
+    # --- weights that are exchanged after an update (Moment.AFTER) -----------------------------------------------------------
+
+    @property
+    def parts(self) -> int:
+        """Of so many parts of the model each exchange carries one, in turn."""
+        return 1
+
+    def part(self, step: int) -> int:
+        """Which part the exchange after ``step`` carries."""
+        return 0
+
+    @property
+    def delay(self) -> int:
+        """How many steps workers make before they take the result of an exchange."""
+        return 0
+
+    def init_state(self, rows: Tensor) -> dict[str, Tensor]:
+        """The state of a bucket before the first step."""
+        return {}
+
+    def outgoing(self, rows: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """What is sent of a worker's weights: a copy, since the worker goes on meanwhile."""
+        return rows.clone()
+
+    @property
+    def weighs_displacements(self) -> bool:
+        """Whether :meth:`factors` scale the displacements before their mean."""
+        return False
+
+    def factors(self, norms: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Factors on the displacements of all workers, given their ``norms`` ``[rows, workers]``, and the new state."""
+        return torch.ones_like(norms), state
+
     def apply(self, mixed: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The new weights, given the mixed weights (where there is an outer optimiser, after its step), and the new state."""
         return mixed, state
 
-    def init_state(self, rows: Tensor) -> dict[str, Tensor]:
-        """The state of :meth:`apply` before the first step."""
-        return {}
+    def merge(
+        self, common: Tensor, rows: Tensor, sent: Tensor, state: dict[str, Tensor], workers: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """With a delay: the weights to go on with, given the ``common`` ones, the worker's own, and its own when it sent."""
+        return common + (rows - sent), state
 
     def refusal(self, topology: Topology, compressor: Compressor, exchange: str | None, weights: bool) -> str | None:
         """Why this synchronisation does not go with the rest of the strategy and what to use instead, or None.

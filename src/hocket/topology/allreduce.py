@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message, ordered_mean, there
 from hocket.compression.base import Codec, Compressor, Context, Heard, State
-from hocket.compression.feedback import mean_with_feedback, with_feedback
+from hocket.compression.feedback import mean_with_feedback, with_feedback, with_residual
 from hocket.compression.sign import Sign
 from hocket.topology.base import Channel, Topology, narrowed, slice_keys, without_shapes
 
@@ -73,7 +73,8 @@ class AllReduceChannel(Channel):
 
         remembered: State = {"sender": sender}
         if codec.uses_error_feedback:
-            (message, remembered["owner"]), remembered["error"] = with_feedback(owned, state.get("error"), send)
+            found = with_feedback(owned, state.get("error"), codec.feedback_decay, send)
+            (message, remembered["owner"]), remembered["error"] = found
         else:
             message, remembered["owner"] = second.encode(owned, second_keys, state.get("owner", {}), context)
         _, position = cluster.groups_here(subgroups)
@@ -87,7 +88,8 @@ class AllReduceChannel(Channel):
             cells = owned.new_zeros(count, members, owned.shape[1])
             place = there(self.subgroups.place_of[self.cluster.workers.start : self.cluster.workers.stop], rows)
             cells[torch.arange(count, device=rows.device), place] = owned * members
-            rows = rows + _gather(cells.flatten(0, 1), members, compressor.global_selection)[:, : rows.shape[1]]
+            held = _gather(cells.flatten(0, 1), members, compressor.global_selection)[:, : rows.shape[1]]
+            rows = with_residual(rows, held, compressor.feedback_decay)
         return super().whole_gradients(compressor, rows, state, context)
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:

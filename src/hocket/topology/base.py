@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.compression.base import Codec, Compressor, Context, Heard, State
-from hocket.compression.feedback import mean_with_feedback
+from hocket.compression.feedback import mean_with_feedback, with_residual
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Channel(ABC):
 
     def whole_gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> Tensor:
         """Mix gradients, and all that error feedback has held back of earlier ones, without compression."""
-        return self.mean(rows if "error" not in state else rows + state["error"], context)
+        return self.mean(with_residual(rows, state.get("error"), compressor.feedback_decay), context)
 
     @abstractmethod
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:

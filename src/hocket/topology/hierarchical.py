@@ -40,7 +40,8 @@ class Hierarchical(Topology):
         for part, which in ((self.inner, "inner"), (self.outer, "outer")):
             if not isinstance(part, (AllReduce, Gossip)):
                 raise HocketError(
-                    f"hierarchical({which}={part}): it must be allreduce or a gossip, for example hierarchical(allreduce, gossip)."
+                    f"hierarchical({which}={getattr(part, 'name', part)}): it must be allreduce or a gossip, for example "
+                    "hierarchical(allreduce, gossip)."
                 )
         for value, which in ((self.size, "size"), (self.every, "every")):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

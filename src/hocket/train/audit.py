@@ -31,7 +31,7 @@ class Audit:
     def __init__(self, binding: Binding, runtime: Runtime) -> None:
         strategy = binding.strategy
         self.binding, self.runtime, self.strategy = binding, runtime, strategy
-        self.equal = strategy.sync.keeps_replicas_equal and strategy.topology.uniform and not strategy.weights
+        self.equal = strategy.keeps_replicas_equal
         self.cluster = runtime.cluster.for_job()
         self._open: deque[tuple[int, Callable[[], Tensor], Any]] = deque()
         self._before = self._checksum()

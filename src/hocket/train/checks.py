@@ -18,6 +18,7 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
 from hocket.errors import HocketError
 from hocket.notation import write
+from hocket.optim import moment_name
 from hocket.split.offload import refuse_offloaded
 from hocket.strategy import Strategy
 from hocket.sync import Moment
@@ -25,6 +26,9 @@ from hocket.sync import Moment
 SPARSE = "A gradient is sparse; exchanges are dense, so build the embedding with sparse=False."
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimiser of parameters."""
+
+
+_BUCKETS_PER_PART = 3
 
 
 def layout_for(
@@ -35,15 +39,28 @@ def layout_for(
     first_bucket_cap_bytes: int | None = None,
     apart: Mapping[str, str] | None = None,
 ) -> Layout:
-    """The buckets of a job: a few large ones, or a single one where the compression wants all values at once."""
-    unlimited = sys.maxsize if strategy.compression.single_bucket else None
-    cap = bucket_cap_bytes or unlimited or BUCKET_CAP_BYTES
-    first = first_bucket_cap_bytes or unlimited or FIRST_BUCKET_CAP_BYTES
-    layout = layout_of(model.named_parameters(), [g["params"] for g in optimizer.param_groups], cap, first, apart)
+    """The buckets of a job: a few large ones, or a single one where the compression wants all values at once.
+
+    Where parts of the model are exchanged in turn, each has a single one or, from all over the model, several smaller ones.
+    """
+    single, groups = strategy.compression.single_bucket, [g["params"] for g in optimizer.param_groups]
+    cap, first = (sys.maxsize, sys.maxsize) if single else (BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES)
+    if (parts := strategy.sync.parts) > 1:
+        size = sum(p.numel() * p.element_size() for group in groups for p in group if p.requires_grad)
+        cap = first = min(cap, -(-size // (parts if single else parts * _BUCKETS_PER_PART)))
+    cap, first = bucket_cap_bytes or cap, first_bucket_cap_bytes or first
+    layout = layout_of(model.named_parameters(), groups, cap, first, apart)
     return replace(layout, buffer_bytes=4 * sum(b.numel() for b in model.buffers() if b.is_floating_point()))
 
 
-def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, accumulate: int, nonfinite: str) -> None:
+def check_job(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    accumulate: int,
+    nonfinite: str,
+    clip: float | None = None,
+) -> None:
     """Refuse what cannot work, in one sentence each."""
     if not isinstance(model, nn.Module):
         raise HocketError(f"parallelize needs an nn.Module, got {type(model).__name__}.")
@@ -65,14 +82,27 @@ def check_job(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Stra
             f"nonfinite={nonfinite!r}: use 'raise' (end with the parameter's name) or 'skip' (leave that gradient out)."
         )
     refuse_momentum(optimizer, strategy)
+    refuse_clip(strategy, clip)
+    groups = range(len(optimizer.param_groups))
+    if strategy.sync.averages_moments(0, second=False) and all(moment_name(optimizer, group, False) is None for group in groups):
+        raise HocketError(f"{strategy}: {type(optimizer).__name__} has no moments that could be averaged; leave moments= out.")
+
+
+def refuse_clip(strategy: Strategy, clip: float | None) -> None:
+    """Refuse to clip what is no gradient."""
+    if clip is not None and strategy.compression.gives_signs:
+        raise HocketError(
+            f"clip={clip:g}: {strategy.compression.name} gives the optimiser signs, whose norm says nothing of the gradient's; "
+            "leave clip out."
+        )
 
 
 def refuse_momentum(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
     """Refuse an optimiser with a momentum of its own (Adam's is its first beta) where the compression carries one."""
     if strategy.compression.carries_momentum and any(g.get("momentum", 0) or "betas" in g for g in optimizer.param_groups):
         raise HocketError(
-            f"dgc carries the momentum itself, and {type(optimizer).__name__} has one, too: use SGD(momentum=0) and "
-            "dgc(…, momentum=0.9)."
+            f"{strategy.compression.name} carries the momentum itself, and {type(optimizer).__name__} has one, too: use "
+            "SGD(momentum=0)."
         )
 
 
@@ -115,7 +145,8 @@ def _exchanges(strategy: Strategy, steps: int) -> int:
     if strategy.runtime != "collective":
         return steps // strategy.sync.period
     seen = min(steps, 10_000)
-    return steps * sum(strategy.moment(t) is not Moment.NEVER for t in range(1, seen + 1)) // max(1, seen)
+    exchanges = sum(strategy.moment(t) is not Moment.NEVER for t in range(1, seen + 1))
+    return steps * exchanges // (max(1, seen) * strategy.sync.parts)
 
 
 def refuse_newcomers(optimizer: torch.optim.Optimizer, ours: set[int]) -> None:

@@ -22,6 +22,7 @@ from hocket.errors import HocketError
 from hocket.split.inputs import Inputs
 from hocket.split.parts import broadcast_tensors
 from hocket.strategy import Strategy
+from hocket.train.adaptive import with_exchange
 from hocket.train.audit import audited, refuse_audit
 from hocket.train.checks import (
     check_device,
@@ -65,6 +66,8 @@ class Job(JobView):
         """``split``: the model of which ``model`` is what this process holds; it says when gradients are there, where it runs
         passes itself (:meth:`exchange`)."""
         check_job(model, optimizer, strategy, accumulate, nonfinite)
+        tell = runtime.cluster.workers.start == 0 and not runtime.alone
+        strategy = with_exchange(strategy, optimizer, bool(getattr(runtime, "zero", 0)), tell)
         runtime.refuse(strategy, scaler)
         refuse_audit(check, runtime, whole=split is None)
         self.strategy, self.runtime, self.split = strategy, runtime, split

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hocket.errors import HocketError, SettingError
+from hocket.strategy import Strategy
 from hocket.version import __version__
 
 _MAY_CHANGE = ("epochs", "max_steps", "mesh", "pipe", "micro", "cut", "virtual_stages", "measure", "plan")
@@ -91,7 +92,8 @@ class Record:
             raise SettingError(f"There is no run in {self.folder} to go on with; start without <resume>.")
         before = json.loads(path.read_text())
         for name, value in settings.items():
-            if name not in may_change and before.get(name) != value:
+            same = _meaning(name, before.get(name)) == _meaning(name, value)
+            if name not in may_change and not same:
                 raise HocketError(
                     f"The run in {self.folder} has {_apart(name, before.get(name), value)}; resume with the settings it had."
                 )
@@ -111,6 +113,14 @@ class Record:
     @property
     def _checkpoint(self) -> Path:
         return self.folder / f"checkpoint-{self.process}.pt"
+
+
+def _meaning(name: str, value: Any) -> Any:
+    """A setting as it is compared: runs recorded before strategies named what they exchange may go on, too."""
+    try:
+        return Strategy.parse(value).meaning if name == "strategy" else value
+    except HocketError:
+        return value
 
 
 def _apart(name: str, there: Any, here: Any) -> str:

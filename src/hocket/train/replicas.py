@@ -22,10 +22,12 @@ from hocket.cluster.layout import Buckets, Layout
 from hocket.errors import HocketError, NonFiniteGradient, bytes_text
 from hocket.programs.collective import CollectiveProgram
 from hocket.strategy import Strategy
-from hocket.train.checks import Factory, check_equal, check_job, layout_for, optimizer_for
+from hocket.train.adaptive import with_exchange
+from hocket.train.checks import Factory, check_equal, check_job, layout_for, optimizer_for, refuse_clip
 from hocket.train.engines import Engine, choose, stack_buffers
 from hocket.train.engines.loop import draws_numbers, seeded_loss
 from hocket.train.job import Job
+from hocket.train.momentum import give_state, taking_momentum
 from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.train.stacked import StackedOptimizer, clip_rows_
 from hocket.train.throttle import Throttle
@@ -82,6 +84,7 @@ class JobReplica(ABC):
         self._random = draws_numbers(model, loss)
 
     def _attach(self, job: Job) -> None:
+        refuse_clip(job.strategy, self.clip)
         self.job, self.layout, self.ledger = job, job.layout, job.runtime.ledger
 
     def step(
@@ -134,9 +137,8 @@ class LiveReplica(JobReplica):
     ) -> None:
         """``zero=1``: it keeps a part of the optimiser's state; worker 0's checkpoint has all of it."""
         super().__init__(model, loss, optimizer, clip, autocast)
-        self.cluster = cluster
         self._attach(Job(model, self.optimizer, strategy, CollectiveRuntime(cluster, zero), **options))
-        self._throttle = Throttle(slowdown)
+        self.cluster, self._throttle = cluster, Throttle(slowdown)
 
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor:
         self._throttle.begin()
@@ -183,8 +185,9 @@ class RowReplicas:
         seed: int,
         buckets: Buckets,
     ) -> None:
-        self.model, self.strategy, self.cluster, self.clip = model.to(cluster.device), strategy, cluster, clip
-        check_job(model, template, strategy, 1, nonfinite)
+        self.model, self.cluster, self.clip = model.to(cluster.device), cluster, clip
+        check_job(model, template, strategy, 1, nonfinite, clip)
+        self.strategy = strategy = with_exchange(strategy, template, tell=cluster.workers.start == 0 and cluster.size > 1)
         self.layout = layout_for(model, template, strategy, buckets.cap_bytes, buckets.first_cap_bytes)
         check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
         _check_memory(self.layout, cluster)
@@ -247,10 +250,12 @@ class StackedReplicas(RowReplicas):
         """``engine``: a name, or what gives an engine for a layout."""
         template, make = optimizer_for(optimizer, list(model.parameters())), engine_of(engine, model, loss, cluster, autocast)
         super().__init__(model, template, strategy, cluster, make, clip, nonfinite, seed, buckets)
-        names = [n for n, _ in model.named_parameters()]
-        granularity = "buckets" if self.vectorised else "slots"
+        momentum = self.strategy.exchanged == "momentum" and cluster.size > 1
+        optimizer = taking_momentum(optimizer) if momentum else optimizer
+        names, granularity = [n for n, _ in model.named_parameters()], "buckets" if self.vectorised else "slots"
         self._stacked = StackedOptimizer(optimizer, self.layout, self.weights, self.grads, granularity, names=names)
-        self.program = CollectiveProgram(strategy, self.layout, cluster, self.weights, seed)
+        self.program = CollectiveProgram(self.strategy, self.layout, cluster, self.weights, seed)
+        give_state(self.program, self._stacked, momentum)
         self._audits = self.vectorised and nonfinite == "raise"
 
     @property
@@ -290,8 +295,8 @@ class StackedReplicas(RowReplicas):
     def averaged(self) -> Iterator[nn.Module]:
         self.program.drain()
         with self.cluster.uncounted():
-            means = [self._mean(w) for w in self.weights], {n: self._mean_buffer(b) for n, b in self.buffers.items()}
-            with swapped_weights(self.model, self.layout, *means):
+            means = [self._mean(w) for w in self.program.whole(self.weights)]
+            with swapped_weights(self.model, self.layout, means, {n: self._mean_buffer(b) for n, b in self.buffers.items()}):
                 yield self.model
 
     def audit(self) -> None:
@@ -343,8 +348,7 @@ class StackedReplicas(RowReplicas):
         return torch.stack([(g[:, s.offset : s.offset + s.size] != 0).any(1) for b, g in pairs for s in b.slots], 1).cpu()
 
     def _mean(self, rows: Tensor) -> Tensor:
-        exchange = self.cluster.exchange()
-        copied = rows.clone()
+        exchange, copied = self.cluster.exchange(), rows.clone()
         exchange.submit(lambda: self.cluster.mean(copied, self.cluster.world))
         exchange.wait()
         return copied[:1]

@@ -221,10 +221,10 @@ def describe(settings: RunSettings, cluster: Cluster, training: EpochLoop) -> di
 
 def describe_run(settings: RunSettings, where: dict[str, Any], steps: int, layout: Layout) -> dict[str, Any]:
     """The same for a run of ``steps`` steps on a cluster described as ``where``."""
-    strategy = settings.strategy
+    strategy = settings.resolved
     return {
         **_repeated(settings),
-        "exchange": "weights" if strategy.weights else "gradients",
+        "exchange": strategy.exchanged,
         "cluster": where,
         "steps": steps,
         "buckets": layout.describe(),

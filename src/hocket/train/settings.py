@@ -21,6 +21,7 @@ from hocket.errors import HocketError, SettingError, nearest
 from hocket.split import Mesh
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
+from hocket.train.adaptive import with_exchange
 from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.balance import check_balance
 from hocket.train.checks import needs_servers
@@ -191,7 +192,7 @@ class RunSettings:
         >>> RunSettings.of(batch_size=20, zero=1).recorded()["batch"], RunSettings.of(fsdp=True).recorded()["shard"]
         (20, 'full')
         """
-        values = self.by_name()
+        values = {**self.by_name(), "strategy": str(self.resolved)}
         zero, fsdp = values.pop("zero"), values.pop("fsdp")
         named = {FIELDS[name][1]: value for name, value in values.items()}
         return {**named, "shard": "full" if fsdp else "state" if zero else None}
@@ -208,6 +209,19 @@ class RunSettings:
         return cls.of(**given, zero=int(record.get("shard") == "state"), fsdp=record.get("shard") == "full")
 
     # --- what they make ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def resolved(self) -> Strategy:
+        """The strategy with what it exchanges under this optimiser, as records and tables show it.
+
+        >>> str(RunSettings.of(strategy="bulk + sign", optimizer="adam").resolved)
+        'bulk + allreduce + sign + exchange=updates'
+        """
+        if self.optimizer.name == BATCH_OPTIMIZER:
+            return self.strategy
+        any_model = nn.Linear(1, 1)
+        optimizer = self.optimizer.make(any_model, list(any_model.parameters()), 1)
+        return with_exchange(self.strategy, optimizer, bool(self.sharding.zero), tell=False)
 
     @cached_property
     def spec(self) -> ClusterSpec | None:

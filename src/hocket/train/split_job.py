@@ -15,6 +15,7 @@ from hocket.split.mesh import Mesh
 from hocket.split.options import Pipeline, refuse_on_mesh
 from hocket.split.split_model import SplitModel
 from hocket.strategy import Strategy
+from hocket.train.adaptive import with_exchange
 from hocket.train.checks import check_equal, check_job, layout_for
 from hocket.train.job import Job
 from hocket.train.ledger_view import MeshAxes
@@ -45,6 +46,7 @@ def split_job(
     """Split ``model`` over ``mesh`` and train this process's part; ``connect`` makes the link to the shards of this part, where the
     strategy has some. All processes must call it."""
     check_job(model, optimizer, strategy, accumulate, nonfinite)
+    strategy = with_exchange(strategy, optimizer, bool(zero), tell=world.workers.start == 0 and mesh.data > 1)
     refuse_on_mesh(mesh, optimizer, strategy, world, pipeline, zero, fsdp, accumulate, nonfinite, scaler)
     terms = [str(strategy), f"mesh={mesh}", f"{pipeline.schedule} {pipeline.num_microbatches}"]
     check_equal(model, layout_for(model, optimizer, strategy), world, terms)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from hocket.cluster.layout import Bucket, Layout
 from hocket.errors import HocketError
-from hocket.optim import Muon
+from hocket.optim import Muon, OneBitAdam
 from hocket.train.checks import optimizer_for
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
@@ -37,7 +37,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-ROWWISE = (*ELEMENTWISE, Muon)
+ROWWISE = (*ELEMENTWISE, Muon, OneBitAdam)
 
 
 class StackedOptimizer:
@@ -135,6 +135,38 @@ class StackedOptimizer:
             optimizer.load_state_dict(saved)
         for group, saved in zip(self._leader.param_groups, state["leader"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
+
+    @property
+    def first(self) -> Optimizer:
+        """The optimiser of all rows, or of the first one."""
+        return self._all[0]
+
+    def rows_of(self, bucket: int, name: str) -> Tensor:
+        """One kind of the optimiser's state (such as ``exp_avg``) as rows ``[rows, values]``; zeros where there is none yet."""
+        rows = self._layout.buckets[bucket].empty(self._weights[bucket].shape[0])
+        for view, state in self._state_views(bucket, name, rows):
+            view.copy_(state)
+        return rows
+
+    def write_rows(self, bucket: int, name: str, rows: Tensor) -> None:
+        """The inverse; what is not there yet stays so."""
+        for view, state in self._state_views(bucket, name, rows):
+            state.copy_(view)
+
+    def _state_views(self, bucket: int, name: str, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Views of ``rows``, each with the state that belongs there."""
+        spec, start = self._layout.buckets[bucket], sum(len(b.slots) for b in self._layout.buckets[:bucket])
+        if self.stacked:
+            own = [p for p in self._pieces if p.bucket == bucket]
+            views = [rows if p.whole else spec.stacked(rows)[p.slots[0] - start] for p in own]
+            found = [(view, self._all[0].state.get(p.parameter, {})) for view, p in zip(views, own, strict=True)]
+        else:
+            found = [
+                (view, optimizer.state.get(piece.parameter, {}))
+                for row, (optimizer, pieces) in enumerate(zip(self._all, self._row_pieces, strict=True))
+                for view, piece in zip(spec.views(rows, row), pieces[start : start + len(spec.slots)], strict=True)
+            ]
+        return [(view, state[name]) for view, state in found if name in state]
 
     def _make_rows(self) -> None:
         """One optimiser per row."""
@@ -280,6 +312,8 @@ def _stack(template: Optimizer, pieces: list[_Piece]) -> Optimizer:
     made = type(template)(groups, **{k: v for k, v in template.defaults.items() if k in known})
     if isinstance(made, Muon):
         made.rows = True
+    if isinstance(made, OneBitAdam):
+        made.takes_momentum = template.takes_momentum  # type: ignore[attr-defined]
     return made
 
 

@@ -16,12 +16,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hocket.errors import HocketError
+from hocket.optim.delayed_nesterov import DelayedNesterov
 from hocket.strategy import Strategy
 from hocket.topology.server import OPTIMIZERS
 
+_OUTER = "delayednesterov"
 KNOWN: dict[str, type[Optimizer]] = {
     kind.__name__.lower(): kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and issubclass(kind, Optimizer)
 }
+KNOWN[_OUTER] = DelayedNesterov
 Options = dict[str, Any]
 _OWN = ("params", "fused", "foreach", "capturable", "differentiable")
 """What is the worker's own: its parameters, and options about how to compute, not what."""
@@ -99,22 +102,28 @@ class OptimizerSpec:
     def read(cls, data: Options) -> OptimizerSpec:
         """From :meth:`describe`; anything else is refused."""
         groups = data.get("groups")
-        if data.get("name") not in OPTIMIZERS or not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+        if (
+            data.get("name") not in (*OPTIMIZERS, _OUTER)
+            or not isinstance(groups, list)
+            or not all(isinstance(g, dict) for g in groups)
+        ):
             raise HocketError(f"A worker described an optimiser that there is not: {str(data)[:200]}.")
         known = inspect.signature(KNOWN[str(data["name"])].__init__).parameters
         return cls(str(data["name"]), tuple({str(k): _restore(v) for k, v in g.items() if k in known} for g in groups))
 
 
 def shard_optimizer(strategy: Strategy, optimizer: Optimizer) -> OptimizerSpec:
-    """The optimiser of the shards; where the workers keep theirs, whatever it is, one that never moves."""
+    """The optimiser of the shards; where the workers keep theirs, whatever it is, an outer one or one that never moves."""
+    if (outer := strategy.sync.outer_optimizer) is not None:
+        return OptimizerSpec(_OUTER, tuple(dict(outer) for _ in optimizer.param_groups))
     if workers_optimize(strategy):
         return OptimizerSpec("sgd", tuple({"lr": 0.0} for _ in optimizer.param_groups))
     return OptimizerSpec.of(optimizer, strategy.topology.server_optimizer)
 
 
 def workers_optimize(strategy: Strategy) -> bool:
-    """Whether the workers' own optimisers make all updates."""
-    return strategy.sync.averages_weights or strategy.topology.peer_to_peer
+    """Whether the workers' own optimisers make all updates but those of an outer optimiser."""
+    return strategy.sync.averages_weights or strategy.sync.outer_optimizer is not None or strategy.topology.peer_to_peer
 
 
 def state_rows(optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]]) -> tuple[Options, ...]:

@@ -89,7 +89,7 @@ class PushEncoder:
                 part.copy_(codec.decode(message, part.numel(), context)[0])
             return messages, sent
 
-        messages, self.errors[bucket] = with_feedback(values, self.errors[bucket], send)
+        messages, self.errors[bucket] = with_feedback(values, self.errors[bucket], codec.feedback_decay, send)
         return messages
 
     def _encoded(self, codec: Codec, bucket: int, values: Tensor, context: Context) -> list[Message]:

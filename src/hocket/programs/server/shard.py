@@ -133,6 +133,15 @@ class ParameterShard(Shard):
         # After a restart from a snapshot a worker may have seen more than this shard remembers.
         staleness = max(self.version - (self._given.get(worker, 0) if seen is None else seen), 0)
         self.staleness[staleness] += 1
+        if self.sync.push_quorum > 1:
+            _, earlier = self._waiting.get(worker, (0, tensors))
+            self._waiting[worker] = (
+                step,
+                list(tensors) if earlier is tensors else [a + b for a, b in zip(earlier, tensors, strict=True)],
+            )
+            self._lrs = lrs
+            self._step_with_quorum()
+            return True
         gradients = self._compensated(worker, tensors) if self._compensation in ("taylor", "adaptive") else tensors
         self._step(gradients, [lr / max(staleness, 1) for lr in lrs] if self._compensation == "rate" else lrs)
         return True
@@ -160,8 +169,9 @@ class ParameterShard(Shard):
         self.done.pop(worker, None)
         self._given.pop(worker, None)
         self._then.pop(worker, None)
-        lost = self._waiting.pop(worker, None) is not None
+        lost = self.together and self._waiting.pop(worker, None) is not None
         self._step_together()
+        self._step_with_quorum()
         return lost
 
     def set_options(self, told: Any) -> None:
@@ -171,11 +181,17 @@ class ParameterShard(Shard):
 
     def _step_together(self) -> None:
         """One step with the mean of all, once all who are here have come so far (a worker that joined may have no push there)."""
-        self._step_up_to(self.slowest)
+        if self.together:
+            self._step_up_to(self.slowest)
+
+    def _step_with_quorum(self) -> None:
+        """One step with the mean of the pushes that wait, once so many workers have pushed, or all that are here have."""
+        if not self.together and len(self._waiting) >= min(self.sync.push_quorum, len(self.done)):
+            self._step_up_to(max((step for step, _ in self._waiting.values()), default=0))
 
     def _complete(self, worker: int, step: int) -> None:
         """A worker is at ``step``, so all have pushed what it pushed before; a restart has forgotten pushes that are not here."""
-        if worker in self._waiting and self._waiting[worker][0] < step:
+        if self.together and worker in self._waiting and self._waiting[worker][0] < step:
             self._step_up_to(self._waiting[worker][0])
 
     def _step_up_to(self, last: int) -> None:
@@ -191,7 +207,8 @@ class ParameterShard(Shard):
             mean /= len(order)
         for worker in order:
             del self._waiting[worker]
-        self.staleness[0] += len(order)
+        if self.together:
+            self.staleness[0] += len(order)
         self._step(means, self._lrs)
 
     def _step(self, gradients: Sequence[Tensor], lrs: Sequence[float]) -> None:

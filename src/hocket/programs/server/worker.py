@@ -23,7 +23,7 @@ from hocket.programs.server.requests import ShardRequests, WorkerConfig
 from hocket.transport.frame import Envelope, Kind
 
 _SAVED = ["step", "over", "_sums", "_gradients", "_waiting", "_seen", "_steps_since_meeting", "_taken"]
-_SAVED += ["pushed", "number", "_sent", "_call"]
+_SAVED += ["pushed", "number", "_sent", "_call", "_fetched"]
 
 
 class ServerWorker(ShardRequests):
@@ -38,6 +38,7 @@ class ServerWorker(ShardRequests):
         self._gradients: list[Tensor] = []
         self._waiting: tuple[str, float] | None = None
         self._steps_since_meeting = 0
+        self._fetched: list[Tensor] = []  # the weights from which displacements are measured, where these are pushed
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
@@ -71,7 +72,8 @@ class ServerWorker(ShardRequests):
     @event
     def after_update(self, lrs: Sequence[float], buffers: Tensor | None, now: float) -> Task:
         """The step is done, with the worker's learning rates ``lrs``; ``buffers`` are its floating-point buffers, flat."""
-        self._lrs, self._buffers = list(lrs), buffers
+        outer = self.sync.outer_optimizer
+        self._lrs, self._buffers = list(lrs) if outer is None else [outer["lr"]] * len(lrs), buffers
         self.step += 1
         if self.sync.averages_weights:
             self._steps_since_meeting += 1
@@ -80,6 +82,7 @@ class ServerWorker(ShardRequests):
             return
         action = self.sync.server_action(self.step)
         if action.push:
+            self._measure()
             self._push(action.fetch, self._want())
         elif action.fetch:
             self._fetch(self._want())
@@ -120,7 +123,12 @@ class ServerWorker(ShardRequests):
         """Go on from a :meth:`strategy_state` of a worker of other shards; to be called between :meth:`join` and the first step."""
         state = copy.deepcopy(state)
         self._encoder.load_state_dict(state["encoder"])
-        self._sums, self._steps_since_meeting = state["sums"], state["since"]
+        if self.sync.outer_optimizer is None:
+            self._sums = state["sums"]
+        else:
+            for rows, displacement in zip(self.rows, state["sums"], strict=True):
+                rows[0] -= displacement
+        self._steps_since_meeting = state["since"]
         self.pushed, self._resumes = state["pushed"], True
         yield from self._hello_all()  # the shards count from here
         self._resumes = False
@@ -133,8 +141,15 @@ class ServerWorker(ShardRequests):
 
     # --- tasks ---------------------------------------------------------------------------------------------------------------
 
+    def _measure(self) -> None:
+        """Where displacements are pushed: how far this worker has come since the last one."""
+        if self.sync.outer_optimizer is not None:
+            now = [rows[0].clone() for rows in self.rows]
+            self._sums = [then - own for then, own in zip(self._fetched, now, strict=True)]
+            self._fetched = now
+
     def _add(self) -> None:
-        if not self.sync.averages_weights:
+        if not self.sync.averages_weights and self.sync.outer_optimizer is None:
             for total, gradient in zip(self._sums, self._gradients, strict=False):
                 total += gradient
             self._sums = self._sums or self._gradients
@@ -154,12 +169,14 @@ class ServerWorker(ShardRequests):
             yield from self._apply("batch")
 
     def _flush(self) -> Task:
-        while self._steps_since_meeting or self.open or self._sums:
+        displaced = self.sync.outer_optimizer is not None
+        while self._steps_since_meeting or self.open or self._sums or (displaced and self.step > self.pushed):
             if self._steps_since_meeting:
                 yield from self._meet("flush")
             elif self.open:
                 yield from self._apply("flush")
             else:
+                self._measure()
                 self._push(False, 0)
                 yield from self._apply("flush")
 
@@ -204,6 +221,8 @@ class ServerWorker(ShardRequests):
         self.account.stalled(self.now - begun, held, max(min(moved, begun) - self._sent - held, 0.0))
         first = asked[0].reply
         assert first is not None
+        if first.tensors and self.sync.outer_optimizer is not None:
+            self._fetched = [rows[0].clone() for rows in self.rows]
         self.batch_ids.extend(first.metadata.get("batch_ids", []))
         self.over = bool(first.metadata.get("over", self.over))
         self.pushed = max(self.pushed, reached)
@@ -223,7 +242,10 @@ class ServerWorker(ShardRequests):
         """What this worker adds to the weights on the shards; a push under way counts as there."""
         pushes = [link.request.step for link in self.links if link.request is not None and link.request.kind == Kind.PUSH]
         state = {"step": self.step, "pushed": max([self.pushed, *pushes]), "since": self._steps_since_meeting}
-        return copy.deepcopy({**state, "encoder": self._encoder.state_dict(), "sums": self._sums})
+        sums = self._sums
+        if self.sync.outer_optimizer is not None:  # how far this worker has come since
+            sums = [then - rows[0] for then, rows in zip(self._fetched, self.rows, strict=True)]
+        return copy.deepcopy({**state, "encoder": self._encoder.state_dict(), "sums": sums})
 
     def state_dict(self) -> dict[str, Any]:
         """All state of this worker; messages under way are the driver's."""

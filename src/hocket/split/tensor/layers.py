@@ -153,12 +153,13 @@ class SplitEmbedding(SplitLayer, nn.Embedding):
         self.num_embeddings //= self.axis.size
         self.first = self.axis.place * self.num_embeddings
         padding = -1 if self.padding_idx is None else self.padding_idx - self.first
-        self.padding_idx = padding if 0 <= padding < self.num_embeddings else None
+        # padding_idx stays that of the whole: reset_parameters() fills the whole embedding.
+        self.own_padding = padding if 0 <= padding < self.num_embeddings else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         own = tokens - self.first
         foreign = (own < 0) | (own >= self.num_embeddings)
-        found = F.embedding(own.masked_fill(foreign, 0), self.weight, self.padding_idx)
+        found = F.embedding(own.masked_fill(foreign, 0), self.weight, self.own_padding)
         return summed(found.masked_fill(foreign.unsqueeze(-1), 0.0), self.axis)
 
 

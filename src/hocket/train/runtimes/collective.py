@@ -15,6 +15,7 @@ from hocket.programs.collective import CollectiveProgram
 from hocket.split.sharded import ShardedState, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import ClusterLedger, MeshAxes
+from hocket.train.momentum import JobRows, give_state, take_momentum
 from hocket.train.runtimes.base import Binding
 from hocket.train.watch import Where
 
@@ -50,6 +51,9 @@ class CollectiveRuntime:
 
             serve_sums(strategy, self.cluster)
         self.program = CollectiveProgram(strategy, binding.layout, self.cluster, binding.weights, binding.seed)
+        if momentum := strategy.exchanged == "momentum" and not self.alone:
+            take_momentum(binding.optimizer)
+        give_state(self.program, JobRows(binding), momentum)
         self.ledger = ClusterLedger(self.cluster, self.axes)
 
     def hooked(self) -> None:
@@ -134,6 +138,8 @@ class CollectiveRuntime:
 
     def leave(self) -> None:
         self.drain()
+        if self.program.momentum is not None:
+            take_momentum(self.binding.optimizer, False)
         if self.sharded is not None:
             self.sharded.detach()
             self.sharded = None
@@ -145,8 +151,8 @@ class CollectiveRuntime:
         if self.alone:
             return
         if self._replicas_differ:
-            for rows in self.binding.weights:
-                self._mean(rows)
+            for rows, whole in zip(self.binding.weights, self.program.whole(self.binding.weights), strict=True):
+                self._mean(rows.copy_(whole))
         for buffer in self.binding.buffers:
             rows = buffer.data.reshape(1, -1).clone()
             self._mean(rows)
@@ -154,8 +160,7 @@ class CollectiveRuntime:
 
     @property
     def _replicas_differ(self) -> bool:
-        strategy = self.binding.strategy
-        return not (strategy.sync.keeps_replicas_equal and strategy.topology.uniform and not strategy.weights)
+        return not self.binding.strategy.keeps_replicas_equal
 
     def _mean(self, rows: Tensor) -> None:
         exchange = self.cluster.exchange()

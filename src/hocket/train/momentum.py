@@ -1,0 +1,113 @@
+"""What is exchanged of an optimiser's state: the momentum under ``exchange=momentum``, moments under ``local(p, moments=…)``.
+
+The state stays in the optimiser, so clipping, checkpoints and skipped steps are its alone.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hocket.cluster.layout import Layout
+from hocket.optim import OneBitAdam, moment_name
+from hocket.programs.collective import CollectiveProgram
+from hocket.train.checks import Factory
+from hocket.train.runtimes.base import Binding
+
+
+class StateRows(Protocol):
+    """An optimiser's state as rows: of a job, or of stacked replicas (:class:`hocket.train.stacked.StackedOptimizer`)."""
+
+    @property
+    def first(self) -> Optimizer:
+        """The optimiser of the first row."""
+
+    def rows_of(self, bucket: int, name: str) -> Tensor:
+        """One kind of state of a bucket, ``[rows, values]``, a copy; zeros where there is none yet."""
+
+    def write_rows(self, bucket: int, name: str, rows: Tensor) -> None:
+        """The inverse; what is not there yet stays so."""
+
+
+class JobRows:
+    """The state of one worker's own optimiser."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+
+    @property
+    def first(self) -> Optimizer:
+        return self._binding.optimizer
+
+    def rows_of(self, bucket: int, name: str) -> Tensor:
+        rows = self._binding.layout.buckets[bucket].empty(1)
+        for view, state in self._pairs(bucket, name, rows):
+            view.copy_(state)
+        return rows
+
+    def write_rows(self, bucket: int, name: str, rows: Tensor) -> None:
+        for view, state in self._pairs(bucket, name, rows):
+            state.copy_(view)
+
+    def _pairs(self, bucket: int, name: str, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        views, states = self._binding.layout.buckets[bucket].views(rows, 0), self._binding.optimizer.state
+        own = [states.get(p, {}).get(name) for p in self._binding.params[bucket]]
+        return [(view, state) for view, state in zip(views, own, strict=True) if state is not None]
+
+
+class MomentumRows:
+    """Rows of gradients become rows of momentum once the optimiser's variance is fixed; it takes their mean for its own."""
+
+    def __init__(self, rows: StateRows, layout: Layout) -> None:
+        self._rows, self._layout = rows, layout
+
+    def enter(self, bucket: int, gradients: Tensor) -> bool:
+        """``β₁m + (1−β₁)g_i`` instead of ``g_i``, in place; False: until the variance is fixed gradients travel as they are."""
+        optimizer = self._rows.first
+        assert isinstance(optimizer, OneBitAdam)
+        if not optimizer.frozen:
+            return False
+        beta = optimizer.param_groups[self._layout.buckets[bucket].group]["betas"][0]
+        gradients.lerp_(self._rows.rows_of(bucket, "exp_avg"), beta)
+        return True
+
+
+class MomentRows:
+    """The first and the second moments of an optimiser, which workers average rarely."""
+
+    def __init__(self, rows: StateRows, layout: Layout) -> None:
+        self._rows, self._layout = rows, layout
+
+    def read(self, bucket: int, second: bool) -> Tensor | None:
+        """The moments of a bucket; None where its optimiser has none of this kind."""
+        name = self._name(bucket, second)
+        return None if name is None else self._rows.rows_of(bucket, name)
+
+    def write(self, bucket: int, second: bool, rows: Tensor) -> None:
+        """The inverse."""
+        name = self._name(bucket, second)
+        assert name is not None
+        self._rows.write_rows(bucket, name, rows)
+
+    def _name(self, bucket: int, second: bool) -> str | None:
+        return moment_name(self._rows.first, self._layout.buckets[bucket].group, second)
+
+
+def give_state(program: CollectiveProgram, rows: StateRows, momentum: bool) -> None:
+    """Let a program exchange what its strategy exchanges of this state; ``momentum``: instead of gradients."""
+    program.momentum = MomentumRows(rows, program.layout) if momentum else None
+    program.moments = MomentRows(rows, program.layout)
+
+
+def take_momentum(optimizer: Optimizer, takes: bool = True) -> Optimizer:
+    """The optimiser, which takes gradients for the mean momentum once its variance is fixed, or no more."""
+    assert isinstance(optimizer, OneBitAdam)  # others are refused with the strategy
+    optimizer.takes_momentum = takes
+    return optimizer
+
+
+def taking_momentum(factory: Factory) -> Factory:
+    """The same of every optimiser that ``factory`` makes."""
+    return lambda params: take_momentum(factory(params))
