@@ -1,12 +1,15 @@
-"""What all tests share: one thread (equal bits, shared cores), one seed, Ctrl-C that is heard, and hypothesis without deadlines."""
+"""What all tests share: one thread (equal bits, shared cores), one seed, Ctrl-C that is heard, no deadlines, a nursery."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from process.launch import Nursery
 
 torch.set_num_threads(1)
 # A shell that starts the tests in the background has Ctrl-C ignored by them and by all that they start.
@@ -19,3 +22,11 @@ settings.load_profile("hocket")
 def seed() -> None:
     """What a test draws is the same in every run, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Where worker processes, and commands, are forked from."""
+    nursery = Nursery()
+    yield nursery
+    nursery.close()

@@ -15,6 +15,8 @@ STRATEGIES = (
     "ssp(2) + server(2)",
     "bulk + server(2)",
     "downpour(2, 3) + server(2)",
+    "asyncdiloco(2, 1, 0) + server(2)",
+    "asyncdiloco(2, 1, 0, quorum=2) + server(2)",
     "stale(2) + server(2)",
     "async + server(2) + topk(0.2)",
     "async + gossip",

@@ -3,7 +3,8 @@
 Gradients are chosen so that the weights count: the gradient of worker ``w`` at step ``t`` is −1 at a place of its own (once per
 shard) and 0 elsewhere, and the shards run SGD with a learning rate of 1. So after the run a shard's weights say how many times
 each push was applied; a code such as top-k sends such a gradient without loss. Under ``stale`` every local step adds 1 to all
-weights, so that weights which a worker brings to a meeting say where it began: at the shard's last mean.
+weights, so that weights which a worker brings to a meeting say where it began: at the shard's last mean. Where workers push
+displacements, their own steps add these ones, and the shards' outer optimiser has a learning rate of 1 and no momentum.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ class ServerRun:
         key = ("worker", worker)
         routes = {place: ("shard", place) for place in range(self.shards)}
         self.simulation.add(key, own.program, b"w%d.%d" % (worker, incarnation), routes)
-        self._do(worker, own.program.join(rows, _SGD, self.simulation.now))
+        outer = self.strategy.sync.outer_optimizer
+        optimizer = _SGD if outer is None else OptimizerSpec("delayednesterov", (outer,))
+        self._do(worker, own.program.join(rows, optimizer, self.simulation.now))
 
     def _effect(self, key: Key, effect: Any) -> None:
         if isinstance(effect, Snapshot):
@@ -180,6 +183,8 @@ class ServerRun:
                 own.phase = "after"
                 if self.strategy.sync.averages_weights:
                     own.rows[0] += 1.0
+                elif self.strategy.sync.outer_optimizer is not None:
+                    own.rows[0] -= self._gradient(worker, own)[0]
                 self._do(worker, program.after_update([1.0], None, self._time(key)))
             elif own.phase == "after":
                 own.phase = "batch"
@@ -273,8 +278,11 @@ class ServerRun:
         assert server.shard is not None
         counts = torch.cat(server.shard.weights).view(self.size, self.columns)
         together = self.strategy.sync.max_staleness == 0
-        if not together and bool(((counts != 0) & (counts != 1)).any()):
-            worker, step = (int(n) for n in ((counts != 0) & (counts != 1)).nonzero()[0])
+        wrong = (counts != 0) & (counts != 1)
+        if self.strategy.sync.push_quorum > 1:  # a mean of several workers' pushes holds a part of each
+            wrong = (counts < 0) | (counts > 1)
+        if not together and bool(wrong.any()):
+            worker, step = (int(n) for n in wrong.nonzero()[0])
             found = float(counts[worker, step])
             self.violate(f"shard {place} applied step {step + 1} of worker {worker} {found:g} times")
         total, version = float(counts.sum()), server.shard.version

@@ -1,8 +1,8 @@
-"""One nursery of worker processes for all loops here."""
+"""Loops as forks of the nursery."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,6 @@ import pytest
 
 from loops.harness import Loop, Start, start_loop
 from process.launch import Group, Nursery
-
-
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
 
 
 @pytest.fixture

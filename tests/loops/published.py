@@ -67,7 +67,7 @@ class Loop:
     ddp: bool = True
     """Whether DDP can run it as it stands."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Words of the sentence with which strategies that contain the key refuse it."""
+    """Words of the sentence with which the strategy that is the key refuses it, or (an empty key) every one."""
     learns: bool = True
     """Whether the loss must fall (not where two networks play against each other)."""
     except_: tuple[str, ...] = ()
@@ -301,7 +301,7 @@ def lbfgs(parallel: Parallel) -> Iterator[float]:
         yield float(optimizer.step(evaluate))  # type: ignore[arg-type]
 
 
-@loop(ddp=False, refused={"bulk": "sparse"})
+@loop(ddp=False, refused={"bulk": "sparse", "bulk + qsgd(8)": "sparse"})
 def sparse_embedding(parallel: Parallel) -> Iterator[float]:
     """`nn.Embedding(sparse=True)` with SparseAdam."""
     model = nn.Embedding(20, 4, sparse=True)

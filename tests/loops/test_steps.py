@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hocket
 from loops.harness import Loop, Start, flat, refusal
+from process.launch import eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
@@ -337,3 +339,27 @@ def test_few_steps_for_a_density_are_mentioned_once(loop: Loop) -> None:
     assert "topk(0.01) sends each value 0.9 times on average in 90 steps" in sentence
     assert others == []
     assert loop(hints, steps=None) == [[], []]
+
+
+def ahead(rank: int, overlap: int, place: str) -> dict[str, Any]:
+    """Both exchange after worker 1's fourth step, which it makes only after worker 0's seventh: worker 0 cannot wait for it."""
+    model, flag = torch.nn.Linear(8, 8), Path(place, "ahead")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    job = hocket.parallelize(model, optimizer, f"diloco(4, overlap={overlap})")
+    for step in range(1, 9):
+        if rank == 1 and step == 4:
+            assert eventually(flag.exists, 20), "worker 0 waits for the exchange that should travel"
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        if rank == 0 and step == 4 + overlap - 1:
+            flag.touch()
+    found = job.summary(all_workers=True)
+    job.finish()
+    return found
+
+
+def test_an_exchange_travels_while_a_worker_steps_and_the_ledger_shows_it_hidden(loop: Loop, tmp_path: Path) -> None:
+    found = loop(ahead, overlap=4, place=str(tmp_path))[0]
+    assert found["exchanges"] == 1  # the second one still travels
+    assert found["transfer_hidden_s"] > 0

@@ -1,4 +1,4 @@
-"""``hocket`` in a fork of the nursery, for tests of the command."""
+"""``hocket`` and ``python`` in a fork of the nursery, for tests of commands."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import sys
 
 from hocket.cli import demo
 from hocket.cli import main as cli
+from process import forks
 
 
 def main(rank: int, folder: str, arguments: list[str], cwd: str) -> None:
     os.chdir(cwd)
     sys.argv = ["hocket", *arguments]
     cli.main()
+
+
+def python(rank: int, folder: str, arguments: list[str], cwd: str) -> None:
+    os.chdir(cwd)
+    forks.program(arguments)()
 
 
 def short_demo(rank: int, folder: str, arguments: list[str], cwd: str) -> None:

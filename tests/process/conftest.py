@@ -1,4 +1,4 @@
-"""One nursery of worker processes for all tests here, and the command as one of its forks."""
+"""The command, and whatever else a test starts, as forks of the nursery."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from process import forks
 from process.launch import Hocket, Nursery
 
 
-@pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+@pytest.fixture
+def forked(nursery: Nursery) -> Iterator[None]:
+    """What the test itself starts as ``python …`` is a fork of the nursery, too."""
+    undo = forks.start_by(nursery.socket)
+    yield
+    undo()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import hocket
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import join
 from hocket.cluster.layout import Buckets
@@ -23,7 +24,7 @@ from hocket.strategy import Strategy
 from hocket.train.replicas import LiveReplica, StackedReplicas
 from hocket.train.simulate import seeded
 
-WORKERS, STEPS, BATCH = 4, 12, 5
+WORKERS, STEPS, BATCH = 4, 8, 5
 SAMPLES = (STEPS - 1) * WORKERS * BATCH + 17  # the last round is uneven: 5, 4, 4, 4
 MATRIX = "[[0.5, 0.25, 0, 0.25], [0.25, 0.5, 0.25, 0], [0, 0.25, 0.5, 0.25], [0.25, 0, 0.25, 0.5]]"
 FULL = "[[0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25], [0.25, 0.25, 0.25, 0.25]]"
@@ -61,13 +62,24 @@ CASES = [
     Case("bulk + topk(0.05)"),
     Case("bulk + topk(0.05, feedback=False)", "adam"),
     Case("bulk + randomk(0.1)"),
-    Case("bulk + lowrank(2)", "adam"),
+    Case("bulk + lowrank(2) + exchange=gradients", "adam"),
     Case("bulk + topk(0.05) | qsgd(4)"),
     Case("bulk + threshold(keep=0.1) | cast(fp16)", "adam"),
     Case("bulk + randomk(0.1) | natural"),
     Case("bulk + topk(0.05) | sign"),
-    Case("bulk + dgc(0.05, warmup=8)", "sgd"),
+    Case("bulk + topk(4/64, feedback=0.95) | bins(2)"),
+    Case("bulk + cast(e3m0)", "adam"),
+    Case("bulk + dgc(0.05, warmup=4)", "sgd"),
     Case("bulk + dgc(0.05, clip=1.0) | qsgd(4)", "sgd"),
+    Case("bulk + demo(16, 0.9)", "sgd"),
+    Case("bulk + demo(64, sign=False) | qsgd(8)", "sgd"),
+    # updates: named, or chosen under Adam (as under threshold(keep=…) above)
+    Case("bulk + exchange=updates"),
+    Case("bulk + sign", "adam"),
+    Case("bulk + hierarchical(size=2) + topk(0.05) + exchange=updates"),
+    # momentum, chosen under 1-bit Adam after five steps
+    Case("bulk + sign", "onebit"),
+    Case("bulk + topk(0.05) + exchange=momentum", "onebit", "norm", clip=0.5),
     # gossip: weights plainly, weights the CHOCO way, gradients
     Case("bulk + gossip"),
     Case("bulk + gossip(ring)", "adam"),
@@ -88,6 +100,7 @@ CASES = [
     Case("local(1)"),
     Case("local(4)"),
     Case("local(3, mean=after)", "adam"),
+    Case("local(3, moments=1) + topk(0.05)", "adam"),
     Case("local(4) + topk(0.05)", "adam"),
     Case("local(4, residual=weights) + topk(0.05) | qsgd(4)"),
     Case("local(4) + lowrank(1)"),
@@ -96,13 +109,17 @@ CASES = [
     Case("local(2) + gossip(exponential) + qsgd(4)", "adam"),
     Case("local(4) + gossip + threshold(0.01, feedback=False) + exchange=gradients"),
     Case("local(4) + topk(0.05) + exchange=gradients"),
-    Case("postlocal(4, after=6)"),
-    Case("postlocal(3, after=5) + topk(0.05)", "adam"),
-    Case("postlocal(2, after=6) + gossip"),
-    Case("diloco(5)"),
-    Case("diloco(5) + topk(0.1)", "adam"),
-    Case("diloco(5) + gossip", "adam"),
+    Case("postlocal(2, after=3)"),
+    Case("postlocal(3, after=2) + topk(0.05)", "adam"),
+    Case("postlocal(2, after=4) + gossip"),
+    Case("diloco(3)"),
+    Case("diloco(3) + topk(0.1)", "adam"),
+    Case("diloco(3) + gossip", "adam"),
     Case("diloco(4) + cast(bf16)"),
+    Case("diloco(6, fragments=3, overlap=2)", "adam"),
+    Case("diloco(4, overlap=3, keep=eager) + sign(block=16)", "adam"),
+    Case("diloco(3, guard=3) + qsgd(4)"),
+    Case("diloco(4, fragments=2, overlap=1, outer=heavyball) + gossip(random)"),
     # two hosts of two workers
     Case("bulk + hierarchical(allreduce, allreduce, size=2)"),
     Case("bulk + hierarchical(allreduce, gossip, size=2) + topk(0.05)", "adam"),
@@ -113,8 +130,9 @@ CASES = [
     Case("bulk", "momentum", "norm"),
     Case("local(4)", "adam", "norm"),
     Case("bulk + gossip + topk(0.05)", "momentum", "norm"),
-    Case("diloco(5)", "momentum", "norm"),
-    Case("bulk + topk(0.05)", "adam", clip=0.5),
+    Case("diloco(3)", "momentum", "norm"),
+    Case("bulk + topk(0.05) + exchange=gradients", "adam", clip=0.5),
+    Case("bulk + topk(0.05)", "adam", clip=0.5),  # of updates
     Case("local(4) + gossip", "momentum", clip=0.5),
 ]
 
@@ -131,7 +149,7 @@ def build(case: Case, cluster: Cluster, live: bool) -> Any:
 
 
 def steps(replicas: Any, cluster: Cluster) -> None:
-    """Twenty rounds of a few digits each; the seeds of dropout are a function of worker and step."""
+    """Some rounds of a few digits each; the seeds of dropout are a function of worker and step."""
     x, y = digits()
     rounds = Partition(SAMPLES, WORKERS, BATCH, seed=3).rounds(epoch=0)
     assert len(rounds) == STEPS
@@ -194,6 +212,7 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, 0.05),
     "momentum": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, weight_decay=1e-3),
     "adam": lambda params: torch.optim.Adam(params, 0.003),
+    "onebit": lambda params: hocket.OneBitAdam(params, 0.003, freeze_step=5),
 }
 
 

@@ -25,7 +25,7 @@ def endless(rank: int, folder: str, strategy: str, liveness_timeout_s: float = 3
 
 def accident(rank: int, folder: str, strategy: str, what: str) -> None:
     """Worker 1 ends at its fifth step in one way or another."""
-    hocket.init(device="cpu", liveness_timeout_s=3.0)
+    hocket.init(device="cpu", liveness_timeout_s=10.0)
     _train(rank, folder, strategy, 5 if rank == 1 else FOREVER)
     if what == "exception":
         raise ValueError("an accident")

@@ -16,7 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
+
+from process import forks
 
 TESTS = Path(__file__).parents[1]
 PATHS = [str(TESTS.parent / "src"), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -55,18 +58,29 @@ def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 
 def left_behind(leaders: list[int]) -> list[int]:
-    """Processes that still run in the sessions of ``leaders`` (zombies do not count)."""
+    """Processes that still run in the sessions of ``leaders``; zombies do not count, nor do the tests' fork servers."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            name, _, rest = (entry / "stat").read_text().rpartition(")")
+            state, _, _, session = rest.split()[:4]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(session) in leaders and state != "Z":
+        if int(session) in leaders and state != "Z" and not name.endswith(f"({forks.NAME}"):
             found.append(int(entry.name))
     return found
+
+
+def offspring(pid: int, module: str) -> list[psutil.Process]:
+    """The children of a process that run a module, oldest first."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if module in child.cmdline() or child.name() == module.rpartition(".")[2]:
+                found.append(child)
+    return sorted(found, key=lambda c: c.pid)
 
 
 class Group:
@@ -116,6 +130,13 @@ class Command:
     def __init__(self, group: Group, arguments: list[str]) -> None:
         self.group, self.arguments, self.pid = group, arguments, group.pids[0]
 
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+
     def poll(self) -> int | None:
         return self.group.poll()[0]
 
@@ -140,8 +161,17 @@ class Nursery:
     """The process that workers are forked from."""
 
     def __init__(self) -> None:
-        program = [sys.executable, str(Path(__file__).with_name("nursery.py"))]
-        self.process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRON)
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program, file = str(Path(__file__).with_name("nursery.py")), theirs.fileno()
+        self.process = subprocess.Popen(
+            [sys.executable, program, str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=ENVIRON,
+            pass_fds=(file,),
+        )
+        theirs.close()
 
     def ask(self, request: dict[str, Any]) -> Any:
         assert self.process.stdin is not None
@@ -160,7 +190,7 @@ class Nursery:
     def command(
         self, arguments: list[str], folder: Path, cwd: Path, environ: dict[str, str] | None = None, program: str = "main"
     ) -> Command:
-        """Start ``hocket`` as from a shell, but for the seconds that an interpreter takes to import PyTorch."""
+        """Start ``hocket`` (or ``python``, which ``program`` says) as from a shell, but without importing PyTorch again."""
         environs = [{"COLUMNS": "120", **(environ or {})}]
         group = self._start(f"process.command:{program}", folder, environs, {"arguments": arguments, "cwd": str(cwd)})
         return Command(group, arguments)
@@ -171,6 +201,7 @@ class Nursery:
         return Group(self, folder, self.ask(request))
 
     def close(self) -> None:
+        self.socket.close()
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.process.wait(timeout=30) == 0

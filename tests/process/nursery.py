@@ -1,8 +1,8 @@
 """Starts groups of worker processes quickly: torch is imported once, then every worker is a fork.
 
-Run as ``python nursery.py``; it reads one JSON request per line and answers each with one line. A worker runs its function at the
-interpreter's own top level, so that exceptions, exit codes and ``atexit`` are those of a script. Nothing here starts a thread or
-touches autograd before the fork.
+Run as ``python nursery.py SOCKET``; it reads one JSON request per line and answers each with one line. By the descriptor SOCKET
+whoever started it asks for forks of its own (see ``forks``). A worker runs its function at the interpreter's own top level, so that
+exceptions, exit codes and ``atexit`` are those of a script. Nothing here starts a thread or touches autograd before the fork.
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._dynamo  # optimisers import it at their first step
 
+from process import forks
+
 MODULES = (
+    "pytest",
+    "hypothesis.strategies",
+    "torch.distributed.run",
+    "hocket.drivers.shard_process",
+    "hocket.drivers.summation",
+    "hocket.sandblaster.launch",
     "hocket.supervisor.worker_process",
     "hocket.cli.launch",
     "hocket.split.pipeline.timeline",
@@ -77,6 +87,9 @@ def worker(request: dict[str, Any], rank: int) -> Callable[[], Any]:
         os.dup2(file, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["environ"][rank])
+    tempfile.tempdir = None  # it may be another one
+    if (program := forks.begin()) is not None:
+        return program
     module, name = request["function"].split(":")
     function = getattr(importlib.import_module(module), name)
     return lambda: function(rank, request["folder"], **request["arguments"])
@@ -88,5 +101,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # collections in workers pass over what all of them share, and copy none of its pages
-    run = serve()
-    run()
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    if os.fork() == 0:
+        forks.leave(forks.serve(asked))
+    asked.close()
+    forks.leave(serve())

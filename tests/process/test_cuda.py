@@ -27,6 +27,8 @@ STRATEGIES = (
     "hierarchical(allreduce, gossip(ring), size=2) + natural",
     "bulk + gossip(random) + ternary + exchange=gradients",
     "bulk + randomk(0.2) | cast(fp8)",
+    "bulk + threshold(keep=0.1, indices=rice) | cast(e3m0)",
+    "diloco(4, 1.0, 0) + topk(4/64, feedback=0.95) | bins(2)",
 )
 
 

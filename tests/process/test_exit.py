@@ -6,8 +6,11 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from process.launch import Nursery
 
 SCRIPT = """
 import atexit, sys, weakref
@@ -53,3 +56,14 @@ def test_the_group_is_gone_before_the_interpreter_is(strategy: str) -> None:
         said, errors = worker.communicate(timeout=100)
         assert worker.returncode == 0, errors
         assert "group gone" in said, said
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("strategy", ["local(2)", "bulk + server", "bulk + server(role=sum)", "async + server", "async + gossip"])
+def test_an_interpreter_that_takes_itself_apart_meets_no_thread_of_ours(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
+    """Forks of the nursery leave without that, but for these."""
+    command = {"arguments": ["-c", SCRIPT, strategy], "cwd": str(tmp_path)}
+    group = nursery.start("process.command:python", 2, tmp_path, {"WHOLE_END": "1"}, **command)
+    assert group.wait(100) == [0, 0], group.said()
+    assert "Error" not in group.said()

@@ -17,8 +17,8 @@ from process.launch import ENVIRON, free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(280)]
 
-MIB, WIDTH, LAYERS, STEPS = 1400, 4096, 11, 2
-"""641 MiB of weights; with gradients and momentum 1.9 GiB."""
+MIB, WIDTH, LAYERS, STEPS = 420, 2048, 11, 2
+"""160 MiB of weights; with gradients and momentum 480 MiB."""
 
 
 def run(processes: int, mesh: str) -> list[tuple[int, dict[str, Any]]]:

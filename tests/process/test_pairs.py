@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ from hocket.train.runtimes.messages import peer_runtime
 from hocket.train.settings import RunSettings
 from hocket.transport import Caller, Envelope, Keys, Kind, Listener, pack
 from process.cases import batch, net, sgd
-from process.launch import ENVIRON, Group, Nursery, eventually
+from process.launch import Group, Nursery, eventually, offspring
 from process.paired import LIVENESS_TIMEOUT_S
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
@@ -267,8 +266,8 @@ def test_who_was_silent_for_a_while_takes_part_in_the_end() -> None:
         crowd.join()
         with crowd.runtimes[0].driver.lock:
             rows, _ = crowd.runtimes[1].global_weights()
+            assert crowd.program(1).peers[0].silent  # as long as the lock keeps it silent
         assert torch.equal(torch.cat(rows, 1)[0], crowd.begun[1]), "of itself alone"
-        assert crowd.program(1).peers[0].silent
         crowd.train([[], []])
         assert crowd.means[0].here == crowd.means[1].here == [0, 1]
 
@@ -630,28 +629,26 @@ def no_children() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_children")
-def test_the_command_trains_and_survives_the_loss_of_a_worker(tmp_path: Path) -> None:
-    run = [
-        sys.executable,
-        "-m",
-        "hocket.cli.main",
-        "train",
-        "--model",
-        "process.served:small",
-        "--batch-size",
-        "32",
-        "--slowdown",
-        "4",
+def test_the_command_trains_and_survives_the_loss_of_a_worker(nursery: Nursery, tmp_path: Path) -> None:
+    arguments = ["train", "--model", "process.served:small", "--batch-size", "32", "--slowdown", "4"]
+    arguments += [
+        "--strategy",
+        "async + gossip",
+        "--workers",
+        "3",
+        "--epochs",
+        "20",
+        "--liveness-timeout",
+        "2",
+        "--out",
+        str(tmp_path),
     ]
-    run += ["--strategy", "async + gossip", "--workers", "3", "--epochs", "20", "--liveness-timeout", "2", "--out", str(tmp_path)]
-    with subprocess.Popen(run, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            assert eventually((tmp_path / "metrics.jsonl").exists, LIMIT_S)
-            psutil.Process(process.pid).children()[1].kill()
-            said, _ = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
-    assert process.returncode == 0, said
+    with nursery.command(arguments, tmp_path / "said", Path.cwd()) as run:
+        assert eventually((tmp_path / "metrics.jsonl").exists, LIMIT_S), run.said()
+        offspring(run.pid, "hocket.supervisor.worker_process")[1].kill()
+        ended = run.ended(LIMIT_S)
+    said = ended.stderr
+    assert ended.returncode == 0, said
     assert "was ended by SIGKILL; the others go on" in said
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, 21))
@@ -694,7 +691,7 @@ def replaced(text: str, workers: int) -> RunSettings:
     return RunSettings.of(strategy=text, model="process.served:small", batch_size=32, workers=workers, epochs=6, lr=0.05)
 
 
-@pytest.mark.usefixtures("no_children")
+@pytest.mark.usefixtures("no_children", "forked")
 @pytest.mark.parametrize(("text", "victim"), [("async + gossip", 1), ("async + gossip(pushsum)", 0)])
 def test_another_takes_the_place_of_a_killed_worker(
     text: str, victim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -709,7 +706,6 @@ def test_another_takes_the_place_of_a_killed_worker(
             runs.append(self)
 
     monkeypatch.setitem(KINDS_OF_RUNS, "peers", Kept)
-    monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
     arguments = ["--strategy", text, "--model", "process.served:small", "--batch-size", "32", "--workers", "3", "--epochs", "6"]
     arguments += ["--replace", "--liveness-timeout", "2", "--lr", "0.05", "--out", str(tmp_path)]
     ended = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
@@ -736,9 +732,8 @@ def test_another_takes_the_place_of_a_killed_worker(
     )
 
 
-@pytest.mark.usefixtures("no_children")
-def test_where_all_have_died_there_is_nothing_to_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
+@pytest.mark.usefixtures("no_children", "forked")
+def test_where_all_have_died_there_is_nothing_to_go_on_from() -> None:
     policy = FaultPolicy(liveness_timeout_s=2.0, replace=True)
     run = Watched(replaced("async + gossip", 2), torch.device("cpu"), policy=policy)
     run.victims = (0, 1)
@@ -873,12 +868,11 @@ def test_an_epoch_at_which_nobody_answers_has_no_accuracy_and_one_who_does_not_t
         run.close()
 
 
-@pytest.mark.usefixtures("no_children")
+@pytest.mark.usefixtures("no_children", "forked")
 @pytest.mark.parametrize("text", ["async + gossip", "async + server(shards=2)"])
 def test_a_run_from_python_goes_on_when_a_worker_is_killed(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", ENVIRON["PYTHONPATH"])
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     seen: list[int] = []

@@ -53,6 +53,7 @@ def _start(server: ShardServer, event: dict[str, Any]) -> Effects:
         "ssp(2) + server + qsgd(4)",
         "downpour(2, 3) + server(2)",
         "downpour(2, 2) + server + topk(0.1)",
+        "asyncdiloco(2) + server(2) + sign",
         "stale(2) + server(2)",
     ],
 )

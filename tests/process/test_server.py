@@ -32,7 +32,7 @@ from hocket.errors import HocketError
 from hocket.train.run import make_training
 from hocket.train.settings import RunSettings
 from hocket.transport import Envelope, Kind, pack
-from process.launch import ENVIRON, Nursery, eventually
+from process.launch import ENVIRON, Nursery, eventually, offspring
 from process.served import LIMIT_S, Service
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -347,44 +347,25 @@ def test_snapshots_need_a_folder(tmp_path: Path) -> None:
 # --- the command -------------------------------------------------------------------------------------------------------------
 
 
-COMMAND = [sys.executable, "-m", "hocket.cli.main", "train", "--model", "process.served:small", "--batch-size", "32", "--lr", "0.1"]
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environ = {**ENVIRON, "TMPDIR": str(folder)}
-    return subprocess.Popen(
-        [*COMMAND, *arguments], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def offspring(process: subprocess.Popen[str], module: str) -> list[psutil.Process]:
-    """Its children that run a module, oldest first."""
-    found = []
-    for child in psutil.Process(process.pid).children():
-        try:
-            if module in child.cmdline():
-                found.append(child)
-        except psutil.NoSuchProcess:
-            continue
-    return sorted(found, key=lambda c: c.create_time())
+TRAIN = ["train", "--model", "process.served:small", "--batch-size", "32", "--lr", "0.1"]
+SHARD, WORKER = "hocket.drivers.shard_process", "hocket.supervisor.worker_process"
 
 
 def nobody_is_left(family: list[psutil.Process]) -> bool:
     return eventually(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 15)
 
 
-def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path) -> None:
+def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(nursery: Nursery, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["--strategy", "async + server(shards=2)", "--workers", "2", "--epochs", "6", "--slowdown", "10,20"]
-    run = start(tmp_path, *arguments, "--snapshot", "0.5", "--replace", "--out", str(out))
-    try:
-        assert eventually(lambda: (out / "metrics.jsonl").exists(), LIMIT_S)
-        offspring(run, "hocket.supervisor.worker_process")[0].kill()
-        offspring(run, "hocket.drivers.shard_process")[1].kill()
-        said, errors = run.communicate(timeout=90)
-    finally:
-        run.kill()
-    assert run.returncode == 0, errors
+    arguments += ["--snapshot", "0.5", "--replace", "--out", str(out)]
+    with nursery.command([*TRAIN, *arguments], tmp_path / "said", Path.cwd()) as run:
+        assert eventually(lambda: (out / "metrics.jsonl").exists(), LIMIT_S), run.said()
+        offspring(run.pid, WORKER)[0].kill()
+        offspring(run.pid, SHARD)[1].kill()
+        ended = run.ended(90)
+    errors = ended.stderr
+    assert ended.returncode == 0, errors
     assert "worker 0 was ended by SIGKILL; another takes its place." in errors
     assert "shard 1 died and is back from its snapshot." in errors
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -399,39 +380,41 @@ def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(tmp_path: Path
     assert sum(n for m in metrics for n in m["staleness"].values()) <= described["steps"] * 2, "every push is counted once"
     assert all(m["wall_s"] > 0 for m in metrics)
     assert sorted(p.name for p in out.iterdir()) == ["metrics.jsonl", "run.json"]
-    assert "2 workers and 2 shards" in said
+    assert "2 workers and 2 shards" in ended.stdout
 
 
-def test_an_interruption_leaves_nobody_and_a_dead_supervisor_neither(tmp_path: Path) -> None:
-    arguments = ["--strategy", "async + server(optimizer=adagrad)", "--workers", "1", "--epochs", "100000"]
-    runs = [start(tmp_path, *arguments, "--out", str(tmp_path / str(n))) for n in range(2)]
-    families = []
-    try:
-        for run in runs:
-            assert eventually(
-                lambda run=run: (
-                    len(offspring(run, "hocket.drivers.shard_process") + offspring(run, "hocket.supervisor.worker_process")) == 2
-                ),
-                LIMIT_S,
-            )
-            families.append(psutil.Process(run.pid).children(recursive=True))
-        assert eventually(lambda: all((tmp_path / str(n) / "metrics.jsonl").exists() for n in range(2)), LIMIT_S), "they train"
+def test_an_interruption_leaves_nobody_and_a_dead_supervisor_neither(nursery: Nursery, tmp_path: Path) -> None:
+    arguments = [*TRAIN, "--strategy", "async + server(optimizer=adagrad)", "--workers", "1", "--epochs", "100000"]
+    outs = [tmp_path / str(n) for n in range(2)]
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(nursery.command([*arguments, "--out", str(out)], tmp_path / f"said {out.name}", Path.cwd()))
+            for out in outs
+        ]
+        assert eventually(lambda: all((out / "metrics.jsonl").exists() for out in outs), LIMIT_S), "they train"
+        assert all(len(offspring(run.pid, SHARD)) == len(offspring(run.pid, WORKER)) == 1 for run in runs)
+        family = [child for run in runs for child in psutil.Process(run.pid).children(recursive=True)]
         os.killpg(runs[0].pid, signal.SIGINT)  # as a terminal does
-        runs[1].kill()
-        _, errors = runs[0].communicate(timeout=30)
-        assert runs[0].returncode == 130, errors
-        assert errors.rstrip().endswith("hocket: interrupted."), errors
-        assert nobody_is_left([p for family in families for p in family])
-    finally:
-        for run in runs:
-            run.kill()
-            run.wait()
+        os.kill(runs[1].pid, signal.SIGKILL)
+        ended = runs[0].ended(30)
+        assert ended.returncode == 130, ended.stderr
+        assert ended.stderr.rstrip().endswith("hocket: interrupted."), ended.stderr
+        assert nobody_is_left(family)
 
 
 def test_being_ended_politely_counts_as_an_interruption_and_leaves_no_folder(tmp_path: Path) -> None:
-    run = start(tmp_path, "--strategy", "async + server(optimizer=adagrad)", "--workers", "1", "--epochs", "100000")
+    """With interpreters of their own, as a stranger has them."""
+    arguments = [*TRAIN, "--strategy", "async + server(optimizer=adagrad)", "--workers", "1", "--epochs", "100000"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "hocket.cli.main", *arguments],
+        env={**ENVIRON, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        assert eventually(lambda: list(tmp_path.glob("hocket-*")) and offspring(run, "hocket.drivers.shard_process"), LIMIT_S)
+        assert eventually(lambda: list(tmp_path.glob("hocket-*")) and offspring(run.pid, SHARD), LIMIT_S)
         family = psutil.Process(run.pid).children(recursive=True)
         run.terminate()
         _, errors = run.communicate(timeout=60)

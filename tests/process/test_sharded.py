@@ -13,7 +13,7 @@ from process.sharded_cases import STEPS
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
-STATE = [["state", "mlp", "momentum"], ["state", "gpt", "adamw"], ["state", "mlp", "adamw", "bulk + topk(0.2)"]]
+STATE = [["state", "mlp", "momentum"], ["state", "gpt", "adamw"], ["state", "mlp", "adamw", "bulk + topk(0.2) + gradients"]]
 SCALED = [["scaled", "momentum"], ["scaled", "fused"]]
 BAD = 2
 FULL: list[list[Any]] = [["full", "mlp", "momentum"], ["full", "gpt", "adamw"], ["weighed"]]

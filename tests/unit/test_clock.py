@@ -214,6 +214,17 @@ def test_local_steps_hide_their_mean_behind_computing() -> None:
     assert after[:, 2].tolist() == pytest.approx([2 * exchange] * 4)
 
 
+def test_an_exchange_that_overlaps_steps_is_hidden_behind_all_of_them() -> None:
+    exchange, overlapped = 6e-3 + ring_bytes(4 * PARAMETERS, 4) / 1e6, "diloco(4, overlap={})"
+    spec = ClusterSpec(step_s=0.004, bandwidth=1e6, latency_s=1e-3)
+    assert 2 * 0.004 < exchange < 4 * 0.004
+    for steps, exposed in ((0, exchange), (1, exchange - 0.004), (2, exchange - 0.008), (4, 0.0)):
+        figures, _ = each(overlapped.format(steps), spec, rounds=8)
+        landed = 1 if steps else 2  # with an overlap the second exchange, after step 8, still travels at the end
+        assert figures[:, 2].tolist() == pytest.approx([landed * exposed] * 4, abs=1e-12), steps
+        assert figures[:, 3].tolist() == pytest.approx([landed * (exchange - exposed)] * 4, abs=1e-12), steps
+
+
 def test_a_bucket_is_launched_when_the_backward_pass_has_produced_it() -> None:
     clock = Clock(ClusterSpec(step_s=3.0, bandwidth=1.0), 2)
     clock.compute(0)

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from hocket.cluster import VirtualCluster
 from hocket.cluster.message import Message
-from hocket.compression import DGC, Chain, Codec, LowRank, NoCompression, RandomK, Sign, Threshold, TopK
+from hocket.compression import DGC, Bins, Cast, Chain, Codec, LowRank, NoCompression, RandomK, Sign, Threshold, TopK
 from hocket.compression.base import Context
 from hocket.compression.bitpack import pack, pack_trits, packed_size_padded, unpack, unpack_trits
 from hocket.compression.damped import Damped
-from hocket.compression.feedback import mean_with_feedback
-from hocket.compression.indices import BLOCK
+from hocket.compression.feedback import mean_with_feedback, with_feedback
+from hocket.compression.indices import BLOCK, read_indices, rice_bits, with_indices
+from hocket.compression.threshold import compact
+from hocket.notation import Ratio
 from hocket.strategy import Strategy
 from hocket.topology import AllReduce, Gossip
-from virtual.methods import CHAINS, SINGLE
+from virtual.methods import CHAINS, COMPRESSION, SINGLE
 
 MORE = (
     "qsgd(3)",
@@ -31,6 +33,12 @@ MORE = (
     "threshold(keep=0.5)",
     "threshold(0)",
     "topk(1.0)",
+    "topk(5/5)",
+    "topk(2/7) | sign",
+    "topk(0.1, indices=rice) | qsgd(3)",
+    "threshold(keep=0.2, indices=rice)",
+    "bins(3)",
+    "bins(4, block=8)",
 )
 
 
@@ -41,7 +49,7 @@ def compressor(text: str):
 
 CODECS = [t for t in (*SINGLE, *MORE, *CHAINS) if isinstance(compressor(t), Codec)]
 UNBIASED = ["qsgd(2)", "qsgd(4)", "qsgd(3, block=8)", "ternary", "natural", "randomk(0.2, unbiased=True)"]
-EXACT = ["topk(1.0)", "threshold(0)", "threshold(keep=1.0)", "randomk(1.0)"]
+EXACT = ["topk(1.0)", "topk(5/5)", "threshold(0)", "threshold(keep=1.0)", "randomk(1.0)"]
 
 
 def context(rows: int = 1, *, step: int = 0, seed: int = 0, bucket: int = 0, exchange: int = 0, shapes=None) -> Context:
@@ -168,7 +176,7 @@ def test_rows_longer_than_a_block_of_places(text: str, size: int) -> None:
     where = context(2)
     message, decoded = through(codec, rows, where)
     assert torch.equal(codec.decode(packed_and_back(message), size, where), decoded)
-    if text.startswith(("topk", "threshold")) and "|" not in text:
+    if text.startswith(("topk", "threshold")) and "|" not in text and "/7" not in text:
         assert torch.equal(decoded, rows)
 
 
@@ -195,7 +203,7 @@ def test_sparse_messages_count_their_places() -> None:
     assert through(compressor("qsgd(4)"), rows)[0].payload_bytes().tolist() == [2 * 4 + 500]
 
 
-# --- packing ---------------------------------------------------------------------------------------------------------------
+# --- packing ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -217,7 +225,7 @@ def test_packing_trits(size: int, rows: int, seed: int) -> None:
     assert torch.equal(unpack_trits(packed, size), values)
 
 
-# --- randomness ------------------------------------------------------------------------------------------------------------
+# --- randomness ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", CODECS)
@@ -253,7 +261,7 @@ def test_random_places_are_distinct_and_equally_likely() -> None:
     assert ((hits - expected) ** 2 / expected).sum() < 30  # chi-square with 9 degrees of freedom: p < 0.001
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [0.05, 0.2])
@@ -286,9 +294,9 @@ def test_what_was_sent_and_what_is_remembered_is_all_there_was(text: str, topolo
     given_, sent = torch.zeros(3, 50), torch.zeros(3, 50)
     for t in range(12):
         rows = torch.randn(3, 50, generator=generator)
-        given_ += rows
+        given_ = codec.feedback_decay * given_ + rows
         _, this, state = mean_with_feedback(codec, rows, channel, state, context(3, step=t, exchange=t, shapes=((5, 8), (10,))))
-        sent += this
+        sent = codec.feedback_decay * sent + this
     torch.testing.assert_close(sent + state["error"], given_, rtol=0, atol=2e-5)
     assert state["error"].abs().max() > 1e-6  # there was something to remember
 
@@ -350,7 +358,7 @@ def test_a_warm_start_finds_the_largest_directions() -> None:
     assert errors[-1] < 0.01 * errors[0]
 
 
-# --- DGC -------------------------------------------------------------------------------------------------------------------
+# --- DGC ----------------------------------------------------------------------------------------------------------------
 
 
 class _Plain:
@@ -481,3 +489,259 @@ def test_messages_of_variable_size_have_exactly_the_bytes_of_what_they_carry(cod
     assert [message.pack(row).numel() for row in range(5)] == message.payload_bytes().tolist()
     assert (decoded != 0).sum(1).tolist() == kept
     torch.testing.assert_close(decoded, torch.where(rows == -2.0, rows, 0.0))
+
+
+# --- Rice's code of indices -----------------------------------------------------------------------------------------------------
+
+
+def _coded_by_hand(indices: list[int], k: int) -> tuple[list[int], list[int]]:
+    """The bits of ``low`` and of ``unary``, gap by gap; ``low`` in groups of eight gaps, whose first bits come first."""
+    gaps = [b - a - 1 for a, b in zip([-1, *indices], indices, strict=False)]
+    low = [
+        sum((gap >> bit & 1) << place for place, gap in enumerate(gaps[start : start + 8]))
+        for start in range(0, len(gaps), 8)
+        for bit in range(k)
+    ]
+    bits = [bit for gap in gaps for bit in [*[0] * (gap >> k), 1]]
+    return low, [sum(bit << place for place, bit in enumerate(bits[start : start + 8])) for start in range(0, len(bits), 8)]
+
+
+@given(st.integers(1, 3000), st.lists(st.sampled_from([0.0, 1e-3, 0.02, 0.3, 1.0]), min_size=1, max_size=4), st.integers(0, 999))
+@settings(max_examples=60)
+def test_rices_code_gives_back_rows_of_any_density(size: int, densities: list[float], seed: int) -> None:
+    """Empty and full rows beside each other, whatever the others are; and the bytes are those of the code written by hand."""
+    mask = torch.rand(len(densities), size, generator=torch.Generator().manual_seed(seed)) < torch.tensor(densities).unsqueeze(1)
+    chosen = compact(torch.ones(mask.shape), mask)
+    message = with_indices(chosen, Message((chosen.values,), chosen.counts.unsqueeze(1)), size, rice=True)
+    for found in (message, packed_and_back(message)):
+        indices, counts = read_indices(found, size, rice=True)
+        assert counts.tolist() == mask.sum(1).tolist()
+        for row, count in enumerate(counts.tolist()):
+            assert indices[row, :count].tolist() == mask[row].nonzero().flatten().tolist()
+        assert indices.numel() == 0 or 0 <= int(indices.min()) <= int(indices.max()) < size
+    for row, k in enumerate(rice_bits(mask.sum(1), size).tolist()):
+        low, unary = _coded_by_hand(mask[row].nonzero().flatten().tolist(), k)
+        assert message.lengths[row].tolist() == [len(low), len(unary), int(mask[row].sum())]
+        assert message.parts[0][row, : len(low)].tolist() == low
+        assert message.parts[1][row, : len(unary)].tolist() == unary
+
+
+@pytest.mark.parametrize("count", [2, 17, 64, 65, 700, 2000, 3000])
+def test_rices_parameter_is_the_best_and_near_the_entropy(count: int) -> None:
+    """For places that are independent of each other: no other ``k`` is shorter, and the best is 4 % above the entropy at most."""
+    size, p = 4096, count / 4096
+    bits = [k + 1 / (1 - (1 - p) ** 2**k) for k in range(14)]
+    found = bits[int(rice_bits(torch.tensor([count]), size))]
+    assert found <= min(bits) * 1.001
+    entropy = -math.log2(p) - (1 - p) / p * math.log2(1 - p)
+    assert found <= 1.04 * entropy or p > 0.5  # a bitmap, one bit per place, where most are sent
+    assert found <= 1 / p + 1e-9
+
+
+def test_chunked_top_k_sends_an_index_in_seven_and_a_half_bits() -> None:
+    rows = torch.randn(1, 64 * 4096, generator=torch.Generator().manual_seed(0))
+    message, _ = through(compressor("topk(64/4096)"), rows)
+    assert 7.3 < 8 * float(message.lengths[0, :2].sum()) / 4096 < 7.6
+    assert message.payload_bytes().tolist() == [3 * 4 + int(message.lengths[0, :2].sum()) + 4 * 4096]
+    small, _ = through(compressor("topk(64/4096) | bins(2)"), rows)
+    assert small.payload_bytes().tolist() == [4 * 4 + int(message.lengths[0, :2].sum()) + 8 * 2 * 4 + 4096 // 4]
+    assert 4 * rows.numel() / int(small.payload_bytes()) > 200
+
+
+@pytest.mark.parametrize("text", ["topk(0.02)", "threshold(2.5)", "threshold(keep=0.02) | sign", "topk(0.02) | qsgd(4)"])
+def test_the_code_of_indices_changes_bytes_and_nothing_else(text: str) -> None:
+    rows = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
+    plain, expected = through(compressor(text), rows)
+    rice, decoded = through(compressor(text.replace(")", ", indices=rice)", 1)), rows)
+    assert torch.equal(decoded, expected)
+    assert bool((rice.payload_bytes() < plain.payload_bytes()).all())
+
+
+def test_deep_gradient_compression_takes_rices_code() -> None:
+    cluster = {code: VirtualCluster(2) for code in ("plain", "rice")}
+    heard = {}
+    for code, workers in cluster.items():
+        channel = AllReduce().bind(workers, workers.world, 0)
+        rows = torch.randn(2, 40000, generator=torch.Generator().manual_seed(0))
+        heard[code] = DGC(0.05, indices=code).mean(rows, channel, {}, context(2)).heard
+    assert torch.equal(heard["plain"], heard["rice"])
+    assert bool((cluster["rice"].ledger.bytes_sent < cluster["plain"].ledger.bytes_sent).all())
+
+
+@pytest.mark.parametrize("text", ["topk(0.1)", "topk(64/4096) | bins(2)", "bins(2)", "cast(e3m0)", "threshold(0.1, indices=rice)"])
+def test_a_slice_may_be_empty(text: str) -> None:
+    """A bucket has fewer values than there are servers."""
+    message, decoded = through(compressor(text), torch.zeros(2, 0))
+    assert decoded.shape == compressor(text).decode(packed_and_back(message), 0, context(2)).shape == (2, 0)
+
+
+# --- chunks ---------------------------------------------------------------------------------------------------------------------
+
+
+@given(_rows(), st.integers(1, 20), st.data())
+def test_chunked_top_k_is_top_k_of_each_chunk(rows: Tensor, of: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, of))
+    codec = TopK(Ratio(count, of))
+    _, decoded = through(codec, rows)
+    sent = 0
+    for start in range(0, rows.shape[1], of):
+        chunk, found = rows[:, start : start + of], decoded[:, start : start + of]
+        k = -(-count * chunk.shape[1] // of)
+        sent += k
+        largest = chunk.abs().topk(k, 1).values.sort(1).values
+        assert torch.equal(found.abs().topk(k, 1).values.sort(1).values, largest)
+        assert bool(((found == chunk) | (found == 0)).all())
+        assert int((found != 0).sum(1).max()) <= k
+    assert codec.max_selected(rows.shape[1]) == sent
+
+
+def test_chunks_need_no_view_of_the_whole_model() -> None:
+    assert not compressor("topk(64/4096)").global_selection
+    assert not compressor("topk(64/4096) | bins(2)").single_bucket
+    assert compressor("topk(0.015625)").global_selection
+    assert compressor("topk(64/4096)").sends_per_value(128) == 2.0
+
+
+# --- decay ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_residual_counts_by_its_decay() -> None:
+    rows, residual = torch.randn(2, 1, 300, generator=torch.Generator().manual_seed(0))
+    wanted = []
+
+    def send(values: Tensor) -> tuple[None, Tensor]:
+        wanted.append(values)
+        return None, values.floor()
+
+    for decay, expected in ((1.0, rows + residual), (0.75, rows + 0.75 * residual)):
+        _, kept = with_feedback(rows, residual, decay, send)
+        assert torch.equal(wanted[-1], expected)
+        assert torch.equal(kept, wanted[-1] - wanted[-1].floor())
+
+
+@pytest.mark.parametrize("text", ["topk(0.1)", "threshold(keep=0.2)", "randomk(0.2)", "sign", "bins(2)", "cast(fp8)", "lowrank(1)"])
+def test_a_decay_of_one_is_plain_feedback_bit_for_bit(text: str) -> None:
+    name, _, arguments = text.removesuffix(")").partition("(")
+    texts = [f"{name}({', '.join([*filter(None, [arguments]), f'feedback={value}'])})" for value in ("True", "1.0", "1", "0.5")]
+    plain, *others = (_after_exchanges(compressor(t)) for t in (text, *texts))
+    for same in others[:3]:
+        assert torch.equal(same, plain)
+    assert not torch.equal(others[3], plain)
+
+
+def _after_exchanges(codec) -> Tensor:
+    cluster, state = VirtualCluster(3), {}
+    channel, generator = AllReduce().bind(cluster, cluster.world, 0), torch.Generator().manual_seed(0)
+    heard = []
+    for t in range(5):
+        where = context(3, step=t, exchange=t, shapes=((5, 8), (10,)))
+        mixed, state = channel.gradients(codec, torch.randn(3, 50, generator=generator), state, where)
+        heard.append(mixed)
+    return torch.cat(heard)
+
+
+@pytest.mark.parametrize("text", ["topk(0.2, feedback=0.5)", "topk(2/10, feedback=0.5) | bins(2)", "sign(feedback=0.5)"])
+def test_senders_and_slice_owners_forget_alike(text: str) -> None:
+    """Two exchanges by hand: slices are coded by their senders, averaged and coded again by their owner, both with decay."""
+    codec, cluster, state = compressor(text), VirtualCluster(2), {}
+    channel = AllReduce().bind(cluster, cluster.world, 0)
+    sender_error, owner_error = torch.zeros(2, 40), torch.zeros(2, 20)
+    for t, rows in enumerate(torch.randn(3, 2, 40, generator=torch.Generator().manual_seed(0))):
+        where = context(2, step=t, exchange=t)
+        whole = channel.whole_gradients(codec, rows, state, where)
+        heard, state = channel.gradients(codec, rows, state, where)
+        slices = (
+            (rows + 0.5 * sender_error).view(2, 20, 2).mT if codec.global_selection else (rows + 0.5 * sender_error).view(2, 2, 20)
+        )
+        sent = through(codec, slices.reshape(4, 20), context(4))[1].view(2, 2, 20)
+        mean = sent.mean(0) + 0.5 * owner_error
+        expected = through(codec, mean, where)[1]
+        everything = slices.mean(0) + 0.5 * owner_error
+        sender_error, owner_error = (slices - sent), mean - expected
+        joined = [x.mT.reshape(-1) if codec.global_selection else x.reshape(-1) for x in (expected, everything)]
+        sender_error = (sender_error.mT if codec.global_selection else sender_error).reshape(2, 40)
+        torch.testing.assert_close(heard, joined[0].expand(2, -1))
+        torch.testing.assert_close(whole, joined[1].expand(2, -1))
+
+
+# --- four bits and two ----------------------------------------------------------------------------------------------------------
+
+_E3M0 = torch.tensor([0.0, *(2.0**-k for k in range(7))])
+
+
+@given(st.lists(st.sampled_from([*_E3M0.tolist(), *(-_E3M0).tolist()]), max_size=40), st.sampled_from([1.0, 3.7, -1e-20, 1e30]))
+def test_values_that_e3m0_has_are_exact(units: list[float], scale: float) -> None:
+    rows = torch.tensor([[1.0, *units]]) * scale
+    assert torch.equal(through(Cast("e3m0"), rows)[1], rows)
+
+
+def test_e3m0_rounds_to_the_nearest_of_each_blocks_values() -> None:
+    rows = torch.randn(2, 1200, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(0, -4, 1200)
+    message, decoded = through(Cast("e3m0"), rows)
+    for row, found in zip(rows, decoded, strict=True):
+        for block, got in zip(row.split(512), found.split(512), strict=True):
+            table = block.abs().max() * torch.cat([_E3M0, -_E3M0])
+            torch.testing.assert_close((got - block).abs(), (block.unsqueeze(1) - table).abs().amin(1), rtol=0, atol=1e-7)
+    assert message.payload_bytes().tolist() == [3 * 4 + 600] * 2
+    assert compressor("cast(e3m0)").uses_error_feedback
+    assert not compressor("cast(e3m0, feedback=False)").uses_error_feedback
+
+
+def _equal_bins(rows: Tensor, bits: int) -> Tensor:
+    """As in the paper: equal bins over 6σ around the mean of a row, each with the mean of its values."""
+    count, centred = 2**bits, rows - rows.mean(1, keepdim=True)
+    codes = (centred / (6 * centred.std(1, keepdim=True) / count) + count / 2).floor().clamp(0, count - 1)
+    decoded = torch.zeros_like(rows)
+    for k in range(count):
+        members = codes == k
+        decoded += members * (rows * members).sum(1, keepdim=True) / members.sum(1, keepdim=True).clamp(min=1)
+    return decoded
+
+
+def _rounded(rows: Tensor, bits: int) -> Tensor:
+    """Equal levels over 6σ around zero, and each value to the nearest."""
+    width, half = 6 * rows.std(1, keepdim=True) / 2**bits, 2 ** (bits - 1)
+    return ((rows / width).floor().clamp(-half, half - 1) + 0.5) * width
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("chosen", [False, True], ids=["all", "top-k"])
+@pytest.mark.parametrize("tails", ["normal", "laplace", "student"])
+def test_bins_err_less_than_rounding_and_than_equal_bins(bits: int, chosen: bool, tails: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(16, 8 * 4096, generator=generator)
+    if tails != "normal":
+        values *= torch.empty_like(values).exponential_(generator=generator).sqrt()
+    if tails == "student":
+        values /= torch.rand(values.shape, generator=generator).sqrt()
+    rows = TopK(Ratio(64, 4096)).select(values, torch.zeros(16), {}, context(16))[0].values if chosen else values[:, :512]
+    assert rows.shape == (16, 512)
+    error = (through(Bins(bits), rows)[1] - rows).norm()
+    assert error <= (_rounded(rows, bits) - rows).norm()
+    assert error <= (_equal_bins(rows, bits) - rows).norm()
+
+
+def test_bins_are_means_of_what_they_stand_for() -> None:
+    rows = torch.randn(2, 700, generator=torch.Generator().manual_seed(0))
+    message, decoded = through(Bins(2), rows)
+    assert message.payload_bytes().tolist() == [2 * 2 * 4 + 175] * 2
+    for row, found in zip(rows, decoded, strict=True):
+        for block, got in zip(row.split(512), found.split(512), strict=True):
+            assert torch.equal(got.sign(), block.sign())
+            assert got.abs().unique().numel() == 2
+            for level in got.abs().unique():
+                torch.testing.assert_close(level, block[got.abs() == level].abs().mean())
+
+
+CODECS = [text for text in COMPRESSION if compressor(text).codec is not None]
+
+
+@pytest.mark.parametrize("text", CODECS)
+def test_rows_without_values_and_with_one_pass_through_every_code(text: str) -> None:
+    """A shard or a worker may own an empty slice of a small bucket."""
+    codec = compressor(text).codec
+    assert codec is not None
+    for size in (0, 1):
+        message, decoded = through(codec, torch.ones(2, size))
+        assert decoded.shape == (2, size)
+        assert message.rows == 2

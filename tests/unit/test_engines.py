@@ -404,6 +404,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "RMSprop": {"centered": True, "momentum": 0.5},
     "ASGD": {"t0": 2},
     "Muon": {"weight_decay": 0.1},
+    "OneBitAdam": {"freeze_step": 4, "weight_decay": 0.1},
 }
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

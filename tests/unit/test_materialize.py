@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hocket.errors import HocketError
 from hocket.models import cnn, gpt, mlp, resnet20, vgg11
 from hocket.split import Part
 from hocket.split.materialize import deferred, materialize
+from hocket.split.tensor.layers import ParameterSlicer, SplitEmbedding
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: mlp(16, 8, (32, 24)),
@@ -163,3 +165,18 @@ def test_layers_that_watch_their_weights_are_refused() -> None:
         model = nn.Sequential(nn.LSTM(4, 4))
     with pytest.raises(HocketError, match="LSTM '0' watches its weights"):
         materialize(model)
+
+
+@pytest.mark.parametrize("padding", [1, 6, 7])
+def test_a_split_embedding_has_zeros_where_the_whole_one_has_its_padding(padding: int) -> None:
+    with deferred():
+        whole = nn.Embedding(8, 4, padding_idx=padding)
+    found = []
+    for place in range(2):
+        cut = ParameterSlicer(SimpleNamespace(size=2, place=place))  # type: ignore[arg-type]
+        own = SplitEmbedding(whole, cut)
+        materialize(own, {"weight": cut.lies[id(own.weight)]}, seed=3)
+        found.append(own.weight.detach())
+    materialize(whole, seed=3)
+    assert torch.equal(torch.cat(found), whole.weight)
+    assert torch.equal(torch.cat(found)[padding], torch.zeros(4))

@@ -41,6 +41,8 @@ def refusal(text: str) -> str:
     ("slowmo(8)", "write 'diloco(16)'"), ("hogwild", "write 'async'"), ("deepspeed", "sharding='zero1'"),
     ("zero", "sharding='zero1'"), ("zero-1", "sharding='zero1'"), ("ps", "write 'async + server'"),
     ("parameter server", "for 'parameter server' write 'async + server'"), ("top-k(0.1)", "for 'top-k' write 'topk'"),
+    ("sparseloco", "write 'diloco(30, 1.0, 0) + topk(64/4096, feedback=0.95) | bins(2)'"), ("e3m0", "write 'cast(e3m0)'"),
+    ("fp4", "write 'cast(e3m0)'"), ("elias", "write 'topk(0.01, indices=rice)'"), ("2-bit", "for '2-bit' write 'bins(2)'"),
     ("asink", "did you mean 'async'?"), ("AllReduce", "did you mean 'allreduce'?"), ("pipedream", "mesh="),
 ])  # fmt: skip
 def test_the_fields_name_is_answered_with_the_notations(text: str, answer: str) -> None:

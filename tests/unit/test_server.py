@@ -268,7 +268,9 @@ def test_a_link_has_room_for_buffers() -> None:
     assert room(Keeps(10**6)) == room(Keeps(0)) + 4 * 10**6
 
 
-@pytest.mark.parametrize("code", ["none", "topk(0.2)", "topk(0.2) | qsgd(4)", "qsgd(4)", "sign", "threshold(0.5)", "cast(bf16)"])
+@pytest.mark.parametrize("code", [
+    "none", "topk(0.2)", "topk(0.2) | qsgd(4)", "qsgd(4)", "sign", "threshold(0.5)", "cast(bf16)", "topk(2/9) | bins(2)",
+])  # fmt: skip
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_push_arrives_as_the_code_says(code: str, shards: int) -> None:
     strategy = Strategy.parse(f"async + server({shards})" + (f" + {code}" if code != "none" else ""))
@@ -288,6 +290,19 @@ def test_a_push_arrives_as_the_code_says(code: str, shards: int) -> None:
         assert torch.allclose(found + rest, flat, atol=1e-6)
     else:
         assert (found - flat).norm() < 1.5 * flat.norm()
+
+
+def test_what_a_worker_did_not_push_counts_by_its_decay_next_time() -> None:
+    strategy = Strategy.parse("async + server(2) + topk(2/9, feedback=0.5)")
+    encoder = PushEncoder(strategy, Slices.of(strategy, layout()), 1, 4, seed=3)
+    flat = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    encoder.encode(1, [flat])
+    held = encoder.errors[0]
+    assert held is not None
+    encoder.encode(2, [torch.zeros(50)])
+    kept = encoder.errors[0]
+    assert torch.equal(torch.where(kept != 0, 0.5 * held, 0.0), kept)
+    assert 0 < kept.count_nonzero() < held.count_nonzero()
 
 
 # --- a host ------------------------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ LAYOUT = layout_of(nn.Linear(9, 5).named_parameters())
 class Wires:
     """Shards and workers; messages to workers wait in ``to_worker`` until :meth:`deliver`."""
 
-    def __init__(self, text: str, world: int = 1, shards: int = 2) -> None:
-        self.strategy, self.world = Strategy.parse(text), world
+    def __init__(self, text: str, world: int = 1, shards: int = 2, optimizer: OptimizerSpec = SGD) -> None:
+        self.strategy, self.world, self.optimizer = Strategy.parse(text), world, optimizer
         self.shards = [ShardServer(place) for place in range(shards)]
         for shard in self.shards:
             shard.start(0.0)
@@ -38,7 +38,7 @@ class Wires:
 
     def worker(self, number: int, value: float = 1.0) -> ServerWorker:
         made = self.workers[number] = ServerWorker(WorkerConfig(self.strategy, LAYOUT, number, self.world))
-        self.carry(number, made.join([torch.full((1, 50), value)], SGD, 0.0))
+        self.carry(number, made.join([torch.full((1, 50), value)], self.optimizer, 0.0))
         self.deliver(number)
         assert not made.busy
         return made
@@ -170,3 +170,30 @@ def test_a_worker_that_was_away_goes_on_from_the_step_that_the_shards_say() -> N
     for place, message in list(wires.to_worker[0]):
         worker.message(place, replace(message, step=9), 0.0)
     assert (worker.busy, worker.step, worker.pushed) == (False, 9, 9)
+
+
+def test_a_state_between_pushes_of_displacements_holds_the_steps_since_the_last_one() -> None:
+    """Seven steps, of which four are pushed; a worker of other shards with their weights goes on from there."""
+    outer = OptimizerSpec("delayednesterov", ({"lr": 1.0, "momentum": 0.0, "delay": 1},))
+
+    def steps(wires: Wires, count: int) -> ServerWorker:
+        own = wires.workers[0]
+        for _ in range(count):
+            wires.carry(0, own.before_update([torch.ones(50)], 0.0))
+            own.rows[0].sub_(0.125)  # the worker's own optimiser
+            wires.carry(0, own.after_update([LR], None, 0.0))
+            wires.deliver(0)
+        return own
+
+    def weights(wires: Wires) -> Tensor:
+        return torch.cat([shard.shard.weights[0] for shard in wires.shards if shard.shard is not None])
+
+    first = Wires("asyncdiloco(4, 1, 0) + server(2)", optimizer=outer)
+    first.worker(0)
+    state = steps(first, 7).strategy_state()
+    assert torch.equal(weights(first), torch.full((50,), 0.5))
+    second = Wires("asyncdiloco(4, 1, 0) + server(2)", optimizer=outer)
+    second.carry(0, second.worker(0, 0.5).resume(state, 0.0))
+    second.deliver(0)
+    assert torch.equal(steps(second, 1).rows[0], torch.zeros(1, 50))
+    assert torch.equal(weights(second), torch.zeros(50))

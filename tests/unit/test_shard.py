@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hocket.errors import HocketError
+from hocket.optim.delayed_nesterov import DelayedNesterov
 from hocket.programs.server.optimizer_spec import KNOWN, OptimizerSpec, state_rows
 from hocket.programs.server.shard import AveragingShard, ParameterShard
-from hocket.sync import SSP, Async, Bulk, Sync
+from hocket.sync import SSP, Async, AsyncDiLoCo, Bulk, Sync
 
 LR = 0.1
 SGD = OptimizerSpec("sgd", ({"lr": LR},))
@@ -235,3 +236,53 @@ def test_an_optimiser_that_has_stepped_some_parameters_only_has_no_state_for_a_s
     with pytest.raises(HocketError, match="steps of some parameters"):
         state_rows(plain, [weights])
     assert len(state_rows(plain, [[weights[0]], [weights[1]]])) == 2
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_delayed_nesterov_is_its_algorithm(delay: int) -> None:
+    """Algorithm 3 of arXiv:2401.09135 with c = 0; for a delay of 1, torch's Nesterov."""
+    one, two = nn.Parameter(START.clone()), nn.Parameter(START.clone())
+    outer, torchs = DelayedNesterov([one], 0.7, 0.6, delay), torch.optim.SGD([two], 0.7, momentum=0.6, nesterov=True)
+    now, momentum, total = START.double(), torch.zeros(7).double(), torch.zeros(7).double()
+    for t in range(8):
+        one.grad, two.grad, g = gradient(t), gradient(t), gradient(t).double()
+        outer.step()
+        torchs.step()
+        total = total + g
+        if (t + 1) % delay == 0:
+            momentum, total = 0.6 * momentum + total / delay, torch.zeros(7).double()
+            now = now - 0.7 * (0.6 * momentum + g / delay)
+        else:
+            now = now - 0.7 * g / delay
+    torch.testing.assert_close(one.detach().double(), now, rtol=1e-5, atol=1e-5)
+    if delay == 1:
+        torch.testing.assert_close(one, two)
+
+
+def test_a_quorum_makes_one_step_with_the_mean_of_its_pushes() -> None:
+    """Pushes of one worker add up while they wait; who is gone is not waited for, and what it pushed counts."""
+    spec = OptimizerSpec("delayednesterov", ({"lr": 1.0, "momentum": 0.0, "delay": 1},))
+    shard = ParameterShard([START.clone()], [0], spec, AsyncDiLoCo(2, 1.0, 0.0, quorum=2), range(3))
+    expected = START.clone()
+
+    def push(worker: int, step: int, number: int) -> None:
+        assert shard.push(worker, step, [gradient(number)], [1.0])
+        assert shard.ready(worker, step)  # nobody waits
+
+    push(0, 2, 0)
+    push(0, 4, 1)
+    assert torch.equal(shard.weights[0], START)
+    push(2, 2, 2)
+    expected = expected - (gradient(0) + gradient(1) + gradient(2)) / 2
+    torch.testing.assert_close(shard.weights[0], expected)
+    push(1, 2, 3)
+    saved = shard.state_dict()
+    assert shard.leave(1) is False
+    torch.testing.assert_close(shard.weights[0], expected)
+    assert shard.leave(2) is False  # worker 0 alone is left: a quorum of one
+    expected = expected - gradient(3)
+    torch.testing.assert_close(shard.weights[0], expected)
+    again = ParameterShard([START.clone()], [0], spec, AsyncDiLoCo(2, 1.0, 0.0, quorum=2), range(3))
+    again.load_state_dict(saved)
+    again.push(0, 6, [gradient(4)], [1.0])
+    torch.testing.assert_close(again.weights[0], expected + gradient(3) - (gradient(3) + gradient(4)) / 2)

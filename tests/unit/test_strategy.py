@@ -9,9 +9,25 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hocket import compression, sync, topology
-from hocket.compression import DGC, QSGD, Cast, Chain, LowRank, Natural, NoCompression, RandomK, Sign, Ternary, Threshold, TopK
+from hocket.compression import (
+    DGC,
+    QSGD,
+    Bins,
+    Cast,
+    Chain,
+    DeMo,
+    LowRank,
+    Natural,
+    NoCompression,
+    RandomK,
+    Sign,
+    Ternary,
+    Threshold,
+    TopK,
+)
 from hocket.errors import HocketError
-from hocket.strategy import Strategy
+from hocket.notation import Ratio
+from hocket.strategy import EXCHANGES, Strategy
 from hocket.sync import Bulk, DiLoCo, Local, Moment, PostLocal
 from hocket.topology import AllReduce, Gossip, Hierarchical
 from virtual.methods import CHAINS, COMPRESSION, SINGLE, SYNC, TOPOLOGY, missing
@@ -19,11 +35,13 @@ from virtual.methods import CHAINS, COMPRESSION, SINGLE, SYNC, TOPOLOGY, missing
 # --- all valid specs -------------------------------------------------------------------------------------------------------
 
 _shares = st.floats(1e-6, 1.0) | st.just(1)
-_flags = st.sampled_from([None, True, False])
+_flags = st.sampled_from([None, True, False]) | st.floats(1e-3, 1.0)
+_indices = st.sampled_from([None, "plain", "rice"])
+_ratios = st.integers(1, 10**6).flatmap(lambda of: st.builds(Ratio, st.integers(1, of), st.just(of)))
 _whole = st.integers(1, 10**9)
 _syncs = st.one_of(
     st.just(Bulk()),
-    st.builds(Local, _whole, st.sampled_from(["before", "after"])),
+    st.builds(Local, _whole, st.sampled_from(["before", "after"]), st.just("memory"), st.integers(0, 9)),
     st.builds(PostLocal, _whole, st.integers(0, 10**9)),
     st.builds(DiLoCo, _whole, st.floats(0, 1e6), st.floats(0, 0.99)),
 )
@@ -46,9 +64,9 @@ _gossips = st.one_of(
 _flat = st.just(AllReduce()) | _gossips
 _topologies = _flat | st.builds(Hierarchical, _flat, _flat, st.none() | _whole, _whole)
 _selections = st.one_of(
-    st.builds(TopK, _shares, _flags),
-    st.builds(Threshold, st.floats(0, 1e30), st.none(), _flags),
-    st.builds(Threshold, st.none(), _shares, _flags),
+    st.builds(TopK, _shares | _ratios, _flags, _indices),
+    st.builds(Threshold, st.floats(0, 1e30), st.none(), _flags, _indices),
+    st.builds(Threshold, st.none(), _shares, _flags, _indices),
     st.builds(RandomK, _shares, st.just(False), _flags),
     st.builds(RandomK, _shares, st.just(True), st.sampled_from([None, False])),
 )
@@ -56,7 +74,8 @@ _selections = st.one_of(
 
 def _precisions(flags: st.SearchStrategy, votes: st.SearchStrategy) -> st.SearchStrategy:
     return st.one_of(
-        st.builds(Cast, st.sampled_from(["fp16", "bf16", "fp8"]), flags),
+        st.builds(Cast, st.sampled_from(["fp16", "bf16", "fp8", "e3m0"]), flags),
+        st.builds(Bins, st.integers(2, 4), st.integers(8, 10**6), flags),
         st.builds(QSGD, st.integers(2, 8), st.integers(8, 10**6)),
         st.just(Ternary()),
         st.just(Natural()),
@@ -71,18 +90,21 @@ _compressions = st.one_of(
     _selections,
     _alone,
     st.builds(LowRank, _whole, _flags),
-    st.builds(DGC, _shares, st.integers(0, 10**9), st.floats(0, 0.999), st.none() | st.floats(1e-9, 1e9), st.none() | _second),
+    st.builds(
+        DGC, _shares, st.integers(0, 10**9), st.floats(0, 0.999), st.none() | st.floats(1e-9, 1e9), st.none() | _second, _indices
+    ),
+    st.builds(DeMo, st.integers(1, 4096), st.floats(0, 0.999), st.booleans(), st.none() | _second),
     st.builds(Chain, _selections, _second),
 )
 
 
 @st.composite
 def _strategies(draw: st.DrawFn) -> Strategy:
-    parts = [draw(s) for s in (_syncs, _topologies, _compressions, st.sampled_from([None, "weights", "gradients"]))]
+    parts = [draw(s) for s in (_syncs, _topologies, _compressions, st.sampled_from([None, *EXCHANGES]))]
     try:
         return Strategy(*parts)
     except HocketError:
-        return Strategy(parts[0], parts[1])
+        return Strategy(parts[0])
 
 
 @settings(max_examples=300)
@@ -111,8 +133,8 @@ _words = [
     "True",
     "none",
 ]
-_numbers = ["0", "1", "4", "-1", "0.01", "1e999", "1e-5", ".5", "5.", "00", "9" * 400]
-_tokens = st.sampled_from([*_words, *_numbers, *"+|(),=[]", "+", "(", ")", " ", "\n", "'", "é"])
+_numbers = ["0", "1", "4", "-1", "0.01", "1e999", "1e-5", ".5", "5.", "00", "9" * 400, "64/4096", "1/0"]
+_tokens = st.sampled_from([*_words, *_numbers, *"+|/(),=[]", "+", "(", ")", " ", "\n", "'", "é"])
 
 
 def _one_sentence(text: object) -> None:
@@ -144,6 +166,7 @@ def test_any_text_gives_a_strategy_or_one_sentence(text: str) -> None:
 @example("gossip(matrix=[[a]])")
 @example("exchange=[weights]")
 @example("topk(feedback=[[]])")
+@example("topk(64/[4096])")
 @example("hierarchical(topk, [gossip])")
 @example("x" * 5000)
 def test_any_row_of_known_words_gives_a_strategy_or_one_sentence(text: str) -> None:
@@ -201,10 +224,14 @@ def test_every_registered_method_has_a_row_in_the_table() -> None:
     ("local(4)", Strategy(Local(4, "before"))),
     ("local(16) + gossip + threshold(keep=0.05)", Strategy(Local(16), Gossip(), Threshold(keep=0.05))),
     ("diloco(p=500)", Strategy(DiLoCo(500, 0.7, 0.9))),
+    ("diloco(30, fragments=4, overlap=1, outer=heavyball(0.5, momentum=0.2))",
+     Strategy(DiLoCo(30, 0.5, 0.2, fragments=4, overlap=1, outer="heavyball"))),
     ("gossip(exponential) + exchange=gradients", Strategy(Bulk(), Gossip("exponential"), exchange="gradients")),
     ("gossip + gradients", Strategy(Bulk(), Gossip(), exchange="gradients")),
     ("topk(0.01) | qsgd(4)", Strategy(compression=Chain(TopK(0.01), QSGD(4)))),
     ("dgc(0.01) | qsgd(4)", Strategy(compression=DGC(0.01, precision=QSGD(4)))),
+    ("topk( 64 / 4096 )", Strategy(compression=TopK(Ratio(64, 4096)))),
+    ("topk(64/4096, feedback=0.95) | bins", Strategy(compression=Chain(TopK(Ratio(64, 4096), 0.95), Bins(2)))),
     ("hierarchical(gossip(ring), outer=gossip)", Strategy(topology=Hierarchical(Gossip("ring"), Gossip()))),
     ("  bulk+none ", Strategy()),
 ])  # fmt: skip
@@ -251,17 +278,28 @@ def test_what_is_exchanged_by_default(text: str, weights: bool) -> None:
     ("gossip + allreduce", "two methods of one kind"),
     ("topk + qsgd(4)", "two methods of one kind"),
     ("exchange=weights + exchange=gradients", "two methods of one kind"),
-    ("exchange=models", "exchange=weights or exchange=gradients"),
-    ("exchange=weights(3)", "exchange=weights or exchange=gradients"),
-    ("topk | exchange=weights", "exchange=weights or exchange=gradients"),
+    ("local(2) + exchange=updates", "exchange=updates is for bulk + allreduce"), ("gossip + updates", "is for bulk + allreduce"),
+    ("async + exchange=updates", "is for bulk + allreduce"), ("bulk + server + updates", "is for bulk + allreduce"),
+    ("diloco(2) + updates", "is for bulk + allreduce"), ("hierarchical(size=2, every=2) + updates", "is for bulk + allreduce"),
+    ("dgc(0.1) + updates", "cannot carry updates"), ("dgc(0.1) + momentum", "cannot carry momentum"),
+    ("local(2) + momentum", "exchange=momentum is for bulk + allreduce"), ("async + momentum", "is for bulk + allreduce"),
+    ("exchange=models", "exchange=gradients or exchange=weights or exchange=updates or exchange=momentum"),
+    ("exchange=weights(3)", "exchange=gradients or exchange=weights or exchange=updates or exchange=momentum"),
+    ("topk | exchange=weights", "exchange=gradients or exchange=weights or exchange=updates or exchange=momentum"),
     ("topk(0)", "(0, 1]"), ("topk(1.5)", "(0, 1]"), ("topk(True)", "(0, 1]"), ("topk(ring)", "(0, 1]"),
     ("topk(0.1, feedback=3)", "True or False"), ("sign(vote=maybe)", "True or False"), ("cast(fp16, feedback=no)", "True or False"),
     ("lowrank(2, feedback=3)", "True or False"), ("randomk(0.1, unbiased=3)", "True or False"),
-    ("threshold(0, feedback=3)", "True or"),
+    ("threshold(0, feedback=3)", "True or"), ("topk(0.1, feedback=0)", "(0, 1]"), ("sign(feedback=-0.5)", "(0, 1]"),
+    ("bins(2, feedback=1.1)", "(0, 1]"), ("topk(0.1) | bins(2, feedback=0.9)", "feedback covers the whole chain"),
+    ("local(4, residual=weights) + topk(0.1, feedback=0.9)", "leave it out"), ("bins(1)", "2, 3 or 4"), ("bins(5)", "2, 3 or 4"),
+    ("bins(2, block=4)", "at least 8"), ("topk(0.1, indices=elias)", "plain"), ("dgc(0.1, indices=3)", "plain"),
+    ("topk(0/4)", "from 1 up to the second"), ("topk(5/4)", "from 1 up to the second"), ("topk(0.5/4)", "whole numbers"),
+    ("topk(64/)", "after '/'"), ("topk(64/x)", "after '/'"), ("topk(/4)", "a value"), ("topk(1/2/3)", "expected ','"),
+    ("randomk(1/4)", "such as 0.25"), ("local(1/4)", "such as 0.25"), ("topk(0.1, 1/4)", "such as 0.25"),
     ("threshold", "exactly one of t and keep"), ("threshold(0.1, keep=0.1)", "exactly one of t and keep"),
     ("threshold(-1)", "at least 0"), ("threshold(1e999)", "finite"),
     ("qsgd(1)", "from 2 to 8"), ("qsgd(9)", "from 2 to 8"), ("qsgd(4, block=4)", "at least 8"), ("qsgd(4.0)", "whole number"),
-    ("cast(fp4)", "fp16, bf16 or fp8"), ("cast([fp16])", "not a list"), ("topk([])", "not a list"),
+    ("cast(fp4)", "fp16, bf16, fp8 or e3m0"), ("cast([fp16])", "not a list"), ("topk([])", "not a list"),
     ("lowrank(0)", "at least 1"), ("dgc(momentum=1)", "[0, 1)"), ("dgc(clip=0)", "above 0"), ("dgc(clip=1e999)", "finite"),
     ("dgc(warmup=-1)", "whole number"),
     ("local(0)", "at least 1"), ("local(2.5)", "whole number"), ("local(2, mean=during)", "before or after"),
@@ -276,7 +314,7 @@ def test_what_is_exchanged_by_default(text: str, weights: bool) -> None:
     ("hierarchical(topk, gossip)", "allreduce or a gossip"), ("hierarchical(hierarchical, gossip)", "allreduce or a gossip"),
     ("hierarchical(size=0)", "at least 1"), ("hierarchical(every=0)", "at least 1"),
     ("bulk + hierarchical(every=2) + gradients", "use exchange=weights, or every=1"),
-    ("local(1, 2, 3, 4)", "at most 3 arguments"), ("bulk(1)", "at most 0 arguments"), ("local(4, p=4)", "given p twice"),
+    ("local(1, 2, 3, 4, 5)", "at most 4 arguments"), ("bulk(1)", "at most 0 arguments"), ("local(4, p=4)", "given p twice"),
     ("local(p=4, p=4)", "given p twice"), ("local(p=4, 5)", "without a name come first"), ("local=4", "in parentheses"),
     ("async + allreduce", "async + server"), ("ssp(2) + gossip", "ssp + server"),
     ("local(4) + server", "downpour(push=4, fetch=4)"),
@@ -331,10 +369,13 @@ def test_a_chain_cites_both_links() -> None:
 
 
 @pytest.mark.parametrize("text, moments", [
+    ("bulk + sign + updates", "aaaaaa"), ("bulk + sign + momentum", "gggggg"),
     ("bulk", "gggggg"), ("bulk + exchange=weights", "bbbbbb"), ("gossip", "bbbbbb"), ("gossip + gradients", "gggggg"),
     ("local(1)", "bbbbbb"), ("local(3)", "..b..b"), ("local(3, mean=after)", "..a..a"), ("local(2) + gradients", ".g.g.g"),
     ("postlocal(2, 3)", "gggb.b"), ("postlocal(3, 0)", "..b..b"), ("postlocal(2, 3) + gossip", "bbbb.b"),
-    ("postlocal(2, 3) + gradients", "gggg.g"), ("diloco(3)", "..a..a"), ("diloco(2) + gossip", ".a.a.a"),
+    ("postlocal(2, 3) + gradients", "gggg.g"), ("diloco(3)", "..a..a"),
+    ("diloco(4, fragments=2, overlap=1)", ".a.a.a"), ("diloco(4, fragments=3)", ".aaa.a"),
+    ("diloco(2) + gossip", ".a.a.a"),
 ])  # fmt: skip
 def test_the_schedule_is_data(text: str, moments: str) -> None:
     letters = {Moment.NEVER: ".", Moment.GRADIENTS: "g", Moment.BEFORE: "b", Moment.AFTER: "a"}
@@ -343,7 +384,7 @@ def test_the_schedule_is_data(text: str, moments: str) -> None:
 
 
 def test_the_whole_table_is_strategies_or_refused() -> None:
-    for parts in itertools.product(SYNC, TOPOLOGY, COMPRESSION, ("weights", "gradients")):
+    for parts in itertools.product(SYNC, TOPOLOGY, COMPRESSION, EXCHANGES):
         _one_sentence(" + ".join([*parts[:3], f"exchange={parts[3]}"]))
 
 

@@ -217,10 +217,10 @@ def test_a_folder_s_name_is_safe_and_says_what_it_holds(name: str) -> None:
         assert len(found) < 100
 
 
-def test_dgc_keeps_its_momentum_to_itself() -> None:
+def test_codes_with_a_momentum_keep_it_to_themselves() -> None:
     study = expand(preset("axes").changed(momentum=0.5), Data())
-    assert {r.settings.optimizer.momentum for r in study.runs if "dgc" in str(r.settings.strategy)} == {0.0}
-    assert {r.settings.optimizer.momentum for r in study.runs if "dgc" not in str(r.settings.strategy)} == {0.5}
+    found = {(r.settings.strategy.compression.carries_momentum, r.settings.optimizer.momentum) for r in study.runs}
+    assert found == {(True, 0.0), (False, 0.5)}
 
 
 # --- files -----------------------------------------------------------------------------------------------------------------
@@ -935,7 +935,7 @@ def study_command(*arguments: str) -> str:
     ("arguments", "words"),
     [
         (["frontir"], ["frontir", "did you mean 'frontier'?"]),
-        (["nothing-like-it"], ["ten, ten-modern, axes, frontier"]),
+        (["nothing-like-it"], ["ten, ten-modern, axes, frontier, llm"]),
         (["none.toml"], ["none.toml"]),
         (["ten", "--workers", "4;8"], ["--workers 4;8", "such as 4,8"]),
         (["ten", "--workers", "0"], ["--workers 0", "at least one"]),

@@ -11,6 +11,7 @@ from hocket.errors import HocketError
 from hocket.programs.collective import _to
 from hocket.strategy import Strategy
 from hocket.sync import SSP, Async, Bulk, DiLoCo, Downpour, Local, Moment, PostLocal, ServerAction, Stale, Sync, proven_period
+from hocket.sync.guard import guarded, init_guard, limited
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 7])
@@ -88,6 +89,7 @@ MEANING = {
     "ssp(2, compensation=rate)": (True, True, *SERVED[2:], 1, 2, False, 0, ("rate", 0.0)),
     "downpour": (*SERVED, 1, math.inf, True, 0, ("none", 0.0)),
     "downpour(4, 2, warm=3, overlap=False)": (*SERVED, 4, math.inf, False, 3, ("none", 0.0)),
+    "asyncdiloco": (*SERVED, 50, math.inf, *PLAIN),
     "stale": (True, False, False, False, True, True, True, "allreduce", 4, math.inf, *PLAIN),
     "stale(7)": (True, False, False, False, True, True, True, "allreduce", 7, math.inf, *PLAIN),
 }
@@ -144,6 +146,17 @@ def test_stale_workers_step_alone_and_meet_after_s_steps_at_the_latest(s: int) -
         ("postlocal(0)", "at least 1"),
         ("postlocal(2, -1)", "at least 0"),
         ("diloco(0)", "at least 1"),
+        ("diloco(2, fragments=3)", "at most 2"),
+        ("asyncdiloco(4) + server(optimizer=adam)", "leave optimizer= out"),
+        ("asyncdiloco(4) + allreduce", "use asyncdiloco + server"),
+        ("asyncdiloco(4, quorum=0)", "at least 1"),
+        ("diloco(4, fragments=2, overlap=3)", "at most 2 steps"),
+        ("diloco(4, keep=0.5)", "give overlap="),
+        ("diloco(4, overlap=1, keep=0.5, mix=0.5)", "give one"),
+        ("diloco(4, overlap=1, keep=2)", "[0, 1"),
+        ("diloco(4, outer=adam)", "nesterov or heavyball"),
+        ("diloco(4, outer=nesterov(0.7, 0.9, 3))", "takes a rate and a momentum"),
+        ("diloco(4, guard=3) + gossip", "leave it out"),
         ("diloco(2, lr=-1)", "[0, inf)"),
         ("ssp(-1)", "at least 0"),
         ("downpour(0)", "push must be a whole number of at least 1"),
@@ -174,3 +187,21 @@ def test_a_checkpoint_goes_to_the_clusters_device_wherever_its_tensors_lie() -> 
     found = _to(state, torch.device("meta"))
     assert [t.device.type for t in (found["a"], found["b"][0]["c"], found["e"][0])] == ["meta"] * 3
     assert (found["b"][1], found["d"], found["f"]) == (4, [1, "x"], 2.5)
+
+
+def test_the_guard_leaves_out_what_exceeds_its_running_mean() -> None:
+    norms = torch.rand(40, 1, 5, generator=torch.Generator().manual_seed(0)) + 1
+    state = init_guard(norms[0])
+    for row in norms:
+        factors, state = guarded(row, state, 3.0)
+        torch.testing.assert_close(factors, torch.softmax(-row, 1) * 5)
+    outlier = torch.tensor([[1.5, 1.5, 9.0, 1.5, 1.5]])
+    factors, after = guarded(outlier, state, 3.0)
+    torch.testing.assert_close(factors, torch.tensor([[1.25, 1.25, 0.0, 1.25, 1.25]]))
+    assert after["mean"][0, 2] == state["mean"][0, 2]  # it is not learnt from
+    assert guarded(torch.full((1, 5), 99.0), state, 3.0)[0].tolist() == [[0.0] * 5]
+    assert guarded(torch.full((1, 5), 99.0), init_guard(outlier), 3.0)[0].tolist() == [[1.0] * 5]  # the first ones are not judged
+
+
+def test_a_guarded_step_is_limited() -> None:
+    torch.testing.assert_close(limited(torch.tensor([[30.0, 40.0], [3.0, 4.0]])), torch.tensor([[6.0, 8.0], [3.0, 4.0]]))

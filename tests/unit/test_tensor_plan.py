@@ -350,7 +350,7 @@ def test_only_the_padding_row_learns_nothing_whichever_shard_holds_it(
     assert torch.equal(found, wanted)
     found.square().sum().backward()
     assert torch.equal(torch.cat([shard.weight.grad for shard in shards]), whole.weight.grad)
-    held = [shard.padding_idx for shard in shards if shard.padding_idx is not None]
+    held = [shard.own_padding for shard in shards if shard.own_padding is not None]
     assert held == ([] if padding is None else [padding % (12 // size)])
 
 

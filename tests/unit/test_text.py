@@ -64,7 +64,7 @@ def test_refusals(tmp_path: Path) -> None:
         load(f"text:{tmp_path}/none/*.py")
     with pytest.raises(HocketError, match="0 bytes of text; it needs at least 8,224"):
         load(f"text:{tmp_path}")
-    with pytest.raises(HocketError, match="no size of gpt '11m' among 1m, 10m, 30m and 124m"):
+    with pytest.raises(HocketError, match="no size of gpt '11m' among 1m, 10m, 30m, 100m and 124m"):
         build("gpt:11m", load(f"text:{_folder(tmp_path, 8)}"))
 
 

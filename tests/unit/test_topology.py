@@ -186,7 +186,10 @@ def test_gossip_mixes_a_workers_own_message_as_sent() -> None:
     torch.testing.assert_close(heard, (matrix(Gossip("ring").partners(4, 0), 4) @ sent.double()).float())
 
 
-@pytest.mark.parametrize("code", ["topk(0.1)", "sign", "cast(fp8)", "threshold(keep=0.1)", "randomk(0.2)", "topk(0.2) | sign"])
+@pytest.mark.parametrize("code", [
+    "topk(0.1)", "sign", "cast(fp8)", "threshold(keep=0.1)", "randomk(0.2)", "topk(0.2) | sign", "bins(2)", "cast(e3m0)",
+    "topk(3/12) | bins(2)",
+])  # fmt: skip
 def test_slice_owners_remember_what_their_second_encoding_lost(code: str) -> None:
     """In the long run everybody hears the sum of the means; without the owners' memory the difference grows with every exchange."""
     workers, exchanges = 4, 300
@@ -211,7 +214,8 @@ def test_slice_owners_remember_what_their_second_encoding_lost(code: str) -> Non
 
 CODES = [
     "topk(0.1)", "topk(0.02)", "sign", "qsgd(4)", "qsgd(2)", "ternary", "natural", "cast(bf16)", "randomk(0.2)", "lowrank(1)",
-    "randomk(0.2, unbiased=True)", "threshold(keep=0.1)", "topk(0.2) | ternary", "threshold(keep=0.1) | qsgd(4)",
+    "randomk(0.2, unbiased=True)", "threshold(keep=0.1)", "topk(0.2) | ternary", "threshold(keep=0.1) | qsgd(4)", "bins(2)",
+    "cast(e3m0)", "topk(3/32)", "topk(3/32) | bins(2)",
 ]  # fmt: skip
 
 
@@ -235,7 +239,9 @@ def test_compressed_gossip_reaches_consensus_at_the_mean(code: str, kind: str) -
     assert distances[-1] < max(0.75 * distances[100], 1e-4)  # and it goes on falling
 
 
-@pytest.mark.parametrize("code", ["topk(0.1)", "qsgd(4)", "ternary", "threshold(keep=0.2) | cast(fp8)", "lowrank(1)"])
+@pytest.mark.parametrize(
+    "code", ["topk(0.1)", "qsgd(4)", "ternary", "threshold(keep=0.2) | cast(fp8)", "lowrank(1)", "topk(3/12) | bins(2)"]
+)
 @pytest.mark.parametrize("kind", ["rotating", "exponential", "matrix"])
 def test_public_copies_agree(code: str, kind: str) -> None:
     """What worker i holds of j is what j holds of itself, at all times."""
@@ -286,7 +292,10 @@ def test_what_was_held_back_stays_in_the_workers_own_weights_where_asked() -> No
 
 @pytest.mark.parametrize(
     "code, residual_stays",
-    [*product(["topk(0.1)", "threshold(keep=0.2)", "sign", "topk(0.2) | qsgd(8)"], [False, True]), ("lowrank(2)", False)],
+    [
+        *product(["topk(0.1)", "threshold(keep=0.2)", "sign", "topk(0.2) | qsgd(8)", "topk(3/12) | bins(2)"], [False, True]),
+        ("lowrank(2)", False),
+    ],
 )
 def test_compressed_weights_come_together_at_their_mean(code: str, residual_stays: bool) -> None:
     cluster = VirtualCluster(4)

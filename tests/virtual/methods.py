@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hocket import compression, sync, topology
 
-SYNC = ("bulk", "local(2)", "local(3, mean=after)", "postlocal(2, 2)", "diloco(2)")
+SYNC = ("bulk", "local(2)", "local(3, mean=after)", "postlocal(2, 2)", "diloco(2)", "diloco(4, fragments=2, overlap=1)")
 TOPOLOGY = (
     "allreduce",
     "gossip",
@@ -31,6 +31,8 @@ FREE = (
     "downpour(1, 1, warm=3)",
     "bulk + server(2)",
     "bulk + server(fetch=bf16)",
+    "asyncdiloco(2)",
+    "asyncdiloco(3, 0.9, 0.5, delay=2, quorum=2) + server(2)",
     "stale(3)",
     "stale(2) + server",
     "async + gossip",
@@ -45,8 +47,10 @@ SINGLE = (
     "cast(fp16)",
     "cast(bf16)",
     "cast(fp8)",
+    "cast(e3m0)",
     "qsgd(2)",
     "qsgd(4, block=16)",
+    "bins(2)",
     "ternary",
     "sign",
     "natural",
@@ -54,19 +58,25 @@ SINGLE = (
     "threshold(keep=0.2)",
     "topk(0.1)",
     "topk(0.1, feedback=False)",
+    "topk(3/16, feedback=0.9)",
     "randomk(0.2)",
     "randomk(0.2, unbiased=True)",
     "lowrank(1)",
     "dgc(0.1)",
+    "demo(8)",
+    "demo(32, 0.95, sign=False)",
 )
 CHAINS = (
     "topk(0.2) | qsgd(4)",
     "topk(0.2) | sign",
     "threshold(keep=0.2) | ternary",
     "threshold(0.02) | cast(fp8)",
+    "threshold(0.02, indices=rice) | bins(3)",
+    "topk(4/16) | bins(2)",
     "randomk(0.2) | natural",
     "randomk(0.2, unbiased=True) | qsgd(8)",
     "dgc(0.1, warmup=4) | cast(fp16)",
+    "demo(8, decay=0.5) | qsgd(8)",
 )
 COMPRESSION = SINGLE + CHAINS
 

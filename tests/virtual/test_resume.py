@@ -21,12 +21,15 @@ from virtual.world import FEATURES, Tiny, World, sgd
 TABLE = [
     "bulk", "bulk + topk(0.1)", "bulk + threshold(keep=0.2)", "bulk + lowrank(1)", "bulk + dgc(0.1, warmup=6)", "bulk + sign",
     "bulk + qsgd(4)", "bulk + randomk(0.2)", "bulk + dgc(0.1) | qsgd(4)", "bulk + threshold(keep=0.2) | ternary",
-    "local(3)", "local(3) + topk(0.1)", "local(2) + gossip", "local(2, mean=after) + sign",
+    "bulk + demo(8, 0.9)", "bulk + sign + updates", "bulk + topk(0.1) | qsgd(4) + updates",
+    "local(3, moments=1)", "local(3)", "local(3) + topk(0.1)", "local(2) + gossip", "local(2, mean=after) + sign",
     "local(3, residual=weights) + topk(0.1) | qsgd(4)",
     "local(2) + gossip + exchange=gradients",
     "gossip", "gossip + topk(0.1)", "gossip(exponential) + qsgd(2)", "gossip(random)", "gossip(ring) + lowrank(1)",
     "gossip + threshold(keep=0.2)", "gossip + topk(0.1) + exchange=gradients", "postlocal(2, 4)", "postlocal(2, 4) + topk(0.1)",
-    "postlocal(3, 2) + gossip + topk(0.2)", "diloco(3)", "diloco(3) + topk(0.2)", "diloco(2) + gossip + sign",
+    "postlocal(3, 2) + gossip + topk(0.2)", "diloco(3)", "diloco(3) + topk(0.2)",
+    "diloco(4, overlap=3, keep=eager) + sign", "diloco(4, fragments=2, overlap=2) + topk(0.2)", "diloco(3, guard=3)",
+    "diloco(2) + gossip + sign",
     "hierarchical(allreduce, gossip, size=2, every=2) + topk(0.2)", "hierarchical(gossip, gossip, size=2) + lowrank(1)",
 ]  # fmt: skip
 
@@ -41,7 +44,7 @@ def _saved(state: object) -> object:
 
 @pytest.mark.parametrize("strategy", TABLE)
 def test_a_run_that_was_stopped_is_the_run_that_was_not(strategy: str) -> None:
-    optimizer = sgd(0.1) if "dgc" in strategy else sgd(0.1, momentum=0.9)
+    optimizer = sgd(0.1) if "dgc" in strategy or "demo" in strategy else sgd(0.1, momentum=0.9)
     whole = World(strategy, optimizer=optimizer).step(12)
     first = World(strategy, optimizer=optimizer)
     for stop in (1, 2, 5):  # with and without a mean under way, twice over

@@ -1,0 +1,211 @@
+"""Laws of 1-bit Adam: AdamW until its variance is fixed, then linear in the momentum, which is exchanged coded."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hocket
+from hocket.errors import HocketError
+from hocket.strategy import Strategy
+from hocket.train.adaptive import with_exchange
+from hocket.train.stacked import StackedOptimizer
+from virtual.world import World, seeded
+
+FREEZE, STEPS = 4, 12
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+
+def onebit(lr: float = 0.05, **options: Any) -> Callable:
+    return lambda params: hocket.OneBitAdam(params, lr, freeze_step=options.get("freeze_step", FREEZE))
+
+
+def _gradients(steps: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(7, generator=generator) for _ in range(steps)]
+
+
+# --- the optimiser -----------------------------------------------------------------------------------------------------------
+
+
+def _trained(optimizer: Callable, gradients: list[Tensor]) -> Tensor:
+    weight = nn.Parameter(torch.linspace(-1, 1, 7))
+    made = optimizer([weight])
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        made.step()
+    return weight.detach()
+
+
+def test_until_the_variance_is_fixed_it_is_adamw_bit_for_bit() -> None:
+    gradients = _gradients(STEPS)
+    ours = _trained(lambda p: hocket.OneBitAdam(p, 0.1, (0.8, 0.99), 1e-6, 0.05, freeze_step=STEPS), gradients)
+    theirs = _trained(lambda p: torch.optim.AdamW(p, 0.1, (0.8, 0.99), 1e-6, 0.05), gradients)
+    assert torch.equal(ours, theirs)
+
+
+def test_afterwards_it_is_adam_with_the_variance_of_that_step() -> None:
+    """The formula, in float64; steps and momentum go on, the corrected variance stays."""
+    lr, (beta1, beta2), eps, decay = 0.1, (0.9, 0.99), 1e-8, 0.02
+    gradients = _gradients(STEPS)
+    found = _trained(lambda p: hocket.OneBitAdam(p, lr, (beta1, beta2), eps, decay, freeze_step=FREEZE), gradients)
+    w, m, v = torch.linspace(-1, 1, 7).double(), torch.zeros(7).double(), torch.zeros(7).double()
+    for t, g in enumerate(gradients, 1):
+        m = beta1 * m + (1 - beta1) * g
+        if t <= FREEZE:
+            v = beta2 * v + (1 - beta2) * g**2
+        corrected = v / (1 - beta2 ** min(t, FREEZE))
+        w = (1 - lr * decay) * w - lr * m / (1 - beta1**t) / (corrected.sqrt() + eps)
+    torch.testing.assert_close(found.double(), w, **CLOSE)
+
+
+def test_a_value_without_a_variance_is_held_and_a_late_parameter_too() -> None:
+    early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    optimizer = hocket.OneBitAdam([early, late], 0.1, weight_decay=0.0, freeze_step=1)
+    early.grad = torch.tensor([1.0, 0.0, 2.0])
+    optimizer.step()
+    early.grad, late.grad = torch.ones(3), torch.ones(2)
+    optimizer.step()
+    assert early[1] == 1
+    assert bool((early[[0, 2]] < 0.95).all())
+    assert torch.equal(late, torch.ones(2))
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"freeze_step": 0}, "freeze_step=0"), ({"freeze_step": 2.5}, "whole number"),
+    ({"freeze_step": 1, "betas": (1.0, 0.9)}, "betas"),
+    ({"freeze_step": 1, "lr": -1}, "lr must not be negative"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(HocketError, match=words):
+        hocket.OneBitAdam([torch.ones(2)], **options)
+
+
+# --- rows --------------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_the_state_are_those_of_each_worker_stacked_or_not() -> None:
+    world = World("bulk + exchange=momentum", optimizer=onebit()).step(2)
+    stacked, layout = world.replicas._stacked, world.replicas.layout
+    rows = [stacked.rows_of(b, "exp_avg") for b in range(len(layout.buckets))]
+    assert all(bool(r.abs().sum() > 0) for r in rows)
+    assert isinstance(stacked, StackedOptimizer)
+    assert stacked.stacked
+    stacked._unstack()
+    for before, bucket in zip(rows, range(len(layout.buckets)), strict=True):
+        assert torch.equal(stacked.rows_of(bucket, "exp_avg"), before)
+    assert stacked.first.takes_momentum
+
+
+# --- exchanged momentum ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", ["allreduce", "hierarchical(size=2)", "server(2, role=sum)"])
+def test_momentum_without_a_code_is_bulk(topology: str) -> None:
+    """The mean of β₁m + (1−β₁)g_i is the momentum of the mean gradient."""
+    world, plain = World(f"bulk + {topology} + exchange=momentum", optimizer=onebit()), World("bulk", optimizer=onebit())
+    found = world.step(STEPS).rows
+    torch.testing.assert_close(found, plain.step(STEPS).rows, **CLOSE)
+    assert torch.equal(found, found[:1].expand_as(found))
+    assert not world.replicas.program.linear, "a scaler's factor must be out of what is added to the momentum"
+
+
+def test_clipping_takes_the_momentum_once_the_variance_is_fixed() -> None:
+    world = World("bulk + topk(0.5) + momentum", optimizer=onebit(), clip=0.01).step(FREEZE + 2)
+    rows = torch.cat([world.replicas._stacked.rows_of(b, "exp_avg") for b in range(len(world.replicas.layout.buckets))], 1)
+    torch.testing.assert_close(rows.norm(dim=1), torch.full((4,), 0.01), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("code", ["sign", "topk(0.2)", "qsgd(4)", "lowrank(1)"])
+def test_until_the_variance_is_fixed_gradients_travel_whole_and_then_coded(code: str) -> None:
+    coded, plain = World(f"bulk + {code} + exchange=momentum", optimizer=onebit()), World("bulk", optimizer=onebit())
+    assert torch.equal(coded.step(FREEZE).rows, plain.step(FREEZE).rows)
+    assert coded.sent == plain.sent
+    assert coded.step(STEPS - FREEZE).sent != plain.step(STEPS - FREEZE).sent
+    assert torch.equal(coded.rows, coded.rows[:1].expand_as(coded.rows))
+    assert not torch.allclose(coded.rows, plain.rows, **CLOSE)
+
+
+def test_what_is_sent_is_each_workers_momentum_with_feedback() -> None:
+    """With a linear loss gradients do not depend on the weights: the momentum and the residuals together are those of bulk."""
+    linear: dict[str, Any] = {"make": lambda: nn.Linear(4, 3), "loss": lambda out, y: out.gather(1, y[:, None]).mean()}
+    coded = World("bulk + topk(0.3) + exchange=momentum", optimizer=onebit(), **linear).step(FREEZE)
+    shared = coded.replicas._stacked.rows_of(0, "exp_avg")[0].double()
+    error = owner = torch.zeros_like(shared)
+    for _ in range(STEPS - FREEZE):
+        coded.step()
+        (state,) = coded.replicas.program.gradient_state
+        inner = state["inner"]["error"].double().t().reshape(-1)[: shared.numel()]
+        gradient = _mean_gradient(coded)
+        now = coded.replicas._stacked.rows_of(0, "exp_avg")[0].double()
+        # mean_i(β₁m + (1−β₁)g_i + e_i) + owner's residual = m' + mean_i e_i' + owner's new residual
+        torch.testing.assert_close(
+            0.9 * shared + 0.1 * gradient + error + owner, now + state["error"].double().mean(0) + inner, rtol=1e-4, atol=1e-6
+        )
+        shared, error, owner = now, state["error"].double().mean(0), inner
+
+
+def _mean_gradient(world: World) -> Tensor:
+    """Of the step just done, of the linear loss."""
+    model, (x, y) = seeded(lambda: nn.Linear(4, 3)), (world.x[world.at - 1], world.y[world.at - 1])
+    model(x.flatten(0, 1)).gather(1, y.flatten()[:, None]).mean().backward()
+    named = dict(model.named_parameters())
+    return torch.cat([named[s.name].grad.double().flatten() for b in world.replicas.layout.buckets for s in b.slots])
+
+
+@pytest.mark.parametrize("stop", [2, FREEZE, 7])
+def test_a_run_that_was_stopped_is_the_run_that_was_not(stop: int) -> None:
+    whole = World("bulk + sign + momentum", optimizer=onebit()).step(STEPS)
+    first, second = (World("bulk + sign + momentum", optimizer=onebit()) for _ in range(2))
+    file = io.BytesIO()
+    torch.save(first.step(stop).replicas.state_dict(), file)
+    file.seek(0)
+    second.replicas.load_state_dict(torch.load(file, weights_only=True))
+    second.at = stop
+    assert torch.equal(second.step(STEPS - stop).rows, whole.rows)
+
+
+def test_one_worker_trains_as_without_a_strategy() -> None:
+    found, plain = (World(text, 1, optimizer=onebit()).step(STEPS) for text in ("bulk + sign + momentum", "bulk"))
+    assert torch.equal(found.rows, plain.rows)
+
+
+def test_groups_have_betas_of_their_own() -> None:
+    def grouped(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": params[:2]}, {"params": params[2:], "betas": (0.5, 0.9)}]
+        return hocket.OneBitAdam(groups, 0.05, freeze_step=FREEZE)
+
+    found = World("bulk + exchange=momentum", optimizer=grouped).step(STEPS)
+    torch.testing.assert_close(found.rows, World("bulk", optimizer=grouped).step(STEPS).rows, **CLOSE)
+
+
+# --- the choice --------------------------------------------------------------------------------------------------------------
+
+
+def test_momentum_is_chosen_under_onebit_adam_and_refused_under_others() -> None:
+    optimizer = hocket.OneBitAdam([torch.ones(2)], freeze_step=3)
+    with pytest.warns(UserWarning, match="workers exchange their momentum"):
+        assert with_exchange(Strategy.parse("bulk + sign"), optimizer).exchanged == "momentum"
+    assert with_exchange(Strategy.parse("bulk"), optimizer).exchanged == "gradients"
+    assert with_exchange(Strategy.parse("bulk + sign + updates"), optimizer).exchanged == "updates"
+    with pytest.raises(HocketError, match=r"use hocket.OneBitAdam\(…, freeze_step=…\)"):
+        with_exchange(Strategy.parse("bulk + sign + momentum"), torch.optim.AdamW([torch.ones(2)]))
+
+
+def test_the_update_has_the_size_of_adams() -> None:
+    """After the freeze steps do not jump: gradients of one size give updates of about the rate."""
+    weight = nn.Parameter(torch.zeros(1000))
+    optimizer = hocket.OneBitAdam([weight], 0.01, weight_decay=0.0, freeze_step=50)
+    generator, sizes = torch.Generator().manual_seed(0), []
+    for _ in range(60):
+        before = weight.detach().clone()
+        weight.grad = torch.randn(1000, generator=generator)
+        optimizer.step()
+        sizes.append(float((weight.detach() - before).norm() / sqrt(1000)))
+    assert sizes[50] == pytest.approx(sizes[49], rel=0.2)
