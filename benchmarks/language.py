@@ -7,9 +7,12 @@
 
 ``prepare`` copies Python source of this installation (its standard library and packages) into a folder, each file once, in an order
 that mixes packages, until it has 66 MB; any folder of text will do in its place. A run is a strategy, an optimiser and its options:
-``warmup`` counts steps, ``beta2`` is AdamW's, ``matrices=1`` takes queries, keys and values for one matrix of Muon's. Rates
-fall by a cosine to 0, gradients are clipped to the norm 1, products are bfloat16 on CUDA. ``--out`` adds each result to a file of
-JSON lines; runs that it has already are not repeated, so that several processes may share the work (``--part 1/3``).
+``warmup`` counts steps, ``beta2`` is AdamW's, ``freeze`` 1-bit Adam's (``onebit``), ``matrices=1`` takes queries, keys and values
+for one matrix of Muon's; ``sgd`` has no momentum. Rates fall by a cosine to 0, gradients are clipped to the norm 1, products are
+bfloat16 on CUDA. ``--out`` adds each result to a file of JSON lines; runs that it has already are not repeated, so that several
+processes may share the work (``--part 1/3``). ``chart`` draws loss against bytes from such a file:
+
+    python benchmarks/language.py chart docs/results/language.png --out docs/results/language.jsonl
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import sysconfig
 import time
 import warnings
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +40,7 @@ from hocket.train.run import bulk_bytes_of
 CORPUS_BYTES = 66_000_000
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, size: int) -> None:
     """Python source of this installation, as files with numbers for names."""
     paths = sysconfig.get_paths()
     roots = sorted({Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}) + [
@@ -54,7 +58,7 @@ def prepare(folder: Path) -> None:
         seen.add(digest)
         shutil.copyfile(files[name], folder / f"{len(seen):06}.py")
         total += len(content)
-        if total >= CORPUS_BYTES:
+        if total >= size:
             break
     print(f"{len(seen):,} files, {total / 1e6:.1f} MB in {folder}")
 
@@ -77,7 +81,12 @@ def train(run: dict[str, Any], data: DataSet, options: argparse.Namespace, seed:
             rest, momentum = run.get("rest_lr", lr), run.get("momentum", 0.9)
             betas = (0.9, run.get("beta2", 0.999))
             return hocket.Muon(params, lr, momentum, decay, rest_lr=rest, matrices=counts, betas=betas)
-        return torch.optim.AdamW(params, lr, (0.9, run.get("beta2", 0.999)), weight_decay=decay)
+        if run["optimizer"] == "sgd":
+            return torch.optim.SGD(params, lr, weight_decay=decay)
+        options = {"betas": (0.9, run.get("beta2", 0.999)), "weight_decay": decay}
+        if run["optimizer"] == "onebit":
+            return hocket.OneBitAdam(params, lr, **options, freeze_step=int(run["freeze"]))
+        return torch.optim.AdamW(params, lr, **options)
 
     steps = int(run.get("steps", options.steps))
     workers, batch = int(run.get("workers", options.workers)), int(run.get("batch", options.batch_size))
@@ -99,7 +108,7 @@ def train(run: dict[str, Any], data: DataSet, options: argparse.Namespace, seed:
             seed=seed,
             lr_schedule="cosine",
             warmup_epochs=run.get("warmup", 0.15 * steps) / epoch,
-            clip=1.0,
+            clip=None if "demo" in run["strategy"] else 1.0,  # signs have no norm to clip
             autocast=torch.bfloat16 if options.device == "cuda" else None,
             device=options.device,
         )
@@ -109,7 +118,7 @@ def train(run: dict[str, Any], data: DataSet, options: argparse.Namespace, seed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["prepare", "train", "table"])
+    parser.add_argument("what", choices=["prepare", "train", "table", "chart"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--run", action="append", default=[], help="STRATEGY; OPTIMISER; option=number; …")
     parser.add_argument("--runs", type=Path, help="a file of runs, one per line")
@@ -119,46 +128,115 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bytes", type=int, default=CORPUS_BYTES, help="of prepare: so much text, at least")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--part", default="1/1")
     options = parser.parse_args()
     if options.what == "prepare":
-        prepare(options.folder)
+        prepare(options.folder, options.bytes)
+        return
+    if options.what == "chart":
+        chart(_lines(options.out), options.folder)
         return
     wanted = options.run + ([line for line in options.runs.read_text().splitlines() if line.strip()] if options.runs else [])
     part, parts = map(int, options.part.split("/"))
     jobs = [(text, seed) for seed in options.seeds for text in wanted]
-    done = _done(options.out)
+    done = _done(_lines(options.out), options.model)
     if options.what == "train":
         data = load(f"text:{options.folder}")
         for text, seed in jobs[part - 1 :: parts]:
             if (text, seed) in done:
                 continue
             figures = train(parsed(text), data, options, seed)
-            done[text, seed] = figures
+            done[text, seed] = [figures]
             print(
                 f"{figures['test_loss']:.4f}  {figures['fewer']:7.1f}x  {figures['seconds']:6.1f} s  seed {seed}  {text}",
                 flush=True,
             )
             if options.out:
                 with options.out.open("a") as file:
-                    file.write(json.dumps({"run": text, "seed": seed, **figures}) + "\n")
+                    file.write(json.dumps({"run": text, "seed": seed, "model": options.model, **figures}) + "\n")
     table(wanted, options.seeds, done)
 
 
-def _done(path: Path | None) -> dict[tuple[str, int], dict[str, Any]]:
+def _lines(path: Path | None) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines() if path and path.exists() else []
-    return {(found["run"], found["seed"]): found for found in map(json.loads, lines)}
+    return [{"model": "gpt:10m", **json.loads(line)} for line in lines]
 
 
-def table(wanted: list[str], seeds: list[int], done: dict[tuple[str, int], dict[str, Any]]) -> None:
+def _done(lines: list[dict[str, Any]], model: str) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """The trainings of each run and seed of a model."""
+    done: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for found in lines:
+        if found["model"] == model:
+            done.setdefault((found["run"], found["seed"]), []).append(found)
+    return done
+
+
+def _losses(text: str, seeds: Iterable[int], done: dict[tuple[str, int], list[dict[str, Any]]]) -> list[float]:
+    """One loss per seed; of a seed that was trained more than once, the mean."""
+    return [statistics.mean(f["test_loss"] for f in done[text, seed]) for seed in seeds if (text, seed) in done]
+
+
+def table(wanted: list[str], seeds: list[int], done: dict[tuple[str, int], list[dict[str, Any]]]) -> None:
     """Mean and spread over the seeds of each run."""
     for text in wanted:
-        found = [done[text, seed] for seed in seeds if (text, seed) in done]
-        if found:
-            losses = [figures["test_loss"] for figures in found]
+        if losses := _losses(text, seeds, done):
             spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
-            print(f"{statistics.mean(losses):.4f}{spread} ({len(losses)} seeds)  1/{found[0]['fewer']:.0f}  {text}")
+            fewer = next(found[0]["fewer"] for (run, _), found in done.items() if run == text)
+            print(f"{statistics.mean(losses):.4f}{spread} ({len(losses)} seeds)  1/{fewer:.0f}  {text}")
+
+
+SERIES = (
+    ("gpt:10m", "muon", 1000, "#0072B2", "o", "10.8 M parameters, Muon, 1,000 steps"),
+    ("gpt:10m", "adamw", 1000, "#D55E00", "s", "10.8 M parameters, AdamW, 1,000 steps"),
+    ("gpt:10m", "muon", 4000, "#009E73", "^", "10.8 M parameters, Muon, 4,000 steps"),
+    ("gpt:100m", "muon", 1000, "#7A5195", "D", "101 M parameters, Muon, 1,000 steps"),
+)
+
+
+DRAWN = 1.0
+"""Higher losses are left out of the picture."""
+
+
+def chart(lines: list[dict[str, Any]], path: Path) -> None:
+    """Loss against bytes, of 8 workers: a line joins, at each size, the setting of most seeds and lowest loss among those, unless
+    one with fewer bytes has a lower loss."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=150)
+    for model, optimizer, steps, colour, marker, name in SERIES:
+        done = _done(lines, model)
+        best: dict[int, tuple[int, float, float]] = {}
+        for text in dict.fromkeys(run for run, _ in done):
+            run = parsed(text)
+            if run["optimizer"] != optimizer or run.get("steps", 1000) != steps or "workers" in run or "matrices" in run:
+                continue
+            losses = _losses(text, range(100), done)
+            x, y = 1 / next(found[0]["fewer"] for (other, _), found in done.items() if other == text), statistics.mean(losses)
+            spread, filled = (statistics.stdev(losses), colour) if len(losses) > 2 else (0.0, "white")
+            if y > DRAWN:
+                continue
+            axes.errorbar(x, y, spread or None, color=colour, marker=marker, markerfacecolor=filled, markersize=6, capsize=4)
+            best[round(x**-1 / 20)] = min(best.get(round(x**-1 / 20), (0, 9.0, 0.0)), (-len(losses), y, x))
+        points = sorted((x, y) for _, y, x in best.values() if not any(b < x and a < y for _, a, b in best.values()))
+        axes.plot(*zip(*points, strict=True), color=colour, zorder=0)
+        axes.plot([], [], color=colour, marker=marker, label=name)
+    axes.set_xscale("log")
+    axes.invert_xaxis()
+    ticks = {1: "1\nbulk", 1 / 10: "1/10", 1 / 126: "1/126\ndiloco(4)\n+ sign", 1 / 412: "1/412\ndiloco(13)\n+ sign"}
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.set(xlabel="bytes sent, relative to bulk all-reduce", ylabel="test loss, nats per byte")
+    axes.set_title(
+        "GPT on Python source, 8 workers; filled: mean and standard deviation of 3 seeds, hollow: one training", fontsize=9
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

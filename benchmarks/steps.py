@@ -1,6 +1,7 @@
 """Step time of ways to train together, relative to computing alone, over links of a given rate.
 
     python benchmarks/steps.py --hosts 4 --rate 100mbit --model cnn --methods compute ddp ddp+powersgd "hocket:local(16) + gossip"
+    python benchmarks/steps.py --hosts 4 --rate 50mbit --model gpt --methods compute ddp torchft:diloco "hocket:diloco(4) + sign"
 
 All methods run in the same processes of one lab (see netlab.py), one worker per host, one process group for the whole run. A round
 gives each method a block of steps, so that drift of the machine hits all alike, and there are several rounds. Each block starts
@@ -37,7 +38,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-BATCH = 100
+BATCH, TEXTS = 100, 4
 WARM_UP = 3
 PERIOD = 16
 ONE_BUCKET_MB = 1000
@@ -109,23 +110,33 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
 
-MODELS = {"cnn": cnn, "mlp": mlp}
+def gpt() -> nn.Module:
+    """A GPT-2 of 6 layers of width 384 on bytes, 10,818,432 parameters."""
+    from hocket.models.gpt import gpt as build_gpt
+
+    return build_gpt(256, context=256, layers=6, heads=6, width=384)
+
+
+MODELS = {"cnn": cnn, "mlp": mlp, "gpt": gpt}
 
 
 class Task:
-    """This worker's model, optimiser and data: the same weights for all, other images for each."""
+    """This worker's model, optimiser and data: the same weights for all, other images or texts for each."""
 
     def __init__(self, model: str) -> None:
         torch.manual_seed(0)
         self.model = MODELS[model]()
-        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
-        generator = torch.Generator().manual_seed(dist.get_rank())
+        params, generator = self.model.parameters(), torch.Generator().manual_seed(dist.get_rank())
+        self.optimizer: Any = torch.optim.SGD(params, lr=0.01, momentum=0.9)
         self._x = torch.randn(BATCH, 3, 32, 32, generator=generator)
         self._y = torch.randint(10, (BATCH,), generator=generator)
+        if model == "gpt":
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+            self._x, self._y = torch.randint(256, (2, TEXTS, 256), generator=generator)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        cross_entropy(self.model(self._x), self._y).backward()
+        cross_entropy(self.model(self._x).flatten(0, -2), self._y.flatten()).backward()
         self.optimizer.step()
 
 
