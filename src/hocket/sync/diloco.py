@@ -130,9 +130,10 @@ class DiLoCo(Sync):
         delta = outer.to(mixed.dtype).to(outer.dtype) - mixed  # from the weights that the workers began with, rounded as theirs
         if self.guard is not None:
             delta = limited(delta)
-        velocity = state["velocity"] * self.momentum + delta
-        step = delta + self.momentum * velocity if self.outer == "nesterov" else velocity
-        outer = outer - self.lr * step
+        # In place where a tensor is new: memory for a whole model costs more time than arithmetic on it.
+        velocity = (state["velocity"] * self.momentum).add_(delta)
+        step = (velocity * self.momentum).add_(delta) if self.outer == "nesterov" else velocity.clone()
+        outer = step.mul_(-self.lr).add_(outer)
         return outer, {**state, "outer": outer, "velocity": velocity}
 
     def merge(

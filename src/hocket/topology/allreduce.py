@@ -101,7 +101,7 @@ class AllReduceChannel(Channel):
             return rows + (heard - sent), {"reference": reference + heard, "inner": inner}
         heard, _, inner = mean_with_feedback(compressor, narrowed(rows - reference), self, inner, context)
         mixed = reference + heard
-        return mixed, {"reference": mixed.clone(), "inner": inner}
+        return mixed, {"reference": mixed, "inner": inner}  # shared: nobody writes into either
 
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:
         return {} if not compressor.compresses else {"reference": rows.clone()}
