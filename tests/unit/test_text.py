@@ -74,3 +74,44 @@ def test_a_gpt_of_a_size_reads_bytes(tmp_path: Path) -> None:
     assert sum(p.numel() for p in model.parameters()) == 10_818_432
     x, y = torch.randint(0, 256, (2, 4, text_data.CONTEXT), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     assert 5.4 < cross_entropy(model(data.prepare(x)), y) < 5.8  # log 256 = 5.5
+
+
+def _hugging_face(**changes: object) -> object:
+    from transformers import GPT2Config
+
+    return GPT2Config(n_layer=1, n_head=2, n_embd=16, **{"vocab_size": 256, **changes})
+
+
+def test_a_language_model_of_a_folder_starts_from_its_weights_and_one_of_a_config_from_the_seed(tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    data = load(f"text:{_folder(tmp_path, 8)}")
+    saved = GPT2LMHeadModel(_hugging_face())  # type: ignore[arg-type]
+    saved.save_pretrained(tmp_path / "whole")
+    _hugging_face().save_pretrained(tmp_path / "config")  # type: ignore[attr-defined]
+    tokens = data.prepare(data.train[0][:2])
+    assert torch.equal(build(f"hf:{tmp_path}/whole", data)(tokens), saved.eval()(input_ids=tokens).logits)
+    torch.manual_seed(7)
+    one = build(f"hf:{tmp_path}/config/config.json", data)
+    torch.manual_seed(7)
+    other = build(f"hf:{tmp_path}/config", data)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert not torch.equal(one(tokens), saved(input_ids=tokens).logits)
+    assert one(tokens).shape == (2, text_data.CONTEXT, 256)
+
+
+def test_language_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    data = load(f"text:{_folder(tmp_path, 8)}")
+    _hugging_face(vocab_size=100).save_pretrained(tmp_path / "few")  # type: ignore[attr-defined]
+    _hugging_face(n_positions=8).save_pretrained(tmp_path / "short")  # type: ignore[attr-defined]
+    (tmp_path / "empty").mkdir()
+    for source, sentence in {
+        f"{tmp_path}/few": "knows 100 tokens, but the data set has 256",
+        f"{tmp_path}/short": "has 8 positions, but the texts have 256 tokens: use shorter texts",
+        f"{tmp_path}/empty": "holds no config of a language model .*: give a folder with a config.json",
+        "gtp2": "names no file and no causal language model of transformers — did you mean 'gpt2'",
+    }.items():
+        with pytest.raises(HocketError, match=sentence):
+            build(f"hf:{source}", data)
+    with pytest.raises(HocketError, match="a language model reads tokens, but data set 'digits' holds values"):
+        build("hf:gpt2", load("digits"))

@@ -14,13 +14,15 @@ from hocket.data import DataSet
 from hocket.data.registry import named, resolve
 from hocket.errors import HocketError
 from hocket.models.gpt import gpt
+from hocket.models.hugging_face import causal_lm
 from hocket.models.images import cnn, mlp, resnet20, vgg11
 
 
 def build(name: str, dataset: DataSet) -> nn.Module:
     """The model of that name for ``dataset``, with fresh weights from torch's current random state.
 
-    ``gpt:10m`` is a gpt of about that many parameters (``GPT_SIZES``). ``module:factory`` names a function or class of your own; it
+    ``gpt:10m`` is a gpt of about that many parameters (``GPT_SIZES``); ``hf:gpt2``, ``hf:config.json`` and ``hf:FOLDER`` are
+    language models of transformers (:mod:`hocket.models.hugging_face`). ``module:factory`` is a function or class of your own; it
     is given the data set if it has a parameter without a default, and returns a module from a batch of inputs, as the data set
     prepares them, to logits ``[batch, classes]`` (of texts ``[batch, length, classes]``). Its weights are drawn from the seed of
     the run, so all workers start equal.
@@ -31,9 +33,12 @@ def build(name: str, dataset: DataSet) -> nn.Module:
     """
     if name.startswith("gpt:"):
         return _gpt(dataset, **named("size of gpt", name.removeprefix("gpt:"), GPT_SIZES))
+    if name.startswith("hf:"):
+        _check_text("a language model", dataset)
+        return causal_lm(name.removeprefix("hf:"), dataset.classes, dataset.shape[0])
     if ":" in name:
         return _own(name, dataset)
-    return named("model", name, MODELS, "gpt:10m", "module:factory")(dataset)
+    return named("model", name, MODELS, "gpt:10m", "hf:gpt2", "module:factory")(dataset)
 
 
 def _mlp(dataset: DataSet) -> nn.Module:
@@ -65,11 +70,15 @@ with 256)."""
 
 
 def _gpt(dataset: DataSet, **size: int) -> nn.Module:
+    _check_text("gpt", dataset)
+    return gpt(dataset.classes, context=dataset.shape[0], **size)
+
+
+def _check_text(model: str, dataset: DataSet) -> None:
     if not dataset.text or len(dataset.shape) != 1:
         raise HocketError(
-            f"gpt reads tokens, but data set '{dataset.name}' holds values of shape {dataset.shape}: use mlp, cnn or resnet20."
+            f"{model} reads tokens, but data set '{dataset.name}' holds values of shape {dataset.shape}: use mlp, cnn or resnet20."
         )
-    return gpt(dataset.classes, context=dataset.shape[0], **size)
 
 
 MODELS: dict[str, Callable[[DataSet], nn.Module]] = {
