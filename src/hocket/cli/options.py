@@ -20,7 +20,7 @@ HELP = {
     "workers": "How many (default: 1, or what was launched).",
     "virtual": "Virtual workers in this one process.",
     "data": "digits, mnist, cifar10, cifar100, shakespeare, text:PATH (a file, a folder or a pattern) or module:factory.",
-    "model": f"mlp, cnn, resnet20, vgg11, gpt, gpt:{{{','.join(GPT_SIZES)}}} or module:factory.",
+    "model": f"mlp, cnn, resnet20, vgg11, gpt, gpt:{{{','.join(GPT_SIZES)}}}, hf:{{gpt2,config.json,FOLDER}} or module:factory.",
     "optimizer": "sgd, adam, adamw, …: torch.optim's names in lower case; muon (adamw for embeddings and vectors); sandblaster.",
     "lr": "Learning rate (default: 0.1; of sandblaster's first step: 1).",
     "momentum": "Momentum of sgd and rmsprop, and of muon (default: 0.9).",
