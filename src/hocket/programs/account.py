@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hocket.cluster.ledger import Entry
+from hocket.cluster.step_times import bin_of, described, percentile
 
 _MAX_STALENESS = 4095
 """Staler gradients count as this stale, so that the histogram fits into a message."""
@@ -34,6 +35,11 @@ class Account:
     staleness: dict[int, int] = field(default_factory=dict)
     """Without servers: how many gradients had which staleness, the number of contributions of other workers that arrived between
     reading the gradient's weights and applying it."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """How many steps computed for how long: a histogram of :mod:`hocket.cluster.step_times`."""
+    step_ended: float | None = None
+    stood_s: float = 0.0
+    """Wait and transfer when the last step ended."""
     begun: float | None = None
     paused: float | None = None
 
@@ -41,7 +47,7 @@ class Account:
         """Training begins: what came before was setting up."""
         self.wait_s = self.transfer_s = self.hidden_s = 0.0
         self.bytes_sent = self.exchanges = 0
-        self.begun = now
+        self.begun, self.step_ended = now, None
 
     def pause(self, now: float) -> None:
         """Time stops counting (evaluation, checkpoints)."""
@@ -52,6 +58,7 @@ class Account:
         """Time counts again."""
         if self.paused is not None and self.begun is not None:
             self.begun += now - self.paused
+            self.step_ended = None if self.step_ended is None else self.step_ended + now - self.paused
         self.paused = None
 
     def stalled(self, blocked_s: float, held_s: float, hidden_s: float) -> None:
@@ -61,6 +68,14 @@ class Account:
         self.transfer_s += blocked_s - wait
         self.hidden_s += hidden_s
         self.exchanges += 1
+
+    def end_step(self, now: float) -> None:
+        """A step has ended; what it did not stand still it computed."""
+        stood = self.wait_s + self.transfer_s
+        if self.step_ended is not None:
+            place = bin_of(now - self.step_ended - (stood - self.stood_s))
+            self.steps[place] = self.steps.get(place, 0) + 1
+        self.step_ended, self.stood_s = now, stood
 
     def add_loss(self, loss: float) -> None:
         self.loss += loss
@@ -77,6 +92,8 @@ class Account:
         plain = {name: getattr(self, name) for name in ("bytes_sent", "exchanges", "nonfinite", "lost", "loss", "losses")}
         times = {"seconds": seconds, "wait_s": self.wait_s, "transfer_s": self.transfer_s, "transfer_hidden_s": self.hidden_s}
         staleness = sorted(self.staleness.copy().items())  # another thread may ask
+        steps = self.steps.copy()
+        plain["step_s"] = [float(f"{percentile(steps, share):.3g}") for share in (0.5, 0.99)]
         return {**times, **plain, "staleness": {str(age): count for age, count in staleness}}
 
 
@@ -116,8 +133,16 @@ def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     {'bytes_sent': 7, 'staleness': {'0': 3, '1': 1}}
     """
     names = dict.fromkeys((*one, *other))
-    sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name != "staleness"}
-    return {**sums, "staleness": staleness_of([one, other])}
+    sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name not in ("staleness", "step_s")}
+    steps = other.get("step_s") or one.get("step_s")  # of the one that is there now
+    return {**sums, **({"step_s": steps} if steps else {}), "staleness": staleness_of([one, other])}
+
+
+def steps_of(accounts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The step times of all workers, those that are known."""
+    told = {int(worker): account["step_s"] for worker, account in accounts.items() if any(account.get("step_s", ()))}
+    rows = [told.get(worker, (0.0, 0.0)) for worker in range(max(told, default=-1) + 1)]
+    return described([p50 for p50, _ in rows], [p99 for _, p99 in rows])
 
 
 def staleness_of(accounts: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -91,6 +91,7 @@ class GossipPeer(PeerServer):
     def after_update(self, buffers: Tensor | None, now: float, exchange: bool = True) -> None:
         """The worker has stepped; ``buffers`` are its floating-point buffers, flat. Begin the next exchange, if ``exchange``."""
         self.step += 1
+        self.account.end_step(self.now)
         self._take_over()
         self.state.buffers = buffers
         if exchange:
