@@ -65,8 +65,8 @@ def test_the_one_that_computes_is_named_once_on_every_process(now: list[float], 
     for _ in range(3):
         world.beat()
     (text,) = world.texts(0)
-    assert text.startswith(f"3 of 4 processes wait for {WHAT} (step 6) since 3.1 s; lately such a wait took at most 0 s.")
-    assert "Worker 2 (process 2) has not arrived: in step 6 it computes since 3.1 s in " in text
+    assert text.startswith(f"3 of 4 processes have waited 3.1 s for {WHAT} (step 6); lately such a wait took at most 0 s.")
+    assert "Worker 2 (process 2) has not arrived: in step 6 it has been computing for 3.1 s in " in text
     assert all(world.texts(rank) == [text] for rank in range(4)), "also on the one that is late"
     assert capsys.readouterr().err.count(text) == 4
     now[0] += FLOOR_S + 1
@@ -119,7 +119,7 @@ def test_silent_left_and_strayed_processes_are_told_apart(now: list[float]) -> N
     assert found == {1: "silent", 2: "left", 3: "waiting"}
     text = world.texts(0)[0]
     assert "Worker 1 (process 1) is silent: no heartbeat for 4.5 s" in text
-    assert "Worker 3 (process 3) has not arrived: in step 1 it waits for job.finish() since 3.1 s" in text
+    assert "Worker 3 (process 3) has not arrived: in step 1 it has been waiting 3.1 s for job.finish()" in text
 
 
 def test_where_all_have_come_the_exchange_itself_is_slow(now: list[float]) -> None:

@@ -219,11 +219,13 @@ class Clock:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all workers (tensors that are never changed in place)."""
-        return {name.lstrip("_"): getattr(self, name) for name in _STATE}
+        return {**{name.lstrip("_"): getattr(self, name) for name in _STATE}, "steps": self.steps.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _STATE:
             setattr(self, name, state[name.lstrip("_")])
+        if "steps" in state:
+            self.steps.load_state_dict(state["steps"])
 
 
 _STATE = ("now", "net", "_step", "_first", "_late", "_begun", "_sums")

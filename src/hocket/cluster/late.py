@@ -112,7 +112,7 @@ class LateWatch:
         missing = [one for one in missing if one.state != "waiting" or not one.waits_in(track)] or missing
         missing = missing or [one for one in others if one.state in ("silent", "left")]
         waiting = 1 + sum(one.state == "waiting" and one.waits_in(track) for one in others)
-        text = f"{waiting} of {len(others) + 1} processes wait for {wait.what} (step {wait.track.step + 1}) since {waited:.1f} s; "
+        text = f"{waiting} of {len(others) + 1} processes have waited {waited:.1f} s for {wait.what} (step {wait.track.step + 1}); "
         text += f"lately such a wait took at most {wait.longest_s:.2g} s. "
         text += " ".join(self._sentence(one, track) for one in missing[:_NAMED])
         text += f" {len(missing) - _NAMED} more have not arrived." if len(missing) > _NAMED else ""
@@ -125,10 +125,10 @@ class LateWatch:
     def _sentence(self, one: Standing, track: str) -> str:
         hosted, step = self.hosting[one.rank], one.describe(track)["step"]
         who = f"Worker {hosted.start}" if len(hosted) == 1 else f"Workers {hosted.start} to {hosted.stop - 1}"
-        did = doing(one.beat) or ("waits" if "waits" in one.beat else "computes")
+        did = doing(one.beat) or ("was waiting" if "waits" in one.beat else "was computing")
         how = {
             "left": "has left the job.",
-            "silent": f"is silent: no heartbeat for {one.silent_s or 0:.1f} s (stopped, swapping or cut off?); last it {did}.",
+            "silent": f"is silent: no heartbeat for {one.silent_s or 0:.1f} s (stopped, swapping or cut off?); then it {did}.",
             "waiting": f"has not arrived: in step {step} it {did}; so its loop took another way (fewer batches, or an `if`).",
             "computing": f"has not arrived: in step {step} it {did}.",
         }

@@ -120,12 +120,13 @@ def doing(described: dict[str, Any]) -> str:
     """What a training thread does, where it has done so for long, in words; nothing otherwise.
 
     >>> doing({"for_s": 3.2, "stack": ["read (data/files.py:7)", "main (train.py:30)"]})
-    'computes since 3.2 s in read (data/files.py:7), called from main (train.py:30)'
+    'has been computing for 3.2 s in read (data/files.py:7), called from main (train.py:30)'
     """
     if "stack" not in described:
         return ""
-    what = f"waits for {described['waits'][2]}" if "waits" in described else "computes"
-    return f"{what} since {described['for_s']:.1f} s in {', called from '.join(described['stack'])}"
+    what = f"{described['for_s']:.1f} s for {described['waits'][2]}" if "waits" in described else f"for {described['for_s']:.1f} s"
+    how = "waiting" if "waits" in described else "computing"
+    return f"has been {how} {what} in {', called from '.join(described['stack'])}"
 
 
 def meeting_of(group: str) -> str:

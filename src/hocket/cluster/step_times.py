@@ -48,7 +48,7 @@ class StepTimes:
     >>> for _ in range(100):
     ...     times.add(torch.tensor([0.1, 0.4]))
     >>> [[round(s, 2) for s in worker] for worker in times.percentiles().tolist()]
-    [[0.1, 0.1], [0.39, 0.39]]
+    [[0.1, 0.1], [0.4, 0.4]]
     """
 
     def __init__(self, rows: int) -> None:
@@ -70,11 +70,19 @@ class StepTimes:
             found.append([percentile(counts, share) for share in (0.5, 0.99)])
         return torch.tensor(found, dtype=torch.float64)
 
+    def state_dict(self) -> Tensor:
+        """A tensor that is never changed in place."""
+        self._settle()
+        return self._counts
+
+    def load_state_dict(self, state: Tensor) -> None:
+        self._counts, self._pending = state, []
+
     def _settle(self) -> None:
         if self._pending:
             seconds = torch.stack(self._pending, 1).to(torch.float64).clamp(min=_SHORTEST_S)
             places = (_PER_OCTAVE * torch.log2(seconds / _SHORTEST_S)).long().clamp(0, _BINS - 1)
-            self._counts.scatter_add_(1, places, torch.ones_like(places, dtype=torch.int32))
+            self._counts = self._counts.scatter_add(1, places, torch.ones_like(places, dtype=torch.int32))
             self._pending = []
 
 

@@ -218,7 +218,8 @@ def _common(reading: Reading) -> str:
 def _stragglers(rows: Sequence[Row]) -> list[str]:
     """Of runs on several workers; one worker is nobody's straggler."""
     shown = [row for row in rows if row.stragglers is not None and len(row.stragglers.p50_s) > 1]
-    return [f"{row.label} ({row.facet}, {row.facet.clock}): {row.stragglers.line()}" for row in shown if row.stragglers is not None]
+    kind = {False: ", measured", True: ""}  # a virtual facet says what its seconds are predicted for
+    return [f"{row.label} ({row.facet}{kind[row.facet.virtual]}): {row.stragglers.line()}" for row in shown if row.stragglers]
 
 
 def _clusters(rows: Sequence[Row]) -> list[str]:

@@ -85,7 +85,7 @@ def gather(environ: Mapping[str, str], per_host: int, folder: Any = None) -> dic
 
 
 def interface(environ: Mapping[str, str]) -> dict[str, str]:
-    """The network interface that Gloo uses: the one that GLOO_SOCKET_IFNAME names, else that of this host's name."""
+    """The network interface that Gloo uses: the one that GLOO_SOCKET_IFNAME names, else that of this host's name, else loopback."""
     addresses = {name: address for _, name in socket.if_nameindex() if (address := _address(name))}
     asked = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if asked and asked not in addresses:
@@ -96,10 +96,9 @@ def interface(environ: Mapping[str, str]) -> dict[str, str]:
     try:
         own = socket.gethostbyname(socket.gethostname())
     except OSError:
-        own = "127.0.0.1"  # as Gloo does
-    name = next((name for name, address in addresses.items() if address == own), "")
-    name = name or ("lo" if own.startswith("127.") else "")
-    return {"name": name, "address": own, "error": "" if name else f"its name stands for {own}, which no interface of it has"}
+        own = ""
+    name = next((name for name, address in addresses.items() if address == own), "lo")
+    return {"name": name, "address": own if name != "lo" else "127.0.0.1", "error": ""}
 
 
 def _address(name: str) -> str | None:

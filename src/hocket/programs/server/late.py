@@ -30,8 +30,8 @@ class LateAnswers:
         >>> late = LateAnswers()
         >>> late.judge(0, 7, 2.5, [[1, 6, 0.4, ""]])
         ''
-        >>> late.judge(0, 7, 3.5, [[1, 6, 0.4, "computes since 3.1 s in read (data.py:7)"]])
-        'worker 0 has waited 3.5 s at step 7 for worker 1 (at step 6), which computes since 3.1 s in read (data.py:7)'
+        >>> late.judge(0, 7, 3.5, [[1, 6, 0.4, "has been computing for 3.1 s in read (data.py:7)"]])
+        'worker 0 has waited 3.5 s at step 7 for worker 1 (at step 6), which has been computing for 3.1 s in read (data.py:7)'
         """
         late_s = max(FLOOR_S, TIMES * self._longest_s)
         if not behind or waited_s < (2 * self._told_s or late_s):
@@ -40,7 +40,7 @@ class LateAnswers:
         late, said = [], []
         for number, reached, silent_s, doing in behind:
             silent = float(silent_s) > _SILENT_S
-            state = "silent" if silent else "waiting" if str(doing).startswith("waits") else "computing"
+            state = "silent" if silent else "waiting" if str(doing).startswith("has been waiting") else "computing"
             late.append({"worker": int(number), "state": state, "step": int(reached), "doing": str(doing)})
             how = f"silent for {silent_s:.1f} s" if silent else doing or "computing"
             said.append(f"worker {number} (at step {reached}), which {'is ' if how != doing else ''}{how}")
