@@ -45,14 +45,15 @@ def test_all_workers_name_the_one_that_is_held_up_in_its_own_code(nursery: Nurse
         assert found["steps"]["p50_s"][0] > 0
 
 
-def test_a_stopped_worker_is_called_silent_and_nobody_ends_for_it(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [1, 0])  # process 0 hosts the store
+def test_a_stopped_worker_is_called_silent_and_nobody_ends_for_it(nursery: Nursery, tmp_path: Path, victim: int) -> None:
     group = nursery.start("process.late:train", 2, tmp_path, strategy="bulk", steps=10**9, hold="nothing")
     try:
         assert eventually(lambda: (tmp_path / "1.steps").exists() and (tmp_path / "1.steps").stat().st_size >= STEP, LIMIT_S)
-        os.kill(group.pids[1], signal.SIGSTOP)
-        everybody_says(group, "Worker 1 (process 1) is silent: no heartbeat for", ranks=(0,))
-        os.kill(group.pids[1], signal.SIGCONT)
-        everybody_says(group, "went on after", ranks=(0,))
+        os.kill(group.pids[victim], signal.SIGSTOP)
+        everybody_says(group, f"Worker {victim} (process {victim})", "is silent: no", ranks=(1 - victim,))
+        os.kill(group.pids[victim], signal.SIGCONT)
+        everybody_says(group, "went on after", ranks=(1 - victim,))
         assert group.poll() == [None, None]
     finally:
         for pid in group.pids:
@@ -77,3 +78,10 @@ def test_a_shard_tells_a_worker_whom_it_waits_for(nursery: Nursery, tmp_path: Pa
     (tmp_path / "go").touch()
     assert group.wait(LIMIT_S) == [0, 0], group.said()
     assert group.results()[0]["late"][-1]["late"][0]["worker"] == 1
+
+
+def test_the_leader_of_the_final_mean_of_gossip_names_who_has_not_ended(nursery: Nursery, tmp_path: Path) -> None:
+    group = nursery.start("process.late:train", 2, tmp_path, strategy="async + gossip", steps=8)
+    everybody_says(group, "worker 0 has waited", "for worker 1, which has not ended", ranks=(0,))
+    (tmp_path / "go").touch()
+    assert group.wait(LIMIT_S) == [0, 0], group.said()

@@ -148,3 +148,13 @@ def test_a_stack_is_that_of_the_thread_innermost_first() -> None:
     thread.join()
     assert names.index("inner") + 1 == names.index("outer")
     assert stack_of(-1) == []
+
+
+@pytest.mark.parametrize("junk", ["no JSON", "[]", '{"number": "many"}', '{"number": 7}'])
+def test_nothing_in_the_store_ends_a_heartbeat(now: list[float], junk: str) -> None:
+    world = World(2)
+    world.wait(0)
+    now[0] += FLOOR_S + 0.1
+    world.store.set("beat/1", junk)
+    world.store.set("late", junk)
+    world.watches[0].turn(world.store)

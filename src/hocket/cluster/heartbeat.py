@@ -185,6 +185,7 @@ class Heartbeat:
         while not self._stop.wait(_BEAT_S):
             stuck = stuck + _BEAT_S if self._rounds == rounds else 0.0
             rounds = self._rounds
+            self.late.look_at_store(stuck)
             if stuck > self.liveness_timeout_s and self._gone is None:
                 self._gone = -1
             if self._gone is None:

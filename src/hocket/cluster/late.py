@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hocket.cluster.progress import Progress, Wait, doing
+from hocket.cluster.progress import FLOOR_S, Progress, Wait, doing
 
 _NAMED = 3
 """So many late workers are described one by one."""
@@ -69,7 +69,12 @@ class LateWatch:
         self._told_s = 0.0
 
     def turn(self, store: Any) -> None:
-        """Print what another process has found, and look whether this one waits too long."""
+        """Print what another process has found, and look whether this one waits too long. A report that cannot be read, made or
+        printed must not end the heartbeat; that the store does not answer is the heartbeat's to handle (a RuntimeError)."""
+        with contextlib.suppress(ValueError, TypeError, LookupError, OSError):
+            self._turn(store)
+
+    def _turn(self, store: Any) -> None:
         wait = self.progress.wait
         if self._told is not None and wait is not self._told:
             self._say(f"{self._told.what} went on after {time.monotonic() - self._told.begun:.1f} s.")
@@ -86,6 +91,18 @@ class LateWatch:
             report = self._compose(wait, waited, self._standings(store, wait.track.ranks))
             store.set("late", json.dumps(report))
             self._take(report)
+
+    def look_at_store(self, silent_s: float) -> None:
+        """The store has not answered for so long: where this process waits, say that its host is silent; no other can be told."""
+        wait = self.progress.wait
+        if wait is None or silent_s < FLOOR_S or self._told is wait:
+            return
+        self._told, self._told_s = wait, time.monotonic() - wait.begun
+        text = f"This process has waited {self._told_s:.1f} s for {wait.what} (step {wait.track.step + 1}). "
+        text += f"{self._name(0)}, or the launcher if it hosts the job's store, is silent: no answer for {silent_s:.1f} s."
+        late = {"worker": self.hosting[0].start, "process": 0, **Standing(0, {}, silent_s, False).describe(wait.track.name)}
+        self.reports.append({**_what(wait, self._told_s), "number": self._count, "late": [late], "text": text})
+        self._say(text)
 
     def _first(self, store: Any) -> bool:
         """Whether this process is the one that composes the next report; another try of all comes with the next beat but three."""
@@ -119,12 +136,10 @@ class LateWatch:
         if not missing:
             text += "All workers have arrived, so the exchange itself is slow or stuck: look at the links with `hocket doctor`."
         late = [{"worker": self.hosting[one.rank].start, "process": one.rank, **one.describe(track)} for one in missing[:_NAMED]]
-        found = {"number": self._count + 1, "track": track, "what": wait.what, "step": wait.track.step + 1}
-        return {**found, "waited_s": round(waited, 1), "late": late, "text": text}
+        return {**_what(wait, waited), "number": self._count + 1, "late": late, "text": text}
 
     def _sentence(self, one: Standing, track: str) -> str:
-        hosted, step = self.hosting[one.rank], one.describe(track)["step"]
-        who = f"Worker {hosted.start}" if len(hosted) == 1 else f"Workers {hosted.start} to {hosted.stop - 1}"
+        step = one.describe(track)["step"]
         did = doing(one.beat) or ("was waiting" if "waits" in one.beat else "was computing")
         how = {
             "left": "has left the job.",
@@ -132,10 +147,19 @@ class LateWatch:
             "waiting": f"has not arrived: in step {step} it {did}; so its loop took another way (fewer batches, or an `if`).",
             "computing": f"has not arrived: in step {step} it {did}.",
         }
-        return f"{who} (process {one.rank}) {how[one.state]}"
+        return f"{self._name(one.rank)} {how[one.state]}"
+
+    def _name(self, rank: int) -> str:
+        hosted = self.hosting[rank]
+        who = f"Worker {hosted.start}" if len(hosted) == 1 else f"Workers {hosted.start} to {hosted.stop - 1}"
+        return f"{who} (process {rank})"
 
     def _say(self, text: str) -> None:
         print(f"hocket: {text}", file=sys.stderr, flush=True)
+
+
+def _what(wait: Wait, waited_s: float) -> dict[str, Any]:
+    return {"track": wait.track.name, "what": wait.what, "step": wait.track.step + 1, "waited_s": round(waited_s, 1)}
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 FLOOR_S = 3.0
 """No exchange is called late before this."""
 TIMES = 5.0
-FADES = 0.95
+FADES = 0.98
 """An exchange is late when it takes ``TIMES`` as long as the longest one of late; the memory of that fades with each exchange."""
 _STUCK_S = 1.0
 """Who has done one thing for so long tells its stack."""

@@ -144,9 +144,6 @@ class ServerRuntime(WorkerRuntime):
         self._heartbeats.stop()
         self.driver.close(linger_s)
 
-    def late_exchanges(self) -> list[dict[str, Any]]:
-        return list(self.program.late.reports)
-
     # --- state ---------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

@@ -97,8 +97,9 @@ class WorkerRuntime(ABC):
             raise HocketError(f"load_state_dict after {self.step} steps: load it before the first step of this job.")
 
     def late_exchanges(self) -> list[dict[str, Any]]:
-        """The latest answers that took far longer than those before, and whom they waited for, as far as the program knows."""
-        return []
+        """The latest waits that took far longer than those before, and for whom, as far as the program knows."""
+        with self.driver.lock:
+            return list(self.program.late.reports)
 
     # --- figures -------------------------------------------------------------------------------------------------------------
 

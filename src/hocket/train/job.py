@@ -168,7 +168,8 @@ class Job(JobView):
 
     def summary(self, all_workers: bool = False) -> dict[str, Any]:
         """The figures so far: ``seconds``, ``compute_s``, ``wait_s``, ``transfer_s``, ``transfer_hidden_s``, ``bytes_sent``,
-        ``exchanges``, ``nonfinite``; with servers or peers also ``staleness`` and ``lost``, on a mesh also ``axes``.
+        ``exchanges``, ``nonfinite``, ``step_times``, ``late``; with servers or peers also ``staleness`` and ``lost``, on a mesh
+        also ``axes``.
 
         Those of this worker; it waits for nobody, so one worker may ask alone. Which part of ``synchronisation_s`` was wait and
         which was transfer is known after :meth:`finish` (until then both are None). ``all_workers=True``: means of seconds and sums

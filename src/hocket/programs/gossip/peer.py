@@ -39,7 +39,6 @@ class GossipPeer(PeerServer):
         self.exchanges: Exchanges = (Halves if self.push_sum else Calls)(self)
         self.rows: Sequence[Tensor] = ()
         """This worker's weights ``[1, values]`` per bucket."""
-        self.step = 0
         self.joined: Mean | None = None
         """What a replacement began with, after :meth:`start`."""
         self.looked: Mean | None = None

@@ -17,7 +17,7 @@ from hocket.cluster.message import FRAME_BYTES, framed
 from hocket.errors import HocketError, WorkerLost
 from hocket.programs.account import Account
 from hocket.programs.base import Address, Client, Link, Task, Until, from_plain, to_plain
-from hocket.programs.server.late import LateAnswers
+from hocket.programs.late import LateAnswers
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.push_encoder import PushEncoder, Slices
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, MAX_BATCH_IDS, as_tensors, job_config, slices_of, write_state

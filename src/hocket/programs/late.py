@@ -1,4 +1,5 @@
-"""Whom a worker waits for, where a shard holds its answer back for far longer than before: the shard names who is behind."""
+"""Whom a worker waits for, where it does so for far longer than before: a shard that holds an answer back names who is behind, and
+the gossip worker that leads the agreement on the final mean knows who has not ended."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class LateAnswers:
         self._longest_s, self._told_s = max(waited_s, FADES * self._longest_s), 0.0
 
     def judge(self, worker: int, step: int, waited_s: float, behind: Sequence[Sequence[Any]]) -> str:
-        """A sentence on ``behind`` (number, step, seconds since heard of, what it does), where the wait is late and has doubled.
+        """A sentence on ``behind`` (number, step if known, seconds since heard of, what it does), where the wait is late.
 
         >>> late = LateAnswers()
         >>> late.judge(0, 7, 2.5, [[1, 6, 0.4, ""]])
@@ -41,11 +42,10 @@ class LateAnswers:
         for number, reached, silent_s, doing in behind:
             silent = float(silent_s) > _SILENT_S
             state = "silent" if silent else "waiting" if str(doing).startswith("has been waiting") else "computing"
-            late.append({"worker": int(number), "state": state, "step": int(reached), "doing": str(doing)})
+            late.append({"worker": int(number), "state": state, "step": reached, "doing": str(doing)})
             how = f"silent for {silent_s:.1f} s" if silent else doing or "computing"
-            said.append(f"worker {number} (at step {reached}), which {'is ' if how != doing else ''}{how}")
+            at = "" if reached is None else f" (at step {reached})"
+            said.append(f"worker {number}{at}, which {'is ' if how != doing else ''}{how}")
         text = f"worker {worker} has waited {waited_s:.1f} s at step {step} for {'; '.join(said)}"
-        self.reports.append(
-            {"what": "an answer of a shard", "step": step, "waited_s": round(waited_s, 1), "late": late, "text": text}
-        )
+        self.reports.append({"what": "others", "step": step, "waited_s": round(waited_s, 1), "late": late, "text": text})
         return text
