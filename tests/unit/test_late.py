@@ -80,6 +80,21 @@ def test_the_one_that_computes_is_named_once_on_every_process(now: list[float], 
     assert capsys.readouterr().err.count(f"{WHAT} went on after 7.1 s.") == 3
 
 
+def test_of_two_that_find_it_at_once_one_reports(now: list[float]) -> None:
+    """Heartbeats are in step: both look before either has written."""
+    world = World(3)
+    world.wait(0, 1)
+    now[0] += FLOOR_S + 0.1
+    for rank in range(3):
+        world.store.set(f"beat/{rank}", json.dumps(world.progress[rank].describe()))
+    world.watches[0].turn(world.store)
+    before = SimpleNamespace(check=lambda keys: False, add=world.store.add)
+    world.watches[1].turn(before)
+    assert (len(world.texts(0)), len(world.texts(1))) == (1, 0)
+    world.beat()
+    assert world.texts(0) == world.texts(1) == world.texts(2)
+
+
 def test_what_is_late_goes_by_what_was_before(now: list[float]) -> None:
     world = World(2)
     track = world.tracks[0]
