@@ -21,6 +21,19 @@ def held_up_by_its_data(path: Path) -> None:
         time.sleep(0.02)
 
 
+def pipeline(rank: int, folder: str) -> None:
+    """The second stage of a pipeline is held up before step 6."""
+    hocket.init(device="cpu", liveness_timeout_s=30.0)
+    model = net()
+    how = hocket.Pipeline(measure="flops", loss=F.cross_entropy, sample=batch(0, 0)[0])
+    job = hocket.parallelize(model, sgd(model, lr=0.01), mesh="pipeline=2", pipeline=how)
+    for t in range(8):
+        if rank == 1 and t + 1 == STEP:
+            held_up_by_its_data(Path(folder, "go"))
+        job.train(*batch(t, 0))
+    job.finish()
+
+
 def train(rank: int, folder: str, strategy: str, steps: int, hold: str = "data", liveness_timeout_s: float = 30.0) -> None:
     """Worker 1 is held up in its own code in step 6, or comes to job.finish() then, while the others train on."""
     hocket.init(device="cpu", liveness_timeout_s=liveness_timeout_s)

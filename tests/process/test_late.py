@@ -72,6 +72,14 @@ def test_a_worker_whose_loop_has_fewer_batches_is_said_to_wait_for_something_els
         group.wait(LIMIT_S)
 
 
+def test_a_stage_that_is_held_up_is_named_by_the_one_that_waits_for_it(nursery: Nursery, tmp_path: Path) -> None:
+    group = nursery.start("process.late:pipeline", 2, tmp_path)
+    what, where = f"s for the pipeline axis of the mesh (step {STEP})", f"Worker 1 (process 1) has not arrived: in step {STEP}"
+    everybody_says(group, what, where, "held_up_by_its_data (process/late.py:")
+    (tmp_path / "go").touch()
+    assert group.wait(LIMIT_S) == [0, 0], group.said()
+
+
 def test_a_shard_tells_a_worker_whom_it_waits_for(nursery: Nursery, tmp_path: Path) -> None:
     group = nursery.start("process.late:train", 2, tmp_path, strategy="ssp(1) + server", steps=8)
     everybody_says(group, "worker 0 has waited", "for worker 1 (at step", "held_up_by_its_data (process/late.py:", ranks=(0,))

@@ -199,6 +199,10 @@ class Cluster(ABC):
         """The workers hosted here have done ``step`` steps."""
         self.ledger.end_step()
 
+    def watched(self, axis: str, ranks: Sequence[int], work: Callable[[], object]) -> None:
+        """Call ``work``, which waits for other processes along an axis of a mesh, outside of the order of exchanges."""
+        work()
+
     def late_exchanges(self) -> list[dict[str, Any]]:
         """The latest exchanges that took far longer than those before, and whom they waited for (:mod:`hocket.cluster.late`)."""
         return []

@@ -37,6 +37,10 @@ class Standing:
     def launched(self, track: str) -> int:
         return int(self.beat.get("launched", {}).get(track, (0, 0))[0])
 
+    def has_come(self, track: str, number: int) -> bool:
+        """Whether it has launched ``number``; where each launches its own (0), whether it waits there as well."""
+        return self.launched(track) >= number if number else self.state == "waiting" and self.waits_in(track)
+
     def waits_in(self, track: str) -> bool:
         return self.beat.get("waits", [""])[0] == track
 
@@ -124,9 +128,11 @@ class LateWatch:
 
     def _compose(self, wait: Wait, waited: float, others: list[Standing]) -> dict[str, Any]:
         track = wait.track.name
-        missing = [one for one in others if one.launched(track) < wait.number]
+        missing = [one for one in others if not one.has_come(track, wait.number)]
         # In a chain of neighbours some wait for others in turn: the first of the chain is the one that does not wait there.
         missing = [one for one in missing if one.state != "waiting" or not one.waits_in(track)] or missing
+        if not wait.number:
+            missing = [one for one in missing if one.state != "waiting"] or missing
         missing = missing or [one for one in others if one.state in ("silent", "left")]
         waiting = 1 + sum(one.state == "waiting" and one.waits_in(track) for one in others)
         text = f"{waiting} of {len(others) + 1} processes have waited {waited:.1f} s for {wait.what} (step {wait.track.step + 1}); "

@@ -15,7 +15,7 @@ import atexit
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -89,14 +89,13 @@ class ProcessCluster(Cluster):
             )
         self.hosting = split_workers(size, self.processes)
         super().__init__(size, self.hosting[self.rank], device, True, host_size)
-        self.exact, self.keys = exact, keys
+        self.exact, self.keys, self._shares_heartbeat = exact, keys, parent is not None
         self._messages = PointToPoint(self.rank, self._ranks, self.hosting, self.backend, self.device)
         self._derived: weakref.WeakSet[ProcessCluster] = weakref.WeakSet()
         self._reductions: dict[int, ServerReduction] = {}
         self._thread = ExchangeThread() if "gloo" in self.backend and "nccl" not in self.backend else None
         if self.device.type == "cuda" and "nccl" in self.backend:
             self.ledger.clock = CudaClock()
-        self._shares_heartbeat = parent is not None
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         if parent is not None and self._whole:
             self.ledger.clock.offset_s = parent.ledger.clock.offset_s
@@ -117,6 +116,9 @@ class ProcessCluster(Cluster):
     def end_step(self, step: int) -> None:
         super().end_step(step)
         self._track.step = step
+
+    def watched(self, axis: str, ranks: Sequence[int], work: Callable[[], object]) -> None:
+        self._heartbeat.progress.track(f"{axis} {ranks}", ranks).wait(work, 0, f"the {axis} axis of the mesh")
 
     def late_exchanges(self) -> list[dict[str, Any]]:
         return list(self._heartbeat.late.reports)

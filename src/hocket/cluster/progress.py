@@ -26,7 +26,7 @@ _FRAMES = 6
 
 @dataclass(frozen=True)
 class Wait:
-    """The training thread waits for a launch: ``number`` counts those of its track."""
+    """The training thread waits for a launch: ``number`` counts those of its track, 0 where its processes launch each their own."""
 
     track: Track
     number: int
@@ -45,14 +45,23 @@ class Wait:
 
 
 class Track:
-    """What the processes ``ranks`` launch in the same order: the exchanges of one cluster, or their meetings."""
+    """What the processes ``ranks`` launch in the same order: the exchanges of one cluster, or their meetings. Or the stages of a
+    pipeline, which send to and receive from each other in an order of their own."""
 
     def __init__(self, progress: Progress, name: str, ranks: Sequence[int]) -> None:
         self._progress, self.name, self.ranks = progress, name, list(ranks)
         self.launched = 0
-        self.step = 0
-        """Steps done."""
+        self._step: int | None = None
         self.longest_s = 0.0
+
+    @property
+    def step(self) -> int:
+        """Steps done by its job, or by any job of the process where it has none of its own."""
+        return self._progress.step if self._step is None else self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = self._progress.step = step
 
     def launch(self) -> int:
         """Count one more; its number."""
@@ -79,6 +88,8 @@ class Progress:
         """What the training thread waits for; None while it computes."""
         self.hears: tuple[int, float] | None = None
         """The process whose heartbeats this one watches, and for how long it has been silent; None where it is not."""
+        self.step = 0
+        """Steps done by the job that stepped last."""
         self._since = time.monotonic()
         self._thread = threading.main_thread().ident
         self._tracks: dict[str, Track] = {}

@@ -282,6 +282,8 @@ class Job(JobView):
             self._gradients.show()
         self._binding.backwards = 0
         self.runtime.after_update()
+        if self.split is not None:
+            self.split.world.end_step(self.step)  # the cluster of the data axis may be this process alone
 
 
 def _adopt(binding: Binding, cluster: Cluster) -> set[int]:
