@@ -15,6 +15,8 @@ from hocket.cluster.step_times import bin_of, described, percentile
 
 _MAX_STALENESS = 4095
 """Staler gradients count as this stale, so that the histogram fits into a message."""
+STEP_TIMES = ("step_p50_s", "step_p99_s")
+"""What a worker tells of how long its steps compute."""
 
 
 @dataclass
@@ -93,7 +95,7 @@ class Account:
         times = {"seconds": seconds, "wait_s": self.wait_s, "transfer_s": self.transfer_s, "transfer_hidden_s": self.hidden_s}
         staleness = sorted(self.staleness.copy().items())  # another thread may ask
         steps = self.steps.copy()
-        plain["step_s"] = [float(f"{percentile(steps, share):.3g}") for share in (0.5, 0.99)]
+        times |= {name: float(f"{percentile(steps, share):.3g}") for name, share in zip(STEP_TIMES, (0.5, 0.99), strict=True)}
         return {**times, **plain, "staleness": {str(age): count for age, count in staleness}}
 
 
@@ -133,16 +135,16 @@ def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     {'bytes_sent': 7, 'staleness': {'0': 3, '1': 1}}
     """
     names = dict.fromkeys((*one, *other))
-    sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name not in ("staleness", "step_s")}
-    steps = other.get("step_s") or one.get("step_s")  # of the one that is there now
-    return {**sums, **({"step_s": steps} if steps else {}), "staleness": staleness_of([one, other])}
+    sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name not in ("staleness", *STEP_TIMES)}
+    steps = {name: other.get(name) or one.get(name, 0.0) for name in STEP_TIMES if name in names}  # of the one that is there now
+    return {**sums, **steps, "staleness": staleness_of([one, other])}
 
 
 def steps_of(accounts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The step times of all workers, those that are known."""
-    told = {int(worker): account["step_s"] for worker, account in accounts.items() if any(account.get("step_s", ()))}
-    rows = [told.get(worker, (0.0, 0.0)) for worker in range(max(told, default=-1) + 1)]
-    return described([p50 for p50, _ in rows], [p99 for _, p99 in rows])
+    workers = range(max(map(int, accounts), default=-1) + 1)
+    p50_s, p99_s = ([float(accounts.get(str(worker), {}).get(name, 0.0)) for worker in workers] for name in STEP_TIMES)
+    return described(p50_s, p99_s)
 
 
 def staleness_of(accounts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
