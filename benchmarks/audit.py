@@ -1,4 +1,6 @@
 """What ``check="audit"`` costs: the fastest steps of a wide model under bulk, without and with it, in turn, on two Gloo processes.
+And what it costs to find late workers and step times, which is always done: the notes of an exchange and of a step, and those of a
+heartbeat.
 
 torchrun --nproc-per-node 2 benchmarks/audit.py
 """
@@ -11,8 +13,11 @@ import torch
 from torch import nn
 
 import hocket
+from hocket.cluster.ledger import Span
+from hocket.cluster.progress import Progress, stack_of
+from hocket.cluster.virtual import VirtualCluster
 
-ROUNDS, STEPS = 5, 20
+ROUNDS, STEPS, NOTES = 5, 20, 20_000
 
 
 def main() -> None:
@@ -34,7 +39,33 @@ def main() -> None:
                 least[k] = min(least[k], time.perf_counter() - begun)
             job.finish()
     if cluster.workers.start == 0:
+        exchange, step, beat = notes()
+        share = (2 * exchange + step) / least[0] + 2 * beat
+        print(f"notes of an exchange {1e6 * exchange:.1f} µs, of a step {1e6 * step:.1f} µs, twice a second {1e6 * beat:.0f} µs")
+        print(f"are {share:.2%} of a step with two exchanges")
         print(f"a step: {1e3 * least[0]:.2f} ms, audited {1e3 * least[1]:.2f} ms: {least[1] / least[0]:.3f} (at most 1.1)")
+
+
+def notes() -> tuple[float, float, float]:
+    """Seconds per exchange, step and heartbeat."""
+    progress, ledger = Progress(), VirtualCluster(1, timed=True).ledger
+    track, span = progress.track("group", [0, 1]), Span(0.0, 0.0, 0.0, 0.0)
+
+    def exchange() -> None:
+        track.wait(int, track.launch(), "gradients of bucket 0")
+        ledger.record(span)
+
+    def beat() -> None:
+        progress.describe()
+        stack_of(progress._thread)
+
+    found = []
+    for work in (exchange, ledger.end_step, beat):
+        begun = time.perf_counter()
+        for _ in range(NOTES):
+            work()
+        found.append((time.perf_counter() - begun) / NOTES)
+    return found[0], found[1], found[2]
 
 
 if __name__ == "__main__":

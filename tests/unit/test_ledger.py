@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,7 @@ from torch import nn
 
 import hocket
 from hocket.cluster import Entry, Message, Subgroups, VirtualCluster
-from hocket.cluster.ledger import Span, split
+from hocket.cluster.ledger import MOST_SPANS, Ledger, Span, split
 from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, framed, ring_bytes
 from hocket.cluster.spec import ClusterSpec
 
@@ -130,3 +132,68 @@ def test_a_broadcast_takes_its_message_over_the_senders_link_once_for_each_recei
     assert cluster.clock is not None
     cluster.broadcast(torch.randn(3, 1000), source=1)
     assert cluster.clock.net.tolist() == pytest.approx([framed(4000) / 1e4 * n for n in (1, 2, 1)])
+
+
+# --- a ledger does not grow ----------------------------------------------------------------------------------------------------
+
+
+def spans(count: int, own: float, seed: int = 0) -> list[Span]:
+    """Exchanges of one worker that launches ``own`` seconds after the earliest, and blocks from then on for a random time."""
+    took = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+    return [Span(k + own, k + own, k + own, k + 1.0 + took[k]) for k in range(count)]
+
+
+def filled(count: int, own: float = 0.0) -> Ledger:
+    ledger = VirtualCluster(1, timed=True).ledger
+    for span in spans(count, own):
+        ledger.record(span)
+        ledger.end_step()
+    return ledger
+
+
+def test_the_memory_of_a_ledger_does_not_grow_with_exchanges_and_steps() -> None:
+    sizes = [len(pickle.dumps(filled(count))) for count in (2 * MOST_SPANS, 10 * MOST_SPANS)]
+    assert max(sizes) < 200 * MOST_SPANS
+    assert sizes[1] < 1.5 * sizes[0]
+
+
+def test_of_many_exchanges_all_workers_keep_the_same_sample_and_the_sum_stays_exact() -> None:
+    count = 3 * MOST_SPANS
+    early, late = filled(count), filled(count, own=0.5)
+    assert len(early.spans) == len(late.spans) <= MOST_SPANS
+    assert [s.blocked + 0.5 for s in early.spans] == pytest.approx([s.blocked for s in late.spans])
+    exposed = sum(s.end - s.blocked for s in spans(count, 0.0))
+    starts = torch.tensor([s.last_launch for s in late.spans], dtype=torch.float64)
+    early._seconds = 4.0 * count
+    entry = early.close(lambda values: torch.maximum(values, starts) if values.shape[1:] == starts.shape else values)
+    assert entry.wait_s + entry.transfer_s == pytest.approx(exposed)
+    assert entry.wait_s == pytest.approx(0.5 * count, rel=0.05), "early waits half a second in each exchange"
+    assert entry.exchanges == count
+
+
+def test_a_step_takes_what_was_not_waited_and_a_pause_ends_no_step() -> None:
+    ledger = VirtualCluster(1, timed=True).ledger
+    stamps = iter([10.0, 12.0, 20.0, 21.0])
+    ledger.clock.stamp = lambda: next(stamps)  # type: ignore[method-assign]
+    ledger.resume()
+    ledger.end_step()
+    ledger.record(Span(10.0, 10.0, 10.5, 12.0))  # 1.5 of 2 seconds
+    ledger.end_step()
+    ledger.pause()
+    ledger.resume()
+    ledger.end_step()  # the pause was before it
+    ledger.end_step()
+    ledger.close(lambda values: values)
+    assert ledger.step_s[0].tolist() == pytest.approx([0.5, 1.0], rel=0.05)
+
+
+def test_virtual_stragglers_are_named_by_what_their_steps_take() -> None:
+    spec = ClusterSpec(step_s=0.01, slowdown=(1, 1, 4), bandwidth=1e5)
+    data = torch.randn(48, 3), torch.randint(0, 2, (48,))
+    for strategy in ("bulk", "async + server"):
+        run = hocket.simulate(
+            lambda: nn.Linear(3, 2), nn.functional.cross_entropy, data, strategy=strategy, workers=3, batch_size=2, cluster=spec
+        )
+        found = run.metrics[-1]["step_times"]
+        assert found["slowest"] == 2
+        assert found["p50_s"] == pytest.approx([0.01, 0.01, 0.04], rel=0.05)

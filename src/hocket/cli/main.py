@@ -10,7 +10,7 @@ from types import FrameType
 
 import typer
 
-from hocket.cli import demo, keys, pipeline, report, study, train
+from hocket.cli import demo, doctor, keys, pipeline, report, study, train
 from hocket.cli.options import Commands
 from hocket.drivers.processes import quit_at_once
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for _name, _module in {"train": train, "study": study, "report": report, "demo": demo, "keys": keys}.items():
+for _name, _module in {"train": train, "study": study, "report": report, "demo": demo, "keys": keys, "doctor": doctor}.items():
     app.command(_name)(_module.command)
 app.add_typer(pipeline.app, name="pipeline")
 

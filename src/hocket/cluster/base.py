@@ -84,7 +84,7 @@ class Exchange:
         self._last = self._cluster.ledger.clock.stamp()
         if not self._tickets:
             self._first = self._last
-        self._tickets.append(self._cluster.start(partial(self._to_its_end, work) if self._long else work))
+        self._tickets.append(self._cluster.start(partial(self._to_its_end, work) if self._long else work, name))
 
     def _to_its_end(self, work: Callable[[], Any]) -> Any:
         result = finished(work())
@@ -177,16 +177,16 @@ class Cluster(ABC):
         """Inside, neither bytes nor time count: evaluation and checkpoints are not training."""
         ledger = self.ledger
         sent, varying = ledger.sent.clone(), ledger.sent_varying.clone()
-        spans, exchanges, running = len(ledger.spans), ledger.exchanges, ledger.running
+        counting, running = ledger.counting, ledger.running
         time = None if self.clock is None else self.clock.state_dict()
         ledger.pause()
+        ledger.counting = False
         try:
             yield
         finally:
             ledger.sent.copy_(sent)
             ledger.sent_varying.copy_(varying)
-            del ledger.spans[spans:]
-            ledger.exchanges = exchanges
+            ledger.counting = counting
             if self.clock is not None and time is not None:
                 self.clock.load_state_dict(time)
             if running:
@@ -195,11 +195,23 @@ class Cluster(ABC):
     def exchange(self, long: bool = False) -> Exchange:
         return Exchange(self, long)
 
+    def end_step(self, step: int) -> None:
+        """The workers hosted here have done ``step`` steps."""
+        self.ledger.end_step()
+
+    def watched(self, axis: str, ranks: Sequence[int], work: Callable[[], object]) -> None:
+        """Call ``work``, which waits for other processes along an axis of a mesh, outside of the order of exchanges."""
+        work()
+
+    def late_exchanges(self) -> list[dict[str, Any]]:
+        """The latest exchanges that took far longer than those before, and whom they waited for (:mod:`hocket.cluster.late`)."""
+        return []
+
     # --- verbs -----------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Run ``work`` in order with all other work; returns a function that waits for its result."""
+    def start(self, work: Callable[[], Any], name: str = "figures of all workers") -> Callable[[], Any]:
+        """Run ``work`` in order with all other work; returns a function that waits for its result. ``name`` says what it is."""
 
     @abstractmethod
     def mean(self, rows: Tensor, subgroups: Subgroups) -> Tensor:

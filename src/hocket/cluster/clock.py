@@ -26,6 +26,7 @@ from torch import Tensor
 from hocket.cluster.ledger import parts
 from hocket.cluster.message import PIECE_BYTES
 from hocket.cluster.spec import ClusterSpec
+from hocket.cluster.step_times import StepTimes
 
 if TYPE_CHECKING:
     from hocket.cluster.base import Subgroups
@@ -114,6 +115,8 @@ class Clock:
         self._host_of = torch.arange(workers) // (spec.host_size or 1)
         self._routes: dict[Subgroups, Routes] = {}
         self._step = self.now.clone()  # what the last step took
+        self.steps = StepTimes(workers)
+        """What all steps took."""
         self._first: Tensor | None = None  # the first launch of the exchange in flight, if there is one
         self._late = self.now.clone()  # the latest launch among those it goes through
         self._begun = self.now.clone()
@@ -129,6 +132,7 @@ class Clock:
             self._block, self._disturbances = block, self.spec.disturbances(self.workers, steps, self.seed) * self._factors
         self._step = self._disturbances[step % _BLOCK] * (self.step_s * share)
         self.now = self.now + self._step
+        self.steps.add(self._step)
 
     # --- exchanging --------------------------------------------------------------------------------------------------------
 
@@ -215,11 +219,13 @@ class Clock:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all workers (tensors that are never changed in place)."""
-        return {name.lstrip("_"): getattr(self, name) for name in _STATE}
+        return {**{name.lstrip("_"): getattr(self, name) for name in _STATE}, "steps": self.steps.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _STATE:
             setattr(self, name, state[name.lstrip("_")])
+        if "steps" in state:
+            self.steps.load_state_dict(state["steps"])
 
 
 _STATE = ("now", "net", "_step", "_first", "_late", "_begun", "_sums")

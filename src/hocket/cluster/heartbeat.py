@@ -1,4 +1,5 @@
-"""Heartbeats: each process writes a counter to the job's store; a process whose counter stops is reported as lost.
+"""Heartbeats: each process writes a counter to the job's store; a process whose counter stops is reported as lost. With the counter
+goes where the process stands, for those who wait for it (:mod:`hocket.cluster.late`).
 
 Gloo reports a dead process only to its ring neighbours, and only as a closed connection; a stopped process is noticed at the
 timeout. So each process increments a counter twice a second and watches the counter of the process before it; the first to find one
@@ -11,18 +12,21 @@ request to it then never returns. Process 0, which may host the store, exits las
 
 import atexit
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
 import warnings
-from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from hocket.cluster.late import SILENT_S, LateWatch
+from hocket.cluster.progress import Progress, meeting_of
 from hocket.errors import HocketError, WorkerLost
 
 _BEAT_S = 0.5
@@ -47,7 +51,8 @@ class Heartbeat:
         self._gone: int | None = None
         self._told = False
         self._rounds = 0
-        self._meetings: Counter[str] = Counter()
+        self.progress = Progress()
+        self.late = LateWatch(rank, hosting, self.progress)
         self._threads: list[threading.Thread] = []
         self._store: Any = None
         if processes > 1:
@@ -79,8 +84,11 @@ class Heartbeat:
         """
         if self._store is None or self._stop.is_set():
             return
-        self._meetings[group] += 1
-        key = f"meeting/{group}/{self._meetings[group]}"
+        track = self.progress.track(meeting_of(group), ranks)
+        number = track.launch()
+        track.wait(partial(self._meet, what, f"{track.name}/{number}", ranks), number, what)
+
+    def _meet(self, what: str, key: str, ranks: list[int]) -> None:
         self._store.set(f"{key}/{self.rank}", what)
         begun, warned, missing = time.monotonic(), False, [other for other in ranks if other != self.rank]
         while missing := [other for other in missing if not self._store.check([f"{key}/{other}"])]:
@@ -156,9 +164,13 @@ class Heartbeat:
         while not self._stop.wait(_BEAT_S):
             self._rounds += 1
             try:
-                self._store.set(f"beat/{self.rank}", str(self._rounds))
+                self._store.set(f"beat/{self.rank}", json.dumps({"beat": self._rounds, **self.progress.describe()}))
                 if self._named() is None:
-                    self._silent(self._watched(), self.liveness_timeout_s, seen)
+                    watched = self._watched()
+                    self._silent(watched, self.liveness_timeout_s, seen)
+                    silent = [(rank, time.monotonic() - seen[rank][1]) for rank in watched if rank in seen]
+                    self.progress.hears = next((found for found in silent if found[1] > SILENT_S), None)
+                    self.late.turn(self._store)
             except RuntimeError:
                 self._gone = -1 if self._gone is None else self._gone
             if self._gone is not None:
@@ -173,6 +185,7 @@ class Heartbeat:
         while not self._stop.wait(_BEAT_S):
             stuck = stuck + _BEAT_S if self._rounds == rounds else 0.0
             rounds = self._rounds
+            self.late.look_at_store(stuck)
             if stuck > self.liveness_timeout_s and self._gone is None:
                 self._gone = -1
             if self._gone is None:

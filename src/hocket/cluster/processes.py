@@ -15,7 +15,7 @@ import atexit
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -89,14 +89,13 @@ class ProcessCluster(Cluster):
             )
         self.hosting = split_workers(size, self.processes)
         super().__init__(size, self.hosting[self.rank], device, True, host_size)
-        self.exact, self.keys = exact, keys
+        self.exact, self.keys, self._shares_heartbeat = exact, keys, parent is not None
         self._messages = PointToPoint(self.rank, self._ranks, self.hosting, self.backend, self.device)
         self._derived: weakref.WeakSet[ProcessCluster] = weakref.WeakSet()
         self._reductions: dict[int, ServerReduction] = {}
         self._thread = ExchangeThread() if "gloo" in self.backend and "nccl" not in self.backend else None
         if self.device.type == "cuda" and "nccl" in self.backend:
             self.ledger.clock = CudaClock()
-        self._shares_heartbeat = parent is not None
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         if parent is not None and self._whole:
             self.ledger.clock.offset_s = parent.ledger.clock.offset_s
@@ -105,13 +104,24 @@ class ProcessCluster(Cluster):
         own = (self.rank, self.processes, self.hosting, liveness_timeout_s)
         self._heartbeat: Heartbeat = parent._heartbeat if parent else Heartbeat(*own)
         self.liveness_timeout_s = self._heartbeat.liveness_timeout_s
+        self._track = self._heartbeat.progress.track(getattr(self.group, "group_name", "world"), self._ranks)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         return self._groups.group
 
     def wait_for_all(self, what: str) -> None:
-        self._heartbeat.wait_for_all(what, getattr(self.group, "group_name", "world"), self._ranks)
+        self._heartbeat.wait_for_all(what, self._track.name, self._ranks)
+
+    def end_step(self, step: int) -> None:
+        super().end_step(step)
+        self._track.step = step
+
+    def watched(self, axis: str, ranks: Sequence[int], work: Callable[[], object]) -> None:
+        self._heartbeat.progress.track(f"{axis} {ranks}", ranks).wait(work, 0, f"the {axis} axis of the mesh")
+
+    def late_exchanges(self) -> list[dict[str, Any]]:
+        return list(self._heartbeat.late.reports)
 
     def for_job(self) -> ProcessCluster:
         return self._derive(None, [self._ranks], self.size, self.host_size)
@@ -137,11 +147,14 @@ class ProcessCluster(Cluster):
 
     # --- order -----------------------------------------------------------------------------------------------------------
 
-    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+    def start(self, work: Callable[[], Any], name: str = "figures of all workers") -> Callable[[], Any]:
+        number = self._track.launch()
         if self._thread is not None:
-            return self._thread.submit(work, self.explain)
-        result = explained(work, self.explain)
-        return lambda: explained(lambda: finished(result), self.explain)
+            ticket = self._thread.submit(work, self.explain)
+        else:
+            result = explained(work, self.explain)
+            ticket = partial(explained, partial(finished, result), self.explain)
+        return partial(self._track.wait, ticket, number, name)
 
     def _now(self, work: Callable[[], Any]) -> Any:
         """Run a small collective in order with all other exchanges; the result."""
@@ -285,6 +298,7 @@ class ProcessCluster(Cluster):
         self._reductions.clear()
         if self._thread is not None:
             self._thread.close(self.liveness_timeout_s)
+        self._heartbeat.progress.drop(self._track.name)
 
     def _group(self, subgroups: Subgroups) -> dist.ProcessGroup | None:
         """The process group of this process's subgroup; None where there is none, because a process hosts several workers."""

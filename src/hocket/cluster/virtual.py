@@ -38,9 +38,9 @@ class VirtualCluster(Cluster):
         super().__init__(size, range(size), torch.device(device), timed and spec is None, host_size or described)
         if spec is not None:
             self.clock = Clock(spec, size, seed)
-            self.ledger.predict = self.clock.take
+            self.ledger.predict, self.ledger.steps = self.clock.take, self.clock.steps
 
-    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+    def start(self, work: Callable[[], Any], name: str = "") -> Callable[[], Any]:
         result = work()
         return lambda: result
 

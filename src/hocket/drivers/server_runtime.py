@@ -2,16 +2,19 @@
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
 
 from hocket.cluster.layout import Layout
+from hocket.cluster.progress import Progress, doing
 from hocket.drivers.sockets import SocketDriver
 from hocket.drivers.worker_runtime import REDIAL_S, WorkerRuntime
 from hocket.errors import HocketError, WorkerLost
+from hocket.programs.base import Effects
 from hocket.programs.server.observer import GlobalWeights, ShardObserver
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.push_encoder import Slices
@@ -80,6 +83,7 @@ class ServerRuntime(WorkerRuntime):
         beats = [Caller(address, job, keys, b"b" + token, high_water=2, redial_s=REDIAL_S) for address in addresses]
         self.driver = SocketDriver(self.program, callers=callers, recorder=self._recorder)
         self._heartbeats = _Heartbeats(config.worker, beats)
+        self._track = self._heartbeats.progress.track("shards", [])
         self._accounts: dict[str, dict[str, Any]] = {}
         self._staleness: dict[str, int] = {}
         self._lost: dict[int, int] = {}
@@ -99,7 +103,7 @@ class ServerRuntime(WorkerRuntime):
         self._time(self.account.begin)
 
     def before_update(self, gradients: Sequence[Tensor]) -> None:
-        self.driver.call(self.program.before_update, gradients)
+        self._call(self.program.before_update, gradients)
 
     def set_options(self, options: list[dict[str, Any]]) -> None:
         if options != self._options:
@@ -107,7 +111,11 @@ class ServerRuntime(WorkerRuntime):
             self.driver.call(self.program.set_options, options)
 
     def after_update(self, lrs: Sequence[float], buffers: Tensor | None) -> None:
-        self.driver.call(self.program.after_update, list(lrs), buffers)
+        self._call(self.program.after_update, list(lrs), buffers)
+
+    def _call(self, method: Callable[..., Effects], *arguments: Any) -> None:
+        """Call the program as part of a step: while it waits, so does the training."""
+        self._track.wait(partial(self.driver.call, method, *arguments), 0, "an answer of a shard")
 
     def next_batch(self) -> int | None:
         if not self.program.batch_ids:
@@ -190,6 +198,8 @@ class _Heartbeats:
 
     def __init__(self, worker: int, callers: Sequence[Caller]) -> None:
         self._worker, self._callers, self._stopped = worker, callers, threading.Event()
+        self.progress = Progress()
+        """Where the training thread stands."""
         self._thread = threading.Thread(target=self._beat, name="hocket-heartbeats", daemon=True)
 
     def start(self) -> None:
@@ -207,8 +217,9 @@ class _Heartbeats:
 
     def _beat(self) -> None:
         while not self._stopped.wait(_BEAT_S):
+            told = doing(self.progress.describe())
             for caller in self._callers:
-                caller.send(Envelope(Kind.BEAT, self._worker), 0.0)
+                caller.send(Envelope(Kind.BEAT, self._worker, metadata={"doing": told} if told else {}), 0.0)
                 caller.receive(0.0)  # whatever it is; nothing may lie there until the queue is full
 
 

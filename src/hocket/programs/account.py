@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hocket.cluster.ledger import Entry
+from hocket.cluster.step_times import bin_of, described, percentile
 
 _MAX_STALENESS = 4095
 """Staler gradients count as this stale, so that the histogram fits into a message."""
+STEP_TIMES = ("step_p50_s", "step_p99_s")
+"""What a worker tells of how long its steps compute."""
 
 
 @dataclass
@@ -34,6 +37,11 @@ class Account:
     staleness: dict[int, int] = field(default_factory=dict)
     """Without servers: how many gradients had which staleness, the number of contributions of other workers that arrived between
     reading the gradient's weights and applying it."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """How many steps computed for how long: a histogram of :mod:`hocket.cluster.step_times`."""
+    step_ended: float | None = None
+    stood_s: float = 0.0
+    """Wait and transfer when the last step ended."""
     begun: float | None = None
     paused: float | None = None
 
@@ -41,7 +49,7 @@ class Account:
         """Training begins: what came before was setting up."""
         self.wait_s = self.transfer_s = self.hidden_s = 0.0
         self.bytes_sent = self.exchanges = 0
-        self.begun = now
+        self.begun, self.step_ended = now, None
 
     def pause(self, now: float) -> None:
         """Time stops counting (evaluation, checkpoints)."""
@@ -52,6 +60,7 @@ class Account:
         """Time counts again."""
         if self.paused is not None and self.begun is not None:
             self.begun += now - self.paused
+            self.step_ended = None if self.step_ended is None else self.step_ended + now - self.paused
         self.paused = None
 
     def stalled(self, blocked_s: float, held_s: float, hidden_s: float) -> None:
@@ -61,6 +70,14 @@ class Account:
         self.transfer_s += blocked_s - wait
         self.hidden_s += hidden_s
         self.exchanges += 1
+
+    def end_step(self, now: float) -> None:
+        """A step has ended; what it did not stand still it computed."""
+        stood = self.wait_s + self.transfer_s
+        if self.step_ended is not None:
+            place = bin_of(now - self.step_ended - (stood - self.stood_s))
+            self.steps[place] = self.steps.get(place, 0) + 1
+        self.step_ended, self.stood_s = now, stood
 
     def add_loss(self, loss: float) -> None:
         self.loss += loss
@@ -77,6 +94,8 @@ class Account:
         plain = {name: getattr(self, name) for name in ("bytes_sent", "exchanges", "nonfinite", "lost", "loss", "losses")}
         times = {"seconds": seconds, "wait_s": self.wait_s, "transfer_s": self.transfer_s, "transfer_hidden_s": self.hidden_s}
         staleness = sorted(self.staleness.copy().items())  # another thread may ask
+        steps = self.steps.copy()
+        times |= {name: float(f"{percentile(steps, share):.3g}") for name, share in zip(STEP_TIMES, (0.5, 0.99), strict=True)}
         return {**times, **plain, "staleness": {str(age): count for age, count in staleness}}
 
 
@@ -116,8 +135,16 @@ def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     {'bytes_sent': 7, 'staleness': {'0': 3, '1': 1}}
     """
     names = dict.fromkeys((*one, *other))
-    sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name != "staleness"}
-    return {**sums, "staleness": staleness_of([one, other])}
+    sums = {name: one.get(name, 0) + other.get(name, 0) for name in names if name not in ("staleness", *STEP_TIMES)}
+    steps = {name: other.get(name) or one.get(name, 0.0) for name in STEP_TIMES if name in names}  # of the one that is there now
+    return {**sums, **steps, "staleness": staleness_of([one, other])}
+
+
+def steps_of(accounts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The step times of all workers, those that are known."""
+    workers = range(max(map(int, accounts), default=-1) + 1)
+    p50_s, p99_s = ([float(accounts.get(str(worker), {}).get(name, 0.0)) for worker in workers] for name in STEP_TIMES)
+    return described(p50_s, p99_s)
 
 
 def staleness_of(accounts: Iterable[Mapping[str, Any]]) -> dict[str, int]:

@@ -183,6 +183,7 @@ class CollectiveProgram:
                 self._average_moments(self.moments, second)
         if not self.alone and self.strategy.moment(self.step + 1) is Moment.BEFORE:
             self._launch([rows.clone() for rows in weights])
+        self.cluster.end_step(self.step)
 
     def _average_moments(self, moments: Moments, second: bool) -> None:
         found = [(k, rows) for k in range(len(self.layout.buckets)) if (rows := moments.read(k, second)) is not None]
@@ -269,8 +270,7 @@ class CollectiveProgram:
         """All state that a resumed run needs to give the same bits (a mix in flight is awaited and kept)."""
         self.drain()
         state: dict[str, Any] = {"step": self.step, "exchanges": self.exchanges, "landing": self._mixed, "discards": self._discards}
-        state["sent"] = self._sent
-        state["clock"] = None if self.cluster.clock is None else self.cluster.clock.state_dict()
+        state |= {"sent": self._sent, "clock": None if self.cluster.clock is None else self.cluster.clock.state_dict()}
         state["gradient_state"] = self.gradient_state if self._kept is None else self._kept  # without gradients not applied yet
         return copy.deepcopy({**self._identity(), **state, "weight_state": self.weight_state, "outer_state": self.outer_state})
 

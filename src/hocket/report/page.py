@@ -197,6 +197,7 @@ def _provenance(rows: Sequence[Row], reading: Reading) -> str:
         "Failed runs": _list(failed),
         "Unfinished runs, not ranked": _list(unfinished),
         "Notes": _list(dict.fromkeys(notes)),
+        "Seconds that a step computes, by worker (p50 / p99)": _list(_stragglers(rows)),
         "Settings common to all runs": _common(reading),
         "Clusters that seconds are predicted for": _list(_clusters(rows)),
         "Learning rates": _lrs(rows),
@@ -212,6 +213,13 @@ def _common(reading: Reading) -> str:
     pairs = [(html.escape(name), html.escape(_said(settings[0][name]))) for name in same if settings[0][name] is not None]
     items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in pairs)
     return f'<dl class="pairs">{items}</dl>' if items else ""
+
+
+def _stragglers(rows: Sequence[Row]) -> list[str]:
+    """Of runs on several workers; one worker is nobody's straggler."""
+    shown = [row for row in rows if row.stragglers is not None and len(row.stragglers.p50_s) > 1]
+    kind = {False: ", measured", True: ""}  # a virtual facet says what its seconds are predicted for
+    return [f"{row.label} ({row.facet}{kind[row.facet.virtual]}): {row.stragglers.line()}" for row in shown if row.stragglers]
 
 
 def _clusters(rows: Sequence[Row]) -> list[str]:

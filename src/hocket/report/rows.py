@@ -19,6 +19,7 @@ from typing import Any
 from hocket.report.figures import around, lr_text
 from hocket.report.read import FINISHED, Measured, RunRecord, number
 from hocket.report.staleness import Staleness
+from hocket.report.stragglers import Stragglers
 from hocket.split.mesh import AXES
 
 BASELINE = "bulk + allreduce"
@@ -144,6 +145,8 @@ class Row:
     """The share of time in which the processes of a pipeline were idle."""
     measured: Measured | None = None
     """The timeline of one of its runs."""
+    stragglers: Stragglers | None = None
+    """Step times by worker, of the first seed that has them."""
     times_fewer: float | None = None
     """How many times fewer bytes than ``bulk + allreduce`` of the same facet."""
     on_frontier: bool = False
@@ -323,6 +326,7 @@ def _row(runs: list[RunRecord]) -> Row:
         comm_stats={axis: found for axis, found in axes.items() if found.bytes_sent or found.seconds},
         bubble=Figure.of([run.measured.bubble_share if run.measured else None for run in runs]),
         measured=next((run.measured for run in runs if run.measured), None),
+        stragglers=next((found for run in runs if run.lines and (found := Stragglers.of(run.lines[-1]))), None),
     )
 
 

@@ -12,7 +12,7 @@ from hocket.report.read import FINISHED
 from hocket.report.rows import Figure, Row
 
 _FACET = ("data", "model", "workers", "kind", "clock")
-_WORDS = ("strategy", "study", "data", "model", "kind", "clock", "seeds", "state")
+_WORDS = ("strategy", "study", "data", "model", "kind", "clock", "seeds", "state", "slowest_worker")
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,10 @@ def _staleness(name: str, form: Callable[[float], str] = whole) -> Column:
     return Column(f"staleness_{name}", "staleness", get, name, form, needed=lambda r: r.staleness)
 
 
+def _median_step(row: Row) -> float | None:
+    return None if row.stragglers is None else row.stragglers.median_s
+
+
 _COLUMNS = (
     Column("strategy", "strategy", lambda r: r.label),
     Column("accuracy", "accuracy", lambda r: r.accuracy, "%", scale=100, digits=1),
@@ -91,6 +95,8 @@ _COLUMNS = (
     Column("compute_s", "compute", lambda r: r.compute, "s", scale=1),
     Column("wait_s", "wait", lambda r: r.wait, "s", scale=1),
     Column("transfer_s", "transfer", lambda r: r.transfer, "s", scale=1),
+    Column("step_p50_s", "step", _median_step, "p50, s", needed=_median_step),
+    Column("slowest_worker", "slowest", lambda r: str(r.stragglers or ""), "p50 / p99, s", needed=lambda r: r.stragglers),
     Column("sent_mb_per_worker", "sent per worker", lambda r: r.mb_per_worker, "MB"),
     Column("times_fewer_bytes", "fewer bytes", lambda r: r.times_fewer, "× vs bulk", times),
     _staleness("median"),

@@ -131,7 +131,10 @@ class Axis:
     def _blocked(self, work: Callable[[], object]) -> None:
         start = time.perf_counter()
         try:
-            work()
+            if self.cluster is None:
+                work()
+            else:
+                self.cluster.watched(self.name, self.ranks, work)
         except RuntimeError as error:
             raise (error if self.cluster is None else self.cluster.explain(error)) from error
         self.comm_stats.seconds += time.perf_counter() - start

@@ -23,7 +23,7 @@ from hocket.drivers.processes import Role, Supervisor, error_told, how_ended, sa
 from hocket.drivers.replay import describe_recording
 from hocket.errors import HocketError, NonFiniteGradient, SettingError
 from hocket.models import build, loss_for
-from hocket.programs.account import entry_of, staleness_since
+from hocket.programs.account import entry_of, staleness_since, steps_of
 from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S, link_bytes
 from hocket.train.adaptive import with_exchange
@@ -105,6 +105,7 @@ class EpochMetrics:
         took = max((account["seconds"] for account in workers.values()), default=0.0)
         evaluation = found if isinstance(found, Evaluation) else Evaluation(accuracy=found)
         line = {"epoch": epoch, **evaluation.line(loss), **vars(entry), "wall_s": max(took - self._took, 0.0)}
+        line |= {"step_times": steps} if (steps := steps_of(workers)) else {}
         line["staleness"] = staleness_since(figures["staleness"], before["staleness"])
         totals = {name: max(count, before.get(name, 0)) for name, count in counts.items()}
         line |= {name: total - before.get(name, 0) for name, total in totals.items()}

@@ -168,7 +168,8 @@ class Job(JobView):
 
     def summary(self, all_workers: bool = False) -> dict[str, Any]:
         """The figures so far: ``seconds``, ``compute_s``, ``wait_s``, ``transfer_s``, ``transfer_hidden_s``, ``bytes_sent``,
-        ``exchanges``, ``nonfinite``; with servers or peers also ``staleness`` and ``lost``, on a mesh also ``axes``.
+        ``exchanges``, ``nonfinite``, ``step_times``, ``late``; with servers or peers also ``staleness`` and ``lost``, on a mesh
+        also ``axes``.
 
         Those of this worker; it waits for nobody, so one worker may ask alone. Which part of ``synchronisation_s`` was wait and
         which was transfer is known after :meth:`finish` (until then both are None). ``all_workers=True``: means of seconds and sums
@@ -281,6 +282,8 @@ class Job(JobView):
             self._gradients.show()
         self._binding.backwards = 0
         self.runtime.after_update()
+        if self.split is not None:
+            self.split.world.end_step(self.step)  # the cluster of the data axis may be this process alone
 
 
 def _adopt(binding: Binding, cluster: Cluster) -> set[int]:

@@ -15,6 +15,7 @@ import torch
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
+from hocket.cluster.step_times import described
 from hocket.programs.account import entry_of
 
 if TYPE_CHECKING:  # sockets, and what splits a model, are loaded only where they are needed
@@ -88,6 +89,10 @@ class JobLedger(ABC):
         """All of them since the job began."""
 
     @abstractmethod
+    def step_times(self) -> dict[str, Any]:
+        """p50 and p99 of what a step computes, per worker, and the slowest, by the last :meth:`close_epoch`; empty if unknown."""
+
+    @abstractmethod
     def summary(self, all_workers: bool = False) -> dict[str, Any]:
         """Everything so far: of this worker, or (a collective) of all."""
 
@@ -129,7 +134,8 @@ class ClusterLedger(JobLedger):
 
     def summary(self, all_workers: bool = False) -> dict[str, Any]:
         """Everything so far: ``seconds``, ``compute_s``, ``wait_s``, ``transfer_s``, ``transfer_hidden_s``, ``bytes_sent``,
-        ``exchanges``, ``nonfinite``.
+        ``exchanges``, ``nonfinite``; ``step_times`` (p50 and p99 of what a step computes, per worker, and the slowest); ``late``:
+        the latest exchanges that took far longer than those before, and whom they waited for.
 
         Of this worker alone; then ``wait_s`` and ``transfer_s`` are None where only their sum ``synchronisation_s`` is known. Or
         ``all_workers`` (a collective): seconds are means, bytes the sum. On a mesh ``axes`` has the figures by axis.
@@ -137,10 +143,13 @@ class ClusterLedger(JobLedger):
         if not all_workers:
             return self._own()
         self.close_epoch()
-        found = dict(vars(self.total()))
+        found = {**vars(self.total()), "step_times": self.step_times(), "late": self._cluster.late_exchanges()}
         if self._computed:
             found["computed"] = ["bytes_sent"]
         return found if self._mesh is None else {**found, "axes": self._axes}
+
+    def step_times(self) -> dict[str, Any]:
+        return described(*self._cluster.ledger.step_s.T.tolist())
 
     def _close(self) -> Entry:
         self._cluster.start(lambda: None)()  # what was launched before this has been counted
@@ -149,7 +158,9 @@ class ClusterLedger(JobLedger):
     def _own(self) -> dict[str, Any]:
         ledger = self._cluster.ledger
         before, (now, exposed) = sum(ledger.own_entries[self._first :], Entry()), ledger.open()
-        found: dict[str, Any] = vars(before + now)
+        found: dict[str, Any] = {**vars(before + now), "late": self._cluster.late_exchanges()}
+        p50_s, p99_s = ([], []) if ledger.steps is None else ledger.steps.percentiles().T.tolist()
+        found["step_times"] = described(p50_s, p99_s, self._cluster.workers.start)
         found["synchronisation_s"] = None if exposed is None else (before.wait_s or 0.0) + (before.transfer_s or 0.0) + exposed
         if exposed is not None and now.wait_s is None:
             found |= dict.fromkeys(("wait_s", "transfer_s", "transfer_hidden_s"))
@@ -165,17 +176,21 @@ class MessageLedger(JobLedger):
     def __init__(self, worker: WorkerRuntime, axes: MeshAxes | None = None) -> None:
         super().__init__(axes)
         self._worker = worker
-        self._total = Entry()
+        self._total, self._steps = Entry(), dict[str, Any]()
 
     def close_epoch(self) -> Entry:
         """Everything so far of all workers, on a mesh of all processes (a collective there alone)."""
         told = self._worker.summary()
+        self._steps = told["step_times"]
         self._total = self._combine(Entry(**{name: told[name] for name in vars(Entry())}), told_so_far=["data"])
         return self._total
 
     def total(self) -> Entry:
         """What :meth:`close_epoch` has found last."""
         return self._total
+
+    def step_times(self) -> dict[str, Any]:
+        return self._steps
 
     def summary(self, all_workers: bool = False) -> dict[str, Any]:
         """As :meth:`ClusterLedger.summary`, and ``staleness`` and ``lost`` of all workers, which servers or peers tell to any
@@ -186,7 +201,7 @@ class MessageLedger(JobLedger):
         if all_workers:
             return told
         own = vars(entry_of({"": self._worker.figures()})[0])
-        found = {**told, **own, "synchronisation_s": own["wait_s"] + own["transfer_s"]}
+        found = {**told, **own, "synchronisation_s": own["wait_s"] + own["transfer_s"], "late": self._worker.late_exchanges()}
         return found if self._mesh is None else self._mesh.beside(found)
 
 

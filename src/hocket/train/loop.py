@@ -247,6 +247,7 @@ class Training(EpochLoop):
 
     def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
         metrics: dict[str, Any] = {"axes": self.ledger.last} if self.ledger.last else {}
+        metrics |= {"step_times": steps} if (steps := self.ledger.step_times()) else {}
         if self.shares is not None:
             metrics["shares"] = self.shares
             self.shares = by_speed(self.shares, self._samples, self.cluster.ledger.computed)

@@ -73,7 +73,7 @@ def agree(node: PeerServer) -> Task:
     state = node.state
     state.ended = True
     yield from node.ask_all([p for p, other in node.peers.items() if other.silent and not other.left], Kind.BEAT)
-    led, told, since = False, -1, node.now
+    led, told, since, begun = False, -1, node.now, node.now
     knows: int | None = None  # a replacement that came after the end has the mean already
     while state.mean is None:
         knows, leader = _who_knows(node), min([*node.here, node.worker])
@@ -86,16 +86,18 @@ def agree(node: PeerServer) -> Task:
             told = leader
             node.ask(leader, Kind.BEAT)
         else:
-            yield from _wait_for_others(node, since)
+            yield from _wait_for_others(node, since, begun)
         since = since if all(node.peers[peer].phase == ENDED for peer in node.here) else node.now
     yield from _spread(node, led, knows)
 
 
-def _wait_for_others(node: PeerServer, since: float) -> Task:
+def _wait_for_others(node: PeerServer, since: float, begun: float) -> Task:
     """Until something can be done; after a while, ask again: the leader all others, they the leader."""
     yield Until(lambda: _who_knows(node) is not None or _all_ended(node, since), node.now + _RETRY_S)
     if _who_knows(node) is None and not _all_ended(node, since):
         leader = min([*node.here, node.worker])
+        if leader == node.worker:
+            node.say_late(node.now - begun)
         yield from node.ask_all(node.here if leader == node.worker else [leader], Kind.BEAT)
 
 

@@ -39,7 +39,6 @@ class GossipPeer(PeerServer):
         self.exchanges: Exchanges = (Halves if self.push_sum else Calls)(self)
         self.rows: Sequence[Tensor] = ()
         """This worker's weights ``[1, values]`` per bucket."""
-        self.step = 0
         self.joined: Mean | None = None
         """What a replacement began with, after :meth:`start`."""
         self.looked: Mean | None = None
@@ -91,6 +90,7 @@ class GossipPeer(PeerServer):
     def after_update(self, buffers: Tensor | None, now: float, exchange: bool = True) -> None:
         """The worker has stepped; ``buffers`` are its floating-point buffers, flat. Begin the next exchange, if ``exchange``."""
         self.step += 1
+        self.account.end_step(self.now)
         self._take_over()
         self.state.buffers = buffers
         if exchange:

@@ -30,9 +30,10 @@ from typing import Any
 
 from hocket.cluster.message import framed
 from hocket.programs.account import Account
-from hocket.programs.base import Address, Connect, Rejected
+from hocket.programs.base import Address, Connect, Rejected, Say
 from hocket.programs.gossip.links import PeerConfig, PeerLinks
-from hocket.programs.gossip.state import PeerState, weight_of
+from hocket.programs.gossip.state import ENDED, PeerState, weight_of
+from hocket.programs.late import LateAnswers
 from hocket.programs.server.wire import OBSERVER
 from hocket.transport.address import parts_of, stays_here
 from hocket.transport.frame import Envelope, Kind
@@ -51,11 +52,15 @@ class Decision:
 class PeerServer(PeerLinks):
     """Worker ``config.worker`` to all others."""
 
+    step = 0
+    """Steps done."""
+
     def __init__(self, config: PeerConfig) -> None:
         super().__init__(config)
         self.push_sum = config.kind == "pushsum"
         self.state = PeerState([], joined=False)
         self.account = Account()
+        self.late = LateAnswers()
         self.decisions: dict[int, Decision] = {}
         self.given: set[int] = set()
         """The workers that have fetched the final mean here."""
@@ -64,6 +69,13 @@ class PeerServer(PeerLinks):
         """This worker's account; an exchange with a worker that cannot be reached counts as lost for as long."""
         open_ = sum(not self.reachable(request.peer) for request in self.exchanges_open)
         return {**self.account.describe(self.now), "lost": self.account.lost + open_}
+
+    def say_late(self, waited_s: float) -> None:
+        """This worker has ended and waits for those that have not: name them, if it takes long."""
+        behind = {peer: other for peer, other in self.peers.items() if peer in self.here and other.phase != ENDED}
+        told = [[peer, None, self.now - other.heard, "has not ended"] for peer, other in behind.items()]
+        text = self.late.judge(self.worker, self.step, waited_s, told)
+        self._effects += [Say(text)] * bool(text)
 
     def on_message(self, sender: Address, message: Envelope) -> None:
         if self.closed:

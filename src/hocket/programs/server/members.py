@@ -52,6 +52,8 @@ class Member:
     figures: dict[str, Any] = field(default_factory=dict)
     """Its account so far."""
     buffers: Tensor | None = None
+    doing: str = ""
+    """What its training thread does, as its last BEAT says."""
 
 
 class BatchDispatcher:

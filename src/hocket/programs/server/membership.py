@@ -20,6 +20,7 @@ from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, OBSERVER, JobConfig,
 from hocket.strategy import Strategy
 from hocket.transport.frame import Envelope, Kind
 
+_LONGEST_DOING = 1000
 _FIRST_TIMEOUT_S = 60.0
 """How long a worker that has not come yet is waited for."""
 
@@ -156,7 +157,8 @@ class Membership(Service):
 
     def _beat(self, peer: bytes, message: Envelope) -> None:
         with contextlib.suppress(Rejected):  # it may come before the hello
-            shard, _ = self._known(peer, message)
+            shard, member = self._known(peer, message)
+            member.doing = str(message.metadata.get("doing", ""))[:_LONGEST_DOING]
             if message.metadata.get("waits_elsewhere"):
                 shard.skip(message.sender)
 

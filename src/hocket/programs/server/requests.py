@@ -17,6 +17,7 @@ from hocket.cluster.message import FRAME_BYTES, framed
 from hocket.errors import HocketError, WorkerLost
 from hocket.programs.account import Account
 from hocket.programs.base import Address, Client, Link, Task, Until, from_plain, to_plain
+from hocket.programs.late import LateAnswers
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.push_encoder import PushEncoder, Slices
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, MAX_BATCH_IDS, as_tensors, job_config, slices_of, write_state
@@ -93,6 +94,7 @@ class ShardRequests(Client):
         self._greeting: int | None = None
         self.sync = config.strategy.sync
         self.account = Account()
+        self.late = LateAnswers()
         self.step = 0
         """Steps done; a worker that was away goes on with the others."""
         self._encoder = PushEncoder(config.strategy, self.slices, config.worker, config.world, config.seed)

@@ -13,12 +13,13 @@ PUSH       step, coded gradients, learning rates, other options of the         R
            optimiser that have changed, its figures; whether it wants weights
 FETCH      step; *final*: it has ended and wants the final weights; from an    REPLY: weights, how long they were held back,
            observer: the weights at the end of an epoch                        from shard 0 the next mini-batches
-BEAT       every second                                                        nothing
+BEAT       every second; what its training thread does, if for long            nothing
 GOODBYE    it has ended                                                        nothing
 ORDER      from an observer: status, or a worker that is known to be dead      ANSWER
 =========  ==================================================================  =============================================
 
-While an answer is held back, WAIT is sent every second, so that silence means that the server is gone. A worker that is silent for
+While an answer is held back, WAIT is sent every second, so that silence means that the server is gone; where that takes long, it
+says whom the worker waits for. A worker that is silent for
 ``liveness_timeout_s`` is no longer waited for; with its next message it is back. Under bulk and ssp a worker that was away resumes
 at the slowest live worker's step. A message with a wrong configuration, worker, step or shape is rejected, counted in ``rejected``,
 and never touches the weights.
@@ -48,6 +49,9 @@ from hocket.transport.frame import Envelope, Kind
 
 _WAIT_EVERY_S = 1.0
 _CHECK_EVERY_S = 0.2
+_LATE_S = 2.0
+_NAMED = 3
+"""A worker that has to wait for so long hears whom it waits for, so many of them."""
 _LONG = 3
 """A worker that is silent for so many liveness timeouts counts as one that has left, where a server ends with its workers."""
 _CHECK = "check"
@@ -88,11 +92,12 @@ class ShardServer(Membership):
         if self.shard is None:
             return
         self._miss_silent(suspended_s)
-        for member in self.members.values():
+        for worker, member in self.members.items():
             request = member.request
             if request is not None and now - request.notified >= _WAIT_EVERY_S:
                 request.notified = now
-                self._send(request.peer, Envelope(Kind.WAIT, self.place, number=request.number))
+                behind = {"behind": self._behind(worker, request)} if now - request.since > _LATE_S else {}
+                self._send(request.peer, Envelope(Kind.WAIT, self.place, number=request.number, metadata=behind))
         self._release()
         if self.snapshot_s > 0 and now - self._saved >= self.snapshot_s:
             self._save()
@@ -101,6 +106,14 @@ class ShardServer(Membership):
         self.over = not self.stays and bool(known) and all(m.left or now - m.seen > long_s for m in known)
         if self.over:
             self._effects.append(Finished())
+
+    def _behind(self, worker: int, request: Request) -> list[list[Any]]:
+        """Whom a worker waits for: their numbers, steps, seconds since they were heard of, and what they do."""
+        assert self.shard is not None
+        done = self.shard.done
+        late = self.shard.called() or sorted((w for w in done if request.final or done[w] < request.step), key=lambda w: done[w])
+        named = [(w, self.members[w]) for w in late if w != worker and w in self.members][:_NAMED]
+        return [[w, done.get(w, m.reached), self.now - m.seen, m.doing] for w, m in named]
 
     # --- pushes and fetches --------------------------------------------------------------------------------------------------
 
@@ -246,7 +259,7 @@ class ShardServer(Membership):
         for worker, m in self.members.items():
             request = None if m.request is None else [m.request.peer.hex(), *list(vars(m.request).values())[1:]]
             plain = {"incarnation": m.incarnation.hex(), "figures": json.dumps(m.figures), "request": request}
-            members[worker] = {name: value for name, value in {**vars(m), **plain}.items() if name != "seen"}
+            members[worker] = {name: value for name, value in {**vars(m), **plain}.items() if name not in ("seen", "doing")}
         return {
             "job_config": self.job_config,
             "start_config": self._start_config,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hocket.cluster.message import framed
 from hocket.programs.account import Account
-from hocket.programs.base import Task, Until, event
+from hocket.programs.base import Address, Say, Task, Until, event
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import ShardRequests, WorkerConfig
 from hocket.transport.frame import Envelope, Kind
@@ -75,6 +75,7 @@ class ServerWorker(ShardRequests):
         outer = self.sync.outer_optimizer
         self._lrs, self._buffers = list(lrs) if outer is None else [outer["lr"]] * len(lrs), buffers
         self.step += 1
+        self.account.end_step(self.now)
         if self.sync.averages_weights:
             self._steps_since_meeting += 1
             if self._steps_since_meeting == self.sync.period or self._call == self.links[0].seen:
@@ -139,6 +140,12 @@ class ServerWorker(ShardRequests):
         for link in self.links:
             self._send(link.peer, Envelope(Kind.GOODBYE, self.config.worker, link.peer))
 
+    def on_message(self, sender: Address, message: Envelope) -> None:
+        super().on_message(sender, message)
+        if message.kind == Kind.WAIT and self._waiting is not None:
+            text = self.late.judge(self.config.worker, self.step, self.now - self._waiting[1], message.metadata.get("behind", []))
+            self._effects += [Say(text)] * bool(text)
+
     # --- tasks ---------------------------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
@@ -201,6 +208,7 @@ class ServerWorker(ShardRequests):
             link.heard = max(link.heard, begun)  # while this worker computed it did not look
         yield Until(self._answered)
         self._waiting = None
+        self.late.ended(self.now - begun)
         held = moved = 0.0
         reached = 0
         asked = [link for link in self.links if link.request is not None]

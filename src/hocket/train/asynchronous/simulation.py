@@ -21,6 +21,7 @@ from hocket.cluster.spec import PRESETS, ClusterSpec
 from hocket.data.base import DataSet
 from hocket.data.batches import MiniBatch
 from hocket.drivers.simulation import Alarm, Call, Delivery, Key
+from hocket.programs.account import steps_of
 from hocket.programs.base import from_plain, to_plain
 from hocket.train.asynchronous.gossip import GossipProtocol
 from hocket.train.asynchronous.replicas import AsyncReplicas
@@ -181,11 +182,13 @@ class AsyncSimulation(EpochLoop):
         return entry, mean_loss
 
     def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
+        accounts = {str(k): worker.account.describe(self.simulation.now) for k, worker in enumerate(self.protocol.workers)}
+        steps = {"step_times": steps_of(accounts)}
         if (staleness := self.protocol.staleness()) is None:
-            return {}
+            return steps
         before, self._before["staleness"] = self._before["staleness"], staleness
         fresh = {str(age): count - before.get(age, 0) for age, count in sorted(staleness.items())}
-        return {"staleness": {age: count for age, count in fresh.items() if count}}
+        return {**steps, "staleness": {age: count for age, count in fresh.items() if count}}
 
     def _close(self) -> Entry:
         """The epoch's figures: what is neither computing nor waiting is transfer, so that they add up."""

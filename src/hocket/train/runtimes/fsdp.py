@@ -160,6 +160,7 @@ class FsdpRuntime:
 
     def after_update(self) -> None:
         self.step += 1
+        self.cluster.end_step(self.step)
 
     def drain(self) -> None:
         """Nothing is under way between two passes."""
