@@ -37,6 +37,10 @@ _WATCHED = 4
 class Momentum(Protocol):
     """What is exchanged instead of gradients."""
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether the next step exchanges anything."""
+
     def enter(self, bucket: int, gradients: Tensor) -> bool:
         """Turn rows of gradients into what is exchanged, in place; False: they travel as they are, without a code."""
 
@@ -97,6 +101,8 @@ class CollectiveProgram:
     @property
     def mixes_gradients(self) -> bool:
         """Whether the step now under way exchanges gradients."""
+        if self.momentum is not None:
+            return self.momentum.exchanges
         return not self.alone and self.strategy.moment(self.step + 1) is Moment.GRADIENTS
 
     @property

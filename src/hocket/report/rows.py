@@ -23,7 +23,8 @@ from hocket.split.mesh import AXES
 
 BASELINE = "bulk + allreduce"
 # Settings in which two seeds of one configuration may differ.
-NOT_CONFIGURATION = {"seed", "versions", "citations", "failure", "finished", "rate", "buckets", "steps", "exchange", "parameters"}
+NOT_CONFIGURATION = {"seed", "versions", "citations", "failure", "finished", "rate", "outer", "buckets", "steps", "exchange"}
+NOT_CONFIGURATION |= {"parameters"}
 
 
 @dataclass(frozen=True, order=True)
@@ -134,6 +135,8 @@ class Row:
     test_loss: Figure | None = None
     perplexity: Figure | None = None
     """Of language models: exp(test loss)."""
+    tokens_per_s: Figure | None = None
+    """Of language models: the tokens of all workers together in a second."""
     staleness: Staleness | None = None
     """The staleness of gradients of asynchronous workers."""
     lost: Figure | None = None
@@ -318,12 +321,22 @@ def _row(runs: list[RunRecord]) -> Row:
         curve=_curve(runs),
         test_loss=last("test_loss"),
         perplexity=last("perplexity"),
+        tokens_per_s=Figure.of([tokens_per_s(run.total("tokens"), run.total("seconds")) for run in runs]),
         staleness=Staleness.of(line for run in runs for line in run.lines),
         lost=total("lost"),
         comm_stats={axis: found for axis, found in axes.items() if found.bytes_sent or found.seconds},
         bubble=Figure.of([run.measured.bubble_share if run.measured else None for run in runs]),
         measured=next((run.measured for run in runs if run.measured), None),
     )
+
+
+def tokens_per_s(tokens: float | None, seconds: float | None) -> float | None:
+    """The tokens of all workers in a second; None where there is no text, or no clock.
+
+    >>> tokens_per_s(600, 2.0), tokens_per_s(None, 2.0), tokens_per_s(600, None)
+    (300.0, None, None)
+    """
+    return tokens / seconds if tokens and seconds else None
 
 
 def _curve(runs: list[RunRecord]) -> tuple[Point, ...]:

@@ -44,6 +44,10 @@ class AsyncDiLoCo(Asynchronous):
         return self.p
 
     @property
+    def outer_settings(self) -> tuple[float, float]:
+        return self.lr, self.momentum
+
+    @property
     def outer_optimizer(self) -> dict[str, float] | None:
         return {"lr": self.lr, "momentum": self.momentum, "delay": self.delay}
 
