@@ -18,7 +18,7 @@ _ROWS = {
     "postlocal(16, 1000)": "postlocalsgd",
     "diloco(16)": "bmuf slowmo fedopt lookahead outer",
     "diloco(30, fragments=3, overlap=1)": "streaming streamingdiloco",
-    "asyncdiloco(50, delay=4)": "asynclocalsgd delayednesterov dnesterov asynchronousdiloco",
+    "asyncdiloco(50)": "asynclocalsgd delayednesterov dnesterov asynchronousdiloco",
     "asyncdiloco(24, quorum=2)": "decoupled decoupleddiloco",
     "diloco(30, overlap=30, keep=eager)": "eager eagerdiloco",
     "diloco(50, outer=heavyball(0.7, 0.5)) + gossip(random)": "noloco",

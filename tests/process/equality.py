@@ -216,7 +216,7 @@ OPTIMIZERS = {
     "momentum": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, weight_decay=1e-3),
     "adam": lambda params: torch.optim.Adam(params, 0.003),
     "onebit": lambda params: hocket.OneBitAdam(params, 0.003, freeze_step=5),
-    "zeroone": lambda params: hocket.OneBitAdam(params, 0.01, freeze_step=1, refresh=2),
+    "zeroone": lambda params: hocket.OneBitAdam(params, 0.01, freeze_step=1, refresh=1),
 }
 
 

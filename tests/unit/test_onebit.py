@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
@@ -233,26 +234,30 @@ def _sends(steps: int, period: int, freeze_step: int, refresh: int) -> list[str]
 def test_the_variance_is_refreshed_at_intervals_that_double() -> None:
     """Three times at every step, three times at every second, three times at every fourth."""
     found = _sends(29, 1, 2, 3)
-    assert [t for t, what in enumerate(found, 1) if what == "gradients"] == [1, 2, 3, 4, 5, 7, 9, 11, 15, 19, 23]
-    assert set(found[23:]) == {"momentum"}
+    assert [t for t, what in enumerate(found, 1) if what == "gradients"] == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24]
+    assert {what for what in found if what != "gradients"} == {"momentum"}
 
 
-def test_with_local_steps_it_is_refreshed_after_an_exchange_alone() -> None:
-    found = _sends(24, 4, 3, 1)
-    assert [t for t, what in enumerate(found, 1) if what == "momentum"] == [4, 8, 12, 16, 20, 24]
-    # due after steps 4, 6, 10, 18: made in the first step of a period
-    assert [t for t, what in enumerate(found, 1) if what == "gradients"] == [1, 2, 3, 5, 9, 13, 21]
+@pytest.mark.parametrize("period", [3, 4])
+def test_with_local_steps_it_is_refreshed_after_an_exchange_alone(period: int) -> None:
+    """As often as without: periods are shorter as long as refreshes are frequent, and every interval ends with an exchange."""
+    found = _sends(33, period, 2, 2)
+    assert [what == "gradients" for what in found] == [what == "gradients" for what in _sends(33, 1, 2, 2)]
+    assert all(before != "nothing" for before, what in pairwise(found) if what == "gradients")
+    letters = "".join(what[0] for what in found)  # gradients, momentum, nothing
+    assert letters == "gg" + "gg" + "gm" * 2 + {3: "gnmm" * 2 + "gnmnnmnm" * 2 + "g", 4: "gnnm" * 2 + "gnnmnnnm" * 2 + "g"}[period]
+    assert "".join(what[0] for what in _sends(9, 3, 2, 0)) == "gg" + "nnm" * 2 + "n"
 
 
 def test_a_refreshed_variance_is_adams_with_as_many_gradients() -> None:
-    """The formula, in float64: refreshed in steps 2, 3, 5, 7, 11."""
+    """The formula, in float64: refreshed in steps 2, 3, 4, 6, 8, 12."""
     lr, (beta1, beta2), eps, decay = 0.1, (0.9, 0.99), 1e-8, 0.02
     gradients = _gradients(STEPS)
     found = _trained(zeroone(1, 2, lr, betas=(beta1, beta2), eps=eps, weight_decay=decay), gradients)
     w, m, v, count = torch.linspace(-1, 1, 7).double(), torch.zeros(7).double(), torch.zeros(7).double(), 0
     for t, g in enumerate(gradients, 1):
         m = beta1 * m + (1 - beta1) * g
-        if t in (1, 2, 3, 5, 7, 11):
+        if t in (1, 2, 3, 4, 6, 8, 12):
             v, count = beta2 * v + (1 - beta2) * g**2, count + 1
         w = (1 - lr * decay) * w - lr * m / (1 - beta1**t) / ((v / (1 - beta2**count)).sqrt() + eps)
     torch.testing.assert_close(found.double(), w, **CLOSE)
@@ -261,10 +266,10 @@ def test_a_refreshed_variance_is_adams_with_as_many_gradients() -> None:
 def test_a_parameter_that_comes_late_is_updated_from_the_next_refresh_on() -> None:
     early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
     optimizer = hocket.OneBitAdam([early, late], 0.1, weight_decay=0.0, freeze_step=1, refresh=1)
-    for step in range(1, 5):
-        early.grad, late.grad = torch.ones(3), None if step < 3 else torch.ones(2)
+    for step in range(1, 6):
+        early.grad, late.grad = torch.ones(3), None if step < 4 else torch.ones(2)
         optimizer.step()
-        assert bool((late < 1).all()) == (step == 4)  # refreshed in steps 2 and 4
+        assert bool((late < 1).all()) == (step == 5)  # refreshed in steps 2, 3 and 5
 
 
 def test_the_first_local_steps_with_a_linear_loss_are_bulk() -> None:
@@ -275,18 +280,18 @@ def test_the_first_local_steps_with_a_linear_loss_are_bulk() -> None:
     local, bulk = World("local(4) + exchange=momentum", **own), World("bulk", **own)
     for step in range(1, 13):
         found, plain = local.step().rows, bulk.step().rows
-        assert torch.equal(found, found[:1].expand_as(found)) == (step <= 2 or step % 4 == 0)
-        if step in (1, 2, 4):
+        assert torch.equal(found, found[:1].expand_as(found)) == (step <= 2 or step % 4 == 2)
+        if step in (1, 2, 6):
             torch.testing.assert_close(found, plain, **CLOSE)
-    assert local.sent[0] < 0.5 * bulk.sent[0]  # in 5 of 12 steps
+    assert local.sent[0] < 0.5 * bulk.sent[0]  # in 4 of 12 steps
 
 
 def test_after_an_exchange_momentum_is_the_mean_over_local_steps_weighed_by_rates() -> None:
-    world = World("local(3) + exchange=momentum", optimizer=zeroone(1, 0)).step(3)
+    world = World("local(3) + exchange=momentum", optimizer=zeroone(1, 0)).step(4)
     m = world.replicas._stacked.rows_of(0, "exp_avg")
     assert torch.equal(m, m[:1].expand_as(m))
     world.step(2)
-    rates, total = [0.05 / (1 - 0.9**t) for t in (4, 5, 6)], world.replicas._stacked.rows_of(0, "sum")
+    rates, total = [0.05 / (1 - 0.9**t) for t in (5, 6, 7)], world.replicas._stacked.rows_of(0, "sum")
     own = world.replicas._stacked.rows_of(0, "exp_avg")
     rows = world.rows.clone()
     world.step()
@@ -311,7 +316,7 @@ def test_local_momentum_that_was_stopped_is_the_run_that_was_not(stop: int) -> N
 
 def test_workers_that_use_different_parameters_meet_all_the_same() -> None:
     """In local steps a row may leave a parameter out: rows part then, and agree again after the exchange."""
-    world = World("local(3) + exchange=momentum", optimizer=zeroone()).step(3)
+    world = World("local(3) + exchange=momentum", optimizer=zeroone(1, 0)).step(4)
     world.replicas._stacked._unstack()
     assert torch.equal(world.step(3).rows, world.rows[:1].expand_as(world.rows))
 

@@ -188,11 +188,11 @@ def test_a_state_between_pushes_of_displacements_holds_the_steps_since_the_last_
     def weights(wires: Wires) -> Tensor:
         return torch.cat([shard.shard.weights[0] for shard in wires.shards if shard.shard is not None])
 
-    first = Wires("asyncdiloco(4, 1, 0) + server(2)", optimizer=outer)
+    first = Wires("asyncdiloco(4, 1, 0, 1) + server(2)", optimizer=outer)
     first.worker(0)
     state = steps(first, 7).strategy_state()
     assert torch.equal(weights(first), torch.full((50,), 0.5))
-    second = Wires("asyncdiloco(4, 1, 0) + server(2)", optimizer=outer)
+    second = Wires("asyncdiloco(4, 1, 0, 1) + server(2)", optimizer=outer)
     second.carry(0, second.worker(0, 0.5).resume(state, 0.0))
     second.deliver(0)
     assert torch.equal(steps(second, 1).rows[0], torch.zeros(1, 50))

@@ -5,7 +5,7 @@ corrected alike. From there on ``v̂`` stays as it is, and the update is linear 
 sends ``β₁m + (1−β₁)g_i``, coded with error feedback, and ``m`` becomes the mean of what they send.
 
 0/1 Adam (Lu 2022, 2202.06009) adds two things. ``refresh=κ``: the variance is refreshed with whole gradients κ times at every step,
-κ times at every second, κ times at every fourth … ``local(p)``: for ``p`` steps each worker moves with a momentum ``m_i`` of its
+κ times at every second, κ times at every fourth … ``local(p)``: for ``p`` steps (at first as few as lie between refreshes) each worker moves with a momentum ``m_i`` of its
 own; then all return to where they were after the last exchange and move from there by the mean of ``Σ η m_i``, and ``m`` becomes
 ``mean Σ η m_i / Σ η``.
 """
@@ -77,10 +77,18 @@ class OneBitAdam(Optimizer):
     def sends(self) -> str:
         """What workers exchange in the next step: ``gradients`` where the variance is not fixed or is refreshed, ``momentum``, or
         ``nothing`` in a local step."""
-        step, period = self._steps + 1, max(1, self.momentum_period)
-        if not self.frozen or ((step - 1) % period == 0 and self._refreshes(step) > self._refreshes(step - period)):
-            return "gradients"  # after an exchange, when all replicas are equal
-        return "nothing" if step % period else "momentum"
+        after, period = self._steps + 1 - self.param_groups[0]["freeze_step"], max(1, self.momentum_period)
+        if after < 1:
+            return "gradients"
+        if each := self.param_groups[0]["refresh"]:
+            interval = 1 << (((after - 1) // each + 1).bit_length() - 1)
+            place = (after - 1 - each * (interval - 1)) % interval
+            if place == 0:  # all replicas are equal: every interval ends with an exchange
+                return "gradients"
+            after, period = place + 1, min(period, interval)
+            if after == interval:
+                return "momentum"
+        return "nothing" if after % period else "momentum"
 
     def rate(self, group: int) -> float:
         """The factor on the momentum of a group in the next step: its learning rate, corrected for the momentum's start at zero."""
@@ -94,14 +102,6 @@ class OneBitAdam(Optimizer):
     @property
     def _steps(self) -> int:
         return int(max((float(state["step"]) for state in self.state.values()), default=0))
-
-    def _refreshes(self, step: int) -> int:
-        """How often the variance is due to have been refreshed after ``step``."""
-        each, after = self.param_groups[0]["refresh"], step - self.param_groups[0]["freeze_step"]
-        if not each or after < 1:
-            return 0
-        doubled = ((after - 1) // each + 1).bit_length() - 1
-        return each * doubled + (after - each * (2**doubled - 1)) // 2**doubled
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -100,6 +100,7 @@ class ParameterShard(Shard):
         lr_factor: float = 1.0,
     ) -> None:
         super().__init__(weights, workers)
+        optimizer = optimizer.with_delay(-(-len(self.done) // sync.push_quorum))
         self._parameters = [nn.Parameter(w) for w in weights]
         self.weights = [p.data for p in self._parameters]
         self.sync, self.lr_factor = sync, lr_factor
