@@ -190,7 +190,9 @@ def _result(outcome: Outcome) -> str:
     lr = f", rate {outcome.lr:g}" if outcome.planned.tuned else ""
     cluster = cluster_name(outcome.run)
     predicted = f", {virtual} s predicted for {cluster}" if cluster else ""
-    return f"{quality}, {sent} MB, {took} s{predicted}{lr}"
+    speed = tokens_per_s(sum(m.get("tokens", 0) for m in outcome.metrics), total_of(list(outcome.metrics)).seconds)
+    tokens = f", {plain(speed)} tokens/s{' predicted' if cluster else ''}" if speed else ""
+    return f"{quality}, {sent} MB, {took} s{predicted}{tokens}{lr}"
 
 
 def study_tables(rows: Sequence[Row]) -> list[Table]:
@@ -303,7 +305,7 @@ def results_table(title: str, quality: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, box=SIMPLE_HEAD)
     table.add_column("strategy", overflow="fold", min_width=12)
     for column in (*quality, "compute", "wait", "transfer", "MB", "fewer bytes"):
-        table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
+        table.add_column(column.replace(" ", "\n").replace("/", "\n/"), justify="right", no_wrap=True)
     return table
 
 

@@ -5,9 +5,9 @@ corrected alike. From there on ``v̂`` stays as it is, and the update is linear 
 sends ``β₁m + (1−β₁)g_i``, coded with error feedback, and ``m`` becomes the mean of what they send.
 
 0/1 Adam (Lu 2022, 2202.06009) adds two things. ``refresh=κ``: the variance is refreshed with whole gradients κ times at every step,
-κ times at every second, κ times at every fourth … ``local(p)``: for ``p`` steps (at first as few as lie between refreshes) each worker moves with a momentum ``m_i`` of its
-own; then all return to where they were after the last exchange and move from there by the mean of ``Σ η m_i``, and ``m`` becomes
-``mean Σ η m_i / Σ η``.
+κ times at every second, κ times at every fourth … ``local(p)``: for ``p`` steps (at first as few as lie between refreshes) each
+worker moves with a momentum ``m_i`` of its own; then all return to where they were after the last exchange and move from there by
+the mean of ``Σ η m_i``, and ``m`` becomes ``mean Σ η m_i / Σ η``.
 """
 
 from __future__ import annotations
