@@ -17,8 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from hocket.cluster.ledger import Entry
-from hocket.report.figures import NONE, plain, times
-from hocket.report.rows import Row, cluster_name, tokens_per_s
+from hocket.report.figures import NONE, plain, times, tokens_per_s
+from hocket.report.rows import Row, cluster_name
 from hocket.study.carry_out import Watch
 from hocket.study.folder import Outcome
 from hocket.study.plan import Planned, Study

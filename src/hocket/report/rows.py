@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from hocket.report.figures import around, lr_text
+from hocket.report.figures import around, lr_text, tokens_per_s
 from hocket.report.read import FINISHED, Measured, RunRecord, number
 from hocket.report.staleness import Staleness
 from hocket.split.mesh import AXES
@@ -328,15 +328,6 @@ def _row(runs: list[RunRecord]) -> Row:
         bubble=Figure.of([run.measured.bubble_share if run.measured else None for run in runs]),
         measured=next((run.measured for run in runs if run.measured), None),
     )
-
-
-def tokens_per_s(tokens: float | None, seconds: float | None) -> float | None:
-    """The tokens of all workers in a second; None where there is no text, or no clock.
-
-    >>> tokens_per_s(600, 2.0), tokens_per_s(None, 2.0), tokens_per_s(600, None)
-    (300.0, None, None)
-    """
-    return tokens / seconds if tokens and seconds else None
 
 
 def _curve(runs: list[RunRecord]) -> tuple[Point, ...]:
