@@ -301,6 +301,28 @@ def test_after_an_exchange_momentum_is_the_mean_over_local_steps_weighed_by_rate
     torch.testing.assert_close(after, expected.float().expand_as(after), rtol=1e-4, atol=1e-6)
 
 
+def test_weight_decay_acts_on_the_weights_of_the_last_exchange_once_for_every_step() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = hocket.OneBitAdam([weight], 0.1, weight_decay=0.5, freeze_step=1)
+    optimizer.momentum_period = 3
+    weights = []
+    for gradient in (1.0, 3.0, -2.0, 0.0):  # the last one is the mean momentum: no worker moves
+        weight.grad = torch.full((2,), gradient)
+        optimizer.step()
+        weights.append(weight.detach().clone())
+    torch.testing.assert_close(weights[3], weights[0] * 0.95**3)
+
+
+def test_a_schedule_reaches_rows_that_have_parted_before_they_are_exchanged() -> None:
+    together, apart = (World("local(3) + exchange=momentum", optimizer=zeroone(1, 0)).step(2) for _ in range(2))
+    apart.replicas._stacked._unstack()
+    for lr in (0.05, 0.02, 0.01):
+        for world in (together, apart):
+            world.replicas.optimizer.param_groups[0]["lr"] = lr
+            world.step()
+    assert torch.equal(together.rows, apart.rows)
+
+
 @pytest.mark.parametrize("stop", [1, 4, 5, 6])
 def test_local_momentum_that_was_stopped_is_the_run_that_was_not(stop: int) -> None:
     text = "local(3) + topk(0.3) + momentum"

@@ -865,18 +865,21 @@ def test_the_outer_optimiser_is_searched_momenta_first_then_rates(tmp_path: Path
 
 def test_the_outer_search_follows_that_of_the_learning_rate(tmp_path: Path) -> None:
     lrs: list[float] = []
+    steps: list[int | None] = []
     virtual = Virtual(Data())
 
     def train(settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         if out is None:
             lrs.append(settings.optimizer.lr)
+            steps.append(settings.max_steps)
             return [{"loss": abs(settings.optimizer.lr - 0.03), "accuracy": 0.5}]
         return [{**line, "loss": 0.0} for line in virtual(settings, out, watch)]
 
-    folder, study = begun(tmp_path, small(["diloco(2)"], lr="auto", outer="auto", settings={"epochs": 40}))
+    folder, study = begun(tmp_path, small(["diloco(9)"], lr="auto", outer="auto", settings={"epochs": 150}))
     (outcome,) = carry_out(folder, study, Data(), train, refused)
     assert outcome.lr == outcome.run["lr"] == 0.03
     assert lrs[-7:] == [0.03] * 7
+    assert steps == [100] * (len(lrs) - 7) + [12 * 9] * 7
     assert len(json.loads((tmp_path / "rates.json").read_text())) == 2
 
 

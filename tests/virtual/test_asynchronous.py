@@ -456,6 +456,14 @@ def test_a_warm_start_is_made_by_one_worker_alone() -> None:
     assert set(order[5:9]) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("given_, meant", [("", "delay=4"), ("quorum=2", "quorum=2, delay=2"), ("quorum=3", "quorum=3, delay=2")])
+def test_the_momentum_of_an_outer_optimiser_changes_with_one_push_of_each_worker(given_: str, meant: str) -> None:
+    texts = [f"asyncdiloco({', '.join(filter(None, ['2', text]))})" for text in (given_, meant, "delay=1")]
+    found, expected, other = (_weights(_simulate(text)) for text in texts)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, other)
+
+
 # --- meetings --------------------------------------------------------------------------------------------------------------
 
 
