@@ -33,6 +33,18 @@ RUNS = [
     ("bulk + topk(0.01) | qsgd(4) + exchange=gradients", "adamw"),
     ("bulk + topk(0.01) | qsgd(4) + exchange=updates", "adamw"),
     ("bulk + topk(0.01) | qsgd(4) + exchange=momentum", "onebit"),
+    ("bulk + sign(feedback=ef21) + exchange=gradients", "adamw"),
+    ("bulk + sign(feedback=ef21) + exchange=updates", "adamw"),
+    ("bulk + sign(feedback=ef21) + exchange=momentum", "onebit"),
+    ("bulk + topk(0.01, feedback=ef21) | qsgd(4) + exchange=gradients", "adamw"),
+    ("bulk + topk(0.01, feedback=ef21) | qsgd(4) + exchange=updates", "adamw"),
+    ("bulk + topk(0.01, feedback=ef21) | qsgd(4) + exchange=momentum", "onebit"),
+    ("bulk + sign + exchange=momentum", "zeroone"),
+    ("local(4) + exchange=momentum", "zeroone"),
+    ("local(4) + qsgd(4) + exchange=momentum", "zeroone"),
+    ("local(4) + sign + exchange=momentum", "zeroone"),
+    ("local(4) + sign + exchange=momentum", "onebit"),
+    ("local(4) + sign", "adamw"),
     ("bulk + lowrank(2) + exchange=gradients", "adamw"),
     ("bulk + lowrank(2) + exchange=updates", "adamw"),
     ("local(8)", "adamw"),
@@ -44,9 +56,10 @@ RUNS = [
 
 
 def optimizer(name: str, steps: int) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
-    """What makes an optimiser by its name; 1-bit Adam's variance is fixed after a fifth of the steps."""
-    if name == "onebit":
-        return lambda params: hocket.OneBitAdam(params, LR, freeze_step=steps // 5)
+    """What makes an optimiser by its name; 1-bit Adam's variance is fixed after a fifth of the steps, 0/1 Adam's after one."""
+    if name in ("onebit", "zeroone"):
+        schedule = {"freeze_step": steps // 5} if name == "onebit" else {"freeze_step": 1, "refresh": 16}
+        return lambda params: hocket.OneBitAdam(params, LR, **schedule)
     return lambda params: torch.optim.SGD(params, LR / 3) if name == "sgd" else torch.optim.AdamW(params, LR)
 
 

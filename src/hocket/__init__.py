@@ -32,7 +32,7 @@ from hocket.split.mesh import Mesh
 from hocket.split.offload import Offload, offload
 from hocket.split.options import Pipeline
 from hocket.strategy import Strategy
-from hocket.sync import SSP, Async, AsyncDiLoCo, Bulk, DiLoCo, Downpour, Local, PostLocal, Stale
+from hocket.sync import SSP, AEDiT, Async, AsyncDiLoCo, Bulk, DiLoCo, Downpour, Local, PostLocal, Stale
 from hocket.topology import AllReduce, Gossip, Hierarchical, Server
 from hocket.train.job import Job
 from hocket.version import __version__
@@ -48,7 +48,7 @@ _LATER |= dict.fromkeys(("Sandblaster", "SandblasterRun"), "hocket.sandblaster")
 """Names that are loaded when they are first used: a training script may need none of them."""
 
 # When, whom, what
-__all__ = ["Async", "AsyncDiLoCo", "Bulk", "DiLoCo", "Downpour", "Local", "PostLocal", "SSP", "Stale"]
+__all__ = ["AEDiT", "Async", "AsyncDiLoCo", "Bulk", "DiLoCo", "Downpour", "Local", "PostLocal", "SSP", "Stale"]
 __all__ += ["AllReduce", "Gossip", "Hierarchical", "Server"]
 __all__ += ["Bins", "Cast", "Chain", "DGC", "DeMo", "LowRank", "Natural", "NoCompression"]
 __all__ += ["QSGD", "RandomK", "Ratio", "Sign", "Ternary", "Threshold", "TopK"]

@@ -283,8 +283,8 @@ def distribute(loader: Iterable[Any], epoch: int | None = None, even: bool = Fal
     A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch; the last, incomplete round is split
     evenly, and gradients are weighted by samples. Of any other iterable each worker takes every N-th batch.
 
-    Under ``async``, ``downpour`` and ``stale`` whoever is ready takes the next batch, so a fast worker gets more; every batch is
-    given once. ``even=True`` deals evenly there, too, for a loop with collectives of its own or with a schedule of steps.
+    Under ``async``, ``downpour``, ``stale`` and ``aedit`` whoever is ready takes the next batch, so a fast worker gets more; every
+    batch is given once. ``even=True`` deals evenly there, too, for a loop with collectives of its own or with a schedule of steps.
 
     Workers count the epochs over loaders of the same size, unless ``epoch`` is given; the loader may be built anew for each. The
     count, and the place in an epoch that has not ended, are in ``job.state_dict()``: after ``job.load_state_dict`` the next

@@ -41,7 +41,8 @@ class Strategy:
     """One of :data:`EXCHANGES`; None: gradients for bulk+allreduce, weights for local steps and for gossip.
 
     ``"updates"``: each worker steps with its own gradient, then the displacement of the weights is exchanged. ``"momentum"``:
-    gradients until :class:`hocket.OneBitAdam` has a fixed variance, then each worker's momentum. Under both replicas stay equal.
+    gradients until :class:`hocket.OneBitAdam` has a fixed variance, then each worker's momentum. Under both replicas are equal
+    after every exchange.
     """
 
     def __post_init__(self) -> None:
@@ -143,8 +144,11 @@ class Strategy:
     def _refusal(self) -> str | None:
         """Why this combination makes no sense and what to use instead, or None; the specs declare what they can do."""
         compressor = self.compression
-        if self.exchange in ("updates", "momentum") and not (self.keeps_replicas_equal and self.runtime == "collective"):
-            return f"exchange={self.exchange} is for bulk + allreduce, under which all replicas are equal; leave it out"
+        collective = self.topology.uniform and self.runtime == "collective"
+        if self.exchange == "updates" and not (collective and self.sync.keeps_replicas_equal):
+            return "exchange=updates is for bulk + allreduce, under which all replicas are equal; leave it out"
+        if self.exchange == "momentum" and not (collective and self.sync.accumulates_momentum):
+            return "exchange=momentum is for bulk and local(p) with allreduce; leave it out"
         if reason := self.sync.refusal(self.topology, compressor, self.exchange, self.weights):
             return reason
         if compressor.for_gradients_only and self.exchanged != "gradients":
@@ -152,6 +156,10 @@ class Strategy:
             return f"{compressor.name} accumulates gradients and cannot carry {self.exchanged}; {instead}"
         if compressor.uses_error_feedback and not compressor.biased:
             return f"{compressor.name} is unbiased, and error feedback makes unbiased methods diverge; leave feedback out"
+        if compressor.sends_differences and not collective:
+            return (
+                "feedback=ef21 adds up what all workers send, and here they do not all receive it; use allreduce, or leave it out"
+            )
         return self.topology.refusal(compressor, self.weights)
 
 

@@ -18,7 +18,7 @@ _ROWS = {
     "postlocal(16, 1000)": "postlocalsgd",
     "diloco(16)": "bmuf slowmo fedopt lookahead outer",
     "diloco(30, fragments=3, overlap=1)": "streaming streamingdiloco",
-    "asyncdiloco(50, delay=4)": "asynclocalsgd delayednesterov dnesterov asynchronousdiloco",
+    "asyncdiloco(50)": "asynclocalsgd delayednesterov dnesterov asynchronousdiloco",
     "asyncdiloco(24, quorum=2)": "decoupled decoupleddiloco",
     "diloco(30, overlap=30, keep=eager)": "eager eagerdiloco",
     "diloco(50, outer=heavyball(0.7, 0.5)) + gossip(random)": "noloco",
@@ -47,6 +47,7 @@ _ROWS = {
     "bins(2)": "2bit int2 twobit",
     "topk(64/4096)": "chunkedtopk topkchunked blocktopk chunks",
     "topk(64/4096, feedback=0.95)": "ef efdecay errorfeedback feedback",
+    "topk(0.01, feedback=ef21)": "ef21 ef21sgdm",
     "topk(0.01, indices=rice)": "rice elias golomb entropy entropycoding huffman",
     "diloco(30, 1.0, 0) + topk(64/4096, feedback=0.95) | bins(2)": "sparseloco templar",
     "natural": "naturalcompression",
@@ -61,8 +62,10 @@ WRITTEN = {name: strategy for strategy, row in _ROWS.items() for name in row.spl
 _SHARDING = "shards what a worker holds and is no part of a strategy: use sharding='zero1' or 'fsdp' (--zero 1, --fsdp)"
 _MESH = "splits a model and is no part of a strategy: use mesh=, such as hocket.Mesh(pipeline=2) (--mesh pipeline=2)"
 _ONEBIT = "is an optimiser: use hocket.OneBitAdam(…, freeze_step=…) with 'bulk + sign + exchange=momentum'"
+_ZEROONE = "is an optimiser: use hocket.OneBitAdam(…, freeze_step=…, refresh=16) with 'local(4) + sign + exchange=momentum'"
 ELSEWHERE = {
-    **dict.fromkeys(("1bitadam", "onebitadam", "01adam", "zerooneadam", "1bitlamb", "onebitlamb"), _ONEBIT),
+    **dict.fromkeys(("1bitadam", "onebitadam", "1bitlamb", "onebitlamb"), _ONEBIT),
+    **dict.fromkeys(("01adam", "zerooneadam"), _ZEROONE),
     **dict.fromkeys(("deepspeed", "zero", "zero1", "zero2", "zero3", "fsdp", "fsdp2", "sharding", "sharded"), _SHARDING),
     **dict.fromkeys(("pipeline", "gpipe", "pipedream", "1f1b", "tensor", "megatron", "mesh"), _MESH),
     **dict.fromkeys(("easgd", "elasticaveraging", "elasticsgd"), "is not there; nearest is 'diloco(16)'"),

@@ -69,6 +69,7 @@ CASES = [
     Case("bulk + topk(0.05) | sign"),
     Case("bulk + topk(4/64, feedback=0.95) | bins(2)"),
     Case("bulk + cast(e3m0)", "adam"),
+    Case("bulk + topk(0.05, feedback=ef21) | qsgd(8)"),
     Case("bulk + dgc(0.05, warmup=4)", "sgd"),
     Case("bulk + dgc(0.05, clip=1.0) | qsgd(4)", "sgd"),
     Case("bulk + demo(16, 0.9)", "sgd"),
@@ -76,10 +77,12 @@ CASES = [
     # updates: named, or chosen under Adam (as under threshold(keep=…) above)
     Case("bulk + exchange=updates"),
     Case("bulk + sign", "adam"),
+    Case("bulk + sign(feedback=ef21)", "adam"),
     Case("bulk + hierarchical(size=2) + topk(0.05) + exchange=updates"),
     # momentum, chosen under 1-bit Adam after five steps
     Case("bulk + sign", "onebit"),
     Case("bulk + topk(0.05) + exchange=momentum", "onebit", "norm", clip=0.5),
+    Case("local(3) + sign + exchange=momentum", "zeroone"),
     # gossip: weights plainly, weights the CHOCO way, gradients
     Case("bulk + gossip"),
     Case("bulk + gossip(ring)", "adam"),
@@ -213,6 +216,7 @@ OPTIMIZERS = {
     "momentum": lambda params: torch.optim.SGD(params, 0.05, momentum=0.9, weight_decay=1e-3),
     "adam": lambda params: torch.optim.Adam(params, 0.003),
     "onebit": lambda params: hocket.OneBitAdam(params, 0.003, freeze_step=5),
+    "zeroone": lambda params: hocket.OneBitAdam(params, 0.01, freeze_step=1, refresh=1),
 }
 
 

@@ -55,6 +55,7 @@ def _start(server: ShardServer, event: dict[str, Any]) -> Effects:
         "downpour(2, 2) + server + topk(0.1)",
         "asyncdiloco(2) + server(2) + sign",
         "stale(2) + server(2)",
+        "aedit(0.01) + server(2)",
     ],
 )
 def test_a_recorded_run_of_real_processes_replays_to_the_same_bits(text: str, nursery: Nursery, tmp_path: Path) -> None:

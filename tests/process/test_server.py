@@ -98,7 +98,7 @@ def test_those_who_do_not_wait_learn_too(nursery: Nursery, tmp_path: Path, strat
         assert sent == pytest.approx(2 * whole * 1.033 + 700 * service.slices.shards, rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", ["stale(3) + allreduce", "stale(4) + server(shards=2)"])
+@pytest.mark.parametrize("strategy", ["stale(3) + allreduce", "stale(4) + server(shards=2)", "aedit(0.05, 1, 0) + server(2)"])
 def test_those_who_meet_now_and_then_learn_too(nursery: Nursery, tmp_path: Path, strategy: str) -> None:
     with Service(nursery, tmp_path, settings(strategy, epochs=10, lr=0.1, slowdown="1,1,3")) as service:
         status = service.ends()

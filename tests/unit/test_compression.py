@@ -285,7 +285,7 @@ def test_sign_scales_by_the_values_that_are_sent() -> None:
     assert through(codec, rows)[1].tolist() == [[2.0, 2.0, 0.0, 2.0], [0.0, -4.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("text", [t for t in (*SINGLE, *CHAINS) if compressor(t).uses_error_feedback])
+@pytest.mark.parametrize("text", [t for t in (*SINGLE, *CHAINS) if compressor(t).uses_error_feedback and "ef21" not in t])
 @pytest.mark.parametrize("topology", [AllReduce(), Gossip()], ids=str)
 def test_what_was_sent_and_what_is_remembered_is_all_there_was(text: str, topology) -> None:
     codec, cluster, state = compressor(text), VirtualCluster(3), {}

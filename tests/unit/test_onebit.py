@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
@@ -16,7 +17,7 @@ from hocket.errors import HocketError
 from hocket.strategy import Strategy
 from hocket.train.adaptive import with_exchange
 from hocket.train.stacked import StackedOptimizer
-from virtual.world import World, seeded
+from virtual.world import World, gradients, seeded
 
 FREEZE, STEPS = 4, 12
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -100,7 +101,7 @@ def test_rows_of_the_state_are_those_of_each_worker_stacked_or_not() -> None:
     stacked._unstack()
     for before, bucket in zip(rows, range(len(layout.buckets)), strict=True):
         assert torch.equal(stacked.rows_of(bucket, "exp_avg"), before)
-    assert stacked.first.takes_momentum
+    assert stacked.first.momentum_period == 1
 
 
 # --- exchanged momentum ------------------------------------------------------------------------------------------------------
@@ -209,3 +210,150 @@ def test_the_update_has_the_size_of_adams() -> None:
         optimizer.step()
         sizes.append(float((weight.detach() - before).norm() / sqrt(1000)))
     assert sizes[50] == pytest.approx(sizes[49], rel=0.2)
+
+
+# --- 0/1 Adam ----------------------------------------------------------------------------------------------------------------
+
+
+def zeroone(freeze_step: int = 1, refresh: int = 2, lr: float = 0.05, **options: Any) -> Callable:
+    return lambda params: hocket.OneBitAdam(params, lr, freeze_step=freeze_step, refresh=refresh, **options)
+
+
+def _sends(steps: int, period: int, freeze_step: int, refresh: int) -> list[str]:
+    """What workers exchange in each step."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, found = hocket.OneBitAdam([weight], freeze_step=freeze_step, refresh=refresh), []
+    optimizer.momentum_period = period
+    for _ in range(steps):
+        found.append(optimizer.sends)
+        weight.grad = torch.ones(1)
+        optimizer.step()
+    return found
+
+
+def test_the_variance_is_refreshed_at_intervals_that_double() -> None:
+    """Three times at every step, three times at every second, three times at every fourth."""
+    found = _sends(29, 1, 2, 3)
+    assert [t for t, what in enumerate(found, 1) if what == "gradients"] == [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24]
+    assert {what for what in found if what != "gradients"} == {"momentum"}
+
+
+@pytest.mark.parametrize("period", [3, 4])
+def test_with_local_steps_it_is_refreshed_after_an_exchange_alone(period: int) -> None:
+    """As often as without: periods are shorter as long as refreshes are frequent, and every interval ends with an exchange."""
+    found = _sends(33, period, 2, 2)
+    assert [what == "gradients" for what in found] == [what == "gradients" for what in _sends(33, 1, 2, 2)]
+    assert all(before != "nothing" for before, what in pairwise(found) if what == "gradients")
+    letters = "".join(what[0] for what in found)  # gradients, momentum, nothing
+    assert letters == "gg" + "gg" + "gm" * 2 + {3: "gnmm" * 2 + "gnmnnmnm" * 2 + "g", 4: "gnnm" * 2 + "gnnmnnnm" * 2 + "g"}[period]
+    assert "".join(what[0] for what in _sends(9, 3, 2, 0)) == "gg" + "nnm" * 2 + "n"
+
+
+def test_a_refreshed_variance_is_adams_with_as_many_gradients() -> None:
+    """The formula, in float64: refreshed in steps 2, 3, 4, 6, 8, 12."""
+    lr, (beta1, beta2), eps, decay = 0.1, (0.9, 0.99), 1e-8, 0.02
+    gradients = _gradients(STEPS)
+    found = _trained(zeroone(1, 2, lr, betas=(beta1, beta2), eps=eps, weight_decay=decay), gradients)
+    w, m, v, count = torch.linspace(-1, 1, 7).double(), torch.zeros(7).double(), torch.zeros(7).double(), 0
+    for t, g in enumerate(gradients, 1):
+        m = beta1 * m + (1 - beta1) * g
+        if t in (1, 2, 3, 4, 6, 8, 12):
+            v, count = beta2 * v + (1 - beta2) * g**2, count + 1
+        w = (1 - lr * decay) * w - lr * m / (1 - beta1**t) / ((v / (1 - beta2**count)).sqrt() + eps)
+    torch.testing.assert_close(found.double(), w, **CLOSE)
+
+
+def test_a_parameter_that_comes_late_is_updated_from_the_next_refresh_on() -> None:
+    early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    optimizer = hocket.OneBitAdam([early, late], 0.1, weight_decay=0.0, freeze_step=1, refresh=1)
+    for step in range(1, 6):
+        early.grad, late.grad = torch.ones(3), None if step < 4 else torch.ones(2)
+        optimizer.step()
+        assert bool((late < 1).all()) == (step == 5)  # refreshed in steps 2, 3 and 5
+
+
+def test_the_first_local_steps_with_a_linear_loss_are_bulk() -> None:
+    """Without a code all move by the mean of the momenta; gradients that do not depend on weights make both equal. (From then on
+    the momentum is a mean over steps.)"""
+    linear: dict[str, Any] = {"make": lambda: nn.Linear(4, 3), "loss": lambda out, y: out.gather(1, y[:, None]).mean()}
+    own: dict[str, Any] = {"optimizer": zeroone(2, 0, weight_decay=0.0), **linear}
+    local, bulk = World("local(4) + exchange=momentum", **own), World("bulk", **own)
+    for step in range(1, 13):
+        found, plain = local.step().rows, bulk.step().rows
+        assert torch.equal(found, found[:1].expand_as(found)) == (step <= 2 or step % 4 == 2)
+        if step in (1, 2, 6):
+            torch.testing.assert_close(found, plain, **CLOSE)
+    assert local.sent[0] < 0.5 * bulk.sent[0]  # in 4 of 12 steps
+
+
+def test_after_an_exchange_momentum_is_the_mean_over_local_steps_weighed_by_rates() -> None:
+    world = World("local(3) + exchange=momentum", optimizer=zeroone(1, 0)).step(4)
+    m = world.replicas._stacked.rows_of(0, "exp_avg")
+    assert torch.equal(m, m[:1].expand_as(m))
+    world.step(2)
+    rates, total = [0.05 / (1 - 0.9**t) for t in (5, 6, 7)], world.replicas._stacked.rows_of(0, "sum")
+    own = world.replicas._stacked.rows_of(0, "exp_avg")
+    rows = world.rows.clone()
+    world.step()
+    after = world.replicas._stacked.rows_of(0, "exp_avg")
+    gradient = gradients(rows, world, world.at - 1)
+    expected = ((total + rates[2] * (0.9 * own + 0.1 * gradient)) / sum(rates)).mean(0)
+    torch.testing.assert_close(after, expected.float().expand_as(after), rtol=1e-4, atol=1e-6)
+
+
+def test_weight_decay_acts_on_the_weights_of_the_last_exchange_once_for_every_step() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = hocket.OneBitAdam([weight], 0.1, weight_decay=0.5, freeze_step=1)
+    optimizer.momentum_period = 3
+    weights = []
+    for gradient in (1.0, 3.0, -2.0, 0.0):  # the last one is the mean momentum: no worker moves
+        weight.grad = torch.full((2,), gradient)
+        optimizer.step()
+        weights.append(weight.detach().clone())
+    torch.testing.assert_close(weights[3], weights[0] * 0.95**3)
+
+
+def test_a_schedule_reaches_rows_that_have_parted_before_they_are_exchanged() -> None:
+    together, apart = (World("local(3) + exchange=momentum", optimizer=zeroone(1, 0)).step(2) for _ in range(2))
+    apart.replicas._stacked._unstack()
+    for lr in (0.05, 0.02, 0.01):
+        for world in (together, apart):
+            world.replicas.optimizer.param_groups[0]["lr"] = lr
+            world.step()
+    assert torch.equal(together.rows, apart.rows)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 6])
+def test_local_momentum_that_was_stopped_is_the_run_that_was_not(stop: int) -> None:
+    text = "local(3) + topk(0.3) + momentum"
+    whole = World(text, optimizer=zeroone()).step(STEPS)
+    first, second = (World(text, optimizer=zeroone()) for _ in range(2))
+    file = io.BytesIO()
+    torch.save(first.step(stop).replicas.state_dict(), file)
+    file.seek(0)
+    second.replicas.load_state_dict(torch.load(file, weights_only=True))
+    second.at = stop
+    assert torch.equal(second.step(STEPS - stop).rows, whole.rows)
+
+
+def test_workers_that_use_different_parameters_meet_all_the_same() -> None:
+    """In local steps a row may leave a parameter out: rows part then, and agree again after the exchange."""
+    world = World("local(3) + exchange=momentum", optimizer=zeroone(1, 0)).step(4)
+    world.replicas._stacked._unstack()
+    assert torch.equal(world.step(3).rows, world.rows[:1].expand_as(world.rows))
+
+
+def test_one_worker_alone_has_no_local_steps() -> None:
+    found, plain = (World(text, 1, optimizer=zeroone()).step(STEPS) for text in ("local(3) + sign + momentum", "bulk"))
+    assert torch.equal(found.rows, plain.rows)
+
+
+@pytest.mark.parametrize("text", ["diloco(4) + momentum", "gossip + momentum", "local(2) + gossip + momentum", "async + momentum"])
+def test_momentum_is_for_bulk_and_local_steps(text: str) -> None:
+    with pytest.raises(HocketError, match=r"exchange=momentum is for bulk and local\(p\)"):
+        Strategy.parse(text)
+
+
+def test_refresh_is_a_whole_number() -> None:
+    with pytest.raises(HocketError, match=r"refresh=1\.5"):
+        hocket.OneBitAdam([torch.ones(2)], freeze_step=1, refresh=1.5)

@@ -351,7 +351,7 @@ def test_answers_on_hand_made_runs(tmp_path: Path) -> None:
 
 def losing(*losses: float, seconds: float = 1.0, sent: int = 1000, text: bool = True) -> list[dict[str, Any]]:
     """Epochs of a language model, or of one without an accuracy."""
-    more = [{"perplexity": math.exp(loss)} if text else {} for loss in losses]
+    more = [{"perplexity": math.exp(loss), "tokens": 700} if text else {} for loss in losses]
     accuracy = 0.4 if text else None
     return [line(e, accuracy, seconds, sent, test_loss=loss, **more[e - 1]) for e, loss in enumerate(losses, 1)]
 
@@ -376,6 +376,8 @@ def test_text_and_runs_without_an_accuracy_are_compared_by_test_loss(tmp_path: P
     (cells,) = [row for row in csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())) if row["strategy"] == BASELINE]
     assert float(cells["test_loss"]) == 1.5
     assert float(cells["perplexity"]) == pytest.approx(math.exp(1.5)) if text else "perplexity" not in cells
+    assert float(cells["tokens_per_s"]) == 35.0 if text else "tokens_per_s" not in cells  # 2 × 700 in 2 × 20 s
+    assert ("tokens/s" in (tmp_path / "report.html").read_text()) == text
     names = charts.draw(report.rows)
     assert {name.rsplit("-", 1)[1] for name in names} == {"loss.png", "frontier.png", "bars.png"}
     assert all(charts.ours(name) for name in names)

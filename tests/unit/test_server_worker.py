@@ -188,12 +188,30 @@ def test_a_state_between_pushes_of_displacements_holds_the_steps_since_the_last_
     def weights(wires: Wires) -> Tensor:
         return torch.cat([shard.shard.weights[0] for shard in wires.shards if shard.shard is not None])
 
-    first = Wires("asyncdiloco(4, 1, 0) + server(2)", optimizer=outer)
+    first = Wires("asyncdiloco(4, 1, 0, 1) + server(2)", optimizer=outer)
     first.worker(0)
     state = steps(first, 7).strategy_state()
     assert torch.equal(weights(first), torch.full((50,), 0.5))
-    second = Wires("asyncdiloco(4, 1, 0) + server(2)", optimizer=outer)
+    second = Wires("asyncdiloco(4, 1, 0, 1) + server(2)", optimizer=outer)
     second.carry(0, second.worker(0, 0.5).resume(state, 0.0))
     second.deliver(0)
     assert torch.equal(steps(second, 1).rows[0], torch.zeros(1, 50))
     assert torch.equal(weights(second), torch.zeros(50))
+
+
+def test_a_state_within_a_period_of_seconds_holds_those_that_have_passed() -> None:
+    """Of ten seconds seven have passed when it is saved; a worker that goes on at another time meets the others three later."""
+
+    def stepped(wires: Wires, now: float) -> bool:
+        wires.carry(0, wires.workers[0].before_update([torch.ones(50)], now))
+        wires.carry(0, wires.workers[0].after_update([LR], None, now))
+        return any(message.kind == Kind.PUSH for message in wires.sent)
+
+    first, second = (Wires("aedit(10) + server(2)") for _ in range(2))
+    first.worker(0)
+    assert not stepped(first, 7.0)
+    state = first.workers[0].strategy_state()
+    second.carry(0, second.worker(0).resume(state, 100.0))
+    second.deliver(0)
+    assert not stepped(second, 102.0)
+    assert stepped(second, 103.0)

@@ -282,7 +282,7 @@ def test_what_is_exchanged_by_default(text: str, weights: bool) -> None:
     ("async + exchange=updates", "is for bulk + allreduce"), ("bulk + server + updates", "is for bulk + allreduce"),
     ("diloco(2) + updates", "is for bulk + allreduce"), ("hierarchical(size=2, every=2) + updates", "is for bulk + allreduce"),
     ("dgc(0.1) + updates", "cannot carry updates"), ("dgc(0.1) + momentum", "cannot carry momentum"),
-    ("local(2) + momentum", "exchange=momentum is for bulk + allreduce"), ("async + momentum", "is for bulk + allreduce"),
+    ("diloco(2) + momentum", "exchange=momentum is for bulk and local(p)"), ("async + momentum", "is for bulk and local(p)"),
     ("exchange=models", "exchange=gradients or exchange=weights or exchange=updates or exchange=momentum"),
     ("exchange=weights(3)", "exchange=gradients or exchange=weights or exchange=updates or exchange=momentum"),
     ("topk | exchange=weights", "exchange=gradients or exchange=weights or exchange=updates or exchange=momentum"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import torch
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hocket import compression, sync, topology
@@ -31,6 +33,7 @@ from hocket.compression import NoCompression, Threshold
 from hocket.data import DataSet, Normalise
 from hocket.drivers.processes import interruptible
 from hocket.errors import HocketError, NonFiniteGradient, SettingError
+from hocket.report import build
 from hocket.strategy import Strategy
 from hocket.study import file
 from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check, finished, sentence
@@ -817,6 +820,74 @@ def test_where_every_rate_diverges_the_run_has_failed(tmp_path: Path) -> None:
     (outcome,) = carry_out(folder, study, Data(), fragile, refused)
     assert outcome.failure is not None
     assert "No learning rate" in outcome.failure
+
+
+class Outer:
+    """Trainings whose loss is a function of the outer rate and momentum; momentum 0.9 diverges."""
+
+    def __init__(self) -> None:
+        self.virtual = Virtual(Data())
+        self.tried: list[tuple[float, float]] = []
+
+    def __call__(self, settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+        pair = settings.strategy.sync.outer_settings
+        if out is not None:
+            return self.virtual(settings, out, watch)
+        assert pair is not None
+        self.tried.append(pair)
+        if pair[1] == 0.9:
+            raise NonFiniteGradient("too fast: NaN or Inf.")
+        return [{"loss": (pair[0] - 0.5) ** 2 + (pair[1] - 0.3) ** 2, "accuracy": 0.5}]
+
+
+def test_the_outer_optimiser_is_searched_momenta_first_then_rates(tmp_path: Path) -> None:
+    script = Outer()
+    outline = small(["diloco(2) + sign", "bulk"], outer="auto", seeds=(0, 1))
+    folder, study = begun(tmp_path, outline)
+    assert [run.described().get("outer") for run in study.runs] == ["auto", None, "auto", None]
+    outcomes = carry_out(folder, study, Data(), script, refused)
+    assert [o.failure for o in outcomes] == [None] * 4
+    assert script.tried == [(0.7, 0.0), (0.7, 0.3), (0.7, 0.6), (0.7, 0.9), (0.3, 0.3), (0.5, 0.3), (1.0, 0.3)]
+    assert [o.run["strategy"] for o in outcomes[::2]] == ["diloco(2, 0.5, 0.3) + allreduce + sign"] * 2
+    found = outcomes[0].run["outer"]
+    assert (found["chosen"], found["losses"]["0.7, 0.9"], found["losses"]["0.5, 0.3"]) == ([0.5, 0.3], None, 0.0)
+    assert "outer" not in outcomes[1].run
+    carried(tmp_path, outline)  # it goes on where it was: nothing is left to do
+    (row, *_) = build([tmp_path], tmp_path).rows
+    console = Console(width=100, file=io.StringIO())
+    console.print(display.outer_table(row.label, found))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.split() for line in said.splitlines() if line.strip()[:3] in ("0.3", "0.5", "0.7")] == [
+        ["0.3", "0.04"], ["0.5", "0", "←"], ["0.7", "0.13", "0.04", "0.13", "diverged"]
+    ]  # fmt: skip
+    assert "Outer rates and momenta" in (tmp_path / "report.html").read_text()
+
+
+def test_the_outer_search_follows_that_of_the_learning_rate(tmp_path: Path) -> None:
+    lrs: list[float] = []
+    steps: list[int | None] = []
+    virtual = Virtual(Data())
+
+    def train(settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
+        if out is None:
+            lrs.append(settings.optimizer.lr)
+            steps.append(settings.max_steps)
+            return [{"loss": abs(settings.optimizer.lr - 0.03), "accuracy": 0.5}]
+        return [{**line, "loss": 0.0} for line in virtual(settings, out, watch)]
+
+    folder, study = begun(tmp_path, small(["diloco(9)"], lr="auto", outer="auto", settings={"epochs": 150}))
+    (outcome,) = carry_out(folder, study, Data(), train, refused)
+    assert outcome.lr == outcome.run["lr"] == 0.03
+    assert lrs[-7:] == [0.03] * 7
+    assert steps == [100] * (len(lrs) - 7) + [12 * 9] * 7
+    assert len(json.loads((tmp_path / "rates.json").read_text())) == 2
+
+
+def test_tries_of_outer_optimisers_are_long_enough_for_some_exchanges() -> None:
+    settings = RunSettings.of(epochs=100, strategy="diloco(30)")
+    assert short(settings, 0.1, 10, 1000, least=360).max_steps == 360
+    assert short(settings, 0.1, 10, 1000, least=3600).max_steps == 500
+    assert short(settings, 0.1, 10, 1000).max_steps == 100
 
 
 # --- the command line ------------------------------------------------------------------------------------------------------

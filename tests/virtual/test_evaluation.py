@@ -106,6 +106,18 @@ def test_a_language_model_has_a_perplexity_and_a_regression_a_test_loss_only() -
 
 
 @pytest.mark.parametrize("strategy", ["bulk", SERVED])
+def test_tokens_are_those_of_all_mini_batches_of_an_epoch(strategy: str) -> None:
+    """Of 25 windows of 6 tokens an epoch takes 24, since two workers cannot share the last one; the second epoch is cut short."""
+    tokens = torch.randint(0, 7, (25, 6), generator=torch.Generator().manual_seed(0))
+    loss = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+    given: dict[str, Any] = {"strategy": strategy, "workers": 2, "batch_size": 3, "epochs": 2, "max_steps": 6, "cluster": "1gbit"}
+    run = hocket.simulate(lambda: nn.Embedding(7, 7), loss, (tokens, tokens), (tokens, tokens), **given)
+    assert [m["tokens"] for m in run.metrics] == [24 * 6, 12 * 6]
+    x, y = samples(30)
+    assert all("tokens" not in m for m in hocket.simulate(lambda: nn.Linear(4, 3), F.cross_entropy, (x, y), batch_size=2).metrics)
+
+
+@pytest.mark.parametrize("strategy", ["bulk", SERVED])
 @pytest.mark.parametrize("given", ["no test set", "evaluate=False"])
 def test_without_a_test_set_or_with_evaluate_false_nothing_is_evaluated(given: str, strategy: str) -> None:
     modes: list[bool] = []

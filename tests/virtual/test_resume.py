@@ -21,7 +21,8 @@ from virtual.world import FEATURES, Tiny, World, sgd
 TABLE = [
     "bulk", "bulk + topk(0.1)", "bulk + threshold(keep=0.2)", "bulk + lowrank(1)", "bulk + dgc(0.1, warmup=6)", "bulk + sign",
     "bulk + qsgd(4)", "bulk + randomk(0.2)", "bulk + dgc(0.1) | qsgd(4)", "bulk + threshold(keep=0.2) | ternary",
-    "bulk + demo(8, 0.9)", "bulk + sign + updates", "bulk + topk(0.1) | qsgd(4) + updates",
+    "bulk + demo(8, 0.9)", "bulk + topk(0.1, feedback=ef21)", "diloco(3) + sign(feedback=ef21)",
+    "bulk + sign + updates", "bulk + topk(0.1) | qsgd(4) + updates",
     "local(3, moments=1)", "local(3)", "local(3) + topk(0.1)", "local(2) + gossip", "local(2, mean=after) + sign",
     "local(3, residual=weights) + topk(0.1) | qsgd(4)",
     "local(2) + gossip + exchange=gradients",

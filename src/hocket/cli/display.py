@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from hocket.cluster.ledger import Entry
-from hocket.report.figures import NONE, plain, times
+from hocket.report.figures import NONE, plain, times, tokens_per_s
 from hocket.report.rows import Row, cluster_name
 from hocket.study.carry_out import Watch
 from hocket.study.folder import Outcome
@@ -29,8 +29,9 @@ from hocket.train.settings import RunSettings
 class Display:
     """A progress bar on a terminal, a few lines elsewhere; silent on processes that do not host worker 0."""
 
-    def __init__(self, label: str, speaks: bool, epochs: int) -> None:
-        self._epochs, self._every = epochs, max(1, epochs // 5)
+    def __init__(self, label: str, speaks: bool, epochs: int, predicted: bool = False) -> None:
+        """``predicted``: seconds are those of a virtual clock."""
+        self._epochs, self._every, self._clock = epochs, max(1, epochs // 5), " predicted" if predicted else ""
         self._console = Console(stderr=True)
         self._speaks, self._label, self._drawn = speaks, label, speaks and self._console.is_terminal
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn(), TimeRemainingColumn())
@@ -55,6 +56,8 @@ class Display:
         note = f"epoch {metrics['epoch']}  loss {metrics['loss']:.4f}"
         if quality := quality_of(metrics, 2):
             note += f"  {quality}"
+        if speed := tokens_per_s(metrics.get("tokens"), metrics["seconds"]):
+            note += f"  {plain(speed)} tokens/s{self._clock}"
         self._bar.update(self._task, note=note)
         if self._speaks and not self._drawn and (metrics["epoch"] % self._every == 0 or metrics["epoch"] == self._epochs):
             print(f"{self._label}: {note}", file=sys.stderr, flush=True)
@@ -95,6 +98,9 @@ class StudyDisplay(Watch):
 
     def trying(self, lr: float) -> None:
         self._share, self._note = 0.0, f"trying rate {lr:g}"
+
+    def trying_outer(self, lr: float, momentum: float) -> None:
+        self._share, self._note = 0.0, f"trying outer rate {lr:g}, momentum {momentum:g}"
 
     def training(self) -> None:
         self._share, self._note = 0.0, "training"
@@ -165,7 +171,7 @@ class StudyDisplay(Watch):
 
 def _cost(planned: Planned) -> float:
     """What a run takes, in epochs, roughly; a search for the rate takes about as long as the run itself."""
-    return planned.settings.epochs * (2 if planned.tuned else 1)
+    return planned.settings.epochs * (1 + planned.tuned + planned.outer)
 
 
 def _figures(outcome: Outcome) -> tuple[str, str, str, str]:
@@ -184,7 +190,9 @@ def _result(outcome: Outcome) -> str:
     lr = f", rate {outcome.lr:g}" if outcome.planned.tuned else ""
     cluster = cluster_name(outcome.run)
     predicted = f", {virtual} s predicted for {cluster}" if cluster else ""
-    return f"{quality}, {sent} MB, {took} s{predicted}{lr}"
+    speed = tokens_per_s(sum(m.get("tokens", 0) for m in outcome.metrics), total_of(list(outcome.metrics)).seconds)
+    tokens = f", {plain(speed)} tokens/s{' predicted' if cluster else ''}" if speed else ""
+    return f"{quality}, {sent} MB, {took} s{predicted}{tokens}{lr}"
 
 
 def study_tables(rows: Sequence[Row]) -> list[Table]:
@@ -201,18 +209,19 @@ def study_tables(rows: Sequence[Row]) -> list[Table]:
                 table.add_row(escape(row.label), row.state, style="dim")
                 continue
             found = {"accuracy": row.accuracy, "worst": row.worst, "test loss": row.test_loss, "perplexity": row.perplexity}
+            found["tokens/s"] = row.tokens_per_s
             figures = {name: f.mean if f else None for name, f in found.items()}
             sent, *parts = (f.mean if f else None for f in (row.bytes_sent, row.compute, row.wait, row.transfer))
-            add_result(table, row.label, [figures[name] for name in quality], parts, sent or 0.0, row.times_fewer)
+            add_result(table, row.label, {name: figures[name] for name in quality}, parts, sent or 0.0, row.times_fewer)
         tables.append(table)
     return tables
 
 
-ACCURACY, PERPLEXITY = ("accuracy", "worst", "test loss"), ("test loss", "perplexity")
-"""The columns of how good models are; the second ones of text, or where there is no accuracy."""
+ACCURACY, PERPLEXITY = ("accuracy", "worst", "test loss"), ("test loss", "perplexity", "tokens/s")
+"""The columns of how good models are; the second ones of text (how fast they learn, too), or where there is no accuracy."""
 LEGEND = (
     "accuracy, test loss: of the mean model; worst: accuracy of the worst replica. "
-    "compute, wait, transfer: seconds, means over workers (of virtual workers: predicted). "
+    "compute, wait, transfer: seconds, means over workers; tokens/s: of all workers together (of virtual workers: predicted). "
     "MB: sent by all workers together; fewer bytes: how many times fewer than bulk + allreduce."
 )
 
@@ -262,14 +271,32 @@ def quality_of(metrics: Mapping[str, Any], digits: int = 1) -> str:
     return f"test loss {plain(test_loss)}" + (f", perplexity {plain(perplexity)}" if perplexity is not None else "")
 
 
+def outer_table(label: str, found: Mapping[str, Any]) -> Table:
+    """What a search for rate and momentum of an outer optimiser has tried: the training loss of each pair."""
+    pairs = {tuple(map(float, name.split(", "))): loss for name, loss in found["losses"].items()}
+    title = f"{escape(label)}: outer rate and momentum, training loss after {found['epochs']} epochs"
+    table = Table(title=title, title_justify="left", header_style="bold", padding=(0, 1), box=SIMPLE_HEAD)
+    momenta = sorted({momentum for _, momentum in pairs})
+    for column in ("outer rate", *(f"momentum {momentum:g}" for momentum in momenta)):
+        table.add_column(column, justify="right", no_wrap=True)
+    for lr in sorted({lr for lr, _ in pairs}):
+        cells = ["" if (lr, m) not in pairs else "diverged" if (loss := pairs[lr, m]) is None else plain(loss) for m in momenta]
+        chosen = [
+            f"[bold]{cell} ←[/bold]" if [lr, m] == list(found["chosen"]) else cell for cell, m in zip(cells, momenta, strict=True)
+        ]
+        table.add_row(f"{lr:g}", *chosen)
+    return table
+
+
 def result_of(title: str, strategy: str, metrics: list[dict[str, Any]], times_fewer: float | None) -> Table:
     """The table of one run."""
     total, last = total_of(metrics), metrics[-1]
     found = {"accuracy": last.get("accuracy"), "test loss": last.get("test_loss"), "perplexity": last.get("perplexity")}
     found["worst"] = last.get("accuracy_worst", found["accuracy"])
+    found["tokens/s"] = tokens_per_s(sum(line.get("tokens", 0) for line in metrics), total.seconds)
     quality = PERPLEXITY if found["perplexity"] is not None or found["accuracy"] is None else ACCURACY
     table, parts = results_table(title, quality), (total.compute_s, total.wait_s, total.transfer_s)
-    add_result(table, strategy, [found[name] for name in quality], parts, total.bytes_sent, times_fewer)
+    add_result(table, strategy, {name: found[name] for name in quality}, parts, total.bytes_sent, times_fewer)
     return table
 
 
@@ -278,20 +305,20 @@ def results_table(title: str, quality: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, box=SIMPLE_HEAD)
     table.add_column("strategy", overflow="fold", min_width=12)
     for column in (*quality, "compute", "wait", "transfer", "MB", "fewer bytes"):
-        table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
+        table.add_column(column.replace(" ", "\n").replace("/", "\n/"), justify="right", no_wrap=True)
     return table
 
 
 def add_result(
     table: Table,
     label: str,
-    quality: Sequence[float | None],
+    quality: Mapping[str, float | None],
     seconds: Sequence[float | None],
     bytes_sent: float,
     times_fewer: float | None,
 ) -> None:
-    """One run as a row: how good it is (:data:`ACCURACY` or :data:`PERPLEXITY`), and seconds of compute, wait and transfer."""
-    forms = (_percent, _percent, plain) if len(quality) == len(ACCURACY) else (plain, plain)
-    good = [form(value) for form, value in zip(forms, quality, strict=True)]
+    """One run as a row: how good it is, by :data:`ACCURACY` or :data:`PERPLEXITY`, and seconds of compute, wait and transfer."""
+    forms = {"accuracy": _percent, "worst": _percent}
+    good = [forms.get(name, plain)(value) for name, value in quality.items()]
     figures = [*good, *map(plain, seconds), plain(bytes_sent / 1e6), times(times_fewer)]
     table.add_row(escape(label), *figures)

@@ -20,17 +20,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hocket.cli.display import LEGEND, StudyDisplay, plain_notes, study_tables
+from hocket.cli.display import LEGEND, StudyDisplay, outer_table, plain_notes, study_tables
 from hocket.cli.options import arguments, with_settings
 from hocket.cli.train import device_of
 from hocket.cluster.join import without_launcher
 from hocket.drivers.processes import interruptible
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.report import Report, build
+from hocket.report.page import swept
 from hocket.study import file
 from hocket.study.carry_out import Data, Interrupted, Virtual, Watch, carry_out, check, finished
 from hocket.study.folder import Folder
-from hocket.study.plan import Study, expand, number
+from hocket.study.plan import AUTO, Study, expand, number
 from hocket.study.presets import PRESETS, preset
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite, write_whole
@@ -55,6 +56,7 @@ def command(
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Such as 0,1,2: each strategy is run with each (default: 0).")] = None,
     lr: Annotated[str | None, typer.Option(help="A rate for all, or auto: a short search per strategy.")] = None,
+    outer: Annotated[str | None, typer.Option(help="auto: a short search for rate and momentum of outer optimisers.")] = None,
     within: Annotated[
         float | None, typer.Option(help="Points of accuracy to lose for sending less (default: 1; frontier: 0.5).")
     ] = None,
@@ -72,8 +74,11 @@ def command(
     outline = file.read(path) if of_file else preset(what)
     if within is not None and not within >= 0:
         raise HocketError(f"--within {within}: the loss of accuracy is a number of points of at least 0, such as 0.5.")
+    if outer not in (None, AUTO):
+        raise HocketError(f"--outer {outer}: use auto, or write rate and momentum in the strategy: diloco(30, 0.7, 0.9).")
     counts = (_numbers("--workers", workers), _numbers("--seeds", seeds))
-    outline = outline.changed(*counts, lr=None if lr is None else number(lr), within=within, virtual=virtual, **given)
+    given |= {"lr": None if lr is None else number(lr), "outer": outer, "within": within, "virtual": virtual}
+    outline = outline.changed(*counts, **given)
     machine = Machine(device_of(device), Data(data_dir))
     study = expand(outline, machine.data)
     place = out or Path(f"study-{path.stem if of_file else what}")
@@ -134,6 +139,8 @@ def show(places: Sequence[Path], out: Path, title: str | None = None) -> Report:
     for row in report.rows:
         if row.state == "failed":
             console.print(f"[bold]failed[/bold] {escape(row.label)}: {escape(row.reason)}")
+    for row, found in swept(report.rows, "outer"):
+        console.print(outer_table(row.label, found))
     console.print(LEGEND, style="dim")
     for facet, answers in report.by_facet.items():
         if len(report.by_facet) > 1:

@@ -166,7 +166,7 @@ def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:
         if speaks:
             print(text)
         return
-    with Display(strategy, speaks, settings.epochs) as display:
+    with Display(strategy, speaks, settings.epochs, predicted=settings.workers.virtual) as display:
         given = (start.data_dir, start.out, start.resume, display.step, display.epoch)
         training = run(settings, cluster, *given, checkpoints=start.checkpoints, on_split=display.note)
     if speaks:

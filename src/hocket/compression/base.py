@@ -122,7 +122,12 @@ class Compressor:
     def feedback_decay(self) -> float:
         """Error feedback's factor on the residual of the exchange before."""
         given = getattr(self, "feedback", None)
-        return 1.0 if given is None or isinstance(given, bool) else float(given)
+        return 1.0 if given is None or isinstance(given, (bool, str)) else float(given)
+
+    @property
+    def sends_differences(self) -> bool:
+        """Whether feedback is EF21's: what is sent is the difference from the sum of what was sent before."""
+        return self.uses_error_feedback and getattr(self, "feedback", None) == "ef21"
 
     @property
     def global_selection(self) -> bool:
@@ -143,7 +148,7 @@ class Compressor:
     def residual_stays(self) -> bool:
         """Whether the residual may stay in the worker's own weights: the method must send every value after a few exchanges, and
         weights cannot decay."""
-        return self.uses_error_feedback and self.feedback_decay == 1
+        return self.uses_error_feedback and self.feedback_decay == 1 and not self.sends_differences
 
     @property
     def for_gradients_only(self) -> bool:
@@ -264,10 +269,10 @@ def flag(value: object, name: str, argument: str) -> None:
 
 
 def check_feedback(value: object, name: str) -> None:
-    """Refuse anything but True, False, None (unset) and a decay."""
-    if value is None or isinstance(value, bool) or (isinstance(value, (int, float)) and 0 < value <= 1):
+    """Refuse anything but True, False, None (unset), a decay and ``ef21``."""
+    if value in (None, "ef21") or isinstance(value, bool) or (isinstance(value, (int, float)) and 0 < value <= 1):
         return
-    raise HocketError(f"{name}(feedback={value!r}): feedback must be True or False, or a decay in (0, 1] such as 0.95.")
+    raise HocketError(f"{name}(feedback={value!r}): feedback must be True or False, a decay in (0, 1] such as 0.95, or ef21.")
 
 
 def check_indices(value: object, name: str) -> None:

@@ -28,7 +28,7 @@ class Bins(Precision):
 
     bits: int = 2
     block: int = 512
-    feedback: bool | float | None = None
+    feedback: bool | float | str | None = None
     name: ClassVar[str] = "bins"
     paper: ClassVar[str] = "Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, 2025"
 

@@ -30,7 +30,7 @@ class Cast(Precision):
     """``cast(fp16|bf16|fp8|e3m0)``."""
 
     format: str = "fp16"
-    feedback: bool | float | None = None
+    feedback: bool | float | str | None = None
     name: ClassVar[str] = "cast"
     spelled: ClassVar[bool] = True
 

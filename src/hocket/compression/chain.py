@@ -63,6 +63,10 @@ class Chain(Codec):
     def feedback_decay(self) -> float:
         return self.first.feedback_decay
 
+    @property
+    def sends_differences(self) -> bool:
+        return self.first.sends_differences
+
     def sends_per_value(self, exchanges: int) -> float | None:
         return self.first.sends_per_value(exchanges)
 

@@ -3,6 +3,11 @@
 ``a = x + β·e;  result, sent = send(a);  e ← a − sent``. The formula stands here alone. The decay ``β`` is 1 unless the method says
 otherwise (``feedback=0.95``): below 1, what waits long counts less and less (Sarfi 2025, arXiv:2508.15706). It wraps any
 compressor and depends on none.
+
+EF21 (``feedback=ef21``; Richtárik 2021, arXiv:2106.05203) sends differences instead: ``g_i ← g_i + C(x_i − g_i)``, and all take
+the mean of the ``g_i`` for that of the ``x_i``. Nothing waits to be delivered at once, so there are no spikes; where ``x_i``
+changes slowly, ``g_i`` follows it. A slice owner, who codes a mean of differences again, adds what it held back: to sums of
+differences that is EF21, too.
 Unbiased methods refuse it: their error is noise, which feedback would accumulate (2-bit QSGD with it diverged).
 """
 
@@ -48,6 +53,12 @@ def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: MeanChanne
     """The compressor's mean of ``rows``, with error feedback where the compressor uses it."""
     if not compressor.uses_error_feedback:
         return compressor.mean(rows, channel, state, context)
+
+    if compressor.sends_differences:
+        own, common = state.get("own", 0.0), state.get("common", 0.0)
+        heard, sent, inner = compressor.mean(rows - own, channel, state.get("inner", {}), context)
+        own, common = own + sent, common + heard
+        return Heard(common, own, {"own": own, "common": common, "inner": inner})
 
     def send(wanted: Tensor) -> tuple[Heard, Tensor]:
         found = compressor.mean(wanted, channel, state.get("inner", {}), context)

@@ -35,7 +35,7 @@ class LowRank(Codec):
     """``lowrank(matrix_rank)``."""
 
     matrix_rank: int = 2
-    feedback: bool | float | None = None
+    feedback: bool | float | str | None = None
     name: ClassVar[str] = "lowrank"
     paper: ClassVar[str] = (
         "Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019"

@@ -25,7 +25,7 @@ class RandomK(Selection):
 
     density: float = 0.01
     unbiased: bool = False
-    feedback: bool | float | None = None
+    feedback: bool | float | str | None = None
     name: ClassVar[str] = "randomk"
     paper: ClassVar[str] = "Stich et al., Sparsified SGD with Memory, NeurIPS 2018"
 

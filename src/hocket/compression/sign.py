@@ -28,7 +28,7 @@ class Sign(Precision):
     """``sign``, ``sign(vote=True)``."""
 
     vote: bool = False
-    feedback: bool | float | None = None
+    feedback: bool | float | str | None = None
     block: int = 512
     name: ClassVar[str] = "sign"
     paper: ClassVar[str] = "Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019"
@@ -36,6 +36,8 @@ class Sign(Precision):
     def __post_init__(self) -> None:
         flag(self.vote, "sign", "vote")
         check_feedback(self.feedback, "sign")
+        if self.vote and self.feedback == "ef21":
+            raise HocketError("sign(vote=True, feedback=ef21): EF21 adds up means, and a vote is none; leave one of the two out.")
         if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 8:
             raise HocketError(f"sign(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
 

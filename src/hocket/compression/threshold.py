@@ -35,7 +35,7 @@ class Threshold(Selection):
 
     t: float | None = None
     keep: float | None = None
-    feedback: bool | float | None = None
+    feedback: bool | float | str | None = None
     indices: str | None = None
     name: ClassVar[str] = "threshold"
     paper: ClassVar[str] = "Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017"

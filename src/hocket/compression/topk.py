@@ -32,7 +32,7 @@ class TopK(Selection):
     """``topk(density)`` or ``topk(64/4096)``; ``indices=rice`` or ``plain`` sets how indices are sent."""
 
     density: float | Ratio = 0.01
-    feedback: bool | float | None = None
+    feedback: bool | float | str | None = None
     indices: str | None = None
     name: ClassVar[str] = "topk"
     paper: ClassVar[str] = "Stich et al., Sparsified SGD with Memory, NeurIPS 2018"

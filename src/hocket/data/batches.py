@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hocket.data.base import DataSet
 from hocket.data.partition import Partition, Round
 
 
@@ -46,6 +47,14 @@ class BatchSequence:
     def per_epoch(self) -> int:
         """Mini-batches in an epoch."""
         return len(self.partition) * self.partition.workers
+
+    def tokens(self, epoch: int, data: DataSet) -> dict[str, int]:
+        """``{"tokens": …}``: tokens of all mini-batches of an epoch (from 0), where a language model learns; otherwise empty."""
+        if not data.language:
+            return {}
+        rounds = min(len(self.partition), self.steps - epoch * len(self.partition))
+        samples = min(rounds * self.partition.workers * self.partition.batch_size, self.partition.samples)
+        return {"tokens": samples * data.train[1][0].numel()}
 
     def own(self, worker: int, step: int) -> int:
         """The number of a worker's ``step``-th mini-batch (from 0) under a static partition."""

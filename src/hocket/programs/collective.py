@@ -37,6 +37,10 @@ _WATCHED = 4
 class Momentum(Protocol):
     """What is exchanged instead of gradients."""
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether the next step exchanges anything."""
+
     def enter(self, bucket: int, gradients: Tensor) -> bool:
         """Turn rows of gradients into what is exchanged, in place; False: they travel as they are, without a code."""
 
@@ -97,7 +101,8 @@ class CollectiveProgram:
     @property
     def mixes_gradients(self) -> bool:
         """Whether the step now under way exchanges gradients."""
-        return not self.alone and self.strategy.moment(self.step + 1) is Moment.GRADIENTS
+        scheduled = self.strategy.moment(self.step + 1) is Moment.GRADIENTS
+        return not self.alone and (scheduled if self.momentum is None else self.momentum.exchanges)
 
     @property
     def _last_gradients(self) -> bool:
@@ -289,8 +294,7 @@ class CollectiveProgram:
             self.cluster.clock.load_state_dict(clock)  # its tensors stay on the CPU
         state = _to(state, self.cluster.device)
         self.step, self.exchanges, self._mixed = state["step"], state["exchanges"], state["landing"]
-        self._sent = state.get("sent")
-        self._discards, self._kept = bool(state.get("discards")), None
+        self._sent, self._discards, self._kept = state.get("sent"), bool(state.get("discards")), None
         self.gradient_state, self.weight_state, self.outer_state = (state[f"{k}_state"] for k in ("gradient", "weight", "outer"))
 
     def _identity(self) -> dict[str, Any]:

@@ -45,6 +45,15 @@ def whole(value: float) -> str:
     return f"{value:,.1f}".removesuffix(".0")
 
 
+def tokens_per_s(tokens: float | None, seconds: float | None) -> float | None:
+    """The tokens of all workers in a second; None where there is no text, or no clock.
+
+    >>> tokens_per_s(600, 2.0), tokens_per_s(None, 2.0), tokens_per_s(600, None)
+    (300.0, None, None)
+    """
+    return tokens / seconds if tokens and seconds else None
+
+
 def around(mean: float, spread: float | None, digits: int | None = None) -> str:
     """A mean with its spread, both to the same number of decimals.
 

@@ -167,6 +167,7 @@ def _tip(row: Row) -> list[list[str]]:
     if row.worst and row.accuracy and row.worst.mean != row.accuracy.mean:
         pairs.append(["worst replica", share(row.worst)])
     pairs += [[name, f"{figure.text()} s"] for name, figure in row.clock.items() if figure]
+    pairs += [["tokens/s", row.tokens_per_s.text()]] if row.tokens_per_s else []
     pairs.append(["sent per worker", "–" if row.mb_per_worker is None else f"{plain(row.mb_per_worker)} MB"])
     if row.times_fewer is not None:
         pairs.append(["fewer bytes", times(row.times_fewer)])
@@ -201,6 +202,7 @@ def _provenance(rows: Sequence[Row], reading: Reading) -> str:
         "Settings common to all runs": _common(reading),
         "Clusters that seconds are predicted for": _list(_clusters(rows)),
         "Learning rates": _lrs(rows),
+        "Outer rates and momenta": _list(f"{r.label} ({r.facet}): {_sweep(found)}" for r, found in swept(rows, "outer")),
         "Versions": _list(dict.fromkeys(", ".join(f"{name} {value}" for name, value in found.items()) for found in versions)),
     }
     return "\n".join(f"<div><h3>{html.escape(title)}</h3>{content}</div>" for title, content in blocks.items() if content)
@@ -234,18 +236,23 @@ def _clusters(rows: Sequence[Row]) -> list[str]:
 
 def _lrs(rows: Sequence[Row]) -> str:
     """Those that were searched one by one, those that were given in one sentence."""
-    swept = [(row, row.settings["rate"]) for row in rows if isinstance(row.settings.get("rate"), dict)]
+    searched = swept(rows, "rate")
     given = sorted({row.lr for row in rows if not isinstance(row.settings.get("rate"), dict) and row.lr is not None})
     text = ""
     if given:
-        which = "The other rates" if swept else "Rates"
+        which = "The other rates" if searched else "Rates"
         text = f"<p>{which} were given, not searched: {html.escape(', '.join(lr_text(g) for g in given))}.</p>"
-    if not swept:
+    if not searched:
         return text
-    lines = [f"{row.label} ({row.facet}): {_sweep(found)}" for row, found in swept]
-    by = "lowest training loss" if any(isinstance(found.get("losses"), dict) for _, found in swept) else "highest accuracy"
+    lines = [f"{row.label} ({row.facet}): {_sweep(found)}" for row, found in searched]
+    by = "lowest training loss" if any(isinstance(found.get("losses"), dict) for _, found in searched) else "highest accuracy"
     listed = f"<details><summary>The {len(lines)} sweeps</summary>{_list(lines)}</details>" if len(lines) > 8 else _list(lines)
     return f"<p>Chosen by a short sweep, for the {by} at its end.</p>{listed}{text}"
+
+
+def swept(rows: Sequence[Row], what: str) -> list[tuple[Row, dict[str, Any]]]:
+    """Rows for which a ``rate`` or the ``outer`` rate and momentum were searched, and how."""
+    return [(row, found) for row in rows if isinstance(found := row.settings.get(what), dict)]
 
 
 def _sweep(found: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from hocket.report.figures import around, lr_text
+from hocket.report.figures import around, lr_text, tokens_per_s
 from hocket.report.read import FINISHED, Measured, RunRecord, number
 from hocket.report.staleness import Staleness
 from hocket.report.stragglers import Stragglers
@@ -24,7 +24,8 @@ from hocket.split.mesh import AXES
 
 BASELINE = "bulk + allreduce"
 # Settings in which two seeds of one configuration may differ.
-NOT_CONFIGURATION = {"seed", "versions", "citations", "failure", "finished", "rate", "buckets", "steps", "exchange", "parameters"}
+NOT_CONFIGURATION = {"seed", "versions", "citations", "failure", "finished", "rate", "outer", "buckets", "steps", "exchange"}
+NOT_CONFIGURATION |= {"parameters"}
 
 
 @dataclass(frozen=True, order=True)
@@ -135,6 +136,8 @@ class Row:
     test_loss: Figure | None = None
     perplexity: Figure | None = None
     """Of language models: exp(test loss)."""
+    tokens_per_s: Figure | None = None
+    """Of language models: the tokens of all workers together in a second."""
     staleness: Staleness | None = None
     """The staleness of gradients of asynchronous workers."""
     lost: Figure | None = None
@@ -321,6 +324,7 @@ def _row(runs: list[RunRecord]) -> Row:
         curve=_curve(runs),
         test_loss=last("test_loss"),
         perplexity=last("perplexity"),
+        tokens_per_s=Figure.of([tokens_per_s(run.total("tokens"), run.total("seconds")) for run in runs]),
         staleness=Staleness.of(line for run in runs for line in run.lines),
         lost=total("lost"),
         comm_stats={axis: found for axis, found in axes.items() if found.bytes_sent or found.seconds},

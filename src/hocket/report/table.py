@@ -92,6 +92,7 @@ _COLUMNS = (
     Column("perplexity", "perplexity", lambda r: r.perplexity, scale=1, needed=lambda r: r.perplexity),
     Column("epochs", "epochs", lambda r: float(r.epochs), form="{:.0f}".format),
     Column("seconds", "seconds", lambda r: r.seconds, scale=1),
+    Column("tokens_per_s", "tokens/s", lambda r: r.tokens_per_s, scale=1, needed=lambda r: r.tokens_per_s),
     Column("compute_s", "compute", lambda r: r.compute, "s", scale=1),
     Column("wait_s", "wait", lambda r: r.wait, "s", scale=1),
     Column("transfer_s", "transfer", lambda r: r.transfer, "s", scale=1),

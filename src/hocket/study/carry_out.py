@@ -7,17 +7,18 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from hocket.data import DataSet, load
 from hocket.errors import HocketError, NonFiniteGradient, SettingError, WorkerLost
 from hocket.study.folder import Folder, Outcome
-from hocket.study.lr_search import ENOUGH_STEPS, best_lr, next_lr, search_steps, short
+from hocket.study.lr_search import ENOUGH_STEPS, OUTER_EXCHANGES, best_lr, best_outer, next_lr, next_outer, search_steps, short
 from hocket.study.plan import Planned, Study, rounds_of, start_lr, steps_of
 from hocket.train.loop import Progress
 from hocket.train.record import CannotWrite
@@ -41,6 +42,9 @@ class Watch:
 
     def trying(self, lr: float) -> None:
         """The search tries a learning rate for it."""
+
+    def trying_outer(self, lr: float, momentum: float) -> None:
+        """The search tries a rate and a momentum of its outer optimiser."""
 
     def training(self) -> None:
         """Its training begins."""
@@ -143,7 +147,8 @@ def carry_out(
         watch.begin(number, planned, outcome)
         if outcome is None:
             search = Search(folder, planned.settings, data, virtual, watch, noted) if planned.tuned else None
-            outcome = _run(folder, planned, virtual if planned.settings.workers.virtual else real, search, watch)
+            outer = partial(OuterSearch, folder, data=data, virtual=virtual, watch=watch) if planned.outer else None
+            outcome = _run(folder, planned, virtual if planned.settings.workers.virtual else real, search, outer, watch)
             watch.end(number, outcome)
         outcomes.append(outcome)
     return outcomes
@@ -153,14 +158,24 @@ def finished(folder: Folder, study: Study) -> list[Outcome]:
     return [outcome for planned in study.runs if (outcome := folder.outcome(planned)) is not None]
 
 
-def _run(folder: Folder, planned: Planned, train: Train, search: Search | None, watch: Watch) -> Outcome:
-    settings, searched = planned.settings, None
+def _run(
+    folder: Folder,
+    planned: Planned,
+    train: Train,
+    search: Search | None,
+    outer: Callable[..., OuterSearch] | None,
+    watch: Watch,
+) -> Outcome:
+    settings, searched = planned.settings, dict[str, Any]()
     try:
         while True:
             place = folder.clear(planned)
             if search is not None:
-                searched = search.run()
-                settings = planned.settings.changed(lr=searched["chosen"])
+                searched["rate"] = search.run()
+                settings = planned.settings.changed(lr=searched["rate"]["chosen"])
+            if outer is not None:
+                searched["outer"] = outer(settings=settings).run()
+                settings = with_outer(settings, searched["outer"]["chosen"])
             watch.training()
             try:
                 loss = train(settings, place, watch)[-1]["loss"]
@@ -192,19 +207,27 @@ def sentence(error: Exception) -> str:
 class Search:
     """The search for the learning rate of a run, shared by its seeds and kept in the study's folder; see ``lr_search``."""
 
+    searched: ClassVar[str] = "tuned"
+
     def __init__(
         self, folder: Folder, settings: RunSettings, data: Data, virtual: Train, watch: Watch, noted: set[str] | None = None
     ) -> None:
         self.folder, self.settings, self.data, self.virtual, self.watch = folder, settings, data, virtual, watch
         self.noted = set() if noted is None else noted
-        self.lrs = folder.lrs()
-        alike = {**Planned("", settings, True).described(), "virtual": None, "seed": None}
+        self.what = self._what(replace(Planned("", settings), **{self.searched: True}).described())  # type: ignore[arg-type]
+        begun: dict[str, Any] = {"chosen": None, "tried": {}, "losses": {}, "given_up": {}, "epochs": None, "seed": settings.seed}
+        self.found = folder.lrs().get(self.what, begun)
+
+    def _keep(self) -> None:
+        self.folder.write_lrs({**self.folder.lrs(), self.what: self.found})
+
+    def _what(self, described: dict[str, Any]) -> str:
+        """The name of the search in rates.json: trainings that differ in the seed or in the seconds they take share it."""
+        alike = {**described, "virtual": None, "seed": None}
         alike = {name: value for name, value in alike.items() if name not in _CLOCK}
         digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:12]
-        workers, data_name = settings.workers.count, settings.data.name
-        what = f"{settings.strategy}, {workers} workers, {data_name}, {settings.model} ({digest})"
-        begun: dict[str, Any] = {"chosen": None, "tried": {}, "losses": {}, "given_up": {}, "epochs": None, "seed": settings.seed}
-        self.found = self.lrs.setdefault(what, begun)
+        workers, data_name = self.settings.workers.count, self.settings.data.name
+        return f"{self.settings.strategy}, {workers} workers, {data_name}, {self.settings.model} ({digest})"
 
     def run(self) -> dict[str, Any]:
         """What was tried and what was chosen, for run.json."""
@@ -214,7 +237,7 @@ class Search:
             loss, accuracy = self._try(lr)
             found["losses"][str(lr)] = loss
             found["tried"][str(lr)] = accuracy
-            self.folder.write_lrs(self.lrs)
+            self._keep()
         if found["chosen"] is None:
             self._check_short_tries()
         found["chosen"] = best_lr(self._losses(), min(map(float, found["given_up"]), default=math.inf))
@@ -222,7 +245,7 @@ class Search:
             raise SettingError(
                 f"No learning rate trained without NaN or Inf ({', '.join(found['losses'])} were tried); give <lr> a number."
             )
-        self.folder.write_lrs(self.lrs)
+        self._keep()
         return {**found, "by": "lowest training loss in the last epoch of a short training"}
 
     def give_up(self, loss: float | None) -> bool:
@@ -235,7 +258,7 @@ class Search:
         if holds or found["seed"] != self.settings.seed or best_lr(self._losses(), lr) is None:
             return False
         found["given_up"][str(lr)] = loss
-        self.folder.write_lrs(self.lrs)
+        self._keep()
         return True
 
     def _check_short_tries(self) -> None:
@@ -281,3 +304,37 @@ class Search:
         except NonFiniteGradient:
             return None, None
         return (last["loss"], last["accuracy"]) if math.isfinite(last["loss"]) else (None, None)
+
+
+class OuterSearch(Search):
+    """The search for rate and momentum of the outer optimiser, once the learning rate of ``settings`` is chosen."""
+
+    searched: ClassVar[str] = "outer"
+
+    def run(self) -> dict[str, Any]:
+        found, (data, sync) = self.found, (self.data(self.settings.data.name), self.settings.strategy.sync)
+        assert sync.outer_settings is not None
+        while (pair := next_outer(self._pairs(), sync.outer_settings)) is not None:
+            self.watch.trying_outer(*pair)
+            length = rounds_of(self.settings, data), steps_of(self.settings, data), OUTER_EXCHANGES * sync.period
+            settings = short(with_outer(self.settings, pair), self.settings.optimizer.lr, *length)
+            found["epochs"] = settings.epochs
+            name = f"{pair[0]:g}, {pair[1]:g}"
+            found["losses"][name], found["tried"][name] = self._trained(settings)
+            self._keep()
+        found["chosen"] = best_outer(self._pairs())
+        if found["chosen"] is None:
+            raise HocketError(f"{self.settings.strategy}: no outer rate trained without NaN or Inf; give a lower learning rate.")
+        self._keep()
+        return {**found, "by": "lowest training loss in the last epoch of a short training"}
+
+    def _pairs(self) -> dict[tuple[float, float], float]:
+        pairs = ((tuple(map(float, name.split(", "))), loss) for name, loss in self.found["losses"].items())
+        return {(lr, momentum): math.inf if loss is None else loss for (lr, momentum), loss in pairs}
+
+
+def with_outer(settings: RunSettings, pair: Sequence[float]) -> RunSettings:
+    """The same with this rate and momentum of the outer optimiser."""
+    strategy = settings.strategy
+    sync = replace(strategy.sync, lr=pair[0], momentum=pair[1])  # type: ignore[call-arg]
+    return settings.changed(strategy=str(replace(strategy, sync=sync)))

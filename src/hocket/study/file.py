@@ -5,6 +5,7 @@
     seeds = [0, 1]
     epochs = 5                                      # any setting of a run
     lr = "auto"                                     # or a number
+    outer = "auto"                                  # searches for rate and momentum of outer optimisers
     strategies = ["bulk + allreduce", "local(4)"]
 
     [[run]]                                         # one more, with settings of its own
@@ -28,7 +29,7 @@ from hocket.train.settings import FIELDS, RunSettings, defaults, types
 
 _TYPES = types()
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-_COMMON = ("title", "strategies", "workers", "seeds", "run", "within", *(f for f in FIELDS if f not in EACH))
+_COMMON = ("title", "strategies", "workers", "seeds", "run", "within", "outer", *(f for f in FIELDS if f not in EACH))
 _OWN = ("strategy", "workers", "seeds", *(f for f in FIELDS if f not in EACH))
 
 
@@ -144,7 +145,10 @@ class _Reader:
             self.wrong(f"title is text, got {title!r}", "title")
         if within is not None and (not isinstance(within, (int, float)) or isinstance(within, bool) or not within >= 0):
             self.wrong(f"within is a number of points of accuracy, got {within!r}", "within")
-        return Outline(title, lambda *_: entries, None, workers, seeds, settings, lr, within)
+        outer = content.get("outer")
+        if outer not in (None, AUTO):
+            self.wrong(f"outer is 'auto', got {outer!r}; write rate and momentum in the strategy", "outer")
+        return Outline(title, lambda *_: entries, None, workers, seeds, settings, lr, within, outer=outer)
 
     def own(self, table: Mapping[str, Any], index: int, workers: tuple[int, ...], seeds: tuple[int, ...]) -> Entry:
         """A run with settings of its own; workers and seeds must be among the study's."""

@@ -1,7 +1,8 @@
 """The files of a study: study.json, a folder per run, and rates.json with the learning rates that were tried.
 
 A run's folder holds run.json and metrics.jsonl as ``hocket train`` leaves them. run.json has ``finished`` or ``failure`` when the
-run has ended, and ``rate`` where its learning rate was searched for. A run that was interrupted has neither, and starts again.
+run has ended, ``rate`` where its learning rate was searched for, and ``outer`` where rate and momentum of its outer optimiser were.
+A run that was interrupted has none of them, and starts again.
 """
 
 import fcntl
@@ -117,7 +118,7 @@ class Folder:
         try:
             run = json.loads((place / "run.json").read_bytes())
         except (OSError, ValueError):
-            lr = searched["chosen"] if searched else planned.described()["lr"]
+            lr = searched["rate"]["chosen"] if searched and "rate" in searched else planned.described()["lr"]
             run = {**planned.described(), "lr": lr, "versions": versions()}
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -126,7 +127,7 @@ class Folder:
         return self._end(planned, {**run, "failure": failure}, searched)
 
     def _end(self, planned: Planned, run: dict[str, Any], searched: Mapping[str, Any] | None) -> Outcome:
-        _write(self.path / planned.folder / "run.json", {**run, "rate": searched} if searched else run)
+        _write(self.path / planned.folder / "run.json", {**run, **(searched or {})})
         outcome = self.outcome(planned)
         assert outcome is not None
         return outcome

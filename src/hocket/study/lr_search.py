@@ -10,6 +10,10 @@ Short trainings tolerate higher learning rates than long ones: very short tries 
 try has at least a hundred steps (but at most half of the training), and the choice is checked: if the whole training diverges, or
 ends with a higher training loss than its short one, the next lower learning rate is taken. Where the training is so short that
 tries have fewer steps, the best one and the best below it are compared over whole trainings before the choice, and so on downwards.
+
+The *outer* optimiser ``auto`` (of diloco and its kin): momenta are tried at the strategy's own outer rate, then outer rates at the
+best of these momenta; the pair with the lowest training loss is taken. A try has at least twelve exchanges (but at most half of the
+training), since momentum takes some to build up. Shorter tries prefer less momentum than whole trainings do.
 """
 
 import math
@@ -52,6 +56,31 @@ def best_lr(losses: Mapping[float, float], below: float = math.inf) -> float | N
     return min(sound)[1] if sound else None
 
 
+Pair = tuple[float, float]
+OUTER_LRS, OUTER_MOMENTA = (0.3, 0.5, 0.7, 1.0), (0.0, 0.3, 0.6, 0.9)
+OUTER_EXCHANGES = 12
+
+
+def next_outer(losses: Mapping[Pair, float], start: Pair) -> Pair | None:
+    """The outer rate and momentum to try next, given the training losses of those tried (infinite: diverged); None: complete.
+
+    >>> next_outer({}, (0.7, 0.9)), next_outer({(0.7, m): 1 - m for m in OUTER_MOMENTA}, (0.7, 0.9))
+    ((0.7, 0.0), (0.3, 0.9))
+    """
+    lr, momentum = start
+    untried = [(lr, m) for m in sorted({*OUTER_MOMENTA, momentum}) if (lr, m) not in losses]
+    if not untried:
+        best = best_outer({pair: loss for pair, loss in losses.items() if pair[0] == lr}) or start
+        untried = [(rate, best[1]) for rate in sorted({*OUTER_LRS, lr}) if (rate, best[1]) not in losses]
+    return untried[0] if untried else None
+
+
+def best_outer(losses: Mapping[Pair, float]) -> Pair | None:
+    """The outer rate and momentum of the lowest loss; None where all diverged."""
+    sound = [(loss, pair) for pair, loss in losses.items() if math.isfinite(loss)]
+    return min(sound)[1] if sound else None
+
+
 def search_steps(rounds: int, steps: int) -> int:
     """Steps of a try, in a training of ``steps`` with ``rounds`` an epoch: a tenth, but two to five epochs and a hundred steps at
     least, and half of the training at most.
@@ -62,13 +91,13 @@ def search_steps(rounds: int, steps: int) -> int:
     return min(max(min(steps // 10, 5 * rounds), 2 * rounds, ENOUGH_STEPS), max(1, steps // 2))
 
 
-def short(settings: RunSettings, lr: float, rounds: int, steps: int) -> RunSettings:
-    """A try, with the warm-up shortened likewise.
+def short(settings: RunSettings, lr: float, rounds: int, steps: int, least: int = 0) -> RunSettings:
+    """A try, with the warm-up shortened likewise; ``least``: so many steps, where half of the training has them.
 
     >>> tried = short(RunSettings.of(epochs=50, warmup=5.0), 0.3, rounds=32, steps=1600)
     >>> tried.epochs, tried.optimizer.warmup, tried.optimizer.lr
     (5, 0.5, 0.3)
     """
-    wanted = search_steps(rounds, steps)
+    wanted = min(max(search_steps(rounds, steps), least), max(1, steps // 2))
     epochs = -(-wanted // rounds)
     return settings.changed(epochs=epochs, warmup=settings.optimizer.warmup * wanted / steps, lr=lr, max_steps=wanted)

@@ -43,11 +43,13 @@ class Planned:
     folder: str
     settings: RunSettings
     tuned: bool = False
+    outer: bool = False
+    """Whether rate and momentum of its outer optimiser are searched for."""
 
     def described(self) -> dict[str, Any]:
         """The settings as study.json has them; they identify a run."""
-        described = self.settings.recorded()
-        return {**described, "lr": AUTO} if self.tuned else described
+        searched = {"lr": AUTO} if self.tuned else {}
+        return {**self.settings.recorded(), **searched, **({"outer": AUTO} if self.outer else {})}
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Entry:
 class Outline:
     """``entries(workers, steps)`` × workers × seeds under common settings.
 
-    The learning rate ``"auto"`` is searched for per strategy; a number is that of all.
+    The learning rate ``"auto"`` is searched for per strategy; a number is that of all. With ``outer="auto"`` rate and momentum of
+    outer optimisers are searched for, too.
     """
 
     title: str
@@ -89,11 +92,12 @@ class Outline:
     within: float | None = None
     about: str = ""
     """What it is for, in a few words."""
+    outer: str | None = None
 
     def changed(self, workers: Sequence[int] = (), seeds: Sequence[int] = (), **given: Any) -> Outline:
         """The same with the given values, of its own or settings, replaced; None keeps a value."""
         named = {name: value for name, value in given.items() if value is not None}
-        own: dict[str, Any] = {name: named.pop(name) for name in ("lr", "within") if name in named}
+        own: dict[str, Any] = {name: named.pop(name) for name in ("lr", "within", "outer") if name in named}
         workers, seeds = tuple(workers) or self.workers, tuple(seeds) or self.seeds
         return replace(self, workers=workers, seeds=seeds, settings={**self.settings, **named}, **own)
 
@@ -120,7 +124,7 @@ def expand(outline: Outline, data_set: Callable[[str], DataSet]) -> Study:
                 if workers not in own.pop("workers", outline.workers) or seed not in own.pop("seeds", outline.seeds):
                     continue
                 idle[name] = False
-                runs.append(_planned(size, {**own, "strategy": entry.strategy}, outline.lr))
+                runs.append(_planned(size, {**own, "strategy": entry.strategy}, outline.lr, outline.outer))
                 what = repr(runs[-1].described())
                 if first := seen.get(what):
                     where = f"{entry.where} repeats {first.where}" if first.where and entry.where else "Two runs are the same"
@@ -185,11 +189,12 @@ def slug(settings: RunSettings) -> str:
     return f"{strategy[:80].rstrip('-.')}-w{settings.workers.count}-s{settings.seed}"
 
 
-def _planned(settings: RunSettings, own: dict[str, Any], lr: float | str) -> Planned:
+def _planned(settings: RunSettings, own: dict[str, Any], lr: float | str, outer: str | None) -> Planned:
     lr = own.pop("lr", lr)
     tuned = lr == AUTO
     settings = _stepwise(settings.changed(**own))
-    return Planned("", settings.changed(lr=start_lr(settings.optimizer.name) if tuned else float(lr)), tuned)
+    searched = outer == AUTO and settings.strategy.sync.outer_settings is not None
+    return Planned("", settings.changed(lr=start_lr(settings.optimizer.name) if tuned else float(lr)), tuned, searched)
 
 
 def _distinct(what: str, values: Sequence[int]) -> Sequence[int]:
@@ -208,6 +213,11 @@ def _notes(runs: Sequence[Planned]) -> list[str]:
             "Learning rates were searched for per strategy and number of workers in short trainings on virtual workers, with the "
             "first seed; the rate with the lowest training loss in the last epoch was taken, or the next lower one where the "
             "whole training diverged or ended with a higher training loss than the short one. Test accuracy was not used."
+        )
+    if any(r.outer for r in runs):
+        notes.append(
+            "Rate and momentum of outer optimisers were searched for in the same way: momenta at the strategy's own outer rate, "
+            "then outer rates at the best momentum."
         )
     syncs = (r.settings.strategy.sync for r in runs if r.settings.workers.count > 1)
     if any(s.period > 1 and s.proven_period(1, 1) is not None for s in syncs):

@@ -57,7 +57,7 @@ def _axes(workers: int, steps: int) -> list[Entry]:
     topology += ["server(2)", f"server({max(1, workers // 2)}, role=sum)"]
     # Asynchronous workers need another topology than allreduce: these strategies differ from the baseline in two axes.
     free = ["stale(4) + allreduce", "async + server(2)", "ssp(4) + server(2)", "downpour(4, 4) + server(2)", "async + gossip"]
-    free.append("asyncdiloco(16, delay=4) + server(2)")
+    free += ["aedit(0.05) + allreduce", "asyncdiloco(16) + server(2)"]
     strategies = [*sync, *free, *(f"bulk + {t}" for t in topology), *(f"bulk + allreduce + {c}" for c in compression)]
     demo = Entry("bulk + demo(32, sign=False)", {"momentum": 0.0})  # with signs it would need a rate of its own
     return [Entry("bulk + allreduce"), *(Entry(s) for s in strategies), _dgc(0.01, steps // 10), demo]

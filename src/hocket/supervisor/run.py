@@ -90,9 +90,9 @@ def evaluator(model: nn.Module, layout: Layout, data: DataSet, device: torch.dev
 class EpochMetrics:
     """A line per epoch, from figures that only grow: ``workers`` (accounts), ``staleness`` and counts by name."""
 
-    def __init__(self, record: Record | None) -> None:
+    def __init__(self, record: Record | None, tokens: Callable[[int], dict[str, int]]) -> None:
         self.lines: list[dict[str, Any]] = []
-        self._record = record
+        self._record, self._tokens = record, tokens
         self._before: dict[str, Any] = {"workers": {}, "staleness": {}}
         self._took = 0.0
 
@@ -106,6 +106,7 @@ class EpochMetrics:
         evaluation = found if isinstance(found, Evaluation) else Evaluation(accuracy=found)
         line = {"epoch": epoch, **evaluation.line(loss), **vars(entry), "wall_s": max(took - self._took, 0.0)}
         line |= {"step_times": steps} if (steps := steps_of(workers)) else {}
+        line |= self._tokens(epoch - 1)
         line["staleness"] = staleness_since(figures["staleness"], before["staleness"])
         totals = {name: max(count, before.get(name, 0)) for name, count in counts.items()}
         line |= {name: total - before.get(name, 0) for name, total in totals.items()}
@@ -144,7 +145,7 @@ class SupervisedRun(ABC):
         self.keys = None if policy.keys is None else Keys.read(policy.keys)
         self.job, self.max_bytes = secrets.token_bytes(16), link_bytes(self.strategy, self.layout)
         self._record = None if out is None else Record(out, 0)
-        self.metrics = EpochMetrics(self._record)
+        self.metrics = EpochMetrics(self._record, lambda epoch: self.sequence.tokens(epoch, data))
         self.supervisor = Supervisor([Role(WORKER, settings.workers.count, self._start_worker), *self.server_roles()])
         self.addresses: list[str] = []
         """Where workers find the shards, or the coordinator."""

@@ -1,5 +1,6 @@
 """When workers talk: one file per method."""
 
+from hocket.sync.aedit import AEDiT
 from hocket.sync.asyncdiloco import AsyncDiLoCo
 from hocket.sync.asynchronous import Async
 from hocket.sync.base import Asynchronous, Moment, ServerAction, Sync
@@ -11,10 +12,13 @@ from hocket.sync.postlocal import PostLocal
 from hocket.sync.ssp import SSP
 from hocket.sync.stale import Stale
 
-METHODS: dict[str, type[Sync]] = {s.name: s for s in (Bulk, Local, PostLocal, DiLoCo, Async, SSP, Downpour, Stale, AsyncDiLoCo)}
+METHODS: dict[str, type[Sync]] = {
+    s.name: s for s in (Bulk, Local, PostLocal, DiLoCo, Async, SSP, Downpour, Stale, AEDiT, AsyncDiLoCo)
+}
 
 __all__ = [
     "METHODS",
+    "AEDiT",
     "SSP",
     "Async",
     "AsyncDiLoCo",

@@ -3,8 +3,8 @@
 After ``p`` steps of its own optimiser a worker pushes its displacement ``Δ = o − w`` from the weights ``o`` that it fetched last,
 and fetches those that the servers have by now; nobody waits. The servers step with every push, by delayed Nesterov: the momentum
 changes with every ``delay``-th push alone, ``m ← β·m + mean Δ`` of the last ``delay`` ones, since momentum of single, stale
-displacements makes training unstable; a push in between moves the weights by ``lr·Δ/delay``. ``delay=1`` is Nesterov's method; the
-paper's is the number of workers.
+displacements makes training unstable; a push in between moves the weights by ``lr·Δ/delay``. The default is the paper's: as many
+pushes as there are workers (with a quorum, as many updates as their pushes make). ``delay=1`` is Nesterov's method.
 
 ``quorum=k`` (Decoupled DiLoCo, arXiv:2604.21428): the servers wait until pushes of ``k`` workers are there, and step once with
 their mean. The workers do not wait for it.
@@ -22,12 +22,13 @@ from hocket.topology.base import Topology
 
 @dataclass(frozen=True)
 class AsyncDiLoCo(Asynchronous):
-    """``asyncdiloco(p, lr=0.7, momentum=0.9, delay=1, quorum=1)``."""
+    """``asyncdiloco(p, lr=0.7, momentum=0.9, quorum=1)``; ``delay=n`` if it is not one push of each worker."""
 
     p: int = 50
     lr: float = 0.7
     momentum: float = 0.9
-    delay: int = 1
+    delay: int = 0
+    """0: one push of each worker."""
     quorum: int = 1
     name: ClassVar[str] = "asyncdiloco"
     paper: ClassVar[str] = "Liu et al., Asynchronous Local-SGD Training for Language Modeling, 2024"
@@ -36,12 +37,16 @@ class AsyncDiLoCo(Asynchronous):
         whole(self.p, "asyncdiloco", "p")
         number(self.lr, "asyncdiloco", "lr", 0, float("inf"))
         number(self.momentum, "asyncdiloco", "momentum", 0, 1)
-        whole(self.delay, "asyncdiloco", "delay")
+        whole(self.delay, "asyncdiloco", "delay", 0)
         whole(self.quorum, "asyncdiloco", "quorum")
 
     @property
     def period(self) -> int:
         return self.p
+
+    @property
+    def outer_settings(self) -> tuple[float, float]:
+        return self.lr, self.momentum
 
     @property
     def outer_optimizer(self) -> dict[str, float] | None:

@@ -61,6 +61,8 @@ class Sync(ABC):
     """Whether every worker has its own part of an epoch; otherwise a worker that is ready takes the next mini-batch."""
     keeps_replicas_equal: ClassVar[bool] = False
     """Whether replicas are equal after every step if all workers receive the same mean of gradients."""
+    accumulates_momentum: ClassVar[bool] = False
+    """Whether ``exchange=momentum`` may exchange the momentum of ``period`` steps."""
     pushes_gradients: ClassVar[bool] = False
     """With servers: whether workers push gradients and the servers run the optimiser."""
     averages_weights: ClassVar[bool] = False
@@ -92,9 +94,28 @@ class Sync(ABC):
         return None
 
     @property
+    def outer_settings(self) -> tuple[float, float] | None:
+        """Rate and momentum of the outer optimiser, its fields ``lr`` and ``momentum``; None where there is none."""
+        return None
+
+    @property
     def push_quorum(self) -> int:
         """With servers: of how many workers an update takes pushes, where workers do not wait for each other."""
         return 1
+
+    def meets(self, steps: int, seconds: float) -> bool:
+        """With ``averages_weights``: whether a worker calls the others, so long after the last mean; at ``period`` it must."""
+        return False
+
+    @property
+    def batches_ahead(self) -> int:
+        """With ``averages_weights``: how many mini-batches a worker takes with a mean."""
+        return 1
+
+    @property
+    def outer_step(self) -> Sync | None:
+        """With ``averages_weights``: whose ``factors`` and ``apply`` make new weights; None: they are the mean, by steps."""
+        return None
 
     def server_action(self, step: int) -> ServerAction:
         """With servers: what a worker does after its ``step``-th gradient (from 1)."""
@@ -232,6 +253,40 @@ class Asynchronous(Sync):
     def _asynchronous_topologies(self) -> str:
         """Strategies of this synchronisation that work, for an error."""
         return f"{self.name} + server"
+
+
+@dataclass(frozen=True)
+class Meeting(Asynchronous):
+    """Base of those under which workers step independently, and now and then all average their weights."""
+
+    default_weights: ClassVar[bool] = True
+    only_weights: ClassVar[bool] = True
+    default_topology: ClassVar[str] = "allreduce"
+    pushes_gradients: ClassVar[bool] = False
+    averages_weights: ClassVar[bool] = True
+
+    @property
+    def batches_ahead(self) -> int:
+        return self.period
+
+    def server_action(self, step: int) -> ServerAction:
+        return ServerAction(push=False, fetch=False, local=True)
+
+    def moment(self, step: int, weights: bool, uniform: bool = True) -> Moment:
+        return Moment.AFTER if step % self.period == 0 else Moment.NEVER
+
+    def _topology_refusal(self, topology: Topology, compressor: Compressor, exchange: str | None) -> str | None:
+        if topology.sums_on_servers:
+            return super()._topology_refusal(topology, compressor, exchange)
+        if topology.has_server_settings:
+            return (
+                f"under {self.name} the workers run the optimisers, so servers have no setting but shards; write server(shards=n)"
+            )
+        if not (topology.one_mean or topology.has_servers):
+            return f"{self.name} averages the weights of all workers at once; use allreduce or server"
+        if compressor.compresses:
+            return f"{self.name} averages whole weights, each after another number of steps; leave the compression out"
+        return None
 
 
 COMPENSATIONS = {"none": 0.0, "rate": 0.0, "taylor": 0.04, "adaptive": 2.0}

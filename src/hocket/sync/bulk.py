@@ -18,6 +18,7 @@ class Bulk(Sync):
     name: ClassVar[str] = "bulk"
     default_weights: ClassVar[bool] = False
     keeps_replicas_equal: ClassVar[bool] = True
+    accumulates_momentum: ClassVar[bool] = True
     pushes_gradients: ClassVar[bool] = True
     paper: ClassVar[str] = "Goyal et al., Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017"
 

@@ -85,6 +85,10 @@ class DiLoCo(Sync):
         return self.p
 
     @property
+    def outer_settings(self) -> tuple[float, float]:
+        return self.lr, self.momentum
+
+    @property
     def parts(self) -> int:
         return self.fragments
 

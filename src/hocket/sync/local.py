@@ -31,6 +31,7 @@ class Local(Sync):
     moments: int = 0
     """Every so many exchanges the optimisers' first moments are averaged, too, every twice as many the second; 0: never."""
     name: ClassVar[str] = "local"
+    accumulates_momentum: ClassVar[bool] = True
     paper: ClassVar[str] = "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019"
 
     def __post_init__(self) -> None:

@@ -83,7 +83,7 @@ class AllReduceChannel(Channel):
 
     def whole_gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> Tensor:
         owned = state.get("inner", {}).get("error")
-        if owned is not None:  # the residual of a mean: it counts for all workers of the group
+        if owned is not None and not compressor.sends_differences:  # the residual of a mean: it counts for all workers of the group
             count, members = rows.shape[0], self.subgroups.size
             cells = owned.new_zeros(count, members, owned.shape[1])
             place = there(self.subgroups.place_of[self.cluster.workers.start : self.cluster.workers.stop], rows)

@@ -116,7 +116,14 @@ FEWEST_SENDS = 2.0
 
 
 def mention_steps(strategy: Strategy, steps: int | None, workers: int) -> None:
-    """Warn where so many steps, if they are known, are few: for the period by theory, for the density by measurement."""
+    """Warn where so many steps, if they are known, are few: for the period by theory, for the density by measurement. And warn of
+    one worker whose strategy holds the momentum."""
+    if workers == 1 and strategy.compression.carries_momentum:
+        code = strategy.compression.name
+        warnings.warn(
+            f"{code} acts in exchanges, and one worker has none: it trains without momentum; leave {code} out.",
+            stacklevel=3,
+        )
     if steps is None or workers == 1:
         return
     period, proven = strategy.sync.period, strategy.sync.proven_period(steps, workers)

@@ -160,6 +160,7 @@ class EpochLoop(ABC):
             wall = time.perf_counter() - begun
             found = self._evaluate() if self.plan.evaluate or (self.over and self.plan.evaluate_last) else Evaluation()
             metrics = {"epoch": self.epoch, **found.line(mean_loss), **vars(entry), "wall_s": wall}
+            metrics |= self.batches.tokens(self.epoch - 1, self.data)
             self.metrics.append({**metrics, **self._further_metrics(found.accuracy)})
             yield self.metrics[-1]
 

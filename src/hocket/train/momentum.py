@@ -58,20 +58,35 @@ class JobRows:
 
 
 class MomentumRows:
-    """Rows of gradients become rows of momentum once the optimiser's variance is fixed; it takes their mean for its own."""
+    """Rows of gradients become rows of momentum once the optimiser's variance is fixed; it takes their mean for its own.
+
+    After local steps it is the mean of each worker's momentum over them, weighed by the rates.
+    """
 
     def __init__(self, rows: StateRows, layout: Layout) -> None:
         self._rows, self._layout = rows, layout
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether the next step exchanges anything."""
+        return self._optimizer.sends != "nothing"
+
     def enter(self, bucket: int, gradients: Tensor) -> bool:
         """``β₁m + (1−β₁)g_i`` instead of ``g_i``, in place; False: until the variance is fixed gradients travel as they are."""
-        optimizer = self._rows.first
-        assert isinstance(optimizer, OneBitAdam)
-        if not optimizer.frozen:
+        optimizer, group = self._optimizer, self._layout.buckets[bucket].group
+        if optimizer.sends == "gradients":
             return False
-        beta = optimizer.param_groups[self._layout.buckets[bucket].group]["betas"][0]
-        gradients.lerp_(self._rows.rows_of(bucket, "exp_avg"), beta)
+        gradients.lerp_(self._rows.rows_of(bucket, "exp_avg"), optimizer.param_groups[group]["betas"][0])
+        if before := optimizer.summed_rates(group):
+            now = optimizer.rate(group)
+            gradients.mul_(now).add_(self._rows.rows_of(bucket, "sum")).div_(now + before)
         return True
+
+    @property
+    def _optimizer(self) -> OneBitAdam:
+        optimizer = self._rows.first
+        assert isinstance(optimizer, OneBitAdam)  # others are refused with the strategy
+        return optimizer
 
 
 class MomentRows:
@@ -101,13 +116,13 @@ def give_state(program: CollectiveProgram, rows: StateRows, momentum: bool) -> N
     program.moments = MomentRows(rows, program.layout)
 
 
-def take_momentum(optimizer: Optimizer, takes: bool = True) -> Optimizer:
-    """The optimiser, which takes gradients for the mean momentum once its variance is fixed, or no more."""
+def take_momentum(optimizer: Optimizer, period: int) -> Optimizer:
+    """The optimiser, which takes every ``period``-th gradient for the mean momentum once its variance is fixed; 0: no more."""
     assert isinstance(optimizer, OneBitAdam)  # others are refused with the strategy
-    optimizer.takes_momentum = takes
+    optimizer.momentum_period = period
     return optimizer
 
 
-def taking_momentum(factory: Factory) -> Factory:
+def taking_momentum(factory: Factory, period: int) -> Factory:
     """The same of every optimiser that ``factory`` makes."""
-    return lambda params: take_momentum(factory(params))
+    return lambda params: take_momentum(factory(params), period)

@@ -251,7 +251,7 @@ class StackedReplicas(RowReplicas):
         template, make = optimizer_for(optimizer, list(model.parameters())), engine_of(engine, model, loss, cluster, autocast)
         super().__init__(model, template, strategy, cluster, make, clip, nonfinite, seed, buckets)
         momentum = self.strategy.exchanged == "momentum" and cluster.size > 1
-        optimizer = taking_momentum(optimizer) if momentum else optimizer
+        optimizer = taking_momentum(optimizer, self.strategy.sync.period) if momentum else optimizer
         names, granularity = [n for n, _ in model.named_parameters()], "buckets" if self.vectorised else "slots"
         self._stacked = StackedOptimizer(optimizer, self.layout, self.weights, self.grads, granularity, names=names)
         self.program = CollectiveProgram(self.strategy, self.layout, cluster, self.weights, seed)

@@ -139,6 +139,7 @@ class StackedOptimizer:
     @property
     def first(self) -> Optimizer:
         """The optimiser of all rows, or of the first one."""
+        _follow(self._leader, self._all[0])
         return self._all[0]
 
     def rows_of(self, bucket: int, name: str) -> Tensor:
@@ -313,7 +314,7 @@ def _stack(template: Optimizer, pieces: list[_Piece]) -> Optimizer:
     if isinstance(made, Muon):
         made.rows = True
     if isinstance(made, OneBitAdam):
-        made.takes_momentum = template.takes_momentum  # type: ignore[attr-defined]
+        made.momentum_period = template.momentum_period  # type: ignore[attr-defined]
     return made
 
 

@@ -107,7 +107,7 @@ class Membership(Service):
         strategy = Strategy.parse(config["strategy"])
         optimizer, workers = replace(OptimizerSpec.read(start["optimizer"]), state=state), range(config["world"])
         if strategy.sync.averages_weights:
-            self.shard = AveragingShard(weights, workers)
+            self.shard = AveragingShard(weights, workers, strategy.sync.outer_step)
         else:
             self.shard = ParameterShard(weights, start["groups"], optimizer, strategy.sync, workers, strategy.topology.lr_factor)
         self.job_config, self._start_config, self._strategy = config, start, strategy

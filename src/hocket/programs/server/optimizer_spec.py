@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,6 +94,14 @@ class OptimizerSpec:
                 raise ValueError("changed options are not those of this optimiser")
             found.append({k: v for k, v in {**own, **{k: _restore(v) for k, v in new.items()}}.items() if k != "lr"})
         return found
+
+    def with_delay(self, updates: int) -> OptimizerSpec:
+        """The same, where a delay of 0 is one of so many updates.
+
+        >>> [OptimizerSpec("delayednesterov", ({"delay": delay},)).with_delay(4).groups for delay in (0, 2)]
+        [({'delay': 4},), ({'delay': 2},)]
+        """
+        return replace(self, groups=tuple({**g, "delay": updates} if g.get("delay") == 0 else g for g in self.groups))
 
     def describe(self) -> Options:
         return {"name": self.name, "groups": list(self.groups)}

@@ -257,7 +257,7 @@ class ShardRequests(Client):
             return 0
         sync, talk = self.sync, self.step + 1
         if sync.averages_weights:
-            steps = sync.period
+            steps = sync.batches_ahead
         else:
             while not (sync.server_action(talk).push or sync.server_action(talk).fetch):
                 talk += 1

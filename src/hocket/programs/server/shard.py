@@ -100,6 +100,7 @@ class ParameterShard(Shard):
         lr_factor: float = 1.0,
     ) -> None:
         super().__init__(weights, workers)
+        optimizer = optimizer.with_delay(-(-len(self.done) // sync.push_quorum))
         self._parameters = [nn.Parameter(w) for w in weights]
         self.weights = [p.data for p in self._parameters]
         self.sync, self.lr_factor = sync, lr_factor
@@ -264,12 +265,19 @@ class AveragingShard(Shard):
     One that missed a meeting comes with weights from before it: these have no effect (``k = 0``), and it goes on from the mean of
     the meeting that it has come to. Where faults have made the meetings of two shards differ, one may wait for a worker that waits
     for the other: such a worker says so after a while (:meth:`skip`), and the next meeting is held without it.
+
+    ``outer`` is the outer optimiser of the means (:class:`hocket.sync.DiLoCo`), if there is one. It may weigh workers by their
+    displacements from the weights of the last meeting.
     """
 
     together = True
 
-    def __init__(self, weights: Sequence[Tensor], workers: Iterable[int]) -> None:
+    def __init__(self, weights: Sequence[Tensor], workers: Iterable[int], outer: Sync | None = None) -> None:
         super().__init__(weights, workers)
+        self._outer = outer
+        self._outer_states = [] if outer is None else [outer.init_state(w.unsqueeze(0)) for w in self.weights]
+        self._norms: dict[int, dict[str, Tensor]] = {}
+        """What the outer optimiser knows of each worker's norms."""
         self._arrived: dict[int, tuple[int, list[Tensor]]] = {}
         """Who has come to the next meeting, with its steps since the last one (0: its weights do not count) and its weights."""
         self._skipped: set[int] = set()
@@ -306,20 +314,40 @@ class AveragingShard(Shard):
         if not self._arrived or self.done.keys() - self._arrived.keys() - self._skipped:
             return
         order = sorted(worker for worker, (steps, _) in self._arrived.items() if steps)
-        total = sum(self._arrived[worker][0] for worker in order)
-        for b, own in enumerate(self.weights):
+        shares = self._shares(order)
+        for b, own in enumerate(self.weights if order else ()):
             mean = torch.zeros_like(own)
-            for worker in order:
-                steps, weights = self._arrived[worker]
-                mean += weights[b] * (steps / total)
-            if order:
+            for worker, share in zip(order, shares, strict=True):
+                if share:  # weights that are left out may be infinite
+                    mean += self._arrived[worker][1][b] * share
+            if self._outer is None:
                 own.copy_(mean)
+            else:
+                mean += own * (1 - sum(shares))  # unusual workers have no share, and where all are unusual none moves
+                new, self._outer_states[b] = self._outer.apply(mean.unsqueeze(0), self._outer_states[b])
+                own.copy_(new[0])
         self._arrived, self._skipped = {}, set()
         self.version += bool(order)
 
+    def _shares(self, order: Sequence[int]) -> list[float]:
+        """The share of each of these workers in the mean."""
+        if self._outer is None or not self._outer.weighs_displacements:
+            total = sum(self._arrived[worker][0] for worker in order)
+            return [self._arrived[worker][0] / total for worker in order]
+        moved = [[w - own for w, own in zip(self._arrived[worker][1], self.weights, strict=True)] for worker in order]
+        norms = torch.tensor([[float(torch.cat([d.flatten() for d in parts]).float().norm()) for parts in moved]])
+        known = [self._norms.get(worker) or {name: torch.zeros(1, 1) for name in ("seen", "mean", "square")} for worker in order]
+        factors, state = self._outer.factors(norms, {name: torch.cat([k[name] for k in known], 1) for name in known[0]})
+        for place, worker in enumerate(order):
+            self._norms[worker] = {name: values[:, place : place + 1].clone() for name, values in state.items()}
+        return (factors[0] / len(order)).tolist()
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "arrived": copy.deepcopy(self._arrived)}
+        own = {"arrived": self._arrived, "outer_states": self._outer_states, "norms": self._norms}
+        return {**super().state_dict(), **copy.deepcopy(own)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        state = copy.deepcopy(state)
+        self._outer_states, self._norms = state.get("outer_states", []), dict(state.get("norms", {}))
         self._arrived = {int(w): (int(k), list(weights)) for w, (k, weights) in state["arrived"].items()}

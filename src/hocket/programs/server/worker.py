@@ -23,7 +23,7 @@ from hocket.programs.server.requests import ShardRequests, WorkerConfig
 from hocket.transport.frame import Envelope, Kind
 
 _SAVED = ["step", "over", "_sums", "_gradients", "_waiting", "_seen", "_steps_since_meeting", "_taken"]
-_SAVED += ["pushed", "number", "_sent", "_call", "_fetched"]
+_SAVED += ["pushed", "number", "_sent", "_call", "_fetched", "_met"]
 
 
 class ServerWorker(ShardRequests):
@@ -38,6 +38,7 @@ class ServerWorker(ShardRequests):
         self._gradients: list[Tensor] = []
         self._waiting: tuple[str, float] | None = None
         self._steps_since_meeting = 0
+        self._met = 0.0  # when the last meeting was over
         self._fetched: list[Tensor] = []  # the weights from which displacements are measured, where these are pushed
 
     # --- events --------------------------------------------------------------------------------------------------------------
@@ -50,6 +51,7 @@ class ServerWorker(ShardRequests):
         self._seen = self.versions
         self._fetch(self._want())
         yield from self._apply("after")
+        self._met = self.now
 
     def attach(self, rows: Sequence[Tensor], optimizer: OptimizerSpec) -> None:
         """The worker's weights, and the optimiser that the shards run."""
@@ -78,7 +80,7 @@ class ServerWorker(ShardRequests):
         self.account.end_step(self.now)
         if self.sync.averages_weights:
             self._steps_since_meeting += 1
-            if self._steps_since_meeting == self.sync.period or self._call == self.links[0].seen:
+            if self.sync.meets(self._steps_since_meeting, self.now - self._met) or self._call == self.links[0].seen:
                 yield from self._meet()
             return
         action = self.sync.server_action(self.step)
@@ -129,7 +131,7 @@ class ServerWorker(ShardRequests):
         else:
             for rows, displacement in zip(self.rows, state["sums"], strict=True):
                 rows[0] -= displacement
-        self._steps_since_meeting = state["since"]
+        self._steps_since_meeting, self._met = state["since"], self.now - state["since_s"]
         self.pushed, self._resumes = state["pushed"], True
         yield from self._hello_all()  # the shards count from here
         self._resumes = False
@@ -168,6 +170,7 @@ class ServerWorker(ShardRequests):
         self._steps_since_meeting = 0
         self._push(True, self._want())
         yield from self._apply(then)
+        self._met = self.now
 
     def _ensure_batch(self) -> Task:
         while not self.batch_ids and (self.open or not self.over):
@@ -196,6 +199,8 @@ class ServerWorker(ShardRequests):
             yield from self._ensure_batch()
         elif then == "flush":
             yield from self._flush()
+        elif self.sync.averages_weights:
+            self._met = self.now
 
     def _apply(self, then: str, begun: float | None = None) -> Task:
         """Wait for what was requested and write weights, if they come, into ``rows``; shard 0's answer.
@@ -249,7 +254,8 @@ class ServerWorker(ShardRequests):
     def strategy_state(self) -> dict[str, Any]:
         """What this worker adds to the weights on the shards; a push under way counts as there."""
         pushes = [link.request.step for link in self.links if link.request is not None and link.request.kind == Kind.PUSH]
-        state = {"step": self.step, "pushed": max([self.pushed, *pushes]), "since": self._steps_since_meeting}
+        state: dict[str, Any] = {"step": self.step, "pushed": max([self.pushed, *pushes])}
+        state |= {"since": self._steps_since_meeting, "since_s": self.now - self._met}
         sums = self._sums
         if self.sync.outer_optimizer is not None:  # how far this worker has come since
             sums = [then - rows[0] for then, rows in zip(self._fetched, self.rows, strict=True)]

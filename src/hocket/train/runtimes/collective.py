@@ -52,7 +52,7 @@ class CollectiveRuntime:
             serve_sums(strategy, self.cluster)
         self.program = CollectiveProgram(strategy, binding.layout, self.cluster, binding.weights, binding.seed)
         if momentum := strategy.exchanged == "momentum" and not self.alone:
-            take_momentum(binding.optimizer)
+            take_momentum(binding.optimizer, strategy.sync.period)
         give_state(self.program, JobRows(binding), momentum)
         self.ledger = ClusterLedger(self.cluster, self.axes)
 
@@ -139,7 +139,7 @@ class CollectiveRuntime:
     def leave(self) -> None:
         self.drain()
         if self.program.momentum is not None:
-            take_momentum(self.binding.optimizer, False)
+            take_momentum(self.binding.optimizer, 0)
         if self.sharded is not None:
             self.sharded.detach()
             self.sharded = None
