@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 
 _MAX_BYTES = 1 << 28
+_MAX_AHEAD = 1 << 20
+"""A worker that holds a mini-batch so far beyond the last one handed out has another job's numbers."""
 _MAX_REQUESTS = 64
 """Observers that come under new identities all the time must not make a server grow."""
 
@@ -132,7 +134,7 @@ class BatchDispatcher:
                 self.returned.remove(number)
                 lost += number not in self._unlost
                 self._unlost.discard(number)
-            elif self.following <= number < self.total:
+            elif self.following <= number < min(self.total, self.following + _MAX_AHEAD):
                 skipped = range(self.following, number)
                 self.returned += skipped
                 self._unlost.update(skipped)
