@@ -64,8 +64,6 @@ from hocket.transport.address import parts_of
 
 JOB = bytes(range(16))
 MOST_BYTES = 1 << 26
-ROUND = 500
-"""Messages to one program before another takes its place."""
 SLOW_S = 1.0
 WIDTH = 50
 ODD: tuple[Any, ...] = (
@@ -95,6 +93,8 @@ class Target:
     messages: list[tuple[bytes, Envelope]]
     right: tuple[bytes, Envelope]
     answered_by: Kind
+    round: int = 500
+    """Messages to one program before another takes its place."""
     found: Counter[str] = field(default_factory=Counter)
     crashes: list[str] = field(default_factory=list)
     sent: int = 0
@@ -158,7 +158,7 @@ def empty_shard() -> Target:
         server = ShardServer(0, stays=True)
         return server, server.start(0.0)
 
-    return replace(full, name="shard without weights", make=make, found=Counter(), crashes=[])
+    return replace(full, name="shard without weights", make=make, round=25, found=Counter(), crashes=[])
 
 
 def coordinator() -> Target:
@@ -179,7 +179,7 @@ def coordinator() -> Target:
 
     messages = [*hellos, *((b"w%d" % w, Envelope(Kind.FETCH, w, number=n, metadata=report)) for w in (0, 1) for n in (2, 3, 4))]
     messages += [(b"w1", Envelope(Kind.PUSH, 1, number=5, metadata=mean, tensors=(torch.ones(WIDTH),)))]
-    right = b"w0", Envelope(Kind.FETCH, 0, number=(1 << 62), metadata={**report, "incarnation": 0})
+    right = b"w0", Envelope(Kind.FETCH, 0, number=(1 << 63) - 1, metadata=report)
     return Target("coordinator of gossip", make, messages, right, Kind.REPLY)
 
 
@@ -357,7 +357,7 @@ def fuzz(target: Target, count: int, seed: int) -> None:
     while target.sent < count:
         program, effects = target.make()
         now, due = 1.0, list[str]()
-        for _ in range(min(ROUND, count - target.sent)):
+        for _ in range(min(target.round, count - target.sent)):
             target.sent += 1
             now += dice.random() * 0.02
             peer, frames = frames_of(dice, target)

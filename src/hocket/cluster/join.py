@@ -54,7 +54,7 @@ class LaunchInfo:
     address: str
     port: int
     job: str = ""
-    """Which of the launcher's jobs this is, where it says so."""
+    """Which of the launcher's jobs this is, where the port follows from it."""
     one_host: bool = True
     """Whether all processes are on this machine."""
     keeps_store: bool = False
@@ -74,7 +74,8 @@ def find_launcher(environ: Mapping[str, str]) -> LaunchInfo | None:
     for launcher, (rank, size, local, per_host) in _LAUNCHERS.items():
         if rank in environ and size in environ and int(environ[size]) > 0:
             processes, here = int(environ[size]), int(environ.get(per_host, "0").split("(")[0] or 0)
-            address, job = environ.get("MASTER_ADDR") or _first_host(environ), _job(environ, launcher, rank)
+            address, port = environ.get("MASTER_ADDR") or _first_host(environ), environ.get("MASTER_PORT")
+            job = "" if port else _job(environ, launcher, rank)
             nodes = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) if launcher == "Slurm" else None
             return LaunchInfo(
                 launcher,
@@ -83,7 +84,7 @@ def find_launcher(environ: Mapping[str, str]) -> LaunchInfo | None:
                 int(environ.get(local, 0)),
                 here or processes,
                 address,
-                int(environ.get("MASTER_PORT") or _port(job)),
+                int(port or _port(job)),
                 job,
                 here == processes or nodes == "1" or _stays_here(address),
                 environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
@@ -118,19 +119,19 @@ def _job(environ: Mapping[str, str], launcher: str, rank: str) -> str:
         return job
     if job := environ.get("SLURM_JOB_ID"):
         return f"{job}.{environ.get('SLURM_STEP_ID', environ.get('SLURM_STEPID', ''))}"
-    return f"{launcher} {_launcher_process(rank)}" if launcher == "MPICH" else "0"  # it gives its jobs no names
+    return f"{launcher} {_launcher_process(rank, os.getpid())}" if launcher == "MPICH" else "0"  # it gives its jobs no names
 
 
-def _launcher_process(rank: str) -> int:
-    """The nearest ancestor of this process that was not given a ``rank``: all processes of a job on one machine share it."""
-    process = os.getpid()
+def _launcher_process(rank: str, process: int) -> int:
+    """The nearest ancestor of a process that was not given a ``rank``: all processes of a job on one machine share it."""
+    own = process
     try:
         while True:
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
             if f"\0{rank}=".encode() not in b"\0" + Path(f"/proc/{process}/environ").read_bytes():
                 return process
     except OSError:  # another user's, which is no wrapper of ours; or not Linux
-        return os.getppid() if process == os.getpid() else process
+        return os.getppid() if process == own else process
 
 
 def _port(job: str) -> int:

@@ -121,9 +121,9 @@ class Coordinator(Service):
     # --- requests ------------------------------------------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
-        worker, incarnation, address = message.sender, whole(message.metadata["incarnation"]), str(message.metadata["address"])
-        if len(address) > _MAX_ADDRESS:
-            raise ValueError("no address is so long")
+        worker, incarnation, address = message.sender, whole(message.metadata["incarnation"]), message.metadata["address"]
+        if not isinstance(address, str) or len(address) > _MAX_ADDRESS:
+            raise ValueError("it says no address")
         parts_of(address)
         member = self._members.get(worker)
         if member is None or incarnation > member.incarnation:

@@ -90,7 +90,8 @@ class SummationServer(Service):
         if key[0] < min(self._rows.values()):
             return  # long answered, or it would not have gone on
         held = self._pieces.get(key, {})
-        if any(other.shape != values.shape or other.dtype != values.dtype for _, other in held.values()):
+        others = [other for by, (_, other) in held.items() if by != worker]
+        if any(other.shape != values.shape or other.dtype != values.dtype for other in others):
             raise Rejected("model", "Your row has other values than those of other workers: build the same model everywhere.")
         if not held and len(self._pieces) >= QUEUE:
             raise Rejected("size", "Nobody has so many pieces on their way.")

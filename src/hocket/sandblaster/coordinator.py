@@ -137,9 +137,9 @@ class Dispatch(Service):
         number, metadata = whole(message.sender, 0, self.config.shards - 1), message.metadata
         shard = self._shards.get(number)
         if message.kind == Kind.HELLO:
-            address, incarnation = str(metadata["address"]), whole(metadata["incarnation"])
-            if len(address) > _MAX_ADDRESS:
-                raise ValueError("no address is so long")
+            address, incarnation = metadata["address"], whole(metadata["incarnation"])
+            if not isinstance(address, str) or len(address) > _MAX_ADDRESS:
+                raise ValueError("it says no address")
             if shard is None or incarnation > shard.incarnation:
                 self._restarted |= shard is not None
                 shard = self._shards[number] = _Peer(identity, self.now, address=address, incarnation=incarnation)

@@ -59,12 +59,12 @@ class Membership(Service):
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
         metadata = message.metadata
+        if self.job_config and (apart := difference(self.job_config, dict(metadata["job_config"]))) is not None:
+            raise Rejected(*apart)
         pushed, holds = whole(metadata["pushed"]), [whole(n) for n in metadata.get("holds", [])]
         if self.shard is None and message.tensors:
             self._initialize(metadata, message.tensors)
             self._initializer = peer
-        if self.job_config and (apart := difference(self.job_config, dict(metadata["job_config"]))) is not None:
-            raise Rejected(*apart)
         if self.shard is None:
             self._answer(peer, Kind.WELCOME, message.number, {"weights": False, "at": self.now})
             return
