@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -289,7 +290,7 @@ def spoilt(dice: random.Random, envelope: Envelope) -> Envelope:
         if choice < 4 and metadata:
             _spoil(dice, metadata)
         elif choice == 4:
-            metadata[dice.choice((*metadata, "address", "gone", "about", "settled", "total", "x"))] = dice.choice(ODD)
+            metadata[dice.choice((*metadata, "address", "gone", "about", "settled", "total", "x"))] = copy.deepcopy(dice.choice(ODD))
         elif choice < 7:
             fields["tensors"] = tuple(_tensors(dice, list(fields.get("tensors", envelope.tensors))))
         else:
@@ -313,7 +314,7 @@ def _spoil(dice: random.Random, inside: Any) -> None:
     elif dice.random() < 0.2:
         del inside[key]
     else:
-        inside[key] = dice.choice(ODD)
+        inside[key] = copy.deepcopy(dice.choice(ODD))
 
 
 def _tensors(dice: random.Random, tensors: list[Any]) -> list[Any]:

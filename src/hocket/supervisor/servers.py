@@ -23,7 +23,7 @@ _GRACE_S = 5.0
 """A shard that records writes how it ended."""
 _SILENCE_S = 20.0
 """A shard that does not answer for so long, or for two liveness timeouts, is replaced; workers wait for one for a minute."""
-_LONG_GAP_S = 3.0
+_LOOK_S = 1.0
 
 
 class ServerRun(SupervisedRun):
@@ -64,7 +64,7 @@ class ServerRun(SupervisedRun):
         Of the time since the last look only a little counts: this process may have been stopped itself.
         """
         for place in range(self.slices.shards):
-            self._quiet_s[place] = 0.0 if place in heard else self._quiet_s[place] + min(gap_s, _LONG_GAP_S)
+            self._quiet_s[place] = 0.0 if place in heard else self._quiet_s[place] + min(gap_s, 1.5 * _LOOK_S)
             if self._quiet_s[place] > max(_SILENCE_S, 2 * self.policy.liveness_timeout_s):
                 say(f"shard {place} has not answered for {self._quiet_s[place]:.0f} s and is ended")
                 self.supervisor.process(SHARD, place).kill()
@@ -106,24 +106,28 @@ class ServerRun(SupervisedRun):
             again = self.supervisor.ended(SHARD)
             for place in again:
                 self._restart_shard(place)
+            if time.monotonic() - looked > _LOOK_S and not again:
+                gap_s, looked = time.monotonic() - looked, time.monotonic()
+                self._look(observer, epoch, gap_s, watch)
             if not ended:
                 if again or over:  # with all workers gone there is only what there is
                     observer.begin(program.fetch, epoch, waits=bool(again))
-                elif time.monotonic() - looked > 1.0:
-                    gap_s, looked = time.monotonic() - looked, time.monotonic()
-                    for worker in self.dead:  # a shard may have started, or started again, since it died
-                        observer.begin(program.tell, gone=worker, unseen=True)
-                    statuses = observer.statuses(0.2)
-                    self._end_silent(program.heard, gap_s)
-                    if status := statuses.get(0):
-                        done = int(status["progress"]) // self.settings.workers.count
-                        watch(Progress(epoch - 1, self.epochs, done, self.sequence.steps))
                 continue
             if program.found is not None:
                 self._epoch_ends(program.found, epoch, on_epoch)
                 epoch += 1
             if epoch <= self.epochs:
                 observer.begin(program.fetch, epoch)
+
+    def _look(self, observer: Observer, epoch: int, gap_s: float, watch: Watch) -> None:
+        program = observer.program
+        for worker in self.dead:  # a shard may have started, or started again, since it died
+            observer.begin(program.tell, gone=worker, unseen=True)
+        statuses = observer.statuses(0.2)
+        self._end_silent(program.heard, gap_s)
+        if status := statuses.get(0):
+            done = int(status["progress"]) // self.settings.workers.count
+            watch(Progress(epoch - 1, self.epochs, done, self.sequence.steps))
 
     def _epoch_ends(self, found: GlobalWeights, epoch: int, on_epoch: OnEpoch) -> None:
         check_weights(self.layout, found.rows, epoch)
