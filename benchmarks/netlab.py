@@ -120,6 +120,7 @@ class Lab:
             "RANK": str(host),
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(workers),
+            "HOCKET_CLOSED_NETWORK": "1",
         }
 
     def run(

@@ -66,8 +66,9 @@ def main() -> None:
         program = [sys.executable, __file__, *(["--encrypt"] if options.encrypt else [])]
         me = [*program, "--worker", json.dumps(terms)]
         commands = [["env", f"WORLD_SIZE={WORKERS}", *me] for _ in range(WORKERS)]
+        os.environ["HOCKET_JOB"] = JOB.hex()  # other users can read arguments
         for k in range(SPARE):
-            server = [*program, "--server", "--stay", "--job", JOB.hex(), "--workers", str(WORKERS), "--port", str(PORT)]
+            server = [*program, "--server", "--stay", "--workers", str(WORKERS), "--port", str(PORT)]
             secret = ["--keys", str(keys)] if options.encrypt else []
             commands.append([*server, "--bind", lab.addresses[WORKERS + k], *secret])
         done = lab.run(commands, timeout_s=600)

@@ -76,11 +76,16 @@ def init(
     Strategies with servers start them as children, unless ``servers`` names some that run already (``python -m
     hocket.drivers.shard_process``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were
     given one. Then no launcher is needed: this is worker ``rank`` of ``world_size``. ``keys`` is the file made by `hocket keys`,
-    for links between machines.
+    for links between machines and for the store by which the processes of a launcher find each other there.
     """
     shutdown()
     _Session.keys = None if keys is None else Path(keys)
-    _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s, _Session.keys)
+    tunnel = None
+    if _Session.keys is not None:
+        from hocket.transport.tunnel import Tunnel
+
+        tunnel = Tunnel.with_keys(_Session.keys)
+    _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s, _Session.keys, tunnel)
     cluster, _Session.number = _Session.cluster, _Session.number + 1
     _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
     _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]

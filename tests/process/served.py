@@ -223,8 +223,6 @@ class Service:
         arguments = [
             "--place",
             str(place),
-            "--job",
-            self.job.hex(),
             "--bind",
             bind,
             "--liveness-timeout",
@@ -232,7 +230,7 @@ class Service:
             "--stay",
         ]
         arguments += ["--snapshots", str(self.folder / "snapshots"), "--snapshot", str(self.snapshot_s)]
-        return self._start("process.served:shard", f"shard-{place}", arguments=arguments)
+        return self._start("process.served:shard", f"shard-{place}", environ={"HOCKET_JOB": self.job.hex()}, arguments=arguments)
 
     def start_worker(self, k: int, replaces: bool = False, **changes: Any) -> Group:
         settings = self.settings.by_name() | changes

@@ -174,7 +174,7 @@ def test_one_worker_trains_plainly_and_sends_nothing(nursery: Nursery, tmp_path:
 PLACES = {
     "torchrun": (
         {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-        LaunchInfo("torchrun", 5, 8, 1, 4, "a", 1),
+        LaunchInfo("torchrun", 5, 8, 1, 4, "a", 1, one_host=False),
     ),
     "Open MPI": (
         {
@@ -185,7 +185,7 @@ PLACES = {
             "MASTER_ADDR": "b",
             "MASTER_PORT": "2",
         },
-        LaunchInfo("Open MPI", 3, 4, 1, 2, "b", 2),
+        LaunchInfo("Open MPI", 3, 4, 1, 2, "b", 2, one_host=False),
     ),
     "MPICH": (
         {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "3"},
@@ -200,7 +200,7 @@ PLACES = {
             "SLURM_JOB_NODELIST": "node[03-07,9]",
             "MASTER_PORT": "4",
         },
-        LaunchInfo("Slurm", 6, 8, 2, 4, "node03", 4),
+        LaunchInfo("Slurm", 6, 8, 2, 4, "node03", 4, one_host=False),
     ),
 }
 

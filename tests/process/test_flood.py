@@ -83,8 +83,8 @@ class Served:
 
 @pytest.mark.parametrize("who", ["a worker", "an observer"])
 def test_one_who_asks_and_never_reads_costs_a_bounded_memory_and_nobody_else(nursery: Nursery, tmp_path: Path, who: str) -> None:
-    arguments = ["--job", JOB.hex(), "--liveness-timeout", "60", "--stay"]
-    group = nursery.start("process.served:shard", 1, tmp_path, arguments=arguments)
+    arguments = ["--liveness-timeout", "60", "--stay"]
+    group = nursery.start("process.served:shard", 1, tmp_path, {"HOCKET_JOB": JOB.hex()}, arguments=arguments)
     path = tmp_path / "0.out"
     assert eventually(lambda: path.exists() and path.read_text().endswith("\n"))
     address, shard = json.loads(path.read_text())["address"], psutil.Process(group.pids[0])

@@ -399,15 +399,15 @@ def test_the_coordinator_gives_a_dead_workers_mini_batches_to_others() -> None:
         metadata = {"incarnation": incarnation, "done": [], "ledger": {}, **metadata}
         return coordinator.message(b"w%d" % worker, Envelope(kind, worker, number=number, metadata=metadata), 1.0)
 
-    ask(0, Kind.HELLO, 1, address="a")
-    assert len(ask(1, Kind.HELLO, 1, address="b")) == 2
+    ask(0, Kind.HELLO, 1, address="tcp://127.0.0.1:1")
+    assert len(ask(1, Kind.HELLO, 1, address="tcp://127.0.0.1:2")) == 2
     assert ask(1, Kind.FETCH, 2)[0].message.metadata["batch_ids"] == [0]
     assert ask(1, Kind.FETCH, 2)[0].message.metadata["batch_ids"] == [0], "the same request gets the same answer"
     coordinator.worker_lost(1, 2.0)
-    assert coordinator.worker_addresses == ["a", None]
+    assert coordinator.worker_addresses == ["tcp://127.0.0.1:1", None]
     assert ask(0, Kind.FETCH, 2)[0].message.metadata["batch_ids"] == [0]
-    ask(1, Kind.HELLO, 1, 1, address="c")
-    assert coordinator.worker_addresses == ["a", "c"]
+    ask(1, Kind.HELLO, 1, 1, address="tcp://127.0.0.1:3")
+    assert coordinator.worker_addresses == ["tcp://127.0.0.1:1", "tcp://127.0.0.1:3"]
     assert ask(1, Kind.FETCH, 9)[0].message.metadata["reason"] == "outdated"
     assert ask(1, Kind.FETCH, 2, 1)[0].message.metadata["batch_ids"] == [1]
     assert coordinator.lost == 1

@@ -29,7 +29,17 @@ from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.push_encoder import PushEncoder, Slices
 from hocket.programs.server.shard import ParameterShard, Shard
 from hocket.programs.server.shard_server import ShardServer
-from hocket.programs.server.wire import OBSERVER, as_messages, as_tensors, gradients_of, job_config, link_bytes, slices_of
+from hocket.programs.server.wire import (
+    OBSERVER,
+    as_messages,
+    as_tensors,
+    gradients_of,
+    job_config,
+    link_bytes,
+    read_figures,
+    slices_of,
+    write_figures,
+)
 from hocket.strategy import Strategy
 from hocket.sync import SSP, Async, Bulk, Sync
 from hocket.train import throttle
@@ -528,7 +538,7 @@ def test_the_dead_are_not_waited_for_once_an_observer_has_said_so() -> None:
     made.handle(b"o", Envelope(Kind.ORDER, OBSERVER, metadata={"gone": 1}))
     assert made.members[0].request is None
     answer = next(e for _, e in reversed(made.sent) if e.kind == Kind.ANSWER)
-    assert answer.metadata["figures"]["here"] == [0]
+    assert read_figures(answer.tensors)["here"] == [0]
     made.handle(b"w0", Envelope(Kind.ORDER, 0, metadata={"gone": 0}))
     assert made.last.kind == Kind.REFUSAL
 
@@ -638,9 +648,9 @@ def test_weights_that_come_while_something_else_is_requested_are_not_lost() -> N
             observer.begin(observer.program.fetch, 3)
             peer, asked = shard.receive(10.0) or (b"", Envelope(Kind.BEAT))
             assert (asked.kind, asked.metadata["epoch"]) == (Kind.FETCH, 3)
-            reply = Envelope(Kind.REPLY, number=asked.number, metadata={"figures": {"progress": 12}}, tensors=(torch.ones(50),))
+            reply = Envelope(Kind.REPLY, number=asked.number, tensors=(torch.ones(50), write_figures({"progress": 12})))
             shard.send(peer, reply)
-            shard.send(peer, Envelope(Kind.ANSWER, number=asked.number + 1, metadata={"figures": {"progress": 15}}))
+            shard.send(peer, Envelope(Kind.ANSWER, number=asked.number + 1, tensors=(write_figures({"progress": 15}),)))
             assert observer.statuses(10.0) == {0: {"progress": 15}}
             assert not observer.program.busy, "the weights came before"
             found = observer.program.found
@@ -653,8 +663,8 @@ def test_an_observer_joins_the_shards_parts_and_gives_up_on_a_shard_that_is_sile
     observer = ShardObserver(layout(), slices)
 
     def part(place: int, number: int) -> Envelope:
-        figures = {"figures": {"progress": 12, "lost": place}}
-        return Envelope(Kind.REPLY, number=number, metadata=figures, tensors=(torch.full((25,), float(place)),))
+        figures = write_figures({"progress": 12, "lost": place})
+        return Envelope(Kind.REPLY, number=number, tensors=(torch.full((25,), float(place)), figures))
 
     (first,) = (effect for effect in observer.fetch(3, 0.0) if isinstance(effect, Send))
     assert (first.to, first.message.metadata["epoch"]) == (0, 3)
@@ -696,7 +706,7 @@ def test_the_truth_at_the_end_of_an_epoch_is_kept_for_whoever_asks() -> None:
     shown = [e for peer, e in made.sent if peer == b"o"]
     assert [e.number for e in shown] == [77]
     assert torch.equal(shown[0].tensors[0], truths[1])
-    assert shown[0].metadata["figures"]["progress"] == 4
+    assert read_figures(shown[0].tensors)["progress"] == 4
     made.handle(b"o", Envelope(Kind.FETCH, OBSERVER, number=78, metadata={"epoch": 2, "within_s": 1e6}))
     assert torch.equal(made.last.tensors[0], truths[2])
 

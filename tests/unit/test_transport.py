@@ -182,7 +182,7 @@ def _refusals() -> Iterator[tuple[str, list[bytes]]]:
     yield "magic", [b""]
     yield "magic", [b"GET / HTTP/1.1\r\n"]
     yield "magic", [b"HKT1"]
-    yield "version", [b"HKT1\x02"]
+    yield "version", [b"HKT1\x01"]
     yield "version", [b"HKT1\x00" + head[5:], metadata, *bodies]
     yield "damaged", [head[:30], metadata, *bodies]
     yield "damaged", [head]
@@ -224,7 +224,7 @@ def test_no_reason_is_untested() -> None:
     assert {reason for reason, _ in _refusals()} == set(frame.REASONS)
 
 
-@given(st.lists(st.binary(max_size=200), max_size=6) | st.lists(st.binary(max_size=80).map(lambda b: b"HKT1\x01" + b), max_size=4))
+@given(st.lists(st.binary(max_size=200), max_size=6) | st.lists(st.binary(max_size=80).map(lambda b: b"HKT1\x02" + b), max_size=4))
 @settings(max_examples=500)
 def test_no_bytes_raise_anything_but_a_refusal(frames: list[bytes]) -> None:
     with pytest.raises(Refused):
@@ -548,7 +548,7 @@ def test_a_message_in_too_many_or_too_large_pieces_is_refused_without_keeping_it
     with Listener(HERE, JOB, most_bytes=MOST) as listener, stranger(listener.address) as socket:
         head = wire(Envelope(Kind.PUSH))
         socket.send_multipart([*head, *[b""] * 20_000])
-        socket.send_multipart([*head, *[bytes(MOST // 2)] * 20])
+        socket.send_multipart([*head, *[bytes(frame.FRAME_BYTES)] * 20])
         until(lambda: listener.receive(0.01) is None and listener.refused["size"] == 2)
 
 

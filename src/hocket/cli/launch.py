@@ -1,19 +1,41 @@
-"""Starting real workers on this machine through torch's own elastic launcher."""
+"""Starting real workers on this machine through torch's own elastic launcher, which no other machine can reach here."""
 
 import json
 import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from pathlib import Path
-from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from hocket.cluster.store import LOOPBACK, store_on_loopback
+from hocket.drivers.start import ENDS_WITH
 from hocket.errors import HocketError
+
+_BACKEND = "hocket-loopback"
+_TIMEOUT_S = 600
+
+
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """One machine, whose store listens on loopback; torch's own rendezvous listen on all interfaces."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        store = store_on_loopback()
+        super().__init__(LOOPBACK, store.port, 0, 1, parameters.run_id, _TIMEOUT_S)
+        self._store = store
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+
+rendezvous_handler_registry.register(_BACKEND, LoopbackRendezvous)
 
 
 def launch(arguments: list[str], processes: int) -> None:
@@ -24,17 +46,20 @@ def launch(arguments: list[str], processes: int) -> None:
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    os.environ["HOCKET_LAUNCHED"] = "1"
-    here: dict[str, Any] = {"run_id": uuid.uuid4().hex, "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}
-    config = LaunchConfig(1, 1, nproc_per_node=processes, max_restarts=0, monitor_interval=0.1, start_method="spawn", **here)
-    try:
-        elastic_launch(config, sys.executable)("-m", "hocket.cli.main", *arguments)
-    except ChildFailedError as error:
-        raise HocketError(_cause(error.failures)) from None
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise HocketError(f"Ended by signal {error.sigval.name}; the workers were ended too.") from None
+    os.environ |= {"HOCKET_LAUNCHED": "1", ENDS_WITH: str(os.getpid())}
+    with tempfile.TemporaryDirectory(prefix="hocket-") as folder:
+        logs = DefaultLogsSpecs(folder)  # else torch leaves a folder of its own behind
+        config = LaunchConfig(
+            1, 1, processes, logs, run_id=uuid.uuid4().hex, rdzv_backend=_BACKEND, max_restarts=0, monitor_interval=0.1
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "hocket.cli.main", *arguments)
+        except ChildFailedError as error:
+            raise HocketError(_cause(error.failures)) from None
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise HocketError(f"Ended by signal {error.sigval.name}; the workers were ended too.") from None
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> str:

@@ -13,6 +13,7 @@ import typer
 from hocket.cli import demo, doctor, keys, pipeline, report, study, train
 from hocket.cli.options import Commands
 from hocket.drivers.processes import quit_at_once
+from hocket.drivers.start import ENDS_WITH, end_with_parent
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.study.carry_out import Interrupted
 
@@ -40,6 +41,8 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 def main() -> None:
     """Run the command; every expected failure is one sentence on standard error and a non-zero exit."""
+    if os.environ.get(ENDS_WITH):  # a worker is killed, a training of a study ends its workers and cleans up
+        end_with_parent(signal.SIGKILL if os.environ.get("HOCKET_LAUNCHED") else signal.SIGTERM)
     if os.environ.get("HOCKET_LAUNCHED"):
         signal.signal(signal.SIGINT, _Interruption())
     try:

@@ -25,6 +25,7 @@ from hocket.cli.options import arguments, with_settings
 from hocket.cli.train import device_of
 from hocket.cluster.join import without_launcher
 from hocket.drivers.processes import interruptible
+from hocket.drivers.start import ENDS_WITH
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.report import Report, build
 from hocket.report.page import swept
@@ -169,7 +170,8 @@ def _train(options: list[str], settings: RunSettings, out: Path, watch: Watch, l
             stderr=said,
             process_group=0,
             pass_fds=() if lock is None else (lock,),
-            env=without_launcher(os.environ),  # a batch system may have started this process, but not the training's workers
+            # A batch system may have started this process, but not the training's workers.
+            env={**without_launcher(os.environ), ENDS_WITH: str(os.getpid())},
         )
         try:
             seen = 0

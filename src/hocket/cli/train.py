@@ -28,6 +28,7 @@ from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
 from hocket.train.setting_groups import BATCH_OPTIMIZER
 from hocket.train.settings import RunSettings
 from hocket.train.trial import check_own
+from hocket.transport.tunnel import Tunnel
 
 
 @with_settings(workers=None, lr=None, epochs=10)
@@ -57,7 +58,7 @@ def command(
     launcher = None if given["virtual"] else find_launcher(os.environ)
     settings = _settings(given, 1 if launcher is None else launcher.processes)
     policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace, "record": record}
-    start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain)
+    start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain, keys)
     if explain and settings.split is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     strategy, virtual = settings.strategy, settings.workers.virtual
@@ -68,7 +69,8 @@ def command(
     elif strategy.runtime != "collective" and not virtual and (settings.workers.count > 1 or needs_servers(strategy)):
         _supervise(settings, start, policy)
     else:
-        _refuse_policy(f"{strategy} on virtual workers" if virtual else str(strategy), policy)
+        refused = {**policy, "keys": None} if start.joined else policy
+        _refuse_policy(f"{strategy} on virtual workers" if virtual else str(strategy), refused)
         if settings.split is not None and processes is not None:
             raise HocketError(f"--mesh {settings.split.mesh} says how many processes there are; leave --processes out.")
         _start(settings, start)
@@ -87,6 +89,8 @@ class Start:
     resume: bool = False
     checkpoints: bool = True
     explain: bool = False
+    keys: Path | None = None
+    """Of a launcher's job whose processes are on several machines."""
 
 
 def _settings(given: dict[str, Any], launched: int) -> RunSettings:
@@ -133,7 +137,7 @@ def _start(settings: RunSettings, start: Start) -> None:
         check_own(settings.model, load(settings.data.name, start.data_dir), settings.data.batch_size)
         launch(sys.argv[1:], count)
         return
-    cluster = _cluster(settings, where, start.joined, count)
+    cluster = _cluster(settings, where, start, count)
     try:
         _train(settings, cluster, start)
     finally:
@@ -207,13 +211,14 @@ def axes_of(metrics: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
     return [(n, sum(line[n]["bytes_sent"] for line in lines), sum(line[n]["seconds"] for line in lines)) for n in names]
 
 
-def _cluster(settings: RunSettings, device: torch.device, joined: bool, processes: int) -> Cluster:
+def _cluster(settings: RunSettings, device: torch.device, start: Start, processes: int) -> Cluster:
     workers = settings.workers
     if workers.virtual:
         return settings.virtual_cluster(device)
-    if joined or processes > 1:
+    if start.joined or processes > 1:
         count = workers.count if settings.split is None else None
-        cluster = join(device=device, workers=count, exact=settings.numerics.exact)
+        tunnel = None if start.keys is None else Tunnel.with_keys(start.keys)
+        cluster = join(device=device, workers=count, exact=settings.numerics.exact, keys=start.keys, tunnel=tunnel)
         if workers.host_size is not None:
             cluster.host_size = workers.host_size
         return cluster

@@ -4,8 +4,10 @@ Launchers announce ranks in environment variables of their own; this is the one 
 """
 
 import importlib
+import ipaddress
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Mapping
@@ -18,6 +20,17 @@ import torch.distributed as dist
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.processes import ProcessCluster
+from hocket.cluster.store import (
+    LOOPBACK,
+    StoreTunnel,
+    address_towards,
+    bracketed,
+    connect,
+    connect_through,
+    serve_through,
+    stay_on_loopback,
+    store_on_loopback,
+)
 from hocket.cluster.virtual import VirtualCluster
 from hocket.errors import HocketError
 
@@ -40,6 +53,16 @@ class LaunchInfo:
     per_host: int
     address: str
     port: int
+    job: str = ""
+    """Which of the launcher's jobs this is, where the port follows from it."""
+    one_host: bool = True
+    """Whether all processes are on this machine."""
+    keeps_store: bool = False
+    """Whether the launcher keeps the job's store itself, at ``address`` (torchrun does)."""
+    attempt: str = "0"
+    """How often the launcher has started the processes again."""
+    closed_network: bool = False
+    """Whether whoever started the job says that strangers cannot reach its network."""
 
 
 def find_launcher(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -50,15 +73,23 @@ def find_launcher(environ: Mapping[str, str]) -> LaunchInfo | None:
     """
     for launcher, (rank, size, local, per_host) in _LAUNCHERS.items():
         if rank in environ and size in environ and int(environ[size]) > 0:
-            processes = int(environ[size])
+            processes, here = int(environ[size]), int(environ.get(per_host, "0").split("(")[0] or 0)
+            address, port = environ.get("MASTER_ADDR") or _first_host(environ), environ.get("MASTER_PORT")
+            job = "" if port else _job(environ, launcher, rank)
+            nodes = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) if launcher == "Slurm" else None
             return LaunchInfo(
                 launcher,
                 int(environ[rank]),
                 processes,
                 int(environ.get(local, 0)),
-                int(environ.get(per_host, "0").split("(")[0] or 0) or processes,
-                environ.get("MASTER_ADDR") or _first_host(environ),
-                int(environ.get("MASTER_PORT") or _port(environ)),
+                here or processes,
+                address,
+                int(port or _port(job)),
+                job,
+                here == processes or nodes == "1" or _stays_here(address),
+                environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+                environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+                environ.get("HOCKET_CLOSED_NETWORK", "") not in ("", "0"),
             )
     return None
 
@@ -82,10 +113,39 @@ def _first_host(environ: Mapping[str, str]) -> str:
     return (head.group(1) + (head.group(2) or "")) if head else nodes
 
 
-def _port(environ: Mapping[str, str]) -> int:
+def _job(environ: Mapping[str, str], launcher: str, rank: str) -> str:
+    """The same on all processes of a job, another for another job, also for one of the same allocation or the same user."""
+    if job := environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid"):
+        return job
+    if job := environ.get("SLURM_JOB_ID"):
+        return f"{job}.{environ.get('SLURM_STEP_ID', environ.get('SLURM_STEPID', ''))}"
+    return f"{launcher} {_launcher_process(rank, os.getpid())}" if launcher == "MPICH" else "0"  # it gives its jobs no names
+
+
+def _launcher_process(rank: str, process: int) -> int:
+    """The nearest ancestor of a process that was not given a ``rank``: all processes of a job on one machine share it."""
+    own = process
+    try:
+        while True:
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            if f"\0{rank}=".encode() not in b"\0" + Path(f"/proc/{process}/environ").read_bytes():
+                return process
+    except OSError:  # another user's, which is no wrapper of ours; or not Linux
+        return os.getppid() if process == own else process
+
+
+def _port(job: str) -> int:
     """The same port on all processes of a job, another for another job."""
-    job = environ.get("SLURM_JOB_ID") or environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "0"
-    return 20000 + sum(ord(c) * 31**k for k, c in enumerate(job)) % 20000
+    return 20000 + sum(ord(c) * 31**k for k, c in enumerate(job)) % 12000  # below those that the system hands out
+
+
+def _stays_here(host: str) -> bool:
+    """Whether only this machine has this address."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)
 
 
 def join(
@@ -96,8 +156,12 @@ def join(
     timeout_s: float = 1800.0,
     liveness_timeout_s: float = 10.0,
     keys: Path | None = None,
+    tunnel: StoreTunnel | None = None,
 ) -> Cluster:
-    """The cluster this process belongs to; without a launcher: one worker, or ``workers`` virtual ones."""
+    """The cluster this process belongs to; without a launcher: one worker, or ``workers`` virtual ones.
+
+    ``keys`` are for links of messages between machines, ``tunnel``, which the same keys open, for the store.
+    """
     place = find_launcher(os.environ)
     if not dist.is_initialized():
         if place is None or place.processes == 1:
@@ -106,7 +170,7 @@ def join(
         # NCCL needs a GPU for every process.
         on_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
         nccl = on_cuda and place.per_host <= torch.cuda.device_count()
-        _start_group(place, backend or ("nccl" if nccl else "gloo"), timeout_s)
+        _start_group(place, backend or ("nccl" if nccl else "gloo"), timeout_s, tunnel)
     device = torch.device(device or ("cuda" if dist.get_backend() == "nccl" else "cpu"))
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", (place.local_rank if place else dist.get_rank()) % max(torch.cuda.device_count(), 1))
@@ -117,7 +181,16 @@ def join(
     return ProcessCluster(workers, device, exact, per_host, liveness_timeout_s, keys)
 
 
-def _start_group(place: LaunchInfo, backend: str, timeout_s: float) -> None:
+def store_host() -> str:
+    """The machine that keeps the job's store, as others reach it."""
+    store: object = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = str(getattr(store, "host", LOOPBACK))
+    return os.environ.get("MASTER_ADDR", host) if host == LOOPBACK else host
+
+
+def _start_group(place: LaunchInfo, backend: str, timeout_s: float, tunnel: StoreTunnel | None) -> None:
     os.environ.setdefault("MASTER_ADDR", place.address)
     os.environ.setdefault("MASTER_PORT", str(place.port))
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.processes))
@@ -127,8 +200,12 @@ def _start_group(place: LaunchInfo, backend: str, timeout_s: float) -> None:
     late.daemon = True
     late.start()
     try:
-        dist.init_process_group(backend, rank=place.rank, world_size=place.processes, timeout=timedelta(seconds=timeout_s))
-    except (RuntimeError, ValueError) as error:
+        store = _open_store(place, timeout_s, tunnel)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.processes, timeout=timeout)
+    except HocketError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             port = os.environ["MASTER_PORT"]
@@ -136,6 +213,48 @@ def _start_group(place: LaunchInfo, backend: str, timeout_s: float) -> None:
         raise HocketError(_not_joined(place, f"by {backend} ({text})")) from None
     finally:
         late.cancel()
+
+
+def _open_store(place: LaunchInfo, timeout_s: float, tunnel: StoreTunnel | None) -> dist.Store:
+    if place.one_host:
+        stay_on_loopback()
+        tunnel = None
+    elif tunnel is None and not place.closed_network:
+        raise HocketError(
+            f"The {place.processes} processes of this job are on several machines, and anyone who reaches {place.address} could "
+            "take part: make keys with `hocket keys FILE` and give them to all with hocket.init(keys=FILE), or set "
+            "HOCKET_CLOSED_NETWORK=1 where strangers cannot reach this network."
+        )
+    if place.keeps_store:
+        kept = connect(place.address, place.port, timeout_s)
+        return kept if tunnel is None else _tunnelled(place, timeout_s, tunnel, kept)
+    if tunnel is not None:
+        store = _tunnelled(place, timeout_s, tunnel)
+    elif place.one_host:
+        store = store_on_loopback(place.port, timeout_s) if place.rank == 0 else connect(LOOPBACK, place.port, timeout_s)
+    else:
+        timeout, first = timedelta(seconds=timeout_s), place.rank == 0
+        store = dist.TCPStore(place.address, place.port, place.processes, first, timeout, multi_tenant=True)
+    if place.rank == 0:
+        store.set("hocket/job", place.job)
+    elif (other := store.get("hocket/job").decode()) != place.job:
+        raise HocketError(
+            f"Port {place.port} on {place.address} is that of another job ({other}); choose another with MASTER_PORT."
+        )
+    return store
+
+
+def _tunnelled(place: LaunchInfo, timeout_s: float, tunnel: StoreTunnel, kept: dist.Store | None = None) -> dist.TCPStore:
+    """The store of this job behind a tunnel; ``kept``, which is open to all, only tells where that is."""
+    name = f"hocket/tunnel/{place.attempt}"
+    if place.rank == 0:
+        host = place.address if kept is None else address_towards(place.address)
+        store, address = serve_through(tunnel, host, 0 if kept is not None else place.port, timeout_s)
+        if kept is not None:
+            kept.set(name, address)
+        return store
+    address = f"tcp://{bracketed(place.address)}:{place.port}" if kept is None else kept.get(name).decode()
+    return connect_through(tunnel, address, timeout_s)
 
 
 def _give_up(place: LaunchInfo, timeout_s: float) -> None:

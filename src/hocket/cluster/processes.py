@@ -31,6 +31,7 @@ from hocket.cluster.groups import Partition, ProcessGroups
 from hocket.cluster.heartbeat import Heartbeat, boot_id
 from hocket.cluster.ledger import CudaClock
 from hocket.cluster.message import Message, ordered_mean, ring_bytes, summed_bytes
+from hocket.cluster.plain import all_gather_plain
 from hocket.cluster.point_to_point import Incoming, Outgoing, PointToPoint
 from hocket.errors import HocketError
 
@@ -311,8 +312,7 @@ class ProcessCluster(Cluster):
 
 def clock_offset(rank: int, ranks: list[int], group: dist.ProcessGroup | None, device: torch.device) -> float:
     """What to add to this process's monotonic clock to get process 0's, from round trips to it; 0 if both run on one kernel."""
-    boots: list[str] = [""] * len(ranks)
-    dist.all_gather_object(boots, boot_id(), group=group)
+    boots = all_gather_plain(boot_id(), group)
     offset = 0.0
     for peer in range(1, len(ranks)):
         if boots[peer] != boots[0]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from hocket.drivers.record import Recorder
 from hocket.drivers.snapshots import Snapshots
 from hocket.drivers.sockets import SocketDriver
-from hocket.drivers.start import announce, begin_child, input_closed
+from hocket.drivers.start import JOB, announce, begin_child, given_job, input_closed
 from hocket.errors import HocketError
 from hocket.programs.server.shard_server import ShardServer
-from hocket.programs.server.wire import DEFAULT_JOB, LIVENESS_TIMEOUT_S, SNAPSHOT_S, job_id
+from hocket.programs.server.wire import DEFAULT_JOB, LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.transport import Keys, Listener
 
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise HocketError(f"The folder {given.snapshots} is gone, and so is the process that started this shard.")
         keys = None if given.keys is None else Keys.read(given.keys)
         snapshots = None if given.snapshots is None or given.snapshot <= 0 else Snapshots(given.snapshots, given.place)
-        with Listener(given.bind, DEFAULT_JOB if given.job is None else job_id(given.job), keys, given.most_bytes) as listener:
+        with Listener(given.bind, given_job(DEFAULT_JOB), keys, given.most_bytes) as listener:
             server = ShardServer(given.place, given.liveness_timeout, 0.0 if snapshots is None else given.snapshot, given.stay)
             driver = start_serving(server, listener, snapshots, Recorder(given.record))
             announce(address=listener.address, version=None if server.shard is None else server.shard.version)
@@ -60,10 +60,13 @@ def start_serving(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m hocket.drivers.shard_process", description="One shard of a parameter server.")
+    parser = argparse.ArgumentParser(
+        prog="python -m hocket.drivers.shard_process",
+        description="One shard of a parameter server.",
+        epilog=f"{JOB} in the environment is the id of the job: 32 hexadecimal digits, the same for all its processes.",
+    )
     parser.add_argument("--place", type=int, default=0, help="which shard of the job this is, from 0")
     parser.add_argument("--bind", default="tcp://127.0.0.1:0", help="where to listen; beyond this machine only with --keys")
-    parser.add_argument("--job", help="the id of the job: 32 hexadecimal digits, the same for all its processes")
     parser.add_argument("--keys", type=Path, help="a file made by `hocket keys`")
     parser.add_argument(
         "--liveness-timeout", type=float, default=LIVENESS_TIMEOUT_S, help="seconds of silence after which a worker is given up"

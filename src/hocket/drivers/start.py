@@ -6,29 +6,40 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 
+from hocket.cluster.join import store_host
+from hocket.cluster.store import LOOPBACK, address_towards
 from hocket.errors import HocketError
+from hocket.programs.server.wire import job_id
+
+ENDS_WITH = "HOCKET_ENDS_WITH"
+"""The environment variable with the process id of whoever started this process, which ends with it."""
+JOB = "HOCKET_JOB"
+"""The environment variable with the id of a job: other users can read a process's arguments, but not its environment."""
+_PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.5
 
 # --- for the process that starts one -----------------------------------------------------------------------------------------
 
 
-def start_server(module: str, *flags: str, **options: Any) -> subprocess.Popen[str]:
+def start_server(module: str, job: bytes, *flags: str, **options: Any) -> subprocess.Popen[str]:
     """``python -m module``; :func:`address_of` tells where it listens. It ends when its input closes, so keep the handle.
 
     Options are named as in Python, and left out where they are None.
     """
+    environ = {**os.environ, JOB: job.hex()}
     given = [part for name, value in options.items() if value is not None for part in (f"--{name.replace('_', '-')}", str(value))]
     return subprocess.Popen(
-        [sys.executable, "-m", module, *flags, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", module, *flags, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
     )
 
 
@@ -36,8 +47,8 @@ def start_shard(
     place: int, job: bytes, bind: str, keys: Path | None, liveness_timeout_s: float, stays: bool = False, **others: Any
 ) -> subprocess.Popen[str]:
     """Shard ``place`` of a job; ``others`` are options of :mod:`hocket.drivers.shard_process`, which has their defaults."""
-    options = {"place": place, "job": job.hex(), "bind": bind, "keys": keys, "liveness_timeout": liveness_timeout_s, **others}
-    return start_server("hocket.drivers.shard_process", "--child", *["--stay"] * stays, **options)
+    options = {"place": place, "bind": bind, "keys": keys, "liveness_timeout": liveness_timeout_s, **others}
+    return start_server("hocket.drivers.shard_process", job, "--child", *["--stay"] * stays, **options)
 
 
 def address_of(child: subprocess.Popen[str]) -> str:
@@ -56,11 +67,42 @@ def address_of(child: subprocess.Popen[str]) -> str:
 
 def begin_child(ends_with_parent: bool = True) -> None:
     """Set up a process that only serves: one thread; Ctrl-C is for whoever started it."""
-    if ends_with_parent:  # Linux: also where that one is killed; elsewhere the closed pipe has to do
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if ends_with_parent:  # elsewhere than on Linux the closed pipe has to do
+        end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """This process gets signal ``number`` when the one that started it ends, also where that one is killed.
+
+    Linux sends it; elsewhere, and where that process has ended already, a thread watches the one that ``ENDS_WITH`` names.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if parent := os.environ.pop(ENDS_WITH, None):
+        threading.Thread(target=_end_with, args=(int(parent), number), name="hocket-parent", daemon=True).start()
+
+
+def _end_with(process: int, number: int) -> None:
+    try:
+        select.select([os.pidfd_open(process)], [], [])  # readable once it has ended
+    except ProcessLookupError:
+        pass
+    except (AttributeError, OSError):  # not Linux, or not allowed
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.kill(process, 0)
+                time.sleep(_LOOK_S)
+    os.kill(os.getpid(), number)
+
+
+def given_job(default: bytes | None = None) -> bytes:
+    """The id of the job that this process was given in its environment, which its own children do not inherit."""
+    text = os.environ.pop(JOB, None)
+    if text is None and default is None:
+        raise HocketError(f"There is no id of a job: set {JOB} to 32 hexadecimal digits, the same for all its processes.")
+    return job_id(text) if text is not None else default or b""
 
 
 def announce(**told: Any) -> None:
@@ -80,17 +122,4 @@ def input_closed() -> bool:
 
 def own_address() -> str:
     """This machine's address on the way to where the job's store is kept."""
-    found = urlsplit(f"tcp://{_store_host()}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        try:
-            probe.connect((found.hostname or "127.0.0.1", 9))
-        except OSError as error:
-            raise HocketError(f"There is no way to {found.hostname} ({error.strerror}); check MASTER_ADDR.") from None
-        return str(probe.getsockname()[0])
-
-
-def _store_host() -> str:
-    store: Any = dist.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(getattr(store, "host", "127.0.0.1"))
+    return address_towards(urlsplit(f"tcp://{store_host()}").hostname or LOOPBACK)

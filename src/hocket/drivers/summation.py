@@ -16,7 +16,7 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.heartbeat import boot_id
 from hocket.drivers.processes import Role, Supervisor
 from hocket.drivers.sockets import SocketDriver
-from hocket.drivers.start import address_of, announce, begin_child, input_closed, own_address, start_server
+from hocket.drivers.start import address_of, announce, begin_child, given_job, input_closed, own_address, start_server
 from hocket.errors import HocketError, WorkerLost
 from hocket.programs.summation import LIVENESS_TIMEOUT_S, QUEUE, SILENCE_S, SummationServer, SummationWorker
 from hocket.strategy import Strategy
@@ -135,13 +135,12 @@ def serve_sums(strategy: Strategy, cluster: Cluster) -> None:
 
 
 def start_summation_server(job: bytes, workers: int, bind: str = "127.0.0.1", keys: Path | None = None) -> subprocess.Popen[str]:
-    return start_server("hocket.drivers.summation", job=job.hex(), workers=workers, bind=bind, keys=keys)
+    return start_server("hocket.drivers.summation", job, workers=workers, bind=bind, keys=keys)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """A spare machine that sums, until its input closes."""
+    """A spare machine that sums, until its input closes; HOCKET_JOB in the environment is the id of the job."""
     parser = argparse.ArgumentParser(prog="python -m hocket.drivers.summation", description="A spare machine that only sums.")
-    parser.add_argument("--job", required=True, help="the job's id, 32 hexadecimal digits")
     parser.add_argument("--workers", required=True, type=int)
     parser.add_argument("--bind", default="127.0.0.1", help="address to listen on; beyond this machine it wants --keys")
     parser.add_argument("--port", default=0, type=int)
@@ -150,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     begin_child()
     keys = Keys.read(given.keys) if given.keys is not None else None
-    with Listener(f"tcp://{given.bind}:{given.port}", bytes.fromhex(given.job), keys, high_water=QUEUE) as listener:
+    with Listener(f"tcp://{given.bind}:{given.port}", given_job(), keys, high_water=QUEUE) as listener:
         announce(address=listener.address)
         SocketDriver(SummationServer(given.workers), listener=listener).serve(lambda: not given.stay and input_closed())
 

@@ -13,7 +13,7 @@ from typing import Any
 from hocket.cluster.ledger import Entry
 from hocket.cluster.step_times import bin_of, described, percentile
 
-_MAX_STALENESS = 4095
+MAX_STALENESS = 4095
 """Staler gradients count as this stale, so that the histogram fits into a message."""
 STEP_TIMES = ("step_p50_s", "step_p99_s")
 """What a worker tells of how long its steps compute."""
@@ -85,7 +85,7 @@ class Account:
 
     def add_staleness(self, age: int) -> None:
         """A gradient of this staleness was applied."""
-        age = min(age, _MAX_STALENESS)
+        age = min(age, MAX_STALENESS)
         self.staleness[age] = self.staleness.get(age, 0) + 1
 
     def describe(self, now: float) -> dict[str, Any]:
@@ -99,7 +99,34 @@ class Account:
         return {**times, **plain, "staleness": {str(age): count for age, count in staleness}}
 
 
-_SECONDS = ("seconds", "wait_s", "transfer_s", "transfer_hidden_s")
+_COUNTS = ("bytes_sent", "exchanges", "nonfinite", "lost", "losses")
+_MAX_SECONDS = 1e12
+
+
+def checked(told: Any) -> dict[str, Any]:
+    """An account as a message tells it; ValueError where it is something else.
+
+    >>> checked({"seconds": 3.0, "bytes_sent": 5, "staleness": {"0": 1}})
+    {'seconds': 3.0, 'bytes_sent': 5, 'staleness': {'0': 1}}
+    """
+    if not isinstance(told, Mapping):
+        raise ValueError("an account is a mapping")
+    for name, value in told.items():
+        if name == "staleness":
+            right = isinstance(value, Mapping) and len(value) <= MAX_STALENESS + 1
+            right = right and all(age.isdecimal() and type(count) is int for age, count in value.items())
+        elif name in _COUNTS:
+            right = type(value) is int and 0 <= value < 1 << 62
+        elif name in _SECONDS:
+            right = isinstance(value, int | float) and abs(value) < _MAX_SECONDS
+        else:
+            right = name == "loss" and isinstance(value, float | int) and (isinstance(value, float) or abs(value) < 1 << 62)
+        if not right:
+            raise ValueError(f"an account has no such {name[:50]}")
+    return dict(told)
+
+
+_SECONDS = ("seconds", "wait_s", "transfer_s", "transfer_hidden_s", *STEP_TIMES)
 
 
 def entry_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]] | None = None) -> tuple[Entry, float | None]:

@@ -103,6 +103,8 @@ class Until:
     at: float | None = None
 
 
+_SENTENCE = 500
+"""Letters of a refusal: it may repeat what was sent, and must fit into a message."""
 Task = Generator[Until, None, Any]
 _TASK, _RETRY = "task", "retry"
 _P = ParamSpec("_P")
@@ -287,10 +289,9 @@ class Service(Program):
             handlers[message.kind](peer, message)
             return
         except Rejected as rejected:
-            reason, sentence = rejected.reason, str(rejected)
+            reason, sentence = rejected.reason, str(rejected)[:_SENTENCE]
         except Exception as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            reason, sentence = "shape", f"The message cannot be read: {why}."
+            reason, sentence = "shape", unreadable(error)
         self.rejected[reason] += 1
         self._answer(peer, Kind.REFUSAL, message.number, {"reason": reason, "sentence": sentence})
 
@@ -307,6 +308,23 @@ class Service(Program):
     def _status(self) -> dict[str, Any]:
         """What every message says of its sender."""
         return {}
+
+
+def unreadable(error: Exception) -> str:
+    """Why a message is not accepted, as a sentence for its sender."""
+    why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return f"The message cannot be read: {why}."
+
+
+def whole(value: Any, least: int = 0, most: int = 1 << 40) -> int:
+    """A whole number of a message, if it is one between these; ValueError where it is something else.
+
+    >>> whole(3)
+    3
+    """
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"a whole number from {least} to {most} was expected")
+    return value
 
 
 def to_plain(message: Envelope | None) -> list[Any] | None:

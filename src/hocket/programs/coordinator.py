@@ -17,14 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hocket.errors import HocketError
-from hocket.programs.account import Account, added, staleness_of
-from hocket.programs.base import Address, Client, Effects, Link, Rejected, Service, Task, Until, event
-from hocket.programs.gossip.state import Mean
+from hocket.programs.account import Account, added, checked, staleness_of
+from hocket.programs.base import Address, Client, Effects, Link, Rejected, Service, Task, Until, event, whole
+from hocket.programs.gossip.state import Mean, PeerState
 from hocket.programs.server.members import BatchDispatcher
+from hocket.transport.address import parts_of
 from hocket.transport.frame import Envelope, Kind
 
 _WAIT_EVERY_S = 1.0
 _CHECK_EVERY_S = 0.5
+_MAX_ADDRESS = 300
+"""Letters: all workers' addresses travel in one message."""
 _CHECK = "check"
 COORDINATOR = 0
 """Its number among the peers of a :class:`CoordinatorClient`."""
@@ -49,9 +52,10 @@ class Coordinator(Service):
 
     role = "A coordinator"
 
-    def __init__(self, workers: int, total: int) -> None:
+    def __init__(self, workers: int, total: int, like: PeerState | None = None) -> None:
+        """``like``: what workers hold, where this coordinator is to know."""
         super().__init__()
-        self.workers = workers
+        self.workers, self.like = workers, like
         self.dispatcher = BatchDispatcher(total)
         self.figures: dict[str, dict[str, Any]] = {}
         self.means: dict[int, Mean] = {}
@@ -117,7 +121,10 @@ class Coordinator(Service):
     # --- requests ------------------------------------------------------------------------------------------------------------
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
-        worker, incarnation, address = message.sender, int(message.metadata["incarnation"]), str(message.metadata["address"])
+        worker, incarnation, address = message.sender, whole(message.metadata["incarnation"]), message.metadata["address"]
+        if not isinstance(address, str) or len(address) > _MAX_ADDRESS:
+            raise ValueError("it says no address")
+        parts_of(address)
         member = self._members.get(worker)
         if member is None or incarnation > member.incarnation:
             before = self.figures.get(str(worker))
@@ -145,6 +152,11 @@ class Coordinator(Service):
 
     def _push(self, peer: bytes, message: Envelope) -> None:
         mean = Mean.read(message.metadata, message.tensors)
+        if self.like is not None:
+            own = self.like.buffers
+            self.like.fitting(mean.rows)
+            if mean.buffers is not None and (own is None or mean.buffers.shape != own.shape):
+                raise ValueError(f"{mean.buffers.numel()} values in buffers, which this model has not")
 
         def keep() -> dict[str, Any]:
             self.means[message.sender] = mean
@@ -157,10 +169,11 @@ class Coordinator(Service):
         member = self._members.get(message.sender)
         if member is None:
             raise Rejected("hello", "This coordinator does not know this worker: say hello first.")
-        self._check(member, message.sender, int(message.metadata["incarnation"]))
+        self._check(member, message.sender, whole(message.metadata["incarnation"]))
         if message.number > member.answered:
-            self.dispatcher.done(message.sender, [int(number) for number in message.metadata["done"]])
-            self.figures[str(message.sender)] = added(member.before or {}, message.metadata["ledger"])
+            done, ledger = [whole(number) for number in message.metadata["done"]], checked(message.metadata["ledger"])
+            self.dispatcher.done(message.sender, done)
+            self.figures[str(message.sender)] = added(member.before or {}, ledger)
             member.answered, member.answer = message.number, act()
         if message.number == member.answered:
             self._answer(peer, Kind.REPLY, message.number, member.answer)

@@ -14,11 +14,11 @@ from itertools import count
 from typing import Any
 
 from hocket.errors import WorkerLost
-from hocket.programs.base import Address, Finished, Program, Snapshot, Task, Until, event
+from hocket.programs.base import Address, Finished, Service, Snapshot, Task, Until, event, whole
 from hocket.sandblaster.lbfgs import Ask, Evaluate, Settings, State, lbfgs
 from hocket.sandblaster.portions import Answer, Counts, Dispenser
 from hocket.sandblaster.protocol import RESEND_S, OrderQueue, message_bytes
-from hocket.sandblaster.vectors import Order, combine
+from hocket.sandblaster.vectors import Order, Terms, combine
 from hocket.transport.frame import Envelope, Kind
 
 GO_ON = "start again with the same folder (on the command line --resume) to go on from the last iteration"
@@ -27,9 +27,14 @@ JOIN_S = 60.0
 SHARD_TIMEOUT_S = 20.0
 """The least time for which a shard may be silent: it may be under restart."""
 _CHECK, _CHECK_EVERY_S = "check", 0.2
+_MAX_ADDRESS = 300
 _TICKET_BITS = 16
 _NUMBERS = 20
 """Bits for the sessions of one coordinator, and for the evaluations of one session."""
+
+
+class ShardSilent(WorkerLost):
+    """A shard runs perhaps, but says nothing: it is replaced by another, which goes on from what was saved."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class _Peer:
     resend_at: float = 0.0
 
 
-class Dispatch(Program):
+class Dispatch(Service):
     """The coordinator's peers: orders to shards, portions to workers, and who is silent; see ``protocol`` for the messages."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -72,7 +77,9 @@ class Dispatch(Program):
         self._restarted = False
         """Whether a shard has lost its vectors in this session."""
         self._session = self._evaluation = self._asked = 0
-        self._answers: dict[int, Any] = {}
+        self._answers: dict[int, list[Terms]] = {}
+        self._expected = 0
+        """How many answers each shard owes."""
         self._workers: dict[int, _Peer] = {}
         self._tickets: dict[bytes, int] = {}
         self._next_ticket = count(config.incarnation << _TICKET_BITS)
@@ -92,15 +99,19 @@ class Dispatch(Program):
             self._counts.lost += 1
 
     def on_message(self, sender: Address, message: Envelope) -> None:
-        assert isinstance(sender, bytes)
         self._bytes += message_bytes(message)
-        if message.kind == Kind.BEAT:
-            if message.sender in self._workers:
-                self._workers[message.sender].seen = self.now
-        elif message.kind in (Kind.REPLY, Kind.PUSH) or "address" in message.metadata:
-            self._from_shard(sender, message)
-        else:
-            self._from_worker(sender, message)
+        hello = self._from_shard if "address" in message.metadata else self._from_worker
+        handlers = {
+            Kind.BEAT: self._beat,
+            Kind.REPLY: self._from_shard,
+            Kind.PUSH: self._from_shard,
+            Kind.ANSWER: self._from_worker,
+        }
+        self._serve(sender, message, {**handlers, Kind.HELLO: hello})
+
+    def _beat(self, peer: bytes, message: Envelope) -> None:
+        if message.sender in self._workers:
+            self._workers[message.sender].seen = self.now
 
     def on_timer(self, name: str) -> None:
         """See who is silent."""
@@ -110,7 +121,7 @@ class Dispatch(Program):
                 self._lose(ticket)
         for number, shard in self._shards.items():
             if self.now - shard.seen > max(2 * self.config.liveness_timeout_s, SHARD_TIMEOUT_S):
-                raise WorkerLost(f"Shard {number} is silent: {self.config.remedy}.", number)
+                raise ShardSilent(f"Shard {number} is silent: {self.config.remedy}.", number)
         if self._workers or self._dispenser is None or self._dispenser.complete:
             self._accompanied = self.now
         elif self.now - self._accompanied > JOIN_S:
@@ -123,13 +134,15 @@ class Dispatch(Program):
             self._send(shard.identity, shard.order_queue.add(Envelope(Kind.ORDER, step=self._session, metadata=metadata), self.now))
 
     def _from_shard(self, identity: bytes, message: Envelope) -> None:
-        number, metadata = message.sender, message.metadata
+        number, metadata = whole(message.sender, 0, self.config.shards - 1), message.metadata
         shard = self._shards.get(number)
-        if message.kind == Kind.HELLO and (shard is None or metadata["incarnation"] > shard.incarnation):
-            self._restarted |= shard is not None
-            shard = self._shards[number] = _Peer(
-                identity, self.now, address=metadata["address"], incarnation=metadata["incarnation"]
-            )
+        if message.kind == Kind.HELLO:
+            address, incarnation = metadata["address"], whole(metadata["incarnation"])
+            if not isinstance(address, str) or len(address) > _MAX_ADDRESS:
+                raise ValueError("it says no address")
+            if shard is None or incarnation > shard.incarnation:
+                self._restarted |= shard is not None
+                shard = self._shards[number] = _Peer(identity, self.now, address=address, incarnation=incarnation)
         if shard is None or shard.identity != identity:
             return  # a process before this one
         shard.seen = self.now
@@ -137,10 +150,16 @@ class Dispatch(Program):
             self._staged(message)
         elif message.step == self._session:
             if message.kind == Kind.REPLY:
-                shard.order_queue.acknowledge(message.number)
-                self._moved[self._session, number] = metadata["moved"]
+                moved, answers = (
+                    whole(metadata["moved"], most=1 << 62),
+                    [[float(t) for t in terms] for terms in metadata["answers"]],
+                )
                 if message.number == self._asked:
-                    self._answers[number] = metadata["answers"]
+                    if len(answers) != self._expected:
+                        raise ValueError(f"{len(answers)} answers to {self._expected} orders")
+                    self._answers[number] = answers
+                shard.order_queue.acknowledge(message.number)
+                self._moved[self._session, number] = moved
             elif number in self._answers:
                 shard.order_queue.acknowledge(message.number)
         if message.kind == Kind.HELLO:
@@ -160,7 +179,7 @@ class Dispatch(Program):
     # --- workers -------------------------------------------------------------------------------------------------------------
 
     def _from_worker(self, identity: bytes, message: Envelope) -> None:
-        ticket = self._tickets.get(identity)
+        ticket, loss = self._tickets.get(identity), float(message.metadata.get("loss", 0.0))
         if ticket is None:
             ticket = self._tickets[identity] = next(self._next_ticket)
             self._workers[ticket] = _Peer(identity, self.now)
@@ -172,7 +191,7 @@ class Dispatch(Program):
         if current:
             worker.order_queue.acknowledge(message.number)
         if message.kind == Kind.ANSWER and current and self._dispenser is not None:
-            self._report(ticket, worker, message)
+            self._report(ticket, worker, message.place, loss)
         elif worker.order_queue.sent == 0:  # it has nothing of this evaluation
             self._counts.wasted += message.kind == Kind.ANSWER and not worker.free
             worker.free = True
@@ -185,13 +204,13 @@ class Dispatch(Program):
         if message.kind == Kind.HELLO:
             self._repeat(worker)
 
-    def _report(self, ticket: int, worker: _Peer, message: Envelope) -> None:
+    def _report(self, ticket: int, worker: _Peer, portion: int, loss: float) -> None:
         assert self._dispenser is not None
-        answer = self._dispenser.report(ticket, message.place, float(message.metadata["loss"]))
+        answer = self._dispenser.report(ticket, portion, loss)
         if answer is not None:
             worker.free = answer.portion is None
             if not self._dispenser.complete:
-                self._tell(ticket, answer, {"judged": message.place, "keep": answer.keep})
+                self._tell(ticket, answer, {"judged": portion, "keep": answer.keep})
 
     def _wake(self) -> None:
         """Give portions to free workers."""
@@ -335,7 +354,7 @@ class SandblasterCoordinator(Dispatch):
 
     def _ask(self, orders: tuple[Order, ...]) -> Task:
         """All shards carry out ``orders``; one scalar each."""
-        self._answers = {}
+        self._answers, self._expected = {}, len(orders)
         self._order_shards({"ask": orders})
         self._asked = self._shards[0].order_queue.sent
         yield from self._wait(lambda: len(self._answers) == len(self._shards))

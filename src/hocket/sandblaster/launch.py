@@ -204,10 +204,17 @@ def _start(processes: SandblasterProcesses, plan: Plan) -> None:
 
 
 def _watch(processes: SandblasterProcesses, plan: Plan, restarts: int, look: Callable[[], None]) -> None:
-    while not processes.check(restarts):
+    failure = plan.folder / FAILURE_FILE
+    while True:
+        if processes.code and failure.exists() and processes.times_restarted < restarts:
+            silent = json.loads(failure.read_text())["silent"]
+            if silent is not None:  # stopped, or hanging: another takes its place, as if it had been killed
+                processes.process(SHARD, silent).kill()
+                processes.process(SHARD, silent).wait()
+        if processes.check(restarts):
+            break
         look()
         time.sleep(0.05)
-    failure = plan.folder / FAILURE_FILE
     if failure.exists():
         told = json.loads(failure.read_text())
         raise (WorkerLost if told["kind"] == "WorkerLost" else HocketError)(told["sentence"])

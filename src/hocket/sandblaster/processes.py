@@ -28,7 +28,7 @@ from hocket.drivers.snapshots import KEPT, sealed, unsealed
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError, WorkerLost
 from hocket.programs.base import Compute, Effects, Restore, Snapshot
-from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator
+from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator, ShardSilent
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
@@ -135,7 +135,9 @@ def be_coordinator(plan: Plan, incarnation: int) -> None:
         with closing(ProcessDriver(program, listener=listener, save=save, recorder=recorder)) as driver:
             driver.run()
     except (HocketError, WorkerLost) as error:
-        write_json(plan.folder / FAILURE_FILE, {"kind": type(error).__name__, "sentence": str(error)})
+        silent = error.worker if isinstance(error, ShardSilent) else None
+        kind = "HocketError" if isinstance(error, HocketError) else "WorkerLost"
+        write_json(plan.folder / FAILURE_FILE, {"kind": kind, "sentence": str(error), "silent": silent})
         raise SystemExit(1) from None
 
 

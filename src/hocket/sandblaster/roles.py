@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.programs.base import Address, Compute, Connect, Finished, Program, Restore, Snapshot, event
+from hocket.programs.base import Address, Compute, Connect, Finished, Program, Restore, Service, Snapshot, event
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR, RESEND_S, message_bytes
 from hocket.sandblaster.vectors import Order, Terms, VectorShard, cuts
 from hocket.transport.frame import Envelope, Kind
@@ -35,7 +35,7 @@ class _Subordinate(Program):
     def _hello(self) -> None: ...
 
 
-class SandblasterShard(_Subordinate):
+class SandblasterShard(_Subordinate, Service):
     """Shard ``number``, whose first slice of the weights is ``x``; workers reach it at ``address``.
 
     ``incarnation`` says how many processes were this shard before.
@@ -44,6 +44,7 @@ class SandblasterShard(_Subordinate):
     def __init__(self, number: int, x: Tensor, exact: bool = False, address: str = "", incarnation: int = 0) -> None:
         super().__init__()
         self.number, self.address, self.incarnation = number, address, incarnation
+        self.own_number = number
         self.shard = VectorShard(x, exact)
         self._begin_session(-1)
 
@@ -54,7 +55,7 @@ class SandblasterShard(_Subordinate):
 
     def on_message(self, sender: Address, message: Envelope) -> None:
         if sender != COORDINATOR:
-            self._serve_worker(sender, message)
+            self._serve(sender, message, {Kind.FETCH: self._fetch, Kind.PUSH: self._push})
         elif message.kind == Kind.GOODBYE:
             self._effects.append(Finished())
         elif message.kind == Kind.ORDER:
@@ -73,7 +74,7 @@ class SandblasterShard(_Subordinate):
             return
         answers = [self._carry_out(order) for order in orders]
         if "ask" in message.metadata:
-            self._answer(answers)
+            self._tell(answers)
 
     def _carry_out(self, order: Order) -> Terms:
         if order[0] == "save":
@@ -81,7 +82,7 @@ class SandblasterShard(_Subordinate):
             return []
         return self.shard.obey([order])[0]
 
-    def _answer(self, answers: list[Terms]) -> None:
+    def _tell(self, answers: list[Terms]) -> None:
         metadata = {"answers": answers, "moved": self._moved}
         self._reply = Envelope(Kind.REPLY, self.number, step=self._session, number=self._obeyed, metadata=metadata)
         self._send(COORDINATOR, self._reply)
@@ -90,20 +91,22 @@ class SandblasterShard(_Subordinate):
     def restored(self, state: dict[str, Tensor], now: float) -> None:
         """The snapshot that a :class:`Restore` asked for."""
         self.shard.vectors = state
-        self._answer([[]])
+        self._tell([[]])
 
     def state_dict(self) -> dict[str, Tensor]:
         """This shard's slices, but for the trial point, which every line search makes anew."""
         return {name: vector for name, vector in self.shard.vectors.items() if name != "trial"}
 
-    def _serve_worker(self, worker: Address, message: Envelope) -> None:
+    def _fetch(self, worker: bytes, message: Envelope) -> None:
+        current = message.step == self.shard.evaluation
+        reply = Envelope(Kind.REPLY, self.number, step=message.step, tensors=(self.shard.point,) if current else ())
+        self._moved += message_bytes(message) + message_bytes(reply)
+        self._send(worker, reply)
+
+    def _push(self, worker: bytes, message: Envelope) -> None:
+        (values,) = message.tensors
         self._moved += message_bytes(message)
-        if message.kind == Kind.FETCH:
-            current = message.step == self.shard.evaluation
-            reply = Envelope(Kind.REPLY, self.number, step=message.step, tensors=(self.shard.point,) if current else ())
-            self._moved += message_bytes(reply)
-            self._send(worker, reply)
-        elif message.kind == Kind.PUSH and self.shard.stage(message.step, message.sender, message.number, message.tensors[0]):
+        if self.shard.stage(message.step, message.sender, message.number, values):
             staged = Envelope(Kind.PUSH, self.number, place=message.sender, step=message.step, number=message.number)
             self._send(COORDINATOR, staged)
 

@@ -55,9 +55,14 @@ class VectorShard:
         return [self._obey(*order) for order in orders]
 
     def stage(self, evaluation: int, worker: int, bundle: int, values: Tensor) -> bool:
-        """Keep a worker's slice until it is told to count; False when that evaluation is not this shard's any more."""
+        """Keep a worker's slice until it is told to count; False when that evaluation is not this shard's any more.
+
+        ValueError where it is no slice of this shard's.
+        """
         if evaluation != self.evaluation:
             return False
+        if values.shape != self.point.shape or values.dtype != self.point.dtype:
+            raise ValueError(f"{values.numel()} values of {values.dtype} instead of {len(self.point)} of {self.point.dtype}")
         self._staged[worker, bundle] = values
         return True
 

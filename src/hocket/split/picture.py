@@ -8,9 +8,9 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from hocket.cluster.plain import all_gather_plain
 from hocket.split.inputs import Inputs, call
 from hocket.split.mesh import Mesh
 from hocket.split.parts import evaluating
@@ -37,7 +37,7 @@ def gather_picture(mesh: Mesh, own: HeldBytes) -> str:
     """:func:`draw` of what all processes hold; all must call it together."""
     everyone = [own] * mesh.size
     if mesh.size > 1:
-        dist.all_gather_object(everyone, own)
+        everyone = [HeldBytes(**theirs) for theirs in all_gather_plain(vars(own))]
     return draw(mesh, everyone)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from hocket.cluster.plain import all_gather_plain
 from hocket.errors import HocketError
 from hocket.split.axis import wire
 from hocket.split.mesh import MeshCoordinate
@@ -116,8 +117,7 @@ class SplitState:
         gathered = _gathered(tensors, parts, self.place)
         everyone: list[Any] = [plain]
         if self.place.mesh.splits:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, plain)
+            everyone = all_gather_plain(plain)
         if gathered is None:
             return None
         order = [name for group in self.groups for name in group]
@@ -172,8 +172,8 @@ def _gathered(held: Mapping[str, Tensor], parts: Parts, place: MeshCoordinate) -
     """
     if not place.mesh.splits:
         return {name: t.detach().clone() for name, t in held.items()}
-    everyone: list[dict[str, tuple[tuple[int, ...], torch.dtype, Part]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, {name: (tuple(t.shape), t.dtype, part_of(parts, name, t)) for name, t in held.items()})
+    told = all_gather_plain({n: (tuple(t.shape), t.dtype, *vars(part_of(parts, n, t)).values()) for n, t in held.items()})
+    everyone = [{name: (shape, dtype, Part(*part)) for name, (shape, dtype, *part) in some.items()} for some in told]
     members = [place.mesh.rank(place.data.place, s, t) for s in range(place.pipeline.size) for t in range(place.tensor.size)]
     me, root = dist.get_rank(), members[0]
     device = next(iter(held.values())).device if held else torch.device("cpu")

@@ -34,7 +34,7 @@ class GossipRun(SupervisedRun):
         self._like = PeerState([b.empty(1).cpu() for b in self.layout.buckets])
         floating = [b for b in self.model.buffers() if b.is_floating_point()]
         self._like.buffers = torch.zeros(sum(b.numel() for b in floating)) if floating else None
-        self.coordinator = Coordinator(self.settings.workers.count, len(self.sequence))
+        self.coordinator = Coordinator(self.settings.workers.count, len(self.sequence), self._like)
         self._dispatch: SocketDriver | None = None
         self._observer: SocketDriver | None = None
         self._epoch = 1

@@ -6,6 +6,7 @@ records them.
 
 import subprocess
 import time
+from collections import defaultdict
 from typing import Any
 
 from hocket.drivers.processes import SHARD, Role, error_told, say
@@ -20,6 +21,9 @@ from hocket.train.watch import check_weights
 
 _GRACE_S = 5.0
 """A shard that records writes how it ended."""
+_SILENCE_S = 20.0
+"""A shard that does not answer for so long, or for two liveness timeouts, is replaced; workers wait for one for a minute."""
+_LOOK_S = 1.0
 
 
 class ServerRun(SupervisedRun):
@@ -28,6 +32,8 @@ class ServerRun(SupervisedRun):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._observer: Observer | None = None
+        self._quiet_s: defaultdict[int, float] = defaultdict(float)
+        """For how long each shard has not answered."""
 
     @property
     def slices(self) -> Slices:
@@ -51,6 +57,20 @@ class ServerRun(SupervisedRun):
     def _worker_gone(self, worker: int) -> None:
         assert self._observer is not None
         self._observer.begin(self._observer.program.tell, gone=worker)
+
+    def _end_silent(self, heard: set[int], gap_s: float) -> None:
+        """A shard that runs but does not answer (stopped, or hanging) is ended, so that another takes its place.
+
+        Of the time since the last look only a little counts: this process may have been stopped itself.
+        """
+        for place in range(self.slices.shards):
+            self._quiet_s[place] = 0.0 if place in heard else self._quiet_s[place] + min(gap_s, 1.5 * _LOOK_S)
+            if self._quiet_s[place] > max(_SILENCE_S, 2 * self.policy.liveness_timeout_s):
+                say(f"shard {place} has not answered for {self._quiet_s[place]:.0f} s and is ended")
+                self.supervisor.process(SHARD, place).kill()
+                self.supervisor.process(SHARD, place).wait()
+                self._quiet_s[place] = 0.0
+        heard.clear()
 
     def _restart_shard(self, place: int) -> None:
         if told := error_told(self.supervisor.process(SHARD, place)):
@@ -86,22 +106,28 @@ class ServerRun(SupervisedRun):
             again = self.supervisor.ended(SHARD)
             for place in again:
                 self._restart_shard(place)
+            if time.monotonic() - looked > _LOOK_S and not again:
+                gap_s, looked = time.monotonic() - looked, time.monotonic()
+                self._look(observer, epoch, gap_s, watch)
             if not ended:
                 if again or over:  # with all workers gone there is only what there is
                     observer.begin(program.fetch, epoch, waits=bool(again))
-                elif time.monotonic() - looked > 1.0:
-                    looked = time.monotonic()
-                    for worker in self.dead:  # a shard may have started, or started again, since it died
-                        observer.begin(program.tell, gone=worker, unseen=True)
-                    if status := observer.statuses(0.2).get(0):
-                        done = int(status["progress"]) // self.settings.workers.count
-                        watch(Progress(epoch - 1, self.epochs, done, self.sequence.steps))
                 continue
             if program.found is not None:
                 self._epoch_ends(program.found, epoch, on_epoch)
                 epoch += 1
             if epoch <= self.epochs:
                 observer.begin(program.fetch, epoch)
+
+    def _look(self, observer: Observer, epoch: int, gap_s: float, watch: Watch) -> None:
+        program = observer.program
+        for worker in self.dead:  # a shard may have started, or started again, since it died
+            observer.begin(program.tell, gone=worker, unseen=True)
+        statuses = observer.statuses(0.2)
+        self._end_silent(program.heard, gap_s)
+        if status := statuses.get(0):
+            done = int(status["progress"]) // self.settings.workers.count
+            watch(Progress(epoch - 1, self.epochs, done, self.sequence.steps))
 
     def _epoch_ends(self, found: GlobalWeights, epoch: int, on_epoch: OnEpoch) -> None:
         check_weights(self.layout, found.rows, epoch)

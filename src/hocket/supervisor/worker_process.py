@@ -3,8 +3,6 @@
 It ends when that input closes, for then the process that started it is gone. An error is one line of JSON on standard output.
 """
 
-import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -13,12 +11,12 @@ import threading
 import warnings
 
 from hocket.drivers.processes import quit_at_once
+from hocket.drivers.start import end_with_parent
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 
 
 def main() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # Linux: end with the parent
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor hears it and ends this process
     sys.path.insert(0, os.getcwd())  # for module:factory
     warnings.simplefilter("ignore")  # the supervisor says it once

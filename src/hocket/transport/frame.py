@@ -1,15 +1,15 @@
 """Messages on a link: a checked header, metadata in JSON, and the raw bytes of tensors. Never pickle.
 
-A message is a list of frames: the header, the metadata, then one frame per tensor. The header is a fixed struct (magic, version,
-kind, sender, place, step, number, job, how many tensors, bytes of the metadata), a table with dtype and length of each tensor, and
-a CRC-32 of all that and of the metadata. TCP and the cipher of the keys protect the tensors' bytes; the header protects their sizes
-and dtypes.
+A message is a list of frames: the header, the metadata, then the tensors, each in frames of ``FRAME_BYTES``, of which the last may
+be shorter. The header is a fixed struct (magic, version, kind, sender, place, step, number, job, how many tensors, bytes of the
+metadata), a table with dtype and length of each tensor, and a CRC-32 of all that and of the metadata. TCP and the cipher of the
+keys protect the tensors' bytes; the header protects their sizes and dtypes.
 
 ``unpack`` trusts nothing: for any list of bytes, it returns an envelope whose every field is valid, or raises ``Refused``. Magic
 and version come first and stay there in every later version, so that a peer with an old version gets a clear error.
 
 Tensors are not copied where that can be avoided. The link reads a sent tensor later: *do not write to a tensor after sending it*.
-Received tensors are views of the link's buffer, which lives as long as they do: *copy before writing*.
+Received tensors may be views of the link's buffer, which lives as long as they do: *copy before writing*.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ Frame: TypeAlias = "bytes | memoryview | Any"
 """Any: a ``zmq.Frame``, a buffer too, though its type does not say so."""
 
 MAGIC = b"HKT1"
-VERSION = 1
+VERSION = 2
 JOB_BYTES = 16
 NO_JOB = bytes(JOB_BYTES)
 """The job id in a refusal: a peer that named the wrong job does not learn the right one."""
 MAX_METADATA_BYTES = 64 * 1024
+FRAME_BYTES = 256 * 1024
+"""Listeners accept no longer frame, so that a peer that has not shown its key can make them hold no more than this."""
 MOST_TENSORS = 4096
 MOST_DEPTH = 16
 """How deep lists and objects of metadata may be nested."""
@@ -138,7 +140,8 @@ def pack(envelope: Envelope, job: bytes) -> list[Frame]:
     rows, bodies = [], []
     for tensor in e.tensors:
         rows.append(_ROW.pack(_code(tensor), tensor.numel()))
-        bodies.append(_body(tensor))
+        body = _body(tensor)
+        bodies += [body] if len(body) <= FRAME_BYTES else [body[a : a + FRAME_BYTES] for a in range(0, len(body), FRAME_BYTES)]
     head = head + b"".join(rows)
     return [head + _CHECK.pack(zlib.crc32(metadata, zlib.crc32(head))), metadata, *bodies]
 
@@ -170,21 +173,35 @@ def unpack(frames: Sequence[Frame], job: bytes, most_bytes: int) -> Envelope:
         raise Refused("job", "The message belongs to another job.")
     if (known := _KINDS.get(kind)) is None:
         raise Refused("kind", f"There is no message of kind {kind}.")
-    if len(frames) != 2 + count:
-        raise Refused("size", f"The message has {len(frames) - 2} tensors, but its header says {count}.")
+    bodies = _bodies(frames[2:], checked)
     metadata = {} if text == b"{}" else _read_metadata(text)
-    return Envelope(known, sender, place, step, number, metadata, _tensors(frames[2:], checked) if count else ())
+    tensors = tuple([_tensor(_joined(body), code) for code, body in bodies])
+    return Envelope(known, sender, place, step, number, metadata, tensors)
 
 
-def _tensors(bodies: Sequence[Frame], head: bytes) -> tuple[Tensor, ...]:
-    """Check all sizes before making any tensor: a message is accepted as a whole or refused."""
-    rows = list(_ROW.iter_unpack(memoryview(head)[_HEAD.size :]))
-    for k, (body, (code, values)) in enumerate(zip(bodies, rows, strict=True)):
+def _bodies(frames: Sequence[Frame], head: bytes) -> list[tuple[int, Sequence[Frame]]]:
+    """The dtype's code and the frames of each tensor.
+
+    All sizes are checked before any tensor is made: a message is accepted as a whole or refused.
+    """
+    bodies, end = list[tuple[int, Sequence[Frame]]](), 0
+    for k, (code, values) in enumerate(_ROW.iter_unpack(memoryview(head)[_HEAD.size :])):
         if code >= len(DTYPES):
             raise Refused("dtype", f"Tensor {k} has a dtype of code {code}, which is unknown.")
-        if len(body) != values * _SIZES[code]:
-            raise Refused("size", f"Tensor {k} has {len(body)} bytes, but the header says {values} values of {DTYPES[code]}.")
-    return tuple([_tensor(memoryview(body), code) for body, (code, _) in zip(bodies, rows, strict=True)])
+        size, start = values * _SIZES[code], end
+        end = start + max(1, -(-size // FRAME_BYTES))
+        if end > len(frames):
+            raise Refused("size", f"The message has {len(frames)} frames of tensors, fewer than its header says.")
+        if (held := sum(map(len, frames[start:end]))) != size:
+            raise Refused("size", f"Tensor {k} has {held} bytes, but the header says {values} values of {DTYPES[code]}.")
+        bodies.append((code, frames[start:end]))
+    if end != len(frames):
+        raise Refused("size", f"The message has {len(frames)} frames of tensors, but its header says {end}.")
+    return bodies
+
+
+def _joined(frames: Sequence[Frame]) -> memoryview:
+    return memoryview(frames[0]) if len(frames) == 1 else memoryview(bytearray().join(memoryview(frame) for frame in frames))
 
 
 def _code(tensor: Tensor) -> int:

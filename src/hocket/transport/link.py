@@ -37,6 +37,7 @@ LINGER_S = 1.0
 """How long ``close`` waits until queued messages are sent."""
 ANSWER_EVERY_S = 1.0
 _MOST_ANSWERED = 4096
+_SHUT_OUT = 3
 _SPARE = 64
 """How many refused messages ``receive`` discards after its time is up, so that a flood does not hide the messages behind it."""
 
@@ -155,12 +156,17 @@ class Caller:
         host, port = parts_of(address)
         if port == 0:
             raise HocketError(f"{address} names no port: use the listener's own address attribute.")
+        numeric = numeric_of(host)
+        if keys is None and not stays_here(numeric):
+            raise HocketError(
+                f"{address} is on another machine, and without keys anyone on the way could answer: use the keys of the job."
+            )
         self.identity = b"c" + secrets.token_bytes(8) if identity is None else identity
         if not 1 <= len(self.identity) <= 255 or self.identity[0] == 0:
             raise HocketError(f"An identity has 1 to 255 bytes and does not begin with zero, got {self.identity!r}.")
         self.address, self._job, self._most = address, job, most_bytes
         self.refused: Counter[str] = Counter()
-        self._link_socket = LinkSocket(zmq.DEALER, job, most_bytes, high_water, ":" in numeric_of(host))
+        self._link_socket = LinkSocket(zmq.DEALER, job, most_bytes, high_water, ":" in numeric)
         self.socket = self._link_socket.socket
         self._events = self.socket.get_monitor_socket(HANDSHAKE_FAILED)
         try:
@@ -202,9 +208,12 @@ class Caller:
         return None
 
     def shut_out(self) -> bool:
-        """Whether a handshake has failed: the listener does not know our key, or we do not know its."""
+        """Whether handshakes fail again and again: the listener does not know our key, or we do not know its.
+
+        One also fails where the listener dies during it.
+        """
         self._count_failed_handshakes()
-        return self.refused["key"] > 0
+        return self.refused["key"] >= _SHUT_OUT
 
     def close(self, linger_s: float = LINGER_S) -> None:
         """Close, after waiting at most ``linger_s`` until queued messages are sent."""

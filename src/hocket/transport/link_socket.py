@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from hocket.errors import HocketError
-from hocket.transport.frame import JOB_BYTES, MAX_METADATA_BYTES, MOST_HEADER_BYTES, MOST_TENSORS, Frame
+from hocket.transport.frame import FRAME_BYTES, JOB_BYTES, MAX_METADATA_BYTES, MOST_HEADER_BYTES, MOST_TENSORS, Frame
 
 SILENCE_S = 30.0
 """A connection without acknowledgements for so long is dead. Messages behind a full queue are not acknowledged either, so the time
@@ -20,6 +20,8 @@ of the largest message at ``SLOWEST_BYTES_PER_S`` is added for each direction, u
 replaces the number of TCP's keep-alive probes, so a dead peer on an idle link is noticed no earlier."""
 SLOWEST_BYTES_PER_S = 1_000_000
 MOST_SILENCE_S = 120.0
+_CIPHER_BYTES = 64
+"""At least what keys add to a frame."""
 
 _MORE, _POLLOUT = int(zmq.SNDMORE), int(zmq.POLLOUT)
 
@@ -36,7 +38,7 @@ class LinkSocket:
             )
         if high_water < 1:
             raise HocketError(f"A queue holds at least one message, got high_water={high_water} (ZeroMQ reads 0 as unbounded).")
-        self._most = most_bytes
+        self._most, self._most_frames = most_bytes, MOST_TENSORS + 3 + most_bytes // FRAME_BYTES
         # Setting an option takes as long as sending a frame, so only changes are set.
         self._send_ms = self._receive_ms = -1
         self.context = zmq.Context(io_threads=1)
@@ -63,7 +65,7 @@ class LinkSocket:
         total = len(frame)
         while frame.more:  # a message arrives as a whole: nothing to wait for
             frame = receive(copy=False)
-            if total <= self._most and len(frames) <= MOST_TENSORS + 3:
+            if total <= self._most and len(frames) <= self._most_frames:
                 frames.append(frame)
             total += len(frame)
         return frames
@@ -112,7 +114,7 @@ def set_options(socket: zmq.Socket[bytes], most_bytes: int, high_water: int, six
     socket.setsockopt(zmq.IPV6, six)
     socket.setsockopt(zmq.SNDHWM, high_water)
     socket.setsockopt(zmq.RCVHWM, high_water)
-    socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)  # of one frame; ``take`` bounds their sum
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _CIPHER_BYTES)  # of one frame; ``take`` bounds their sum
     # TCP's keep-alive, not ZeroMQ's heartbeats: when one is due to a peer that died while its messages wait behind a full
     # queue, libzmq 4.3.5 ends the whole process (`Assertion failed: !_io_error`).
     silence_s = min(SILENCE_S + 2 * most_bytes / SLOWEST_BYTES_PER_S, MOST_SILENCE_S)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from hocket.errors import HocketError
-from hocket.programs.base import Service, Task, Until, from_plain, to_plain
+from hocket.programs.base import Service, Task, Until, from_plain, to_plain, whole
 from hocket.programs.gossip.state import JOINING, PHASES
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S
 from hocket.transport.frame import Envelope, Kind
@@ -209,7 +209,8 @@ class PeerLinks(Service):
     def _note_status(self, peer: int, metadata: Any) -> None:
         other, phase = self.peers[peer], metadata.get("phase")
         if phase in PHASES and PHASES.index(phase) >= PHASES.index(other.phase):  # it only goes on; messages may be out of order
-            other.phase, other.open = phase, [int(worker) for worker in metadata.get("open", [])]
+            other.open = [whole(worker) for worker in metadata.get("open", [])]
+            other.phase = phase
 
     def _status(self) -> dict[str, Any]:
         return {"incarnation": self.config.incarnation}
@@ -225,8 +226,9 @@ class PeerLinks(Service):
 
     def _said_goodbye(self, peer: int, metadata: Any) -> None:
         """A peer has left; it said whether it took the last exchange that it saw."""
-        self.peers[peer].left = True
         number, taken = metadata.get("resolved") or (0, False)
+        number = whole(number, 0, 1 << 62)
+        self.peers[peer].left = True
         for request in self._open_to(peer):
             if request.exchange and not (taken and number >= request.message.number):
                 del self.requests[request.message.number]

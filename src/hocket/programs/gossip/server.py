@@ -30,7 +30,7 @@ from typing import Any
 
 from hocket.cluster.message import framed
 from hocket.programs.account import Account
-from hocket.programs.base import Address, Connect, Rejected, Say
+from hocket.programs.base import Address, Connect, Rejected, Say, whole
 from hocket.programs.gossip.links import PeerConfig, PeerLinks
 from hocket.programs.gossip.state import ENDED, PeerState, weight_of
 from hocket.programs.late import LateAnswers
@@ -102,7 +102,7 @@ class PeerServer(PeerLinks):
             return
         if sender not in self.peers:
             raise Rejected("worker", f"There is no other worker {sender} in a job of {self.world}.")
-        incarnation = int(metadata["incarnation"])
+        incarnation = whole(metadata["incarnation"])
         if incarnation < self.peers[sender].incarnation:
             raise Rejected("outdated", f"Another process is worker {sender} now: this one can end.")
         if incarnation > self.peers[sender].incarnation:
@@ -115,7 +115,7 @@ class PeerServer(PeerLinks):
         sender, number = message.sender, message.number
         if not self.push_sum and (sender % 2 or not self.worker % 2):
             raise Rejected("worker", "Workers with an even number call, those with an odd number answer.")
-        if int(message.metadata["to"]) != self.config.incarnation:
+        if message.metadata["to"] != self.config.incarnation:
             raise Rejected("replaced", f"Another process is worker {self.worker} now.")
         decision = self.decisions.get(sender, Decision())
         if number < decision.number:
@@ -152,7 +152,7 @@ class PeerServer(PeerLinks):
 
     def _decide(self, peer: bytes, message: Envelope) -> None:
         """A sender asks about a PUSH that it got no answer to: what was not taken by now never will be."""
-        number = int(message.metadata["about"])
+        number = whole(message.metadata["about"], 0, 1 << 62)
         if message.metadata["to"] != self.config.incarnation:
             return  # it was for a process that is gone; the answer says so
         decision = self.decisions.get(message.sender, Decision())

@@ -42,6 +42,8 @@ class Mean:
         rows = list(tensors)
         buffers = rows.pop() if metadata["buffers"] else None
         here, weight = [int(w) for w in metadata["here"]], float(metadata["push_sum_weight"])
+        if not 0 < weight < float("inf") or not all(row.is_floating_point() for row in tensors):
+            raise ValueError("the mean of workers is of floating-point numbers, and its weight above 0")
         return cls(rows, buffers, here, weight, dict(metadata.get("ledgers", {})))
 
 

@@ -3,6 +3,7 @@
 And for observers the weights and figures at the end of every epoch, kept until one has seen them: workers do not stop meanwhile.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 from torch import Tensor
 
 _MAX_BYTES = 1 << 28
+_MAX_KEPT = 1024
+"""Snapshots of epochs that no observer has seen, however small their weights are."""
+_MAX_AHEAD = 1 << 16
+"""A worker that holds a mini-batch so far beyond the last one handed out has another job's numbers."""
 _MAX_REQUESTS = 64
 """Observers that come under new identities all the time must not make a server grow."""
 
@@ -68,7 +73,8 @@ class BatchDispatcher:
 
     def __init__(self, total: int) -> None:
         self.total, self.following, self.counted = total, 0, 0
-        self.returned: list[int] = []
+        self.returned: OrderedDict[int, None] = OrderedDict()
+        """In the order in which they are handed out again."""
         self._held: dict[int, set[int]] = {}
         self._unlost: set[int] = set()
         """Those in ``returned`` that no worker has lost."""
@@ -78,7 +84,7 @@ class BatchDispatcher:
         numbers = []
         for _ in range(count):
             if self.returned:
-                numbers.append(self.returned.pop(0))
+                numbers.append(self.returned.popitem(last=False)[0])
                 self._unlost.discard(numbers[-1])
             elif self.following < self.total:
                 numbers.append(self.following)
@@ -115,7 +121,7 @@ class BatchDispatcher:
         held = self._held.setdefault(worker, set())
         returned = sorted(held if numbers is None else held.intersection(numbers))
         held.difference_update(returned)
-        self.returned += returned
+        self.returned.update(dict.fromkeys(returned))
         self._unlost.update(() if lost else returned)
         return len(returned)
 
@@ -131,12 +137,12 @@ class BatchDispatcher:
         lost = 0
         for number in numbers:
             if number in self.returned:
-                self.returned.remove(number)
+                del self.returned[number]
                 lost += number not in self._unlost
                 self._unlost.discard(number)
-            elif self.following <= number < self.total:
+            elif self.following <= number < min(self.total, self.following + _MAX_AHEAD):
                 skipped = range(self.following, number)
-                self.returned += skipped
+                self.returned.update(dict.fromkeys(skipped))
                 self._unlost.update(skipped)
                 self.following = number + 1
             else:
@@ -155,7 +161,8 @@ class BatchDispatcher:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; ``total`` stays this one's, so that a run can be made longer."""
-        self.following, self.returned, self.counted = state["following"], list(state["returned"]), state["counted"]
+        self.following, self.counted = state["following"], state["counted"]
+        self.returned = OrderedDict.fromkeys(state["returned"])
         self._held = {int(worker): set(numbers) for worker, numbers in state["held"].items()}
         self._unlost = set(state["unlost"])
 
@@ -188,11 +195,16 @@ class EpochSnapshots:
         self._kept: dict[int, EpochSnapshot] = {}
 
     def look(self, progress: int, take: Callable[[], EpochSnapshot]) -> None:
-        """Keep what ``take`` gives if ``progress`` has come to the end of an epoch; the oldest is dropped where there are many."""
-        while self.done * self.per_epoch < self.total and progress >= min((self.done + 1) * self.per_epoch, self.total):
-            self.done += 1
-            fresh = self._kept[self.done] = take()
-            while len(self._kept) > max(2, _MAX_BYTES // max(sum(t.nbytes for t in fresh.weights), 1)):
+        """Keep what ``take`` gives if ``progress`` has come to the end of one epoch or more; the oldest is dropped where there are
+        many."""
+        if not self.per_epoch:
+            return
+        ended = -(-self.total // self.per_epoch) if progress >= self.total else progress // self.per_epoch
+        if ended > self.done:
+            self.done = ended
+            fresh = self._kept[ended] = take()
+            most = min(_MAX_BYTES // max(sum(t.nbytes for t in fresh.weights), 1), _MAX_KEPT)
+            while len(self._kept) > max(2, most):
                 del self._kept[min(self._kept)]
 
     def request(self, request: SnapshotRequest) -> None:

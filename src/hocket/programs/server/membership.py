@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.programs.base import Rejected, Say, Service, Snapshot
+from hocket.programs.base import Rejected, Say, Service, Snapshot, whole
 from hocket.programs.server.members import BatchDispatcher, EpochSnapshot, EpochSnapshots, Member, SnapshotRequest
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.shard import AveragingShard, ParameterShard, Shard
-from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, OBSERVER, JobConfig, difference, read_state
+from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, OBSERVER, JobConfig, difference, read_state, write_figures
 from hocket.strategy import Strategy
 from hocket.transport.frame import Envelope, Kind
 
 _LONGEST_DOING = 1000
+_MAX_WORKERS = 1 << 14
+"""A shard holds something for each of them."""
 _FIRST_TIMEOUT_S = 60.0
 """How long a worker that has not come yet is waited for."""
 
@@ -58,15 +60,16 @@ class Membership(Service):
 
     def _hello(self, peer: bytes, message: Envelope) -> None:
         metadata = message.metadata
+        if self.job_config and (apart := difference(self.job_config, dict(metadata["job_config"]))) is not None:
+            raise Rejected(*apart)
+        pushed, holds = whole(metadata["pushed"]), [whole(n) for n in metadata.get("holds", [])]
         if self.shard is None and message.tensors:
             self._initialize(metadata, message.tensors)
             self._initializer = peer
-        if self.job_config and (apart := difference(self.job_config, dict(metadata["job_config"]))) is not None:
-            raise Rejected(*apart)
         if self.shard is None:
             self._answer(peer, Kind.WELCOME, message.number, {"weights": False, "at": self.now})
             return
-        worker, pushed, incarnation = message.sender, int(metadata["pushed"]), peer[1:]
+        worker, incarnation = message.sender, peer[1:]
         member = self._member(worker)
         if member.incarnation not in (b"", incarnation) and worker in self.shard.done and not metadata.get("replaces"):
             raise Rejected("taken", f"Worker {worker} is there already: give every worker a number of its own.")
@@ -74,7 +77,6 @@ class Membership(Service):
         if member.incarnation != incarnation:
             member.answered = -1
             if self.dispatcher is not None:
-                holds = [int(n) for n in metadata.get("holds", [])]
                 others = [n for n in self.dispatcher.held(worker) if n not in holds]
                 forgotten = max(self.dispatcher.give_back(worker, others), forgotten)
                 self.lost -= self.dispatcher.recover(worker, holds)
@@ -91,12 +93,14 @@ class Membership(Service):
     def _initialize(self, metadata: Any, tensors: Sequence[Tensor]) -> None:
         """The first worker brings the weights and the optimiser."""
         config = dict(metadata["job_config"])
-        if not isinstance(config.get("world"), int) or not 1 <= config["world"] < 1 << 20:
-            raise ValueError("it says no number of workers")
+        whole(config.get("world"), 1, _MAX_WORKERS)
         start = {name: metadata[name] for name in ("optimizer", "groups", "total", "per_epoch")}
-        if not all(start[name] is None or isinstance(start[name], int) for name in ("total", "per_epoch")):
-            raise ValueError("it says no number of mini-batches")
+        if start["total"] is not None or start["per_epoch"] is not None:
+            whole(start["total"])
+            whole(start["per_epoch"], 1)
         weights = [t.clone() for t in tensors[: len(start["groups"])]]
+        if not weights or not all(w.is_floating_point() for w in weights):
+            raise ValueError("weights are floating-point numbers")
         self._start_shard(config, start, weights, read_state(metadata.get("state", []), tensors[len(weights) :]))
         if self.snapshot_s > 0:
             self._save()
@@ -243,8 +247,8 @@ class Membership(Service):
     def _show(self, asked: SnapshotRequest) -> None:
         found = self.epochs.show(asked.epoch) or self.snapshot()
         tensors = found.weights if found.buffers is None else (*found.weights, found.buffers)
-        metadata = {"buffers": found.buffers is not None, "figures": found.figures, "at": self.now}
-        self._answer(asked.peer, Kind.REPLY, asked.number, metadata, tensors)
+        metadata = {"buffers": found.buffers is not None, "at": self.now}
+        self._answer(asked.peer, Kind.REPLY, asked.number, metadata, (*tensors, write_figures(found.figures)))
 
     def _order(self, peer: bytes, message: Envelope) -> None:
         if message.sender != OBSERVER:
@@ -253,7 +257,5 @@ class Membership(Service):
         # ``unseen``: unless another process has said hello as this worker meanwhile.
         if self.shard is not None and gone in self.shard.done and not (unseen and self.members[gone].incarnation):
             self._gone(gone)
-        metadata: dict[str, Any] = {"weights": self.shard is not None, "at": self.now}
-        if self.shard is not None:
-            metadata["figures"] = self.figures()
-        self._answer(peer, Kind.ANSWER, message.number, metadata)
+        figures = () if self.shard is None else (write_figures(self.figures()),)
+        self._answer(peer, Kind.ANSWER, message.number, {"weights": self.shard is not None, "at": self.now}, figures)

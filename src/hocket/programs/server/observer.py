@@ -10,7 +10,7 @@ from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
 from hocket.programs.base import Address, Program, Task, Until, event
 from hocket.programs.server.push_encoder import Slices
-from hocket.programs.server.wire import OBSERVER
+from hocket.programs.server.wire import OBSERVER, read_figures
 from hocket.transport.frame import Envelope, Kind
 
 _LONG_S = 1e6
@@ -41,6 +41,8 @@ class ShardObserver(Program):
         self.layout, self.slices = layout, slices
         self.statuses: dict[int, dict[str, Any] | None] = {}
         """The answers to the last :meth:`ask_status`, by shard; None where a shard has no weights yet."""
+        self.heard: set[int] = set()
+        """Shards that have said anything since whoever reads this emptied it."""
         self.found: GlobalWeights | None = None
         """What the last :meth:`fetch` has found; None where a shard did not answer in time."""
         self._parts: dict[int, Envelope] = {}
@@ -80,10 +82,11 @@ class ShardObserver(Program):
 
     def on_message(self, sender: Address, message: Envelope) -> None:
         assert isinstance(sender, int)
+        self.heard.add(sender)
         if message.kind == Kind.REFUSAL and message.number in (0, self._status, self._fetched):
             raise HocketError(f"{self.describe_peer(sender)}: {message.metadata.get('sentence')}")
         if message.kind == Kind.ANSWER and message.number == self._status:
-            self.statuses[sender] = message.metadata.get("figures")
+            self.statuses[sender] = read_figures(message.tensors) if message.tensors else None
         if message.kind == Kind.REPLY and message.number == self._fetched:
             self._parts[sender] = message
 
@@ -102,6 +105,6 @@ class ShardObserver(Program):
             for b, row in enumerate(rows):
                 self.slices.put(b, place, part.tensors[b], row[0])
         first = self._parts[0]
-        buffers = first.tensors[-1].clone() if first.metadata.get("buffers") else None
-        lost = max(int(part.metadata["figures"].get("lost", 0)) for part in self._parts.values())
-        return GlobalWeights(rows, buffers, first.metadata["figures"], lost)
+        buffers = first.tensors[-2].clone() if first.metadata.get("buffers") else None
+        figures = {place: read_figures(part.tensors) for place, part in self._parts.items()}
+        return GlobalWeights(rows, buffers, figures[0], max(int(told.get("lost", 0)) for told in figures.values()))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.programs.account import MAX_STALENESS
 from hocket.programs.server.optimizer_spec import OptimizerSpec, load_rows
 from hocket.sync.base import Sync
 
@@ -133,7 +134,7 @@ class ParameterShard(Shard):
             return True
         # After a restart from a snapshot a worker may have seen more than this shard remembers.
         staleness = max(self.version - (self._given.get(worker, 0) if seen is None else seen), 0)
-        self.staleness[staleness] += 1
+        self.staleness[min(staleness, MAX_STALENESS)] += 1
         if self.sync.push_quorum > 1:
             _, earlier = self._waiting.get(worker, (0, tensors))
             self._waiting[worker] = (

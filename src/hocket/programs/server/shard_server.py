@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hocket.programs.base import Address, Finished, Rejected, event
+from hocket.programs.account import checked
+from hocket.programs.base import Address, Finished, Rejected, event, whole
 from hocket.programs.server.members import Member, Request, SnapshotRequest
 from hocket.programs.server.membership import Membership
 from hocket.programs.server.shard import Shard
@@ -54,6 +55,7 @@ _NAMED = 3
 """A worker that has to wait for so long hears whom it waits for, so many of them."""
 _LONG = 3
 """A worker that is silent for so many liveness timeouts counts as one that has left, where a server ends with its workers."""
+_LONGEST_S = 1e6
 _CHECK = "check"
 
 
@@ -126,16 +128,17 @@ class ShardServer(Membership):
         if not 1 <= step <= done + period:
             raise Rejected("step", f"Step {step} of worker {worker} was pushed where {done + 1} to {done + period} come next.")
         if step > done:
-            tensors, lrs = self._read(shard, message), [float(lr) for lr in metadata["lrs"]]
+            lrs, seen = [float(lr) for lr in metadata["lrs"]], metadata.get("seen")
+            ids, figures = [whole(number) for number in metadata.get("batch_ids", [])], checked(metadata.get("figures", {}))
             if len(lrs) != len(self._start_config["optimizer"]["groups"]):
                 raise ValueError(f"{len(lrs)} learning rates for {len(self._start_config['optimizer']['groups'])} groups")
+            tensors, seen = self._read(shard, message), None if seen is None else whole(seen)
             shard.set_options(metadata.get("options", []))
-            seen, ids = metadata.get("seen"), [int(number) for number in metadata.get("batch_ids", [])]
             if self.place == 0:
-                member.figures = dict(metadata.get("figures", {}))
+                member.figures = {**figures, "staleness": {}}  # the shard's own counts
             if self.dispatcher is not None:
                 self.lost -= self.dispatcher.recover(worker, ids)
-            if shard.push(worker, step, tensors, lrs, None if seen is None else int(seen)):
+            if shard.push(worker, step, tensors, lrs, seen):
                 self.pushed += step - member.reached if self.dispatcher is None else self.dispatcher.done(worker, ids)
             else:
                 self.lost += step - member.reached if self.dispatcher is None else self.dispatcher.give_back(worker, ids)
@@ -168,8 +171,9 @@ class ShardServer(Membership):
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
         if message.sender == OBSERVER:
-            within_s = min(float(message.metadata.get("within_s", 0.0)), 1e6)
-            epoch = int(message.metadata.get("epoch", 0))
+            within_s, epoch = float(message.metadata.get("within_s", 0.0)), whole(message.metadata.get("epoch", 0))
+            if not 0 <= within_s <= _LONGEST_S:
+                raise ValueError(f"nobody waits for {within_s} s")
             self.epochs.request(SnapshotRequest(peer, message.number, epoch, self.now + within_s))
             return
         shard, member = self._known(peer, message)
@@ -186,7 +190,7 @@ class ShardServer(Membership):
         metadata, number = message.metadata, message.number
         if number < member.answered or (member.request is not None and number < member.request.number):
             return None
-        want = max(0, min(int(metadata.get("want", 0)), MAX_BATCH_IDS))
+        want = min(whole(metadata.get("want", 0)), MAX_BATCH_IDS)
         fetch, final = bool(metadata.get("fetch")), bool(metadata.get("final"))
         push = message.kind == Kind.PUSH
         member.request = Request(peer, number, message.step, fetch, final, want, self.now, self.now, push)

@@ -1,5 +1,6 @@
 """What workers and shards write into envelopes: coded gradients, terms that both must agree on, and what a message weighs."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,6 +119,16 @@ def read_state(told: Any, tensors: Sequence[Tensor]) -> tuple[dict[str, Any], ..
         raise ValueError(f"{len(tensors)} tensors beside the weights, but the optimiser's state has another number")
     rest = iter(tensors)
     return tuple({str(k): next(rest) if v is None else v for k, v in bucket.items()} for bucket in told)
+
+
+def write_figures(figures: dict[str, Any]) -> Tensor:
+    """Where a job stands, as bytes: the accounts of many workers do not fit into metadata."""
+    return torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8)
+
+
+def read_figures(tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Back from :func:`write_figures`, the last of a message's tensors."""
+    return dict(json.loads(bytes(tensors[-1].numpy())))
 
 
 def slices_of(slices: Slices, shard: int, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:

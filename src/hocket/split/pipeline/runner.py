@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
+from hocket.cluster.plain import all_gather_plain
 from hocket.errors import HocketError
 from hocket.split.axis import Axis
 from hocket.split.inputs import Inputs, first_tensor, joined, micro_batches
@@ -128,10 +128,11 @@ class PipelineRunner:
         output, device = self.forward_last(x), first_tensor(x).device
         wire, source = self._output, self._last % self.axis.size
         if not isinstance(wire, Wire):
-            everyone = [tree_map_only(Tensor, Tensor.cpu, output)] * self.axis.size
             if self.axis.size > 1:
-                dist.all_gather_object(everyone, everyone[0], group=self.axis.group)
-            return tree_map_only(Tensor, lambda t: t.to(device), everyone[source])
+                leaves = all_gather_plain([leaf.cpu() for leaf in tree_leaves(output)], self.axis.group)[source]
+                if output is None:
+                    output = tuple(leaves) if wire is None else tree_unflatten(leaves, tree_structure(joined([wire], [1])))
+            return tree_map_only(Tensor, lambda t: t.to(device), output)
         if output is not None:
             common = output.to("cpu", wire.dtype).contiguous()
             works = [self.axis.send(common, p) for p in range(self.axis.size) if p != source]
