@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -22,16 +21,16 @@ from hocket.errors import HocketError
 from hocket.prediction.advise import CANDIDATES, CLOCK_ERROR, Advice, Contender, advise, over_link, shown, timed_step
 from hocket.report.figures import plain
 
+_GOALS = "'within 1 point' (of bulk), '70% soonest', 'loss 1.5 soonest', 'cheapest', 'fits 16GB'; commas between several."
+
 
 def command(
     model: Annotated[str, typer.Option(help="mlp, cnn, resnet20, vgg11, gpt, gpt:10m, … or module:factory.")] = "cnn",
     data: Annotated[str, typer.Option(help="A data set's name, text:PATH or module:factory.")] = "digits",
     workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers there are.")] = 4,
     cluster: Annotated[str | None, typer.Option(help=f"A TOML file (`hocket probe` writes one), or {', '.join(PRESETS)}.")] = None,
-    link: Annotated[str | None, typer.Option(help="Or the rate of each machine's link, such as 1Gbit; a step is timed here.")] = None,
-    goal: Annotated[str, typer.Option(help="'within 1 point' of bulk, '70% soonest', 'loss 1.5 soonest', 'cheapest', 'fits 16GB'.")] = (
-        "within 1 point"
-    ),
+    link: Annotated[str | None, typer.Option(help="Or the rate of every link, such as 1Gbit; a step is timed here.")] = None,
+    goal: Annotated[str, typer.Option(help=_GOALS)] = "within 1 point",
     strategy: Annotated[list[str] | None, typer.Option("--strategy", "-s", help="Try these (several times for several).")] = None,
     optimizer: Annotated[str, typer.Option(help="sgd, adamw, …")] = "sgd",
     lr: Annotated[float | None, typer.Option(help="Learning rate (default: three are tried for each strategy).")] = None,
@@ -57,8 +56,14 @@ def command(
     if link is not None:
         spec = over_link(link, step_s or timed_step(model, dataset, batch_size, where))
     with console.status("starting") as status:
-        options: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "momentum": momentum, "batch_size": batch_size, "step_s": step_s}
-        options |= {"minutes": minutes, "seeds": seeds, "device": where, "watch": lambda text: status.update(escape(text))}
+        options: dict[str, Any] = {"optimizer": optimizer, "lr": lr, "momentum": momentum, "batch_size": batch_size}
+        options |= {
+            "step_s": step_s,
+            "minutes": minutes,
+            "seeds": seeds,
+            "device": where,
+            "watch": lambda text: status.update(escape(text)),
+        }
         found = advise(model, dataset, spec, workers, goal, strategies=strategy or CANDIDATES, **options)
     if explain is not None:
         _chart(found, explain)
@@ -79,20 +84,25 @@ def show(found: Advice, console: Console) -> None:
     table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 1), collapse_padding=True)
     table.add_column("strategy")
     priced = found.cluster.price > 0
-    for name in ["rate", "test loss" if loss else "accuracy", "seconds", *([found.cluster.currency] * priced), "exchange", ""]:
-        table.add_column(name, justify="left" if not name else "right")
+    for name in ["rate", "test loss" if loss else "accuracy", "seconds", *([found.cluster.currency] * priced), "exchange"]:
+        table.add_column(name, justify="right", no_wrap=True)
     for one in found.contenders:
         cost = [] if not priced else ["–" if one.cost is None else f"{one.cost:.3g}"]
         quality = shown(one.quality).removeprefix("test loss ")
-        table.add_row(one.strategy, f"{one.lr:g}", quality, _seconds(one), *cost, _share(one), one.why)
+        table.add_row(one.strategy, f"{one.lr:g}", quality, _seconds(one), *cost, _share(one))
     console.print(table)
-    console.print(
-        f"{found.about}. Goal: {found.goal}. seconds: until then on {found.cluster.name}, predicted, from the lowest to the highest "
-        f"over seeds, ± {CLOCK_ERROR:.0%} for the clock; exchange: share of a step. Longer trainings may rank strategies otherwise.",
-        style="dim", markup=False, highlight=False,
-    )  # fmt: skip
+    for one in found.contenders:
+        console.print(f"{one.strategy}: {one.why}.", markup=False, highlight=False, soft_wrap=True)
+    console.print(_legend(found), style="dim", markup=False, highlight=False, soft_wrap=True)
     if found.command:
         console.print(found.command, markup=False, highlight=False, soft_wrap=True)
+
+
+def _legend(found: Advice) -> str:
+    return (
+        f"{found.about}. Goal: {found.goal}. seconds: until then on {found.cluster.name}, predicted; the range over seeds, "
+        f"± {CLOCK_ERROR:.0%} for the clock. exchange: its share of a step. Longer trainings may rank strategies otherwise."
+    )
 
 
 def _seconds(one: Contender) -> str:

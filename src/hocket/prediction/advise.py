@@ -1,9 +1,9 @@
 """``hocket.advise``: which strategy to train a model with on a cluster, with the reason; "plain DDP" is one of the answers.
 
-Seconds are predicted by the clock of virtual workers, quality is seen in short virtual trainings (:mod:`hocket.prediction.race`). The
-strategies of the last rung are trained again with other seeds, and what they give is an interval: that of the seeds, and for seconds
-the error of the clock on top. Where plain DDP is as good, it is advised, since it is the simplest; where two strategies cannot be
-told apart, the advice says so.
+Seconds are predicted by the clock of virtual workers; quality is seen in short virtual trainings (:mod:`hocket.prediction.race`).
+The strategies of the last rung are trained again with other seeds, so that their figures are intervals: the range over seeds, and
+for seconds the error of the clock on top. Where plain DDP is as good, it is advised, since it is the simplest; where two
+strategies cannot be told apart, the advice says so.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def advise(
 ) -> Advice:
     """Advise a strategy for ``model`` on ``data`` with ``workers`` workers of ``cluster``, within about ``minutes`` minutes.
 
-    A worker's step takes ``step_s`` seconds, or what the cluster says. ``goal`` is one of :class:`~hocket.prediction.goal.Goal`. Without ``lr`` three learning rates are tried for every
-    strategy. Where ``minutes`` are few, fewer samples are trained on; ``about`` of the result says what was trained.
+    A worker's step takes ``step_s`` seconds, or what the cluster says. ``goal`` is a :class:`~hocket.prediction.goal.Goal` or its
+    words. Without ``lr`` three learning rates are tried for every strategy. Where ``minutes`` are few, fewer samples are trained
+    on; ``about`` of the result says what was trained.
 
     >>> found = advise("mlp", "digits", "10gbit", workers=2, strategies=["local(4)"], lr=0.1, batch_size=20, seeds=1, minutes=0.02)
     >>> [contender.strategy for contender in found.contenders]
@@ -174,10 +175,10 @@ def _affordable(
     samples = len(data.train[0])
     # The update, the exchange and the evaluation come beside the gradient.
     per_sample = 1.5 * timed_step(settings.model, data, settings.data.batch_size, device) / settings.data.batch_size
-    # An entrant trains for one epoch, half of them for another, …; the last few to the end, with every seed.
-    whole = lambda epochs: 2 * entrants + FINALISTS * seeds * epochs  # noqa: E731
+    # All entrants train for one epoch, two thirds for another, a third for two more; the last few to the end, with every seed.
+    whole = lambda epochs: 2.5 * entrants + FINALISTS * seeds * epochs  # noqa: E731
     afford = 60 * minutes / per_sample
-    epochs = int((afford / samples - 2 * entrants) / (FINALISTS * seeds))
+    epochs = int((afford / samples - 2.5 * entrants) / (FINALISTS * seeds))
     epochs = max(FEWEST_EPOCHS, min(MOST_EPOCHS, epochs))
     most = int(min(samples, afford / whole(epochs)))
     least = settings.workers.count * settings.data.batch_size * 8
@@ -208,14 +209,14 @@ def timed_step(model: str, data: DataSet, batch_size: int, device: torch.device)
 
 
 def over_link(link: str, step_s: float) -> ClusterSpec:
-    """Equal machines on links of that rate, such as ``1Gbit``, whose step takes ``step_s``; the rest is that of Gigabit Ethernet."""
+    """Equal machines on links of a rate such as ``1Gbit``, whose step takes ``step_s``; all else is as on Gigabit Ethernet."""
     rate = bytes_per_second(link, f"link {link}")
     return replace(ClusterSpec.parse("1gbit"), name=f"links of {link}", bandwidth=rate, step_s=step_s)
 
 
 def _contender(race: Race, strategy: str, curves: list[Curve], goal: Goal, spec: ClusterSpec, workers: int, row: Any) -> Contender:
     entrants = [e for e in race.entrants if e.strategy == strategy]
-    best = race.best(strategy) or max(entrants, key=lambda e: e.curve.last.quality)
+    best = race.best(strategy) or max(entrants, key=lambda e: (len(e.curve.points), e.curve.last.quality))
     share = 1 - row.efficiency if row.refused is None else math.nan
     found = Contender(strategy, best.lr, memory_bytes=row.memory_bytes, exchange_share=share, why=best.left or "")
     if not curves:
@@ -265,7 +266,8 @@ def _answer(contenders: list[Contender], goal: Goal, spec: ClusterSpec, settings
 
 
 def _reaches(one: Contender, goal: Goal, bulk: Contender) -> bool:
-    assert one.quality is not None and one.seconds is not None
+    assert one.quality is not None
+    assert one.seconds is not None
     if goal.target is not None:
         return math.isfinite(one.seconds.mean)
     return bulk.quality is not None and one.quality.mean >= goal.enough(bulk.quality.mean)

@@ -1,4 +1,4 @@
-"""What an advice is for: a goal in words, such as ``within 1 point``, ``70% soonest`` or ``cheapest, within 0.5 points, fits 16GB``."""
+"""What an advice is for: a goal in words, such as ``within 1 point``, ``70% soonest`` or ``cheapest, fits 16GB``."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Goal:
             name, match = next(((n, m) for n, form in _FORMS.items() if (m := form.fullmatch(part))), (None, None))
             if name is None or match is None:
                 raise HocketError(
-                    f"The goal '{part}' is not known; say 'within 1 point' (of bulk), '70% soonest', 'loss 1.5 soonest', 'cheapest' "
-                    "or 'fits 16GB', with commas between several."
+                    f"The goal '{part}' is not known; say 'within 1 point' (of bulk), '70% soonest', 'loss 1.5 soonest', "
+                    "'cheapest' or 'fits 16GB', with commas between several."
                 )
             if name == "memory":
                 found["memory_bytes"] = float(match[1]) * {"m": 1e6, "g": 1e9, "t": 1e12}[match[2].lower()]
@@ -72,6 +72,7 @@ class Goal:
         if self.target is None:
             end = f"{what} within {self.within:g} point{'s' * (self.within != 1)} of bulk"
         else:
-            end = f"{what} to " + (f"a test loss of {self.loss:g}" if self.loss is not None else f"{self.accuracy:.3g}")
-            end = end if self.accuracy is None else f"{what} to {100 * self.accuracy:g} % accuracy"
+            end = f"{what} to " + (
+                f"{100 * self.accuracy:g} % accuracy" if self.accuracy is not None else f"a test loss of {self.loss:g}"
+            )
         return end if self.memory_bytes is None else f"{end}, in {self.memory_bytes / 1e9:g} GB of memory"

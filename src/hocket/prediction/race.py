@@ -1,9 +1,9 @@
 """Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943) of strategies and learning rates in short virtual trainings.
 
-Every *entrant*, a strategy with a learning rate, trains for one epoch; then two, four, and so on. After each rung a strategy keeps
-its better rates, and a strategy leaves when another is clearly better and no slower, or when others will reach bulk's quality
-sooner. Bulk stays to the end, as the measure. Seconds are those of the described cluster; quality is test accuracy, or the test loss
-with a minus, so that more is better.
+Every *entrant*, a strategy with a learning rate, trains for one epoch; then two, four, and so on. At each rung a strategy keeps its
+better rates. From the rung of four epochs on (before it, long periods have exchanged too little to tell), a strategy leaves when
+another is clearly better and no slower, or when others will reach bulk's quality sooner. Bulk stays to the end, as the measure.
+Seconds are those of the described cluster; quality is test accuracy, or the test loss with a minus, so that more is better.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from hocket.train.settings import RunSettings
 
 FACTORS = (1.0, 1 / 3, 3.0)
 """Learning rates to try, as multiples of the optimiser's usual one."""
-FINALISTS = 3
+FINALISTS = 4
+"""Strategies that train to the end, bulk among them."""
+FIRST_RUNG = 4
+"""Epochs after which strategies may leave."""
 BETTER = 0.01
-"""What counts as a difference at the end: a point of accuracy, or one percent of the test loss; four times as much after one epoch."""
+"""What counts as a difference at the end: a point of accuracy, or one percent of the test loss; twice as much at the first rung."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,6 @@ class Race:
         for strategy in self.strategies:
             tried = [self._tried(strategy, lr) for lr in self.rates]
             self._keep_rates(tried, 2)
-        self._leave(done)
         while done < epochs:
             done = min(2 * done, epochs)
             for entrant in self.alive:
@@ -141,7 +143,8 @@ class Race:
                 entrant.advance(done)
             for strategy in self.strategies:
                 self._keep_rates([e for e in self.alive if e.strategy == strategy], 1)
-            self._leave(done)
+            if done >= FIRST_RUNG:
+                self._leave(done)
         return self.alive
 
     @property
@@ -169,9 +172,11 @@ class Race:
         """Strategies leave that others beat, and the slower half of the rest."""
         measure = self.best(self.strategies[0])
         bests = [found for s in self.strategies if (found := self.best(s)) is not None]
-        after = f"after {done} epoch{'s' * (done > 1)}"
+        after = f"after {done} epochs"
         for one in bests:
-            better = next((o for o in bests if _beats(o.curve.last, one.curve.last, BETTER * max(1.0, 4 / done))), None)
+            better = next(
+                (o for o in bests if _beats(o.curve.last, one.curve.last, BETTER * max(1.0, 2 * FIRST_RUNG / done))), None
+            )
             if better is not None and one is not measure:
                 self._drop(one.strategy, f"{after} {better.strategy} was better and no slower")
         if measure is None:
@@ -179,7 +184,7 @@ class Race:
         rest = [one for one in bests if one is not measure and one.left is None]
         rest.sort(key=lambda one: one.curve.projected(measure.curve.last.quality))
         for one in rest[max(FINALISTS - 1, -(-len(rest) // 2)) :]:
-            self._drop(one.strategy, f"{after} others were on the way to bulk's quality sooner")
+            self._drop(one.strategy, f"{after} others were nearer to bulk's quality in the same time")
 
     def _drop(self, strategy: str, why: str) -> None:
         for entrant in self.alive:
