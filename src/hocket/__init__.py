@@ -39,12 +39,16 @@ from hocket.version import __version__
 
 if TYPE_CHECKING:
     from hocket.optim import Muon, OneBitAdam, hidden_matrices
+    from hocket.prediction.advise import Advice, advise
+    from hocket.prediction.api import Predictions, predict
     from hocket.sandblaster import Sandblaster, SandblasterRun
     from hocket.train.simulate import Run, simulate
 
 _LATER = dict.fromkeys(("Run", "simulate"), "hocket.train.simulate")
 _LATER |= dict.fromkeys(("Muon", "OneBitAdam", "hidden_matrices"), "hocket.optim")
 _LATER |= dict.fromkeys(("Sandblaster", "SandblasterRun"), "hocket.sandblaster")
+_LATER |= dict.fromkeys(("Predictions", "predict"), "hocket.prediction.api")
+_LATER |= dict.fromkeys(("Advice", "advise"), "hocket.prediction.advise")
 """Names that are loaded when they are first used: a training script may need none of them."""
 
 # When, whom, what
@@ -55,7 +59,8 @@ __all__ += ["QSGD", "RandomK", "Ratio", "Sign", "Ternary", "Threshold", "TopK"]
 # Training, split models, simulation
 __all__ += ["Buckets", "DistributedLoader", "Job", "Strategy", "distribute", "init", "parallelize", "shutdown"]
 __all__ += ["Branches", "Mesh", "Offload", "Pipeline", "deferred", "offload"]
-__all__ += ["ClusterSpec", "Muon", "OneBitAdam", "Run", "Sandblaster", "SandblasterRun", "hidden_matrices", "simulate"]
+__all__ += ["Advice", "ClusterSpec", "Muon", "OneBitAdam", "Predictions", "Run", "Sandblaster", "SandblasterRun", "hidden_matrices"]
+__all__ += ["advise", "predict", "simulate"]
 __all__ += ["HocketError", "NonFiniteGradient", "WorkerLost", "__version__"]
 
 

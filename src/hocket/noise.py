@@ -46,6 +46,8 @@ def bits_at(keys: Tensor, index: Tensor) -> Tensor:
     >>> torch.equal(bits_at(keys, torch.tensor([7, 3], dtype=torch.int32)), bits(keys, 8)[:, [7, 3]])
     True
     """
+    if keys.is_meta:  # sizes alone
+        return keys.new_empty(len(keys), len(index), dtype=torch.int32)
     start = keys.to(torch.int64) & _MASK
     key = torch.where(start >= 2**31, start - 2**32, start).to(torch.int32).unsqueeze(1)
     x = index.unsqueeze(0) ^ key

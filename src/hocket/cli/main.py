@@ -10,7 +10,7 @@ from types import FrameType
 
 import typer
 
-from hocket.cli import demo, doctor, keys, pipeline, report, study, train
+from hocket.cli import advise, demo, doctor, keys, pipeline, predict, probe, report, study, train
 from hocket.cli.options import Commands
 from hocket.drivers.processes import quit_at_once
 from hocket.drivers.start import ENDS_WITH, end_with_parent
@@ -25,7 +25,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for _name, _module in {"train": train, "study": study, "report": report, "demo": demo, "keys": keys, "doctor": doctor}.items():
+_COMMANDS = {"train": train, "study": study, "report": report, "probe": probe, "predict": predict, "advise": advise}
+_COMMANDS |= {"demo": demo, "keys": keys, "doctor": doctor}
+for _name, _module in _COMMANDS.items():
     app.command(_name)(_module.command)
 app.add_typer(pipeline.app, name="pipeline")
 

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from hocket import compression, sync, topology
-from hocket.cluster.spec import PRESETS
+from hocket.cluster.spec_file import PRESETS
 from hocket.errors import HocketError, SettingError
 from hocket.models import GPT_SIZES
 from hocket.split.pipeline.schedules import SCHEDULES

@@ -285,6 +285,9 @@ class Cluster(ABC):
         groups, position = own.unique(return_inverse=True)
         return groups.tolist(), position
 
+    def code(self, methods: Sequence[str], values: int) -> None:  # noqa: B027 - real workers take the time themselves
+        """Workers encode ``values`` values, and decode what they hear; ``methods`` are the names of the code."""
+
     def _count_mean(self, rows: Tensor, subgroups: Subgroups) -> None:
         self.ledger.sent += ring_bytes(rows.shape[1] * rows.element_size(), subgroups.size)
 

@@ -3,13 +3,12 @@
 Each worker has its own time ``now`` and a network link that is free from time ``net`` on; both are float64 tensors ``[workers]`` on
 the CPU.
 
-- *Computing* a step takes ``step_s · samples / batch · slowdown · disturbance``: one third of it forward, two thirds backward.
-  The backward pass produces gradients in proportion to parameters, in bucket order; updating the weights takes no time.
-- *Work* that is launched goes through the networks in order, while workers compute. A ring of ``n`` workers starts with the last of
-  them and takes ``2(n−1)(α + M/(n·B))``. Messages between pairs start when both sides have launched; links are full duplex, so a
-  worker needs ``max(bytes in, bytes out) / B`` and a latency: one for small messages, which go all at once, and one for each
-  partner's where they are large and go one after another (docs/decisions/11); sizes that vary are announced, for one more.
-- Workers on one host talk over the host's link; an exchange is as slow as its slowest link. Links are not shared between workers.
+- *Computing* a step takes ``load + step_s · samples / batch · slowdown · disturbance``: loading the mini-batch, then one third of
+  the rest forward, two thirds backward. The backward pass produces gradients in proportion to parameters, in bucket order.
+  The optimiser's *update* takes ``update · values · slowdown``.
+- *Work* that is launched goes through the networks in order, while workers compute. Each exchange begins with what the worker
+  itself has to do for it (``exchange``, and ``a + b·values`` to encode and decode), times its slowdown. A ring starts with the last
+  of its members, messages between pairs start when both sides have launched; :mod:`hocket.cluster.cost` says how long they take.
 - A worker *waits* for an exchange when it needs the result: it is idle until the exchange ends. The ledger splits this time.
 
 None of this depends on the device or on real time: the same seed gives the same seconds.
@@ -17,16 +16,18 @@ None of this depends on the device or on real time: the same seed gives the same
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hocket.cluster.cost import Network
 from hocket.cluster.ledger import parts
 from hocket.cluster.message import PIECE_BYTES
-from hocket.cluster.spec import ClusterSpec
+from hocket.cluster.spec import ClusterSpec, log_normal
 from hocket.cluster.step_times import StepTimes
+from hocket.noise import fold, uniform
 
 if TYPE_CHECKING:
     from hocket.cluster.base import Subgroups
@@ -34,52 +35,6 @@ if TYPE_CHECKING:
 BACKWARD = 2 / 3
 """The share of a step's time that the backward pass takes."""
 _BLOCK = 32
-
-
-@dataclass(frozen=True)
-class Link:
-    """A full-duplex link: seconds before the first byte, bytes per second after it."""
-
-    latency_s: float
-    bandwidth: float
-
-    def ring(self, sent_bytes: float, workers: int) -> float:
-        """A ring of ``workers`` that send ``sent_bytes`` each, in ``2(n−1)`` steps.
-
-        >>> Link(0.1, 100.0).ring(600, 4)
-        6.6
-        """
-        return 2 * (workers - 1) * self.latency_s + sent_bytes / self.bandwidth
-
-    def exchange(self, partners: Tensor, bytes_: Tensor, large: bool, announced: bool) -> Tensor:
-        """Messages with so many partners, ``bytes_`` in the busier direction."""
-        trips = (partners if large else partners.clamp(max=1)) + (partners > 0) * int(announced)
-        return trips * self.latency_s + bytes_ / self.bandwidth
-
-
-class Routes:
-    """How the members of the subgroups reach each other: per link, from whom to whom (float64 ``[groups, size, size]``)."""
-
-    def __init__(self, links: tuple[tuple[Link, Tensor], ...]) -> None:
-        self.links = links
-        self.size = links[0][1].shape[1]
-        at = torch.arange(self.size)
-        self._hops = [mask[:, at, at.roll(-1)].amax(1) for _, mask in links]  # which links a ring in member order uses
-
-    def ring(self, sent_bytes: float) -> Tensor:
-        """Seconds of a ring, by group: as slow as its slowest hop."""
-        times = [used * link.ring(sent_bytes, self.size) for (link, _), used in zip(self.links, self._hops, strict=True)]
-        return times[0] if len(times) == 1 else torch.maximum(*times)
-
-    def exchange(self, sizes: Tensor, announced: bool) -> Tensor:
-        """Seconds by group when member ``i`` sends ``sizes[group, i, k]`` bytes to member ``k``."""
-        large = float(sizes.max()) > PIECE_BYTES
-        times = []
-        for link, mask in self.links:
-            moved = sizes * mask
-            busier = torch.maximum(moved.sum(1), moved.sum(2))
-            times.append(link.exchange(mask.sum(2), busier, large, announced).amax(1))
-        return torch.stack(times).amax(0)
 
 
 def meet(times: Tensor, heard: Tensor) -> Tensor:
@@ -103,6 +58,7 @@ class Clock:
     """
 
     def __init__(self, spec: ClusterSpec, workers: int, seed: int = 0) -> None:
+        spec.check_workers(workers)
         self.spec, self.workers, self.seed = spec, workers, seed
         self.step_s = spec.step_s or 0.0
         """Seconds of an undisturbed step on a whole mini-batch; the training sets it where the spec does not."""
@@ -110,10 +66,7 @@ class Clock:
         self.net = self.now.clone()
         self._factors = spec.factors(workers)
         self._block, self._disturbances = -1, self._factors  # disturbances of so many steps at once, slowdown included
-        self._net_link = Link(spec.latency_s, spec.bandwidth)
-        self._host_link = Link(spec.host_latency_s, spec.host_bandwidth)
-        self._host_of = torch.arange(workers) // (spec.host_size or 1)
-        self._routes: dict[Subgroups, Routes] = {}
+        self.network = Network(spec, workers)
         self._step = self.now.clone()  # what the last step took
         self.steps = StepTimes(workers)
         """What all steps took."""
@@ -121,6 +74,7 @@ class Clock:
         self._late = self.now.clone()  # the latest launch among those it goes through
         self._begun = self.now.clone()
         self._sums = torch.zeros(3, workers, dtype=torch.float64)  # wait, transfer and hidden transfer since then
+        self._exchanges = 0
 
     # --- computing ---------------------------------------------------------------------------------------------------------
 
@@ -133,6 +87,13 @@ class Clock:
         self._step = self._disturbances[step % _BLOCK] * (self.step_s * share)
         self.now = self.now + self._step
         self.steps.add(self._step)
+        if self.spec.load_s:
+            self.now = self.now + self.spec.load_s * self._factors * share
+
+    def update(self, values: int) -> None:
+        """Every worker's optimiser updates ``values`` weights."""
+        if self.spec.update_s:
+            self.now = self.now + self.spec.update_s * values * self._factors
 
     # --- exchanging --------------------------------------------------------------------------------------------------------
 
@@ -142,49 +103,48 @@ class Clock:
         self._late = launch if self._first is None else torch.maximum(self._late, launch)
         self._first = launch if self._first is None else self._first
         self.net = torch.maximum(self.net, launch)
+        if self.spec.exchange_s:
+            self.net = self.net + self.spec.exchange_s * self._factors
+
+    def code(self, methods: Sequence[str], values: float) -> None:
+        """Every worker encodes and decodes ``values`` values for the exchange in flight (:meth:`ClusterSpec.coding_s`)."""
+        if coding_s := self.spec.coding_s(methods, values):
+            self.net = self.net + coding_s * self._factors
 
     def ring(self, sent_bytes: float, subgroups: Subgroups) -> None:
         """A ring all-reduce in each group, ``sent_bytes`` by every worker; its members end together."""
         if subgroups.size > 1:
-            self._together(subgroups, self._routes_of(subgroups).ring(sent_bytes))
+            self._together(subgroups, self.network.ring(sent_bytes, subgroups))
 
     def summed(self, sent_bytes: float, subgroups: Subgroups) -> None:
-        """A mean on summation servers: pushed and fetched in pieces, both directions at once, all links equally loaded."""
+        """A mean on summation servers, all links equally loaded."""
         if subgroups.size > 1:
-            self._together(subgroups, self._net_link.latency_s * 2 + torch.tensor([sent_bytes / self._net_link.bandwidth]))
+            self._together(subgroups, self.network.summed(sent_bytes))
 
     def all_to_all(self, sizes: Tensor, subgroups: Subgroups, announced: bool) -> None:
         """All-to-all in each group: ``sizes`` ``[workers · size]`` bytes, to each member of the group in turn."""
         if subgroups.size > 1:
-            sent = sizes.view(self.workers, subgroups.size)[subgroups.members].to(torch.float64)
-            self._together(subgroups, self._routes_of(subgroups).exchange(sent, announced))
+            groups = self.network.groups(subgroups)
+            traffic = groups.each_to_each(sizes.view(self.workers, -1).to(torch.float64))
+            large = float(sizes.max()) > PIECE_BYTES
+            self._together(subgroups, groups.slowest(self.network.exchange(traffic, large, announced)))
 
     def all_gather(self, sizes: Tensor, subgroups: Subgroups, announced: bool) -> None:
         """All-gather in each group: ``sizes`` ``[workers]`` bytes, to every other member."""
         if subgroups.size > 1:
-            sent = sizes[subgroups.members].to(torch.float64).unsqueeze(2).expand(-1, -1, subgroups.size)
-            self._together(subgroups, self._routes_of(subgroups).exchange(sent, announced))
+            groups = self.network.groups(subgroups)
+            traffic, large = groups.each_to_all(sizes.to(torch.float64)), float(sizes.max()) > PIECE_BYTES
+            self._together(subgroups, groups.slowest(self.network.exchange(traffic, large, announced)))
 
     def neighbor_exchange(self, sizes: Tensor, sources: Tensor, announced: bool) -> None:
         """Messages of ``sizes`` ``[workers]`` bytes from ``sources[slot, worker]`` (−1: none) to each worker."""
         if not sources.shape[0]:
             return
-        own = torch.arange(self.workers)
-        heard = torch.where(sources < 0, own, sources)
-        moved = sizes.to(torch.float64)[heard]
-        here = self._host_of[heard] == self._host_of
-        away = heard != own
-        large = float(sizes.max()) > PIECE_BYTES
-        cost = torch.zeros_like(self.net)
-        for link, used in ((self._net_link, ~here), (self._host_link, here & away)):
-            if link is self._host_link and self.spec.host_size is None:
-                continue
-            counts = torch.stack([used.to(torch.float64), moved * used])  # messages and bytes, [2, slots, workers]
-            outward = counts.new_zeros(2, self.workers).index_add_(1, heard.flatten(), counts.flatten(1))
-            partners, bytes_ = torch.maximum(counts.sum(1), outward)
-            cost = torch.maximum(cost, link.exchange(partners, bytes_, large, announced))
+        heard = torch.where(sources < 0, self.network.own, sources)
+        traffic = self.network.from_sources(sizes.to(torch.float64), heard)
+        cost = self.network.exchange(traffic, float(sizes.max()) > PIECE_BYTES, announced)
         starts, self._late = meet(torch.stack([self.net, self._late]), heard)
-        self.net = starts + cost
+        self.net = starts + cost * self._disturbed()
 
     def wait(self) -> None:
         """Every worker needs the result of the exchange in flight: it is idle until the exchange has ended."""
@@ -197,17 +157,16 @@ class Clock:
     def _together(self, subgroups: Subgroups, cost: Tensor) -> None:
         """The members of each group start with the last of them and end together."""
         latest = torch.stack([self.net, self._late])[:, subgroups.members].amax(2)
-        latest[0] += cost
+        latest[0] += cost * self._disturbed()
         self.net, self._late = latest[:, subgroups.group_of]
 
-    def _routes_of(self, subgroups: Subgroups) -> Routes:
-        if subgroups not in self._routes:
-            hosts = self._host_of[subgroups.members]
-            same = hosts.unsqueeze(2) == hosts.unsqueeze(1)
-            apart = ~torch.eye(subgroups.size, dtype=torch.bool)
-            found = ((self._net_link, ~same), (self._host_link, same & apart))
-            self._routes[subgroups] = Routes(tuple((link, mask.to(torch.float64)) for link, mask in found if bool(mask.any())))
-        return self._routes[subgroups]
+    def _disturbed(self) -> float:
+        """The factor of the links' jitter on the next exchange."""
+        if not self.spec.link_jitter:
+            return 1.0
+        self._exchanges += 1
+        u, v = uniform(torch.tensor([fold(self.seed, self._exchanges, 0x11E7)]), 2)[0].to(torch.float64)
+        return float(log_normal(u, v, self.spec.link_jitter))
 
     # --- reading and keeping -----------------------------------------------------------------------------------------------
 
@@ -228,4 +187,4 @@ class Clock:
             self.steps.load_state_dict(state["steps"])
 
 
-_STATE = ("now", "net", "_step", "_first", "_late", "_begun", "_sums")
+_STATE = ("now", "net", "_step", "_first", "_late", "_begun", "_sums", "_exchanges")

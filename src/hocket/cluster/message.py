@@ -42,6 +42,8 @@ class Message:
         """Bytes of each row on the wire, frame excluded: int64 ``[rows]``."""
         if self.lengths is None:
             return torch.full((self.rows,), self.fixed_bytes, dtype=torch.int64)
+        if self.lengths.is_meta:  # there are sizes alone, and no padding
+            return torch.full((self.rows,), self.fixed_bytes + LENGTH_BYTES * len(self.parts), dtype=torch.int64)
         sizes = there(torch.tensor([p.element_size() for p in self.parts]), self.lengths)
         return (self.lengths * sizes).sum(1) + LENGTH_BYTES * len(self.parts)
 

@@ -1,4 +1,4 @@
-"""The description of a cluster for virtual time: the speed of its workers and links.
+"""The description of a cluster for virtual time: what its workers, links, hosts and switches are, and what an hour costs.
 
     [compute]
     flops = "50G"                 # of one worker, per second; or step = "20ms", whatever the model
@@ -6,38 +6,76 @@
     jitter = 0.1                  # every step's time varies by a log-normal factor of this width
     stragglers = 0.01             # this share of all steps …
     straggle = 10                 # … takes so many times as long
+    update = "0.5ns"              # the optimiser's update, per value
+    load = "2ms"                  # loading a mini-batch, as far as it does not happen meanwhile
+    exchange = "0.2ms"            # what a worker itself needs for one exchange of one bucket
+    memory = "16GB"               # of one worker
+
+    [coding]                      # to encode and decode a value once; a method left out takes the default (:data:`CODING`)
+    topk = "20ns"
+    sign = ["0.1ms", "3ns"]       # per exchange, and per value
 
     [link]                        # of each worker and of each server, in each direction
     bandwidth = "1Gbit"           # per second
     latency = "0.1ms"
+    message = "20us"              # what each message costs beside its bytes
+    duplex = "full"               # or "half": what comes in and what goes out share the bandwidth; or a share of it, 0 to 1
+    pairs = "half"                # the same of messages between two workers, where it differs
+    jitter = 0.1                  # every exchange's time varies by a log-normal factor of this width
+    shared = true                 # the workers of a host share its link …
+    count = 2                     # … or so many of them
 
     [host]                        # workers that share a host, if they do
     size = 4
     bandwidth = "50Gbit"
     latency = "10us"
 
-Presets are such descriptions by name. The seconds of a virtual run are a prediction for the cluster described here.
+    [trunk]                       # hosts behind one switch, and what joins it with the others
+    hosts = 16
+    oversubscription = 4          # or bandwidth = "100Gbit"
+    latency = "2us"
+
+    [cluster]
+    workers = 64                  # how many it holds
+
+    [checkpoints]                 # evaluations included: training stands still so long, and so often
+    every = "30min"
+    takes = "20s"
+
+    [failures]
+    every = "30d"                 # of one worker, on average
+    restart = "5min"
+
+    [price]
+    hour = 2.5                    # of one worker
+    currency = "USD"
+
+Presets (:mod:`hocket.cluster.presets`) are such files by name. The seconds of a virtual run are a prediction for the cluster that
+is described. The equations stand in :mod:`hocket.cluster.cost`.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError
 from hocket.noise import bits, fold, uniform
 
-_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
-_NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
+REFERENCE_FLOPS = 50e9
+"""The speed of the worker on which :data:`CODING` was measured: one CPU core."""
+CODING: dict[str, float] = {
+    "cast": 6e-9, "qsgd": 60e-9, "bins": 60e-9, "ternary": 60e-9, "sign": 30e-9, "natural": 60e-9, "threshold": 30e-9,
+    "topk": 40e-9, "randomk": 40e-9, "lowrank": 10e-9, "dgc": 50e-9, "demo": 150e-9,
+}  # fmt: skip
+"""Seconds per value of one coded exchange on one CPU core, feedback included, as ``hocket probe`` measured it. A worker of other
+``flops`` needs as many times less."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +83,7 @@ class ClusterSpec:
     """One cluster; see the module's docstring. Bandwidths are bytes per second."""
 
     name: str = "custom"
-    flops: float = 50e9
+    flops: float = REFERENCE_FLOPS
     step_s: float | None = None
     slowdown: tuple[float, ...] = (1.0,)
     jitter: float = 0.0
@@ -56,24 +94,71 @@ class ClusterSpec:
     host_size: int | None = None
     host_bandwidth: float = math.inf
     host_latency_s: float = 0.0
+    update_s: float = 0.0
+    load_s: float = 0.0
+    exchange_s: float = 0.0
+    memory_bytes: float = math.inf
+    coding: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    """By method (``topk``, or ``topk(0.01)``): seconds per exchange and per value; ``other`` is for all that are not named."""
+    message_s: float = 0.0
+    half_duplex: float = 0.0
+    """0: full duplex, 1: half; between them, the share of the lesser direction that the greater one has to wait for."""
+    pairs_half_duplex: float | None = None
+    link_jitter: float = 0.0
+    shared_links: bool = False
+    links: int = 1
+    trunk_hosts: int | None = None
+    trunk_bandwidth: float = math.inf
+    trunk_latency_s: float = 0.0
+    workers: int | None = None
+    checkpoint_every_s: float = math.inf
+    checkpoint_s: float = 0.0
+    failure_every_s: float = math.inf
+    restart_s: float = 0.0
+    price: float = 0.0
+    currency: str = "USD"
 
     def __post_init__(self) -> None:
-        for name in ("flops", "bandwidth", "host_bandwidth"):
-            _above(name, getattr(self, name), 0.0)
+        for name in ("flops", "bandwidth", "host_bandwidth", "trunk_bandwidth", "memory_bytes", *_EVERY):
+            self._at_least(name, 0.0, above=True)
         if self.step_s is not None:
-            _above("step", self.step_s, 0.0)
-        for name in ("jitter", "stragglers", "latency_s", "host_latency_s"):
-            _above(name, getattr(self, name), 0.0, equal=True)
-        if self.stragglers > 1:
-            raise HocketError(f"cluster: stragglers = {self.stragglers:g} is a share of steps; it lies between 0 and 1.")
+            self._at_least("step_s", 0.0, above=True)
+        for name in _NOT_NEGATIVE:
+            self._at_least(name, 0.0)
+        for name in ("stragglers", "half_duplex", "pairs_half_duplex"):
+            if (getattr(self, name) or 0.0) > 1:
+                raise HocketError(f"cluster: {name} = {getattr(self, name):g} is a share; it lies between 0 and 1.")
         if not self.straggle >= 1 or self.straggle == math.inf:
             raise HocketError(f"cluster: straggle = {self.straggle:g}: a straggling step takes at least as long as any other.")
         if not self.slowdown or not all(0 < s < math.inf for s in self.slowdown):
             raise HocketError(f"cluster: slowdown = {list(self.slowdown)} needs at least one number, all of them above 0.")
 
+    def _at_least(self, name: str, low: float, above: bool = False) -> None:
+        value = getattr(self, name)
+        if value is not None and not (value > low if above else value >= low):
+            raise HocketError(f"cluster: {name} = {value:g} must be {'above' if above else 'at least'} {low:g}.")
+
+    # --- computing ---------------------------------------------------------------------------------------------------------
+
     def seconds(self, flops: float) -> float:
         """One undisturbed step of ``flops`` floating point operations, of a worker without slowdown."""
         return self.step_s if self.step_s is not None else flops / self.flops
+
+    def coding_s(self, methods: Sequence[str], values: float) -> float:
+        """One coded exchange of ``values`` values: ``a + b·values``, of the first of ``methods`` that is known.
+
+        ``methods`` go from the exact to the general, such as ``["topk(0.01)", "topk"]``.
+
+        >>> spec = ClusterSpec(coding={"topk": (1e-3, 2e-9)})
+        >>> spec.coding_s(["topk(0.01)", "topk"], 1e6), ClusterSpec(flops=5e12).coding_s(["cast"], 1e6) == CODING["cast"] * 1e4
+        (0.003, True)
+        """
+        for method in (*methods, "other"):
+            if method in self.coding:
+                fixed, each = self.coding[method]
+                return fixed + each * values
+        known = next((CODING[method] for method in methods if method in CODING), 0.0)
+        return known * values * REFERENCE_FLOPS / self.flops
 
     def factors(self, workers: int) -> Tensor:
         """How many times as long each worker takes as the fastest kind: float64 ``[workers]``.
@@ -81,7 +166,7 @@ class ClusterSpec:
         >>> ClusterSpec(slowdown=(1, 4)).factors(3).tolist()
         [1.0, 4.0, 1.0]
         """
-        return torch.tensor([self.slowdown[i % len(self.slowdown)] for i in range(workers)], dtype=torch.float64)
+        return torch.tensor(self.slowdown, dtype=torch.float64).repeat(-(-workers // len(self.slowdown)))[:workers]
 
     def disturbance(self, workers: int, step: int, seed: int = 0) -> Tensor:
         """The factor of jitter and stragglers on step ``step`` of each worker: a function of the arguments and the spec.
@@ -99,13 +184,42 @@ class ClusterSpec:
         keys = bits(torch.tensor([fold(seed, step, 0xC10C) for step in steps]), workers).to(torch.int64)
         u = uniform(keys.flatten(), 3).to(torch.float64).view(len(steps), workers, 3)
         if self.jitter:
-            normal = torch.sqrt(-2 * torch.log(1 - u[..., 0])) * torch.cos(2 * math.pi * u[..., 1])
-            factor = torch.exp(self.jitter * normal - self.jitter**2 / 2)  # its mean is 1
+            factor = log_normal(u[..., 0], u[..., 1], self.jitter)
         return torch.where(u[..., 2] < self.stragglers, factor * self.straggle, factor)
 
     def slowed(self, slowdown: Sequence[float]) -> ClusterSpec:
         """The same cluster with these workers slow."""
         return replace(self, slowdown=tuple(float(s) for s in slowdown))
+
+    # --- a whole run -------------------------------------------------------------------------------------------------------
+
+    def check_workers(self, workers: int) -> None:
+        """Refuse more workers than the cluster holds."""
+        if self.workers is not None and workers > self.workers:
+            raise HocketError(f"The cluster {self.name} holds {self.workers} workers, not {workers}; use at most {self.workers}.")
+
+    def pauses(self, workers: int, together: bool = True) -> float:
+        """How many times as long a run takes with its checkpoints and failures: ``(1 + C/I) / (1 − L·n/F)``.
+
+        ``C`` is what a checkpoint takes and ``I`` the time between two, ``F`` the time between two failures of one worker. A
+        failure loses ``L = R + I/2``: the restart, and what was done since the last checkpoint (Young 1974). Where workers step
+        ``together``, each of the ``n`` workers' failures stops all; otherwise it stops one (``n = 1``), and nothing is done again.
+
+        >>> ClusterSpec(failure_every_s=1e6, restart_s=100, checkpoint_every_s=1800).pauses(100)
+        1.1111111111111112
+        """
+        standing = self.checkpoint_s / self.checkpoint_every_s
+        lost = self.restart_s
+        if together and self.checkpoint_every_s < math.inf:
+            lost += self.checkpoint_every_s / 2
+        share = lost * (workers if together else 1) / self.failure_every_s
+        return math.inf if share >= 1 else (1 + standing) / (1 - share)
+
+    def cost(self, workers: int, seconds: float) -> float:
+        """What ``workers`` workers cost for so long."""
+        return self.price * workers * seconds / 3600
+
+    # --- files -------------------------------------------------------------------------------------------------------------
 
     @classmethod
     def parse(cls, text: str | Path | ClusterSpec) -> ClusterSpec:
@@ -114,19 +228,9 @@ class ClusterSpec:
         >>> ClusterSpec.parse("1gbit").bandwidth
         125000000.0
         """
-        if isinstance(text, ClusterSpec):
-            return text
-        if str(text) in PRESETS:
-            return PRESETS[str(text)]
-        path = Path(text)
-        if not path.is_file():
-            hint = nearest(str(text), PRESETS)
-            raise HocketError(f"There is no cluster '{text}' among {', '.join(PRESETS)}, and no such file{hint or '.'}")
-        try:
-            content = tomllib.loads(path.read_text())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise HocketError(f"{path} is not a TOML file: {error}.") from None
-        return cls.of(content, path.stem, str(path))
+        from hocket.cluster.spec_file import read  # it makes specs
+
+        return text if isinstance(text, ClusterSpec) else read(text)
 
     @classmethod
     def of(cls, content: Mapping[str, Any], name: str = "custom", where: str = "cluster") -> ClusterSpec:
@@ -135,107 +239,35 @@ class ClusterSpec:
         >>> ClusterSpec.of({"link": {"bandwidth": "100Mbit", "latency": "1ms"}}).latency_s
         0.001
         """
-        values: dict[str, Any] = {"name": name}
-        for table, entries in content.items():
-            if table not in _FIELDS or not isinstance(entries, Mapping):
-                raise HocketError(
-                    f"{where}: unknown table '{table}'{nearest(table, _FIELDS) or '.'} Known are {', '.join(_FIELDS)}."
-                )
-            for key, value in entries.items():
-                if key not in _FIELDS[table]:
-                    hint = nearest(key, _FIELDS[table]) or "."
-                    raise HocketError(f"{where}: [{table}] has no '{key}'{hint} It takes {', '.join(_FIELDS[table])}.")
-                field, read = _FIELDS[table][key]
-                values[field] = read(value, f"{where}: [{table}] {key} = {value!r}")
-        return cls(**values)
+        from hocket.cluster.spec_file import spec_of
+
+        return spec_of(content, name, where)
 
     def describe(self) -> dict[str, Any]:
-        return {k: list(v) if isinstance(v, tuple) else None if v == math.inf else v for k, v in vars(self).items()}
+        """Plain data for run.json; of what not every description has, only what this one has."""
+        usual = {f.name: f.default for f in fields(self)}
+        kept = {k: v for k, v in vars(self).items() if k in _ALWAYS or (v and v != usual[k])}
+        return {k: _plain(v) for k, v in kept.items()}
 
 
-def _above(name: str, value: float, low: float, equal: bool = False) -> None:
-    if not (value >= low if equal else value > low):
-        raise HocketError(f"cluster: {name} = {value:g} must be {'at least' if equal else 'above'} {low:g}.")
+_EVERY = ("checkpoint_every_s", "failure_every_s", "links", "host_size", "trunk_hosts", "workers")
+_NOT_NEGATIVE = (
+    "jitter", "stragglers", "latency_s", "host_latency_s", "update_s", "load_s", "exchange_s", "message_s", "half_duplex",
+    "pairs_half_duplex", "link_jitter", "trunk_latency_s", "checkpoint_s", "restart_s", "price",
+)  # fmt: skip
+_ALWAYS = (
+    "name", "flops", "step_s", "slowdown", "jitter", "stragglers", "straggle", "bandwidth", "latency_s", "host_size",
+    "host_bandwidth", "host_latency_s",
+)  # fmt: skip
 
 
-def _plain(value: Any, where: str) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise HocketError(f"{where}: expected a number.")
-    return float(value)
+def log_normal(u: Tensor, v: Tensor, width: float) -> Tensor:
+    """Log-normal factors of mean 1 from uniform ``u`` and ``v``: ``exp(σz − σ²/2)``."""
+    normal = torch.sqrt(-2 * torch.log(1 - u)) * torch.cos(2 * math.pi * v)
+    return torch.exp(width * normal - width**2 / 2)
 
 
-def _amount(value: Any, where: str) -> float:
-    """``50e9`` or ``"50G"``."""
-    if not isinstance(value, str):
-        return _plain(value, where)
-    match = re.fullmatch(_NUMBER + r"([kmgtp]?)(?:flops|flop/s)?", value, re.IGNORECASE)
-    if match is None:
-        raise HocketError(f"{where}: expected operations per second, such as 50e9 or '50G'.")
-    return float(match[1]) * _PREFIX[match[2].lower()]
-
-
-def bytes_per_second(value: Any, where: str = "bandwidth") -> float:
-    """``"1Gbit"``, ``"100 Mbit/s"`` or ``"12MB/s"``; a number is bytes per second.
-
-    >>> bytes_per_second("1Gbit"), bytes_per_second("12 MB/s")
-    (125000000.0, 12000000.0)
-    """
-    if not isinstance(value, str):
-        return _plain(value, where)
-    match = re.fullmatch(_NUMBER + r"([kmgtp]?)(bit|bits|bps|b|byte|bytes)(?:/s)?", value, re.IGNORECASE)
-    if match is None:
-        raise HocketError(f"{where}: expected a rate such as '1Gbit' or '12MB/s'.")
-    unit = match[3]
-    size = 1.0 if unit == "B" or unit.lower().startswith("byte") else 0.125
-    return float(match[1]) * _PREFIX[match[2].lower()] * size
-
-
-def seconds(value: Any, where: str = "time") -> float:
-    """``"0.1ms"``; a number is seconds."""
-    if not isinstance(value, str):
-        return _plain(value, where)
-    match = re.fullmatch(_NUMBER + r"([a-zµ]+)", value)
-    if match is None or match[2] not in _SECONDS:
-        raise HocketError(f"{where}: expected a time such as '0.1ms' or '20us'.")
-    return float(match[1]) * _SECONDS[match[2]]
-
-
-def _slowdown(value: Any, where: str) -> tuple[float, ...]:
-    values = value if isinstance(value, list) else [value]
-    return tuple(_plain(v, where) for v in values)
-
-
-def _whole(value: Any, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise HocketError(f"{where}: expected a whole number of at least 1.")
-    return value
-
-
-_FIELDS: dict[str, dict[str, tuple[str, Any]]] = {
-    "compute": {
-        "flops": ("flops", _amount),
-        "step": ("step_s", seconds),
-        "slowdown": ("slowdown", _slowdown),
-        "jitter": ("jitter", _plain),
-        "stragglers": ("stragglers", _plain),
-        "straggle": ("straggle", _plain),
-    },
-    "link": {"bandwidth": ("bandwidth", bytes_per_second), "latency": ("latency_s", seconds)},
-    "host": {
-        "size": ("host_size", _whole),
-        "bandwidth": ("host_bandwidth", bytes_per_second),
-        "latency": ("host_latency_s", seconds),
-    },
-}
-
-PRESETS: dict[str, ClusterSpec] = {
-    spec.name: spec
-    for spec in (
-        ClusterSpec("internet", bandwidth=100e6 / 8, latency_s=50e-3, jitter=0.1),
-        ClusterSpec("100mbit", bandwidth=100e6 / 8, latency_s=0.2e-3, jitter=0.05),
-        ClusterSpec("1gbit", bandwidth=1e9 / 8, latency_s=0.1e-3, jitter=0.05),
-        ClusterSpec("10gbit", flops=5e12, bandwidth=10e9 / 8, latency_s=50e-6, jitter=0.05),
-        ClusterSpec("100gbit", flops=50e12, bandwidth=100e9 / 8, latency_s=10e-6, jitter=0.05),
-    )
-}
-"""Workers of 50 GFLOP/s (a CPU core or two) on slow links, of 5 and 50 TFLOP/s (GPUs) on fast ones."""
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: list(v) for k, v in value.items()}
+    return list(value) if isinstance(value, tuple) else None if value == math.inf else value

@@ -4,7 +4,7 @@ On a described cluster (a :class:`~hocket.cluster.spec.ClusterSpec`) they have a
 would take there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,59 @@ from hocket.cluster.message import Message, framed, ordered_mean, ring_bytes, su
 from hocket.cluster.spec import ClusterSpec
 
 
-class VirtualCluster(Cluster):
+class ClockedCluster(Cluster):
+    """Workers of which this process knows all: every verb counts its bytes and, on a described cluster, takes its time."""
+
+    def code(self, methods: Sequence[str], values: int) -> None:
+        self._on_clock("code", methods, values)
+
+    def _priced_mean(self, rows: Tensor, subgroups: Subgroups) -> None:
+        self._count_mean(rows, subgroups)
+        self._on_clock("ring", ring_bytes(rows.shape[1] * rows.element_size(), subgroups.size), subgroups)
+
+    def _priced_sum(self, rows: Tensor, servers: int) -> None:
+        payload = rows.shape[1] * rows.element_size()
+        own, theirs = summed_bytes(payload, self.size, servers)
+        self.ledger.sent += own + servers * theirs // self.size  # what servers send is counted for the workers that they serve
+        self._on_clock("summed", own, self.world)
+
+    def _priced_flags(self, flags: Tensor) -> None:
+        sent_bytes = ring_bytes(flags.shape[1], self.size)
+        self.ledger.sent += sent_bytes
+        self._on_clock("ring", sent_bytes, self.world)
+
+    def _priced_broadcast(self, rows: Tensor, source: int) -> None:
+        self._count_broadcast(rows, source)
+        if self.clock is not None:
+            heard = torch.full((1, self.size), source)
+            heard[0, source] = -1
+            sizes = torch.full((self.size,), framed(rows.shape[1] * rows.element_size()))
+            self._on_clock("neighbor_exchange", sizes, heard, False)
+
+    def _priced_messages(self, message: Message, copies: Tensor | int, where: Tensor | Subgroups, verb: str) -> None:
+        """Messages that go where the table of sources, or the subgroups, say; ``verb`` is the clock's."""
+        sizes = self._count_messages(message, copies)
+        if self.clock is not None:
+            self._on_clock(verb, self._of_all(sizes), where, message.lengths is not None)
+
+    def _on_clock(self, verb: str, *arguments: Any) -> None:
+        """Let the clock, if there is one, take the time of what it calls ``verb``."""
+        if self.clock is not None:
+            getattr(self.clock, verb)(*arguments)
+
+    def _of_all(self, sizes: Tensor) -> Tensor:
+        """The sizes of all workers' messages, given those of the workers hosted here."""
+        return sizes.cpu()
+
+    def start(self, work: Callable[[], Any], name: str = "") -> Callable[[], Any]:
+        result = work()
+        return lambda: result
+
+    def all_gather_metrics(self, values: Tensor) -> Tensor:
+        return values
+
+
+class VirtualCluster(ClockedCluster):
     """``size`` virtual workers on one device.
 
     >>> cluster = VirtualCluster(4)
@@ -40,14 +92,8 @@ class VirtualCluster(Cluster):
             self.clock = Clock(spec, size, seed)
             self.ledger.predict, self.ledger.steps = self.clock.take, self.clock.steps
 
-    def start(self, work: Callable[[], Any], name: str = "") -> Callable[[], Any]:
-        result = work()
-        return lambda: result
-
     def mean(self, rows: Tensor, subgroups: Subgroups) -> Tensor:
-        self._count_mean(rows, subgroups)
-        if self.clock is not None:
-            self.clock.ring(ring_bytes(rows.shape[1] * rows.element_size(), subgroups.size), subgroups)
+        self._priced_mean(rows, subgroups)
         if subgroups.whole:
             return rows.copy_(ordered_mean(rows).expand_as(rows))
         for group in subgroups.members:
@@ -56,43 +102,27 @@ class VirtualCluster(Cluster):
         return rows
 
     def reduce_on_servers(self, servers: int, rows: Tensor) -> Tensor:
-        payload = rows.shape[1] * rows.element_size()
-        own, theirs = summed_bytes(payload, self.size, servers)
-        self.ledger.sent += own + servers * theirs // self.size  # what servers send is counted for the workers that they serve
-        if self.clock is not None:
-            self.clock.summed(own, self.world)
+        self._priced_sum(rows, servers)
         return rows.copy_(ordered_mean(rows).expand_as(rows))
 
     def neighbor_exchange(self, message: Message, sources: Tensor) -> Message:
-        sizes = self._count_messages(message, self._copies_heard(sources))
-        if self.clock is not None:
-            self.clock.neighbor_exchange(sizes.cpu(), sources, message.lengths is not None)
+        self._priced_messages(message, self._copies_heard(sources), sources, "neighbor_exchange")
         own = torch.arange(self.size).expand_as(sources)
         return message.select(torch.where(sources < 0, own, sources).flatten())
 
     def all_to_all(self, message: Message, subgroups: Subgroups) -> Message:
-        sizes = self._count_messages(message, self._to_others(subgroups))
-        if self.clock is not None:
-            self.clock.all_to_all(sizes.cpu(), subgroups, message.lengths is not None)
+        self._priced_messages(message, self._to_others(subgroups), subgroups, "all_to_all")
         place = subgroups.place_of.unsqueeze(1)
         senders = subgroups.members[subgroups.group_of]  # [workers, size]: who sends to worker i, in group order
         return message.select((senders * subgroups.size + place).flatten())
 
     def all_gather(self, message: Message, subgroups: Subgroups) -> Message:
-        sizes = self._count_messages(message, subgroups.size - 1)
-        if self.clock is not None:
-            self.clock.all_gather(sizes.cpu(), subgroups, message.lengths is not None)
+        self._priced_messages(message, subgroups.size - 1, subgroups, "all_gather")
         return message.select(subgroups.members.flatten())
 
     def all_reduce_any(self, flags: Tensor) -> Tensor:
-        sent_bytes = ring_bytes(flags.shape[1], self.size)
-        self.ledger.sent += sent_bytes
-        if self.clock is not None:
-            self.clock.ring(sent_bytes, self.world)
+        self._priced_flags(flags)
         return flags.any(0)
-
-    def all_gather_metrics(self, values: Tensor) -> Tensor:
-        return values
 
     def broadcast(self, rows: Tensor, source: int = 0) -> Tensor:
         """Every row becomes worker ``source``'s, in place.
@@ -101,9 +131,5 @@ class VirtualCluster(Cluster):
         >>> cluster.broadcast(torch.tensor([[1.0], [2.0], [3.0]]), source=1).flatten().tolist(), cluster.ledger.sent.tolist()
         ([2.0, 2.0, 2.0], [0, 708, 0])
         """
-        self._count_broadcast(rows, source)
-        if self.clock is not None:
-            heard = torch.full((1, self.size), source)
-            heard[0, source] = -1
-            self.clock.neighbor_exchange(torch.full((self.size,), framed(rows.shape[1] * rows.element_size())), heard, False)
+        self._priced_broadcast(rows, source)
         return rows.copy_(rows[source].clone().expand_as(rows))

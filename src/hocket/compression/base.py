@@ -22,6 +22,7 @@ from hocket.cluster.message import Message
 from hocket.compression.indices import put, read_indices, with_indices
 from hocket.errors import HocketError
 from hocket.noise import bits, fold
+from hocket.notation import write
 
 State = dict[str, Any]
 CONSENSUS_STEP = 0.4
@@ -98,6 +99,17 @@ class Compressor:
     def links(self) -> tuple[Compressor, ...]:
         """The methods it is made of, in the order in which the notation chains them with ``|``."""
         return (self,)
+
+    @property
+    def methods(self) -> list[str]:
+        """Its names for a table of costs, from the exact to the general.
+
+        >>> from hocket.compression import QSGD, Chain, TopK
+        >>> Chain(TopK(0.01), QSGD(4)).methods
+        ['topk(0.01) | qsgd(4)', 'topk | qsgd', 'topk(0.01)', 'topk']
+        """
+        texts, names = [write(link) for link in self.links], [link.name for link in self.links]
+        return list(dict.fromkeys([" | ".join(texts), " | ".join(names), texts[0], names[0]]))
 
     @property
     def codec(self) -> Codec | None:
@@ -244,6 +256,8 @@ class Selection(Codec):
         return with_indices(chosen, Message((chosen.values,), _column(chosen.counts)), rows.shape[1], self.rice), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
+        if message.parts[0].is_meta:
+            return torch.empty(message.rows, size, device="meta")
         return put(read_indices(message, size, self.rice)[0], message.parts[2], size)
 
 

@@ -20,6 +20,8 @@ def pack(values: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return values
     size = values.shape[1]
+    if values.is_meta:
+        return values.new_empty(len(values), packed_size_padded(size, bits))
     if 8 % bits == 0:
         per = 8 // bits
         cells = pad(values, (0, -size % per)).view(values.shape[0], -1, per)
@@ -51,6 +53,8 @@ def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
     if bits == 8:
         return packed[:, :size]
     rows = packed.shape[0]
+    if packed.is_meta:
+        return packed.new_empty(rows, size)
     if 8 % bits == 0:
         mask = (1 << bits) - 1
         cells = [(packed >> (k * bits)) & mask for k in range(8 // bits)]

@@ -93,6 +93,8 @@ class Chain(Codec):
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         if isinstance(self.first, RandomK):
             return self.first.put_values(self.second.decode(message, self.first.max_selected(size), context), size, context)
+        if message.parts[0].is_meta:
+            return torch.empty(message.rows, size, device="meta")
         indices, counts = read_indices(message, size, self.first.rice)
         values = self.second.decode(Message(message.parts[2:]), indices.shape[1], context)
         if counts is not None:  # a precision may decode padding to values other than 0

@@ -11,6 +11,7 @@ ones, so that it need not be sent.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,8 +94,26 @@ def ones(mask: Tensor, narrowest: int = 0) -> tuple[Tensor, Tensor]:
     return indices, counts
 
 
+def expected_rice(count: int, size: int) -> tuple[int, int]:
+    """Bytes of ``low`` and ``unary`` to expect for ``count`` of ``size`` indices at random: a gap is geometric with
+    ``p = count/size``, so that its ``unary`` has ``1/(1 − (1−p)^(2^k))`` bits.
+
+    >>> low, unary = expected_rice(64, 4096)
+    >>> 8 * (low + unary) / 64
+    7.625
+    """
+    if not count:
+        return 0, 0
+    bits = int(rice_bits(torch.tensor([count]), size))
+    return -(-count // 8) * bits, math.ceil(count / (1 - (1 - count / size) ** 2**bits) / 8) if count < size else -(-count // 8)
+
+
 def _rice(indices: Tensor, counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``low`` and ``unary``, and the bytes of each row in both, ``[rows, 2]``."""
+    """``low`` and ``unary``, and the bytes of each row in both, ``[rows, 2]``; without values (on ``meta``) those to expect."""
+    if indices.is_meta:
+        low_bytes, unary_bytes = expected_rice(indices.shape[1], size)
+        low, unary = (indices.new_empty(len(indices), n, dtype=torch.uint8) for n in (low_bytes, unary_bytes))
+        return low, unary, counts.new_empty(len(counts), 2)
     bits, real = rice_bits(counts, size), torch.arange(indices.shape[1], device=indices.device) < counts.unsqueeze(1)
     gaps = torch.where(real, _gaps(indices), 0)
     spans = torch.where(real, (gaps >> bits.unsqueeze(1)) + 1, 0)

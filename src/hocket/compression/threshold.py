@@ -28,6 +28,9 @@ from hocket.compression.base import (
 from hocket.compression.indices import ones
 from hocket.errors import HocketError
 
+STATIC_KEEPS = 0.05
+"""The share of the values that a static threshold is thought to send where nothing is known of them: what the source study saw."""
+
 
 @dataclass(frozen=True)
 class Threshold(Selection):
@@ -83,6 +86,8 @@ class Threshold(Selection):
             level = rows.new_full((rows.shape[0], 1), float(self.t))
         else:
             level = state["level"] if "level" in state else _level_keeping(magnitude, self.keep or 1.0)
+        if rows.is_meta:
+            return _expected(rows, 1.0 if self.lossless else self.keep or STATIC_KEEPS), state
         mask = magnitude > level
         chosen = compact(rows, mask)
         if self.keep is None or chosen.counts is None or self.lossless or not rows.shape[1]:
@@ -102,6 +107,13 @@ def compact(rows: Tensor, mask: Tensor) -> Selected:
     indices, counts = ones(mask, narrowest=min(1, rows.shape[1]))
     real = torch.arange(indices.shape[1], device=rows.device) < counts.unsqueeze(1)
     return Selected(indices, torch.where(real, rows.gather(1, indices), 0.0), counts)
+
+
+def _expected(rows: Tensor, keep: float) -> Selected:
+    """What to expect where there are sizes and no values."""
+    width = max(min(1, rows.shape[1]), round(keep * rows.shape[1]))
+    indices = rows.new_empty(len(rows), width, dtype=torch.int64)
+    return Selected(indices, rows.new_empty(len(rows), width), indices.new_empty(len(rows)))
 
 
 def _level_keeping(magnitude: Tensor, keep: float) -> Tensor:

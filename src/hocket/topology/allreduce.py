@@ -95,6 +95,7 @@ class AllReduceChannel(Channel):
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         if not compressor.compresses:
             return self.mean(rows, context), state
+        self.price(compressor, rows)
         reference, inner = state["reference"], state.get("inner", {})
         if context.residual_stays:
             heard, sent, inner = compressor.mean(narrowed(rows - reference), self, inner, context)

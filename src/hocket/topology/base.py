@@ -115,8 +115,14 @@ class Channel(ABC):
         mixed = self.mean(rows, context)
         return rows if mixed is rows else rows.copy_(mixed)
 
+    def price(self, compressor: Compressor, rows: Tensor) -> None:
+        """Tell the cluster that workers encode these rows, and decode what they hear."""
+        if self.cluster.clock is not None and compressor.compresses:
+            self.cluster.code(compressor.methods, rows.shape[1])
+
     def gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         """Mix gradients through a compressor, with its error feedback."""
+        self.price(compressor, rows)
         heard, _, state = mean_with_feedback(compressor, rows, self, state, context)
         return heard, state
 

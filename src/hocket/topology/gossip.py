@@ -189,6 +189,7 @@ class GossipChannel(Channel):
         if not compressor.compresses:
             return self.mean(rows, context), state
         assert isinstance(compressor, Codec)
+        self.price(compressor, rows)
         period = self.spec.period(self.subgroups.size, few=True)
         assert period is not None
         entry = str(context.exchange % period)

@@ -26,7 +26,7 @@ class GossipProtocol(AsyncProtocol):
         super().__init__(replicas, spec, batches, workers)
         kind = replicas.strategy.topology.partner_rule
         self.workers = [GossipPeer(PeerConfig(w, workers, kind, seed, greets=False)) for w in range(workers)]
-        self.network.ends = {("worker", w): w for w in range(workers)}
+        self.network.ends = self.ends(workers)
         for w, worker in enumerate(self.workers):
             routes = {other: ("worker", other) for other in range(workers) if other != w}
             self.simulation.add(("worker", w), worker, w.to_bytes(4, "big"), routes)

@@ -24,10 +24,24 @@ class AsyncProtocol(ABC):
 
     def __init__(self, replicas: AsyncReplicas, spec: ClusterSpec, batches: BatchSequence, hosts: int) -> None:
         """``hosts``: how many links there are; the first ones are the workers'."""
-        self.replicas, self.batches = replicas, batches
+        self.replicas, self.batches, self.spec = replicas, batches, spec
         self.links = LinkModel(spec, hosts)
         self.network = LinkNetwork(self.links, {})
         self.simulation = Simulation(self.network, timers=False)
+
+    def ends(self, workers: int) -> dict[tuple[str, int], int]:
+        """The link of each worker; those of a host may share one."""
+        size = self.spec.host_size if self.spec.shared_links else None
+        return {("worker", w): w // (size or 1) for w in range(workers)}
+
+    def beside_s(self, worker: int, share: float) -> float:
+        """What a worker's step takes beside its gradient: loading ``share`` of a mini-batch, updating weights, an exchange."""
+        return self.spec.load_s * share + self.spec.update_s * self.values + self.spec.exchange_s
+
+    @property
+    def values(self) -> float:
+        """How many weights a worker has, or is thought to have."""
+        return self.replicas.layout.parameters * self.network.scale
 
     def carry_out(self, worker: int, effects: Effects) -> None:
         """Carry out what a worker's program wants."""

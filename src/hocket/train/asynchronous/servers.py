@@ -33,7 +33,7 @@ class ServerProtocol(AsyncProtocol):
         options: dict[str, Any] = {"give_up_s": float("inf"), "total": len(batches), "per_epoch": batches.per_epoch}
         configs = [WorkerConfig(strategy, replicas.layout, w, workers, seed, **options) for w in range(workers)]
         self.workers = [ServerWorker(config) for config in configs]
-        self.network.ends = {("worker", w): w for w in range(workers)}
+        self.network.ends = self.ends(workers)
         self.network.ends |= {("shard", s): own_links * workers + s for s in range(shards)}
         for s, server in enumerate(self.servers):
             self.simulation.add(("shard", s), server, b"s" + s.to_bytes(4, "big"), {})
@@ -69,6 +69,13 @@ class ServerProtocol(AsyncProtocol):
         together = self.sync.max_staleness == 0
         gradients = [] if self.sync.averages_weights else self.replicas.gradient_of(worker, weight if together else 1.0)
         return self.workers[worker].before_update(gradients, self.simulation.now)
+
+    def beside_s(self, worker: int, share: float) -> float:
+        spec, values = self.spec, self.values
+        action, compression = self.sync.server_action(self.workers[worker].step + 1), self.strategy.compression
+        coding_s = spec.coding_s(compression.methods, values) if compression.compresses else 0.0
+        pushing_s = (coding_s + spec.exchange_s) if action.push else 0.0
+        return spec.load_s * share + pushing_s + (spec.update_s * values if action.local else 0.0)
 
     def steps_locally(self, worker: int) -> bool:
         return self.workers[worker].steps_locally

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
-from hocket.cluster.spec import PRESETS, ClusterSpec
+from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet
 from hocket.data.batches import MiniBatch
 from hocket.drivers.simulation import Alarm, Call, Delivery, Key
@@ -60,7 +60,7 @@ class AsyncSimulation(EpochLoop):
         size = cluster.size
         self._factor = plan.lr_factor(self.batches)
         self._base_lrs = [float(g["lr"]) for g in replicas.optimizer.param_groups]
-        self.spec: ClusterSpec = PRESETS[DEFAULT_CLUSTER] if cluster.clock is None else cluster.clock.spec
+        self.spec: ClusterSpec = ClusterSpec.parse(DEFAULT_CLUSTER) if cluster.clock is None else cluster.clock.spec
         self.step_s = plan.step_s(self.spec, replicas.model, loss, data)
         if cluster.clock is not None:
             cluster.clock.step_s = self.step_s
@@ -129,6 +129,7 @@ class AsyncSimulation(EpochLoop):
         self.replicas.begin(worker, batch)
         share = len(batch.indices) / self.plan.batch_size
         seconds = self.step_s * share * self._slowdown[worker] * self._disturbances(self._begun[worker])[worker]
+        seconds += self.protocol.beside_s(worker, share) * self._slowdown[worker]
         self._begun[worker] += 1
         self._computing[worker] = now
         self.simulation.put(now + seconds, Call(_COMPUTED, worker))

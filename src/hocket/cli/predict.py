@@ -1,0 +1,110 @@
+"""``hocket predict``: what strategies would cost on a cluster, for 1 to thousands of workers, without training."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hocket.cluster.spec import ClusterSpec
+from hocket.cluster.spec_file import PRESETS, amount
+from hocket.errors import HocketError, bytes_text
+from hocket.prediction.api import STRATEGIES, Predictions, predict
+from hocket.prediction.chart import chart
+from hocket.prediction.model import OPTIMIZERS
+from hocket.prediction.steps import Prediction
+from hocket.report.figures import plain
+
+_MARKS = (1, 4, 16, 64, 256, 1024, 4096)
+
+
+def command(
+    model: Annotated[str | None, typer.Option(help="mlp, cnn, resnet20, vgg11, gpt, gpt:10m, … or module:factory.")] = None,
+    parameters: Annotated[str | None, typer.Option(help="Or just its size, such as 124M.")] = None,
+    cluster: Annotated[str, typer.Option(help=f"A TOML file (`hocket probe` writes one), or {', '.join(PRESETS)}.")] = "1gbit",
+    strategy: Annotated[list[str] | None, typer.Option("--strategy", "-s", help="Several times for several.")] = None,
+    workers: Annotated[str | None, typer.Option("--workers", "-n", help="Such as 1,4,16 (default: 1 to 4096).")] = None,
+    mesh: Annotated[list[str] | None, typer.Option(help="Split the model: pipeline=4,tensor=2; several times for several.")] = None,
+    sharding: Annotated[str | None, typer.Option(help="zero1 or fsdp: the state of the optimiser, or all, in parts.")] = None,
+    step_s: Annotated[float | None, typer.Option(help="Seconds of a step on one worker (default: counted operations).")] = None,
+    batch_size: Annotated[int, typer.Option(help="Mini-batch per worker.")] = 100,
+    data: Annotated[str | None, typer.Option(help="The data set that the model is for (default: made up).")] = None,
+    optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "momentum",
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    picture: Annotated[Path | None, typer.Option("--chart", help="Also draw samples per second as a .png file.")] = None,
+) -> None:
+    """Predict step time, efficiency, traffic, memory and cost, without training."""
+    sys.path.insert(0, os.getcwd())  # for module:factory
+    size = None if parameters is None else amount(parameters, f"--parameters {parameters}")
+    counts = None if workers is None else _counts(workers)
+    more: dict[str, Any] = {"meshes": mesh or (), "sharding": sharding, "data": data, "optimizer": optimizer}
+    found = predict(model, cluster, strategy or STRATEGIES, counts, parameters=size, step_s=step_s, batch_size=batch_size, **more)
+    if picture is not None:
+        chart(found, picture)
+    if json_ or csv:
+        print(json.dumps(found.plain(), indent=1) if json_ else found.csv(), end="" if csv else "\n")
+        return
+    show(found, Console(), whole=counts is not None)
+    if picture is not None:
+        print(f"Chart: {picture}")
+
+
+def _counts(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() for word in words):
+        raise HocketError(f"--workers {text}: expected whole numbers with commas between them, such as 1,4,16.")
+    return [int(word) for word in words]
+
+
+def show(found: Predictions, console: Console, whole: bool = True) -> None:
+    """A table for each strategy, and what they say; a ``whole`` one has every number of workers."""
+    spec, size = found.cluster, found.model
+    console.print(
+        f"[bold]{escape(size.name)}[/bold] ({size.parameters / 1e6:,.1f} million parameters), batch {size.batch_size}, "
+        f"predicted for {escape(spec.name)}"
+    )
+    for strategy, mesh in dict.fromkeys((row.strategy, row.mesh) for row in found.rows):
+        table = _table(f"{strategy} ({mesh})" if mesh else strategy, spec)
+        rows = [row for row in found.rows if (row.strategy, row.mesh) == (strategy, mesh)]
+        for row in rows:
+            if row.refused is None and (whole or row.workers in _MARKS):
+                table.add_row(*_cells(row, spec))
+        if table.row_count:
+            console.print(table)
+        for reason in dict.fromkeys(row.refused for row in rows if row.refused is not None):
+            who = ", ".join(str(row.workers) for row in rows if row.refused == reason)
+            console.print(f"{who} workers: {reason}", style="dim", markup=False, highlight=False, soft_wrap=True)
+    for sentence in found.answers():
+        console.print(f"• {sentence}", markup=False, highlight=False, soft_wrap=True)
+    console.print(_LEGEND, style="dim")
+
+
+_LEGEND = (
+    "ms: of one worker's step; wait and transfer as far as computing does not hide them. sent, memory: of one worker; memory "
+    "without activations that are not known, '!' where a worker has less. samples/s: of all workers. Predicted, not measured."
+)
+
+
+def _table(title: str, spec: ClusterSpec) -> Table:
+    style: Any = {"title_justify": "left", "title_style": "bold", "header_style": "dim", "box": SIMPLE_HEAD}
+    table = Table(title=escape(title), padding=(0, 1), collapse_padding=True, **style)
+    columns = ["workers", "ms/step", "compute", "wait", "transfer", "effic.", "samples/s", "sent", "memory"]
+    for column in columns + [f"{spec.currency}/1000"] * (spec.price > 0):
+        table.add_column(column, justify="right", no_wrap=True, min_width=min(7, len(column)))
+    return table
+
+
+def _cells(row: Prediction, spec: ClusterSpec) -> list[str]:
+    seconds = [plain(1000 * s) for s in (row.step_s, row.compute_s, row.wait_s, row.transfer_s)]
+    memory = bytes_text(row.memory_bytes) + (" !" if row.memory_bytes > spec.memory_bytes else "")
+    cost = [] if row.cost is None else [f"{row.cost:.3g}" if math.isfinite(row.cost) else "–"]
+    figures = [f"{row.efficiency:.0%}", plain(row.samples_per_s), bytes_text(row.bytes_sent)]
+    return [str(row.workers), *seconds, *figures, memory, *cost]
