@@ -10,7 +10,7 @@ from types import FrameType
 
 import typer
 
-from hocket.cli import demo, keys, pipeline, predict, report, study, train
+from hocket.cli import demo, keys, pipeline, predict, probe, report, study, train
 from hocket.cli.options import Commands
 from hocket.drivers.processes import quit_at_once
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-_COMMANDS = {"train": train, "study": study, "report": report, "predict": predict, "demo": demo, "keys": keys}
+_COMMANDS = {"train": train, "study": study, "report": report, "probe": probe, "predict": predict, "demo": demo, "keys": keys}
 for _name, _module in _COMMANDS.items():
     app.command(_name)(_module.command)
 app.add_typer(pipeline.app, name="pipeline")
