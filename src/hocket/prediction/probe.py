@@ -37,7 +37,7 @@ from hocket.train.checks import Factory, layout_for, optimizer_for
 LIMIT_S = 60.0
 MOST_VALUES = 4_000_000
 """Codes are timed on so many values at most."""
-_SMALL, _FIRST, _MOST_BYTES = 64, 1 << 18, 1 << 26
+_SMALL, _FIRST, _MOST_BYTES, _LONG_S = 64, 1 << 18, 1 << 25, 0.15
 CODES = (
     "cast(bf16)", "qsgd(4)", "bins(2)", "ternary", "sign", "natural", "threshold(keep=0.05)", "topk(0.01)", "randomk(0.01)",
     "lowrank(2)", "dgc(0.01)", "demo",
@@ -210,23 +210,23 @@ def _links(cluster: Cluster, limit_s: float) -> dict[str, Any]:
 
 
 def _link(cluster: Cluster, groups: Subgroups, limit_s: float) -> dict[str, Any]:
-    n, ends = groups.size, time.perf_counter() + limit_s
+    n, each_s = groups.size, limit_s / 8
     cluster.create_groups(groups)
 
     def ring(count: int) -> list[float]:
         rows = torch.zeros(1, count, device=cluster.device)
-        return _times(cluster, lambda: cluster.mean(rows, groups))
+        return _times(cluster, lambda: cluster.mean(rows, groups), each_s)
 
     small = statistics.median(ring(_SMALL))
     count = _FIRST // 4
-    while (took := statistics.median(times := ring(count))) < 0.15 and 4 * count < _MOST_BYTES and time.perf_counter() < ends:
+    while (took := statistics.median(times := ring(count))) < min(_LONG_S, each_s / 4) and 4 * count < _MOST_BYTES:
         count *= 4
     bandwidth = ring_bytes(4 * count, n) / max(took - small, 1e-9)
     hop = small / (2 * (n - 1))
-    one, two = (statistics.median(_neighbours(cluster, groups, _SMALL, k)) for k in (1, 2))
+    one, two = (statistics.median(_neighbours(cluster, groups, _SMALL, k, each_s)) for k in (1, 2))
     message_s = min(max(0.0, two - one), hop) if n > 2 else 0.0
     partners = min(2, n - 1)
-    pairs = statistics.median(_neighbours(cluster, groups, count, partners))
+    pairs = statistics.median(_neighbours(cluster, groups, count, partners, each_s))
     alone = partners * framed(4 * count) / bandwidth
     half = min(1.0, max(0.0, (pairs - partners * hop) / alone - 1))
     return {
@@ -238,26 +238,26 @@ def _link(cluster: Cluster, groups: Subgroups, limit_s: float) -> dict[str, Any]
     }
 
 
-def _neighbours(cluster: Cluster, groups: Subgroups, count: int, partners: int) -> list[float]:
+def _neighbours(cluster: Cluster, groups: Subgroups, count: int, partners: int, limit_s: float) -> list[float]:
     """Messages from one or both neighbours in the group to each worker."""
     place, group = groups.place_of, groups.group_of
     shifts = (1, -1)[:partners]
     sources = torch.stack([groups.members[group, (place + s) % groups.size] for s in shifts])
     message = Message((torch.zeros(1, count, device=cluster.device),))
-    return _times(cluster, lambda: cluster.neighbor_exchange(message, sources))
+    return _times(cluster, lambda: cluster.neighbor_exchange(message, sources), limit_s)
 
 
-def _times(cluster: Cluster, work: Callable[[], Any], most: int = 7) -> list[float]:
-    """How long some exchanges take, each as long as on its slowest worker; the same list on all workers."""
+def _times(cluster: Cluster, work: Callable[[], Any], limit_s: float, most: int = 7) -> list[float]:
+    """How long some exchanges take, each as long as on its slowest worker: the same list on all workers, who end together."""
     flags = torch.zeros(1, 1, dtype=torch.bool)
     times: list[float] = []
     for turn in range(most):
         _once(cluster, lambda: cluster.all_reduce_any(flags))  # all begin together
         own = _once(cluster, work)
         slowest = float(cluster.all_gather_metrics(torch.tensor([[own]], dtype=torch.float64)).max())
-        if turn:
+        if turn:  # the first one warms up
             times.append(slowest)
-        if slowest > 1.0 and times:
+        if times and sum(times) > limit_s:
             break
     return times
 
