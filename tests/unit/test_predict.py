@@ -190,3 +190,22 @@ def test_what_cannot_be_predicted_says_why() -> None:
     assert [row.refused is None for row in found] == [True, False]
     (split,) = predict(parameters=1e6, step_s=0.1, strategies=["bulk"], workers=4, meshes=["pipeline=2"]).rows
     assert "activations" in (split.refused or "")
+
+
+def test_the_command_prints_tables_json_and_csv() -> None:
+    from typer.testing import CliRunner
+
+    from hocket.cli.main import app
+
+    given = ["predict", "--parameters", "1M", "--step-s", "0.01", "--cluster", "spot", "-s", "bulk", "-s", "hierarchical(size=3)"]
+    shown = CliRunner().invoke(app, [*given, "-n", "1,4"], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    assert "1M parameters (1.0 million parameters), batch 100, predicted for spot" in shown.output
+    assert "4 workers: hierarchical(size=3): 4 workers do not divide" in shown.output
+    assert "USD/1000" in shown.output
+    found = json.loads(CliRunner().invoke(app, [*given, "--json"]).output)
+    assert found["rows"][0]["workers"] == 1
+    assert found["cluster"]["price"] == 0.3
+    lines = CliRunner().invoke(app, [*given, "--csv", "-n", "4"]).output.splitlines()
+    assert len(lines) == 3
+    assert CliRunner().invoke(app, [*given, "-n", "4,x"]).exit_code != 0

@@ -71,11 +71,11 @@ from hocket.noise import bits, fold, uniform
 REFERENCE_FLOPS = 50e9
 """The speed of the worker on which :data:`CODING` was measured: one CPU core."""
 CODING: dict[str, float] = {
-    "cast": 6e-9, "qsgd": 60e-9, "bins": 60e-9, "ternary": 60e-9, "sign": 30e-9, "natural": 60e-9, "threshold": 30e-9,
-    "topk": 40e-9, "randomk": 40e-9, "lowrank": 10e-9, "dgc": 50e-9, "demo": 150e-9,
+    "cast": 5.6e-9, "qsgd": 32e-9, "bins": 45e-9, "ternary": 14e-9, "sign": 6.1e-9, "natural": 20e-9, "threshold": 20e-9,
+    "topk": 13e-9, "randomk": 2.7e-9, "lowrank": 4.6e-9, "dgc": 15e-9, "demo": 23e-9,
 }  # fmt: skip
-"""Seconds per value of one coded exchange on one CPU core, feedback included, as ``hocket probe`` measured it. A worker of other
-``flops`` needs as many times less."""
+"""Seconds per value of one coded exchange of a million values between four workers, on one CPU core, error feedback included, as
+:func:`hocket.prediction.probe.probe` measures it. A worker of other ``flops`` needs as many times less."""
 
 
 @dataclass(frozen=True)

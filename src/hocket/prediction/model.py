@@ -65,7 +65,7 @@ class ModelSize:
 
 
 def of_size(parameters: float, batch_size: int = 1, step_s: float | None = None, layers: int = LAYERS, **more: Any) -> ModelSize:
-    """A model of which only the size is known: ``layers`` square matrices, 6 operations per parameter and sample (of a language model: token).
+    """A model of which only the size is known: ``layers`` square matrices, 6 operations per parameter and sample (or token).
 
     >>> size = of_size(124e6, batch_size=8)
     >>> round(size.parameters / 1e6), size.flops / 1e9
@@ -129,14 +129,16 @@ def _outputs(model: nn.Module, inputs: Tensor) -> list[int]:
 
 def of_name(name: str, batch_size: int, data: str | None = None) -> ModelSize:
     """A model by its name or ``module:factory``, for a data set or, without one, for images of 32 × 32 or texts of 256 bytes."""
-    dataset = load(data) if data is not None else _made_up(text=name.startswith("gpt"))
+    dataset = load(data) if data is not None else made_up(text=name.startswith("gpt"))
     built = build(name, dataset)
     x, y = (t[:2] for t in dataset.train)
     return of_module(built, (dataset.prepare(x), y), cross_entropy, batch_size, name)
 
 
-def _made_up(text: bool) -> DataSet:
+def made_up(text: bool, samples: int = 2) -> DataSet:
+    """Texts of 256 bytes, or images of 32 × 32, without meaning."""
     if text:
-        tokens = torch.zeros(2, 256, dtype=torch.int64)
+        tokens = torch.zeros(samples, 256, dtype=torch.int64)
         return DataSet("256 bytes", (tokens, tokens), None, 256, identity)
-    return DataSet("32 × 32 images", (torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)), None, 10, identity)
+    images = torch.zeros(samples, 3, 32, 32), torch.zeros(samples, dtype=torch.int64)
+    return DataSet("32 × 32 images", images, None, 10, identity)

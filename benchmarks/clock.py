@@ -1,0 +1,52 @@
+"""What the virtual clock adds to a virtual training, and how long predictions take: CPU seconds of one core.
+
+    python benchmarks/clock.py
+
+First `hocket.simulate` with and without a described cluster, the same small CNN and strategies; then `hocket.predict` of a model
+of 124 million parameters for 4096 workers, one strategy of each family.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import hocket
+from hocket.models.images import cnn
+from hocket.prediction.api import STRATEGIES
+
+SIMULATED = ("bulk", "local(4)", "bulk + gossip", "bulk + topk(0.01)")
+
+
+def simulated(strategy: str, workers: int, cluster: str | None) -> float:
+    """CPU seconds of a training."""
+    x = torch.randn(workers * 20 * 10, 3, 16, 16)
+    y = torch.zeros(len(x), dtype=torch.int64)
+    begun = time.process_time()
+    hocket.simulate(
+        lambda: cnn((3, 16, 16), 10), cross_entropy, (x, y), strategy=strategy, workers=workers, batch_size=20, cluster=cluster,
+        evaluate=False,
+    )  # fmt: skip
+    return time.process_time() - begun
+
+
+def main() -> None:
+    """The command."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    simulated("bulk", 4, "1gbit")
+    for strategy in SIMULATED:
+        pairs = [(simulated(strategy, 16, "1gbit"), simulated(strategy, 16, None)) for _ in range(3)]
+        print(f"{strategy:<24} clock on / off: {statistics.median(on / off for on, off in pairs):.3f}", flush=True)
+    hocket.predict(parameters=1e6, step_s=0.1, workers=2)
+    begun = time.process_time()
+    hocket.predict(parameters=124e6, step_s=0.2, cluster="datacentres", workers=4096)
+    print(f"predict, 4096 workers, {len(STRATEGIES)} strategies: {time.process_time() - begun:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""``hocket probe``: measures this machine or, under a launcher, the whole cluster, into a file that `hocket predict` reads."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hocket.cli.train import device_of
+from hocket.cluster.join import find_launcher, join
+from hocket.cluster.virtual import VirtualCluster
+from hocket.data import load
+from hocket.errors import HocketError
+from hocket.models.registry import build, loss_for
+from hocket.prediction.model import OPTIMIZERS, made_up
+from hocket.prediction.probe import CODES, LIMIT_S, probe
+from hocket.strategy import Strategy
+from hocket.train.simulate import seeded
+
+
+def command(
+    model: Annotated[str, typer.Option(help="Whose steps are timed: mlp, cnn, gpt:10m, … or module:factory.")] = "cnn",
+    data: Annotated[str | None, typer.Option(help="The data set that the model is for (default: made up).")] = None,
+    batch_size: Annotated[int, typer.Option(help="Mini-batch per worker.")] = 100,
+    optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "momentum",
+    code: Annotated[
+        list[str] | None, typer.Option(help="Time this code, such as 'topk(0.01)' (default: one of each kind).")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
+    limit_s: Annotated[float, typer.Option(help="Seconds that it may take, about.")] = LIMIT_S,
+    out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.toml"),
+) -> None:
+    """Measure compute, codes and links, and write a cluster file; start it with torchrun, mpirun or srun to measure a cluster."""
+    sys.path.insert(0, os.getcwd())  # for module:factory
+    if optimizer not in OPTIMIZERS:
+        raise HocketError(f"--optimizer {optimizer}: use one of {', '.join(OPTIMIZERS)}.")
+    for text in code or ():
+        Strategy.parse(f"bulk + {text}")
+    if not out.parent.is_dir():
+        raise HocketError(f"--out {out}: the folder {out.parent} is not there; make it first.")
+    where = device_of(device)
+    dataset = load(data) if data is not None else made_up(text=model.startswith("gpt"), samples=batch_size)
+    if len(dataset.train[0]) < batch_size:
+        raise HocketError(f"--batch-size {batch_size}: the data set has {len(dataset.train[0])} samples; use at most as many.")
+    x, y = (t[:batch_size].to(where) for t in dataset.train)
+    built = seeded(lambda: build(model, dataset), 0).to(where)
+    cluster = VirtualCluster(1, where) if find_launcher(os.environ) is None else join(device=where)
+    try:
+        found = probe(
+            built, loss_for(dataset), (dataset.prepare(x), y), cluster, optimizer=OPTIMIZERS[optimizer], codes=code or CODES,
+            name=out.stem, limit_s=limit_s,
+        )  # fmt: skip
+    finally:
+        cluster.close()
+    if cluster.workers.start == 0:
+        text = found.text().replace(type(built).__name__, model, 1)
+        out.write_text(text)
+        print(text + f"# written to {out}; edit it, and use it with hocket predict --cluster {out}")
