@@ -247,7 +247,7 @@ class Training(EpochLoop):
 
     def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
         metrics: dict[str, Any] = {"axes": self.ledger.last} if self.ledger.last else {}
-        metrics |= self._train.figures()
+        metrics |= self._data_figures()
         if self.shares is not None:
             metrics["shares"] = self.shares
             self.shares = by_speed(self.shares, self._samples, self.cluster.ledger.computed)
@@ -255,6 +255,16 @@ class Training(EpochLoop):
         if worst is not None and worst != accuracy:
             metrics["accuracy_worst"] = worst
         return metrics
+
+    def _data_figures(self) -> dict[str, float]:
+        """What reading took: bytes and samples of all processes, seconds as their mean."""
+        own = self._train.figures()
+        if not own:
+            return {}
+        rows = torch.zeros(self.cluster.rows, len(own), dtype=torch.float64)
+        rows[0] = torch.tensor(list(own.values()), dtype=torch.float64)
+        sums = dict(zip(own, self.cluster.all_gather_metrics(rows).sum(0).tolist(), strict=True))
+        return {name: value / self.cluster.processes if name.endswith("_s") else int(value) for name, value in sums.items()}
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """The mean over steps and workers, summed exactly so that it does not depend on who hosts whom."""

@@ -37,7 +37,8 @@ class Streamed:
 
     def __init__(self, reader: ShardReader, options: dict[str, Any], device: torch.device | None = None) -> None:
         self.reader, self.options, self.target = reader, options, device
-        self._wait_s, self._read = 0.0, 0
+        self._wait_s = 0.0
+        self._told: tuple[float, ...] = (0.0, reader.bytes_read, reader.skipped)
 
     def __len__(self) -> int:
         return sum(self.reader.index.counts)
@@ -76,12 +77,11 @@ class Streamed:
         return ShardOrder(self.reader.index.counts, seed, self.options.get("lanes"), self.options.get("window"))
 
     def figures(self) -> dict[str, float]:
-        """Seconds waited for data and bytes read, in this process; samples left out, if any."""
-        found = {"data_wait_s": self._wait_s, "data_bytes": self.reader.bytes_read - self._read}
-        if self.reader.skipped:
-            found["data_skipped"] = self.reader.skipped
-        self._wait_s, self._read = 0.0, self.reader.bytes_read
-        return found
+        """Of this process: seconds waited for data, bytes of samples read, samples left out."""
+        now = (self._wait_s, self.reader.bytes_read, self.reader.skipped)
+        found = [new - old for new, old in zip(now, self._told, strict=True)]
+        self._told = now
+        return dict(zip(("data_wait_s", "data_bytes", "data_skipped"), found, strict=True))
 
 
 def load(reference: str) -> DataSet:

@@ -2,7 +2,7 @@
 
 Shards are tar files by WebDataset's convention: the members of a sample follow each other and are named ``KEY.FIELD``
 (``000000012.png``, ``000000012.cls``), so that ``tar`` and ``webdataset`` read them without the index. The index is a NumPy archive
-of plain arrays, not compressed: one of a million samples with two fields has 36 MB and opens in a fraction of a second.
+of plain arrays, not compressed: one of a million samples with two fields has 32 MB and opens in a fraction of a second.
 
 - ``starts [samples, fields]`` int64, ``sizes [samples, fields]`` int32: where a member's content lies in its shard; size −1: none;
 - ``crc32 [samples]`` uint32: of all content of a sample, in the order of the fields;
