@@ -19,7 +19,7 @@ HELP = {
     "strategy": f"Such as 'local(4) + gossip + topk(0.01)'. {' '.join(_METHODS)}",
     "workers": "How many (default: 1, or what was launched).",
     "virtual": "Virtual workers in this one process.",
-    "data": "digits, mnist, cifar10, cifar100, shakespeare, text:PATH (a file, a folder or a pattern) or module:factory.",
+    "data": "digits, mnist, cifar10, cifar100, shakespeare, text:PATH (a file, folder or pattern), shards:URL or module:factory.",
     "model": f"mlp, cnn, resnet20, vgg11, gpt, gpt:{{{','.join(GPT_SIZES)}}}, hf:{{gpt2,config.json,FOLDER}} or module:factory.",
     "optimizer": "sgd, adam, adamw, …: torch.optim's names in lower case; muon (adamw for embeddings and vectors); sandblaster.",
     "lr": "Learning rate (default: 0.1; of sandblaster's first step: 1).",

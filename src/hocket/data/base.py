@@ -7,10 +7,12 @@ that one call serves all workers hosted here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,6 +21,76 @@ from hocket import noise
 from hocket.errors import HocketError
 
 Pair = tuple[Tensor, Tensor]
+Index = Tensor | list[Tensor]
+
+
+class Order(Protocol):
+    """An order of the samples of every epoch that suits where they lie."""
+
+    def dealt(self, start: int, stop: int) -> np.ndarray:
+        """The samples at positions ``start`` to ``stop``, counted through all epochs, in the order in which workers take them."""
+        ...
+
+
+class Samples(Protocol):
+    """Training samples by number."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers of samples are looked up."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Tensor) -> Pair:
+        """Inputs and targets, with the leading axes of ``index``."""
+        ...
+
+    def on(self, device: torch.device) -> Samples:
+        """The same, given out on ``device``."""
+        ...
+
+    def batches(self, indices: Iterable[Index]) -> Iterator[Pair | list[Pair]]:
+        """The samples of each index in turn, of a list one pair per tensor; they may be read ahead."""
+        ...
+
+    def order(self, seed: int) -> Order | None:
+        """The order to take them in; None: any."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """What reading took since the last call; nothing of what lies in memory."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class InMemory:
+    """Samples that are tensors."""
+
+    pair: Pair
+
+    @property
+    def device(self) -> torch.device:
+        return self.pair[0].device
+
+    def __len__(self) -> int:
+        return len(self.pair[0])
+
+    def __getitem__(self, index: Tensor) -> Pair:
+        index = index.to(self.device)
+        return self.pair[0][index], self.pair[1][index]
+
+    def on(self, device: torch.device) -> InMemory:
+        return InMemory((self.pair[0].to(device), self.pair[1].to(device)))
+
+    def batches(self, indices: Iterable[Index]) -> Iterator[Pair | list[Pair]]:
+        return (self[index] if isinstance(index, Tensor) else [self[i] for i in index] for index in indices)
+
+    def order(self, seed: int) -> Order | None:
+        return None
+
+    def figures(self) -> dict[str, float]:
+        return {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +113,8 @@ class DataSet:
     classes: int
     prepare: Callable[[Tensor], Tensor]
     augment: Callable[[Tensor, Tensor], Tensor] | None = None
+    source: Samples | None = None
+    """Where training samples are read from if they are too many for memory; ``train`` then holds the first of them."""
 
     def __post_init__(self) -> None:
         for part, pair in (("train", self.train), ("test", self.test)):
@@ -52,6 +126,11 @@ class DataSet:
                     f"The {part} part of data set '{self.name}' needs as many targets as inputs, and at least one of each; "
                     f"got {len(inputs)} inputs and {len(targets)} targets: correct the pair of tensors."
                 )
+
+    @property
+    def samples(self) -> Samples:
+        """All training samples."""
+        return InMemory(self.train) if self.source is None else self.source
 
     @property
     def shape(self) -> tuple[int, ...]:

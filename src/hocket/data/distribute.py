@@ -24,6 +24,7 @@ from torch.distributed import Store
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from hocket.data.partition import Partition
+from hocket.data.shards.stream import ShardStream
 from hocket.errors import HocketError
 
 
@@ -136,6 +137,10 @@ def distribute_loader(
     """
     if not 0 <= worker < workers:
         raise HocketError(f"A worker's rank is between 0 and {workers - 1}; got {worker}: pass this process's own.")
+    if isinstance(getattr(loader, "dataset", loader), ShardStream):
+        raise HocketError(
+            "A stream of shards gives each worker its part already: iterate over it without distribute, after hocket.init."
+        )
     if isinstance(loader, DataLoader):
         if isinstance(loader.sampler, DistributedSampler):
             raise HocketError(

@@ -1,7 +1,7 @@
 """Which worker gets which samples: a pure function of (samples, workers, batch_size, seed, epoch), the same on every process.
 
-Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``. Round ``r`` takes the next ``workers ·
-batch_size`` of it and worker ``i`` the ``i``-th consecutive part. The samples left at the end are divided as evenly as
+Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``, or ``order`` gives one. Round ``r`` takes the next
+``workers · batch_size`` of it and worker ``i`` the ``i``-th consecutive part. The samples left at the end are divided as evenly as
 possible (``last="even"``), so that sizes differ by at most one, or dropped: always under ``last="drop"``, and when fewer samples
 than workers are left. So all workers have the same number of rounds.
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hocket import noise
+from hocket.data.base import Order
 from hocket.errors import HocketError
 
 Last = Literal["even", "drop"]
@@ -58,7 +59,15 @@ class Partition:
     """
 
     def __init__(
-        self, samples: int, workers: int, batch_size: int, seed: int, last: Last = "even", *, shuffle: bool = True
+        self,
+        samples: int,
+        workers: int,
+        batch_size: int,
+        seed: int,
+        last: Last = "even",
+        *,
+        shuffle: bool = True,
+        order: Order | None = None,
     ) -> None:
         if workers < 1 or batch_size < 1:
             raise HocketError(
@@ -74,7 +83,7 @@ class Partition:
                 f"all: use a batch_size of at most {samples // workers} or last='even'."
             )
         self.samples, self.workers, self.batch_size, self.seed = samples, workers, batch_size, seed
-        self.last, self.shuffle = last, shuffle
+        self.last, self.shuffle, self.order = last, shuffle, order
 
     def __len__(self) -> int:
         """Rounds in an epoch."""
@@ -83,11 +92,16 @@ class Partition:
 
     def rounds(self, epoch: int, shares: Sequence[float] | None = None) -> list[Round]:
         """The rounds of an epoch, in order; ``shares``: the proportions in which they are divided, if not evenly."""
-        order = torch.arange(self.samples)
-        if self.shuffle:
-            order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(noise.fold(self.seed, epoch)))
         size = self.workers * self.batch_size
-        dealt = [order[r * size : (r + 1) * size] for r in range(len(self))]
+        ends = [min(self.samples, (r + 1) * size) for r in range(len(self))]
+        if self.order is not None:
+            first = epoch * self.samples
+            dealt = [torch.from_numpy(self.order.dealt(first + r * size, first + end)) for r, end in enumerate(ends)]
+        else:
+            order = torch.arange(self.samples)
+            if self.shuffle:
+                order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(noise.fold(self.seed, epoch)))
+            dealt = [order[r * size : end] for r, end in enumerate(ends)]
         if shares is None:
             return [Round(list(samples.tensor_split(self.workers))) for samples in dealt]
         if len(shares) != self.workers or not all(0 < share < math.inf for share in shares):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from hocket.data import cifar, digits, mnist, shakespeare, text
 from hocket.data.base import DataSet
 from hocket.data.files import DEFAULT_DIR
+from hocket.data.shards import dataset as shards
 from hocket.data.tensors import from_parts
 from hocket.errors import HocketError, nearest
 
@@ -26,7 +27,8 @@ DATA_SETS: dict[str, Callable[[Path], DataSet]] = {
 def load(name: str, data_dir: Path | None = None) -> DataSet:
     """The data set of that name, its files under ``data_dir`` (None: ``~/.cache/hocket``), downloaded when they are not there.
 
-    ``text:PATH`` reads text files byte by byte (:mod:`hocket.data.text`). ``module:factory`` names a function of your own, called
+    ``text:PATH`` reads text files byte by byte (:mod:`hocket.data.text`), ``shards:URL`` packed shards
+    (:mod:`hocket.data.shards.dataset`). ``module:factory`` names a function of your own, called
     without arguments; it returns a ``DataSet`` or two parts (train, test), each of them a pair of tensors (inputs, targets) or a
     map-style torch data set of ``(tensor, label)``. Targets are class numbers (int64) or shares of classes (floats
     ``[n, classes]``); it must return the same samples in every process.
@@ -36,8 +38,12 @@ def load(name: str, data_dir: Path | None = None) -> DataSet:
     """
     if name.startswith("text:"):
         return text.load(name.removeprefix("text:"))
+    if name.startswith("shards:"):
+        return shards.load(name.removeprefix("shards:"))
     if ":" not in name:
-        return named("data set", name, DATA_SETS, "text:PATH", "module:factory")((data_dir or DEFAULT_DIR).expanduser())
+        return named("data set", name, DATA_SETS, "text:PATH", "shards:URL", "module:factory")(
+            (data_dir or DEFAULT_DIR).expanduser()
+        )
     made = resolve(name)()
     if isinstance(made, DataSet):
         return made

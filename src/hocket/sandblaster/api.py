@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hocket.cluster.spec import ClusterSpec
@@ -81,7 +82,6 @@ class Sandblaster:
     :meth:`run` trains on virtual workers of ``cluster`` (a preset, a file or a ``ClusterSpec``). Those in ``deaths`` die at the
     given second, which the coordinator finds out ``notice_s`` later. :meth:`launch` trains on real processes.
 
-    >>> import torch
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = Sandblaster(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), l2=0.01, max_iter=8).run()
     >>> run.accuracy > 0.95, run.total("bytes_coordinator") > 0
@@ -204,5 +204,6 @@ class Sandblaster:
 def _parts(data: Any, test: Any) -> tuple[Pair, Pair | None, Callable[[Tensor], Tensor]]:
     """Training pair, test pair, and how their inputs are prepared."""
     if isinstance(data, DataSet):
-        return data.train, data.test if test is None else as_tensors(test), data.prepare
+        train = data.train if data.source is None else data.source[torch.arange(len(data.source))]
+        return train, data.test if test is None else as_tensors(test), data.prepare
     return as_tensors(data), None if test is None else as_tensors(test), identity

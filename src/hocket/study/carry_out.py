@@ -123,7 +123,7 @@ def check(study: Study, data: Data) -> None:
     refusals = []
     for planned in study.runs:
         try:
-            planned.settings.plan().sequence(len(data(planned.settings.data.name).train[0]), planned.settings.workers.count)
+            planned.settings.plan().sequence(data(planned.settings.data.name), planned.settings.workers.count)
         except HocketError as error:
             refusals.append(str(error))
     if refusals and len(refusals) == len(study.runs):

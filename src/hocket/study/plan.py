@@ -163,7 +163,7 @@ def steps_of(settings: RunSettings, data: DataSet) -> int:
 def rounds_of(settings: RunSettings, data: DataSet) -> int:
     """How many steps an epoch has; at least 1, so that a run without samples is refused when it starts."""
     try:
-        return max(1, len(settings.plan().sequence(len(data.train[0]), settings.workers.count).partition))
+        return max(1, len(settings.plan().sequence(data, settings.workers.count).partition))
     except HocketError:
         return 1
 

@@ -56,7 +56,7 @@ class WorkerTask:
 
 def batch_sequence(settings: RunSettings, data: DataSet) -> BatchSequence:
     """All mini-batches of a run."""
-    return settings.plan().sequence(len(data.train[0]), settings.workers.count)
+    return settings.plan().sequence(data, settings.workers.count)
 
 
 def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] | None = None) -> None:
@@ -72,7 +72,7 @@ def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] |
     at = plan.lr_factor(sequence)
     job, link = _enter(post, settings, model, optimizer, sequence, connect)
     throttle, account = Throttle(settings.workers.slowdown_of(post.worker)), link.account
-    train = (data.train[0].to(device), data.train[1].to(device))
+    train = data.samples.on(device)
     random = draws_numbers(model, loss_of)
     model.train()
     while (minibatch := _next(job, link, post.worker, sequence)) is not None:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
 from hocket.cluster.spec import ClusterSpec
-from hocket.data.base import DataSet
+from hocket.data.base import DataSet, Pair, Samples
 from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.data.partition import Last, Partition, Round
 from hocket.errors import SettingError, nearest
@@ -70,17 +70,17 @@ class TrainingPlan:
                 f"<last>: the last round of an epoch is dealt out as even or dropped (drop){hint or '.'}", last=self.last
             )
 
-    def sequence(self, samples: int, workers: int) -> BatchSequence:
+    def sequence(self, data: DataSet, workers: int) -> BatchSequence:
         """All mini-batches of the training, for ``workers`` workers."""
-        partition = Partition(samples, workers, self.batch_size, self.seed, cast(Last, self.last))
+        samples = data.samples
+        given = (len(samples), workers, self.batch_size, self.seed, cast(Last, self.last))
+        partition = Partition(*given, order=samples.order(self.seed))
         total = len(partition) * self.epochs
         return BatchSequence(partition, total if self.max_steps is None else min(total, self.max_steps))
 
-    def samples(
-        self, minibatch: MiniBatch, data: DataSet, train: tuple[Tensor, Tensor], workers: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def samples(self, minibatch: MiniBatch, data: DataSet, train: Samples, workers: int) -> tuple[Tensor, Tensor, Tensor]:
         """A mini-batch of ``train``: inputs, targets and the key of its randomness, a function of its number."""
-        x, y = (t[minibatch.indices.to(t.device)] for t in train)
+        x, y = train[minibatch.indices]
         key = step_keys(self.seed, minibatch.step, workers)[minibatch.slot : minibatch.slot + 1]
         return self.prepared(x.unsqueeze(0), key, data)[0], y, key
 
@@ -135,11 +135,11 @@ class EpochLoop(ABC):
         self.replicas, self.cluster, self.data, self.loss, self.plan = replicas, cluster, data, loss, plan
         self.metrics: list[dict[str, Any]] = []
         self.epoch = 0
-        self.batches = plan.sequence(len(data.train[0]), cluster.size)
+        self.batches = plan.sequence(data, cluster.size)
         self.steps = self.batches.steps
         self.ledger: JobLedger = getattr(replicas, "ledger", None) or ClusterLedger(cluster)
         self.evaluator = Evaluator(data, loss, metric)
-        self._train = data.train[0].to(cluster.device), data.train[1].to(cluster.device)
+        self._train = data.samples.on(cluster.device)
         self._test = None if data.test is None else (data.test[0].to(cluster.device), data.test[1].to(cluster.device))
 
     @property
@@ -232,10 +232,10 @@ class Training(EpochLoop):
         losses: list[Tensor] = []
         self.cluster.ledger.resume()
         rounds = self.batches.partition.rounds(self.epoch, self.shares)
-        for round_, index in zip(rounds, self._indices(rounds), strict=True):
-            if self.step >= self.steps:
-                break
-            loss = self._step(round_, index)
+        rounds = rounds[: self.steps - self.step]
+        indices = self._indices(rounds)
+        for round_, index, samples in zip(rounds, indices, self._train.batches(indices), strict=True):
+            loss = self._step(round_, index, samples)
             losses += [loss] * bool(loss.numel())  # an asynchronous pipe tells losses later, and none while it fills
             self._watch_step(watch)
         losses += getattr(self.replicas, "drain", list)()
@@ -249,6 +249,7 @@ class Training(EpochLoop):
     def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
         metrics: dict[str, Any] = {"axes": self.ledger.last} if self.ledger.last else {}
         metrics |= {"step_times": steps} if (steps := self.ledger.step_times()) else {}
+        metrics |= self._data_figures()
         if self.shares is not None:
             metrics["shares"] = self.shares
             self.shares = by_speed(self.shares, self._samples, self.cluster.ledger.computed)
@@ -256,6 +257,16 @@ class Training(EpochLoop):
         if worst is not None and worst != accuracy:
             metrics["accuracy_worst"] = worst
         return metrics
+
+    def _data_figures(self) -> dict[str, float]:
+        """What reading took: bytes and samples of all processes, seconds as their mean."""
+        own = self._train.figures()
+        if not own:
+            return {}
+        rows = torch.zeros(self.cluster.rows, len(own), dtype=torch.float64)
+        rows[0] = torch.tensor(list(own.values()), dtype=torch.float64)
+        sums = dict(zip(own, self.cluster.all_gather_metrics(rows).sum(0).tolist(), strict=True))
+        return {name: value / self.cluster.processes if name.endswith("_s") else int(value) for name, value in sums.items()}
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """The mean over steps and workers, summed exactly so that it does not depend on who hosts whom."""
@@ -268,7 +279,7 @@ class Training(EpochLoop):
     def _indices(self, rounds: list[Round]) -> list[list[Tensor] | Tensor]:
         """Per round, the samples of the workers hosted here: one tensor where all have equally many. One copy to the device."""
         here = slice(self.cluster.workers.start, self.cluster.workers.stop)
-        device = self._train[0].device
+        device = self._train.device
         whole = self.plan.batch_size if self.shares is None else self.shares[here.start]
         own = [r.indices[here] for r in rounds]
         even = [k for k, parts in enumerate(own) if len({len(p) for p in parts}) == 1 and len(parts[0]) == whole]
@@ -279,18 +290,18 @@ class Training(EpochLoop):
             for k, parts in enumerate(own)
         ]
 
-    def _step(self, round_: Round, index: list[Tensor] | Tensor) -> Tensor:
+    def _step(self, round_: Round, index: list[Tensor] | Tensor, samples: Pair | list[Pair]) -> Tensor:
         here = slice(self.cluster.workers.start, self.cluster.workers.stop)
-        plan, (x, y) = self.plan, self._train
+        plan = self.plan
         keys = step_keys(plan.seed, self.step, self.cluster.size)[self._workers]
         weights = [1.0] * self.cluster.rows if round_.even else round_.weights[here]
         inputs: Any
         targets: Any
-        if isinstance(index, Tensor):
-            inputs, targets = plan.prepared(x[index], keys, self.data), y[index]
+        if isinstance(samples, tuple):
+            inputs, targets = plan.prepared(samples[0], keys, self.data), samples[1]
         else:
-            inputs = [plan.prepared(x[i].unsqueeze(0), keys[r : r + 1], self.data)[0] for r, i in enumerate(index)]
-            targets = [y[i] for i in index]
+            inputs = [plan.prepared(x.unsqueeze(0), keys[r : r + 1], self.data)[0] for r, (x, _) in enumerate(samples)]
+            targets = [y for _, y in samples]
         if self.cluster.clock is not None:
             self.cluster.clock.compute(self.step, self._loads(index))
         by_samples = self.shares is not None

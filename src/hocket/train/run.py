@@ -34,7 +34,7 @@ Engines = dict[tuple[Any, ...], Engine]
 def make_training(settings: RunSettings, cluster: Cluster, data: DataSet, engines: Engines | None = None) -> EpochLoop:
     """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy, workers, plan = settings.strategy, settings.workers, settings.plan()
-    plan.sequence(len(data.train[0]), workers.count)  # refuses too few samples
+    plan.sequence(data, workers.count)  # refuses too few samples
     loss, model = loss_for(data), seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
     optimizer = settings.optimizer_for(model)
     check_own(settings.model, data, settings.data.batch_size, model)
