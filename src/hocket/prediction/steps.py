@@ -113,6 +113,8 @@ def _step(program: CollectiveProgram, step: int, weights: list[Tensor], grads: l
 class _Momentum:
     """1-bit Adam after its warm-up."""
 
+    exchanges = True
+
     def enter(self, bucket: int, gradients: Tensor) -> bool:
         return True
 
