@@ -54,6 +54,5 @@ class AEDiT(Meeting):
     def meets(self, steps: int, seconds: float) -> bool:
         return seconds >= self.seconds or steps == self.s
 
-    @property
-    def batches_ahead(self) -> int:
-        return 1  # how many steps it will make before the next exchange is not known
+    def batches_ahead(self, steps: int) -> int:
+        return 1 + steps + steps // 4  # it will make about as many again; those left over are for the period after

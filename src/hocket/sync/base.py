@@ -107,9 +107,8 @@ class Sync(ABC):
         """With ``averages_weights``: whether a worker calls the others, so long after the last mean; at ``period`` it must."""
         return False
 
-    @property
-    def batches_ahead(self) -> int:
-        """With ``averages_weights``: how many mini-batches a worker takes with a mean."""
+    def batches_ahead(self, steps: int) -> int:
+        """With ``averages_weights``: how many mini-batches a worker takes with a mean, given the steps it made since the last."""
         return 1
 
     @property
@@ -265,8 +264,7 @@ class Meeting(Asynchronous):
     pushes_gradients: ClassVar[bool] = False
     averages_weights: ClassVar[bool] = True
 
-    @property
-    def batches_ahead(self) -> int:
+    def batches_ahead(self, steps: int) -> int:
         return self.period
 
     def server_action(self, step: int) -> ServerAction:

@@ -86,6 +86,7 @@ class ShardRequests(Client):
         self.batch_ids: deque[int] = deque()
         """Mini-batches that lie ready."""
         self._taken: list[int] = []
+        self._steps_last_time = 0  # between the last two meetings
         self._optimizer: OptimizerSpec | None = None
         self.pushed = 0
         """Steps whose push all shards have answered."""
@@ -257,7 +258,7 @@ class ShardRequests(Client):
             return 0
         sync, talk = self.sync, self.step + 1
         if sync.averages_weights:
-            steps = sync.batches_ahead
+            steps = sync.batches_ahead(self._steps_last_time)
         else:
             while not (sync.server_action(talk).push or sync.server_action(talk).fetch):
                 talk += 1

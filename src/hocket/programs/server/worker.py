@@ -23,7 +23,7 @@ from hocket.programs.server.requests import ShardRequests, WorkerConfig
 from hocket.transport.frame import Envelope, Kind
 
 _SAVED = ["step", "over", "_sums", "_gradients", "_waiting", "_seen", "_steps_since_meeting", "_taken"]
-_SAVED += ["pushed", "number", "_sent", "_call", "_fetched", "_met"]
+_SAVED += ["pushed", "number", "_sent", "_call", "_fetched", "_met", "_steps_last_time"]
 
 
 class ServerWorker(ShardRequests):
@@ -167,7 +167,7 @@ class ServerWorker(ShardRequests):
     def _meet(self, then: str = "after") -> Task:
         """Bring these weights to the others, and take the mean."""
         self._sums = [rows[0].clone() for rows in self.rows]
-        self._steps_since_meeting = 0
+        self._steps_last_time, self._steps_since_meeting = self._steps_since_meeting, 0
         self._push(True, self._want())
         yield from self._apply(then)
         self._met = self.now
