@@ -435,7 +435,7 @@ def over_sockets(target: Target, count: int, seed: int, keys: Keys | None) -> st
     dice, failed = random.Random(f"{target.name} {seed} sockets"), list[BaseException]()
     program, effects = target.make()
     with Listener("tcp://127.0.0.1:0", JOB, keys) as listener:
-        driver = SocketDriver(program, listener=listener)
+        driver = SocketDriver(program, listener=listener, connect=lambda _, address: Caller(address, JOB, keys))
         over = threading.Event()
 
         def serve() -> None:
@@ -455,6 +455,8 @@ def over_sockets(target: Target, count: int, seed: int, keys: Keys | None) -> st
         finally:
             over.set()
             thread.join()
+            for caller in driver.callers.values():
+                caller.close(0)
     if failed:
         return f"{type(failed[0]).__name__}: {failed[0]}"
     return None if answered else "a right message was not answered"

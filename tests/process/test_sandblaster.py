@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,19 @@ DEATHS = {
     "by and by": {"at_0": kill_shard, "at_3": kill_both},
     "all at once": {"at_5": kill_shards},
 }
+
+
+def stop_shard(supervisor: Any) -> None:
+    os.kill(supervisor.of("shard")[1].pid, signal.SIGSTOP)
+
+
+def test_a_shard_that_is_stopped_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, usual = task(), Sandblaster.config
+    monkeypatch.setattr(Sandblaster, "config", lambda self, **given: replace(usual(self, **given), shard_timeout_s=3.0))
+    script = Script(tmp_path, at_4=stop_shard)
+    run = job.launch(tmp_path, liveness_timeout_s=1.0, watch=script)
+    assert script.acts == []
+    assert torch.equal(flat(run), flat(job.run()))
 
 
 @pytest.mark.parametrize("name", DEATHS)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -14,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hocket.cluster.message import ring_bytes, summed_bytes
+from hocket.drivers.sockets import SocketDriver
 from hocket.drivers.start import address_of
 from hocket.drivers.summation import SummationClient, start_summation_server
 from hocket.errors import WorkerLost
-from hocket.programs.summation import shares
+from hocket.programs.summation import QUEUE, SummationServer, shares
 from hocket.transport import Caller, Listener
 from process.equality import WORKERS
 from process.launch import Nursery
@@ -37,6 +43,76 @@ def test_servers_that_sum_equal_virtual_workers_bit_for_bit(nursery: Nursery, tm
             found = torch.cat([r[case.name][part] for r in results])
             assert torch.equal(found, expected[case.name][part]), (case.name, part)
     assert all(float(r["large"]["right"]) == 1 for r in results)
+
+
+class Proxy:
+    """Carries connections to a listener until it resets them all."""
+
+    def __init__(self, address: str) -> None:
+        self._to, self._pairs = urlsplit(address), list[socket.socket]()
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._door.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def reset(self) -> None:
+        for one in self._pairs:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # what is under way is lost
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        self._pairs.clear()
+
+    def close(self) -> None:
+        self._door.close()
+        self.reset()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._door.accept()
+                far = socket.create_connection((self._to.hostname, self._to.port))
+                self._pairs += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=pair, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+
+
+@pytest.mark.timeout(100)
+def test_connections_that_are_reset_change_no_bit_of_a_mean() -> None:
+    workers, size, rounds, over = 2, 400_000, 6, threading.Event()
+    listeners = [Listener("tcp://127.0.0.1:0", JOB, high_water=QUEUE) for _ in range(workers)]
+    servers = [SocketDriver(SummationServer(workers), listener=listener) for listener in listeners]
+    proxies = [Proxy(listener.address) for listener in listeners]
+    wrong: list[int] = []
+
+    def work(worker: int) -> None:
+        mean = SummationClient(worker, workers, [Caller(proxy.address, JOB, high_water=QUEUE) for proxy in proxies])
+        for step in range(rounds):
+            row = torch.arange(float(size)).view(1, -1) * (1 + worker + step)
+            if not torch.equal(mean(row), torch.arange(float(size)).view(1, -1) * (1.5 + step)):
+                wrong.append(step)
+        mean.close()
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(workers)]
+    threads += [threading.Thread(target=server.serve, args=(over.is_set,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    for proxy in (*proxies, *proxies):
+        threads[0].join(0.1)
+        proxy.reset()
+    for thread in threads[:workers]:
+        thread.join(80)
+        assert not thread.is_alive(), "it waits for what was lost"
+    over.set()
+    for thread, server, proxy in zip(threads[workers:], servers, proxies, strict=True):
+        thread.join()
+        server.close()
+        proxy.close()
+    assert wrong == []
 
 
 @pytest.mark.timeout(60)

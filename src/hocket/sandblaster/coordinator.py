@@ -47,6 +47,7 @@ class CoordinatorConfig:
     backups: bool = True
     exact: bool = False
     liveness_timeout_s: float = 5.0
+    shard_timeout_s: float = SHARD_TIMEOUT_S
     incarnation: int = 0
     remedy: str = GO_ON
 
@@ -120,7 +121,7 @@ class Dispatch(Service):
             if self.now - worker.seen > self.config.liveness_timeout_s:
                 self._lose(ticket)
         for number, shard in self._shards.items():
-            if self.now - shard.seen > max(2 * self.config.liveness_timeout_s, SHARD_TIMEOUT_S):
+            if self.now - shard.seen > max(2 * self.config.liveness_timeout_s, self.config.shard_timeout_s):
                 raise ShardSilent(f"Shard {number} is silent: {self.config.remedy}.", number)
         if self._workers or self._dispenser is None or self._dispenser.complete:
             self._accompanied = self.now

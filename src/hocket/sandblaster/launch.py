@@ -207,7 +207,7 @@ def _watch(processes: SandblasterProcesses, plan: Plan, restarts: int, look: Cal
     failure = plan.folder / FAILURE_FILE
     while True:
         if processes.code and failure.exists() and processes.times_restarted < restarts:
-            silent = json.loads(failure.read_text())["silent"]
+            silent = json.loads(failure.read_text()).get("silent")
             if silent is not None:  # stopped, or hanging: another takes its place, as if it had been killed
                 processes.process(SHARD, silent).kill()
                 processes.process(SHARD, silent).wait()

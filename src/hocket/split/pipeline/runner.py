@@ -8,13 +8,13 @@ reads its inputs, the last one its targets, and all know from its length how lar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from hocket.cluster.plain import all_gather_plain
 from hocket.errors import HocketError
@@ -129,9 +129,10 @@ class PipelineRunner:
         wire, source = self._output, self._last % self.axis.size
         if not isinstance(wire, Wire):
             if self.axis.size > 1:
-                leaves = all_gather_plain([leaf.cpu() for leaf in tree_leaves(output)], self.axis.group)[source]
-                if output is None:
-                    output = tuple(leaves) if wire is None else tree_unflatten(leaves, tree_structure(joined([wire], [1])))
+                own = tree_map_only(Tensor, Tensor.cpu, dict(output) if isinstance(output, Mapping) else output)
+                heard = all_gather_plain(own, self.axis.group)[source]
+                if output is None:  # a mapping of the model's own class, as it is there
+                    output = type(wire)(**heard) if isinstance(wire, Mapping) else heard
             return tree_map_only(Tensor, lambda t: t.to(device), output)
         if output is not None:
             common = output.to("cpu", wire.dtype).contiguous()
