@@ -77,6 +77,9 @@ def test_half_duplex_links_carry_one_direction_at_a_time(half: float) -> None:
     pairs = ClusterSpec(bandwidth=B, pairs_half_duplex=half)
     assert ring(pairs, 4) == pytest.approx(M / B)
     assert gossip(pairs, 5)[0] == pytest.approx((1 + half) * 2 * M / B)
+    pieces = replace(pairs, pieces_half_duplex=0.0)
+    assert gossip(pieces, 5)[0] == pytest.approx(2 * M / B)  # a large message goes in pieces
+    assert gossip(pieces, 5, 1000.0)[0] == pytest.approx((1 + half) * 2 * 1000 / B)
     links = LinkModel(spec, 2)
     assert max(links.send(0.0, 0, 1, int(M)), links.send(0.0, 1, 0, int(M))) == pytest.approx((1 + half) * M / B)
 
@@ -201,7 +204,7 @@ def test_presets_read_and_read_again_as_they_are_written(name: str, tmp_path: Pa
 def test_a_written_file_keeps_every_field(tmp_path: Path) -> None:
     spec = ClusterSpec(
         "full", 2e9, 0.02, (1, 2.5), 0.1, 0.01, 10, 125e6, 1e-4, 4, 1e9, 1e-5, 5e-10, 2e-3, 1e-4, 16e9,
-        {"topk": (1e-4, 2e-8), "topk(0.01) | qsgd(4)": (0.0, 3e-8)}, 2e-5, 0.5, 1.0, 0.2, True, 2, 8, 1e8, 1e-3, 64, 1800, 20,
+        {"topk": (1e-4, 2e-8), "topk(0.01) | qsgd(4)": (0.0, 3e-8)}, 2e-5, 0.5, 1.0, 0.25, 0.2, True, 2, 8, 1e8, 1e-3, 64, 1800, 20,
         2592000, 300, 2.5, "EUR",
     )  # fmt: skip
     (tmp_path / "full.toml").write_text(text_of(spec, {"link": "measured", "link.bandwidth": "of the slowest pair"}))

@@ -43,8 +43,8 @@ class Level:
     latency_s: float
     bandwidth: float
     message_s: float = 0.0
-    half_duplex: float = 0.0
-    pairs_half_duplex: float = 0.0
+    half_duplex: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of collectives, of messages between pairs, and of large ones, which go in pieces."""
     owner: Tensor | None = None
     """Which link each worker uses, int64 ``[workers]``; None: each has its own."""
 
@@ -53,13 +53,13 @@ class Level:
         """Of one message without bytes."""
         return self.latency_s + self.message_s
 
-    def busy(self, traffic: Traffic, pairs: bool) -> Tensor:
-        """How long the link of each worker carries bytes: float64 ``[workers]``."""
-        out, into = (traffic.at(self.distances, kind) for kind in (1, 2))
+    def busy(self, traffic: Traffic, kind: int = 0) -> Tensor:
+        """How long the link of each worker carries bytes: float64 ``[workers]``; ``kind`` is that of :attr:`half_duplex`."""
+        out, into = (traffic.at(self.distances, way) for way in (1, 2))
         if self.owner is not None:
             out, into = (torch.zeros_like(b).index_add_(0, self.owner, b)[self.owner] for b in (out, into))
         load = torch.maximum(out, into)
-        if half := self.pairs_half_duplex if pairs else self.half_duplex:
+        if half := self.half_duplex[kind]:
             load = load + half * torch.minimum(out, into)
         return load / self.bandwidth
 
@@ -85,7 +85,8 @@ class Network:
         self.switch = torch.zeros_like(at) if spec.trunk_hosts is None else self.host // spec.trunk_hosts
         shared = spec.shared_links and spec.host_size is not None
         pairs = spec.half_duplex if spec.pairs_half_duplex is None else spec.pairs_half_duplex
-        duplex = (spec.message_s, spec.half_duplex, pairs)
+        pieces = pairs if spec.pieces_half_duplex is None else spec.pieces_half_duplex
+        duplex = (spec.message_s, (spec.half_duplex, pairs, pieces))
         self.net = Level("links", (1, 2), spec.latency_s, spec.bandwidth * spec.links, *duplex, owner=self.host if shared else None)
         self.levels = [self.net]
         if spec.host_size is not None:
@@ -117,7 +118,7 @@ class Network:
             counts = torch.zeros(3, DISTANCES, self.workers, dtype=torch.float64)
             counts[1, distance, self.own] = sent_bytes
             counts[2, distance, groups.following] = sent_bytes
-            busy = torch.stack([level.busy(Traffic(counts), pairs=False) for level in self.levels]).amax(0)
+            busy = torch.stack([level.busy(Traffic(counts)) for level in self.levels]).amax(0)
             delay = torch.zeros(DISTANCES, dtype=torch.float64)
             for level in self.levels:
                 delay[list(level.distances)] = level.delay_s
@@ -129,7 +130,7 @@ class Network:
         """A mean on summation servers: pushed and fetched in pieces, both directions at once: ``2(α + o) + load/B``."""
         counts = torch.zeros(3, DISTANCES, self.workers, dtype=torch.float64)
         counts[1:, 1] = sent_bytes
-        return 2 * self.net.delay_s + self.net.busy(Traffic(counts), pairs=False).max()
+        return 2 * self.net.delay_s + self.net.busy(Traffic(counts)).max()
 
     def exchange(self, traffic: Traffic, large: bool, announced: bool) -> Tensor:
         """Messages between pairs: seconds of each worker; sizes that are ``announced`` take one more trip."""
@@ -137,7 +138,7 @@ class Network:
         for level in self.levels:
             messages = traffic.at(level.distances, 0)
             trips = (messages if large else messages.clamp(max=1.0)) + float(announced)
-            seconds = level.busy(traffic, pairs=True) + messages * level.message_s + trips * level.latency_s
+            seconds = level.busy(traffic, 2 if large else 1) + messages * level.message_s + trips * level.latency_s
             found.append(torch.where(messages > 0, seconds, 0.0))
         return found[0] if len(found) == 1 else torch.stack(found).amax(0)
 

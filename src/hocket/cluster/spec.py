@@ -20,7 +20,8 @@
     latency = "0.1ms"
     message = "20us"              # what each message costs beside its bytes
     duplex = "full"               # or "half": what comes in and what goes out share the bandwidth; or a share of it, 0 to 1
-    pairs = "half"                # the same of messages between two workers, where it differs
+    pairs = "half"                # the same of messages between two workers, where it differs …
+    pieces = 0.2                  # … and of large ones, which go in pieces
     jitter = 0.1                  # every exchange's time varies by a log-normal factor of this width
     shared = true                 # the workers of a host share its link …
     count = 2                     # … or so many of them
@@ -104,6 +105,7 @@ class ClusterSpec:
     half_duplex: float = 0.0
     """0: full duplex, 1: half; between them, the share of the lesser direction that the greater one has to wait for."""
     pairs_half_duplex: float | None = None
+    pieces_half_duplex: float | None = None
     link_jitter: float = 0.0
     shared_links: bool = False
     links: int = 1
@@ -125,7 +127,7 @@ class ClusterSpec:
             self._at_least("step_s", 0.0, above=True)
         for name in _NOT_NEGATIVE:
             self._at_least(name, 0.0)
-        for name in ("stragglers", "half_duplex", "pairs_half_duplex"):
+        for name in ("stragglers", "half_duplex", "pairs_half_duplex", "pieces_half_duplex"):
             if (getattr(self, name) or 0.0) > 1:
                 raise HocketError(f"cluster: {name} = {getattr(self, name):g} is a share; it lies between 0 and 1.")
         if not self.straggle >= 1 or self.straggle == math.inf:
@@ -253,7 +255,7 @@ class ClusterSpec:
 _EVERY = ("checkpoint_every_s", "failure_every_s", "links", "host_size", "trunk_hosts", "workers")
 _NOT_NEGATIVE = (
     "jitter", "stragglers", "latency_s", "host_latency_s", "update_s", "load_s", "exchange_s", "message_s", "half_duplex",
-    "pairs_half_duplex", "link_jitter", "trunk_latency_s", "checkpoint_s", "restart_s", "price",
+    "pairs_half_duplex", "pieces_half_duplex", "link_jitter", "trunk_latency_s", "checkpoint_s", "restart_s", "price",
 )  # fmt: skip
 _ALWAYS = (
     "name", "flops", "step_s", "slowdown", "jitter", "stragglers", "straggle", "bandwidth", "latency_s", "host_size",

@@ -286,6 +286,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "message": _times("message_s"),
         "duplex": _numbers("half_duplex", _duplex),
         "pairs": _numbers("pairs_half_duplex", _duplex),
+        "pieces": _numbers("pieces_half_duplex", _duplex),
         "jitter": _numbers("link_jitter"),
         "shared": Field("shared_links", _switch, lambda value: str(value).lower()),
         "count": _numbers("links", _whole),

@@ -14,7 +14,7 @@ PAYS = 1.1
 IDEAL: dict[str, dict[str, object]] = {
     "the bandwidth of the links": {"bandwidth": math.inf},
     "the latency of the links and the cost of messages": {"latency_s": 0.0, "message_s": 0.0, "exchange_s": 0.0},
-    "half-duplex links": {"half_duplex": 0.0, "pairs_half_duplex": 0.0},
+    "half-duplex links": {"half_duplex": 0.0, "pairs_half_duplex": 0.0, "pieces_half_duplex": 0.0},
     "the links inside hosts": {"host_bandwidth": math.inf, "host_latency_s": 0.0},
     "the trunks between switches": {"trunk_bandwidth": math.inf, "trunk_latency_s": 0.0},
     "encoding and decoding": {"coding": {"other": (0.0, 0.0)}},

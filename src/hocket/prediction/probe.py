@@ -2,13 +2,14 @@
 
 What is measured is what the cost model has a term for, with the code that trainings use:
 
-- *steps*: forward and backward pass of the model on a mini-batch, and the optimiser's update, on all workers at once; the fastest
-  worker's median is ``step``, the others' are ``slowdown``; ``jitter`` is the deviation of the logarithm.
+- *steps*: forward and backward pass of the model on a mini-batch, and the optimiser's update, on all workers at once, under a job
+  that never exchanges; the fastest worker's median is ``step``, the others' are ``slowdown``; ``jitter`` is the deviation of the
+  logarithm.
 - *codes*: a worker's part of a coded exchange, on one row that stands for all workers, so that nothing travels
   (:mod:`hocket.cluster.one_row`); two sizes give ``a + b·values``.
-- *links*, with several workers: the mean of all (a ring), small and large, gives the delay of a hop ``α + o`` and ``B``; messages
-  to one and to two neighbours part ``α`` from ``o``; large ones between neighbours give ``h``, how far two directions disturb
-  each other.
+- *links*, with several workers: an exchange of nothing gives ``exchange``, which is left out of all others; the mean of all (a
+  ring), small and large, gives the delay of a hop ``α + o`` and ``B``; messages to one and to two neighbours part ``α`` from
+  ``o``; longer ones between neighbours give ``h``, how far two directions disturb each other, sent whole and in pieces.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from hocket import compression
 from hocket.cluster.base import Cluster, Subgroups
-from hocket.cluster.message import Message, framed, ring_bytes
+from hocket.cluster.message import PIECE_BYTES, Message, framed, ring_bytes
 from hocket.cluster.one_row import OneRowCluster
 from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.spec_file import text_of
@@ -33,6 +34,8 @@ from hocket.errors import HocketError
 from hocket.programs.collective import CollectiveProgram
 from hocket.strategy import Strategy
 from hocket.train.checks import Factory, layout_for, optimizer_for
+from hocket.train.job import Job
+from hocket.train.runtimes.collective import CollectiveRuntime
 
 LIMIT_S = 60.0
 MOST_VALUES = 4_000_000
@@ -71,7 +74,7 @@ def probe(
     """Measure the workers of ``cluster``, one per process, within about ``limit_s`` seconds; all processes must call it."""
     if cluster.rows > 1:
         raise HocketError(f"A probe measures processes with one worker each, not {cluster.rows} virtual workers; use a launcher.")
-    steps, update_s = _steps(model, loss, batch, optimizer, limit_s / 6)
+    steps, update_s = _steps(model, loss, batch, optimizer, cluster, limit_s / 6)
     everyone = cluster.all_gather_metrics(torch.tensor([steps], dtype=torch.float64))
     medians = everyone.median(1).values
     step_s = float(medians.min())
@@ -105,10 +108,11 @@ def _about(model: nn.Module, batch: tuple[Tensor, Tensor], cluster: Cluster) -> 
 
 
 def _steps(
-    model: nn.Module, loss: Any, batch: tuple[Tensor, Tensor], factory: Factory, limit_s: float
+    model: nn.Module, loss: Any, batch: tuple[Tensor, Tensor], factory: Factory, cluster: Cluster, limit_s: float
 ) -> tuple[list[float], float]:
     """Seconds of each of some steps without their update, and of the update per parameter."""
     optimizer, (x, y) = optimizer_for(factory, list(model.parameters())), batch
+    job = Job(model, optimizer, Strategy.parse(f"local({10**9})"), CollectiveRuntime(cluster.for_job()))
     steps: list[float] = []
     updates: list[float] = []
     ends = time.perf_counter() + limit_s
@@ -126,6 +130,7 @@ def _steps(
             updates.append(_now(x) - between)
         if len(steps) >= 5 and time.perf_counter() > ends:
             break
+    job.detach()
     steps = (steps + [statistics.median(steps)] * 40)[:40]  # as many on all workers
     return steps, statistics.median(updates) / sum(p.numel() for p in model.parameters())
 
@@ -212,28 +217,35 @@ def _links(cluster: Cluster, limit_s: float) -> dict[str, Any]:
 def _link(cluster: Cluster, groups: Subgroups, limit_s: float) -> dict[str, Any]:
     n, each_s = groups.size, limit_s / 8
     cluster.create_groups(groups)
+    nothing = statistics.median(_times(cluster, lambda: None, each_s))
 
     def ring(count: int) -> list[float]:
         rows = torch.zeros(1, count, device=cluster.device)
         return _times(cluster, lambda: cluster.mean(rows, groups), each_s)
 
-    small = statistics.median(ring(_SMALL))
+    small = max(0.0, statistics.median(ring(_SMALL)) - nothing)
     count = _FIRST // 4
     while (took := statistics.median(times := ring(count))) < min(_LONG_S, each_s / 4) and 4 * count < _MOST_BYTES:
         count *= 4
-    bandwidth = ring_bytes(4 * count, n) / max(took - small, 1e-9)
+    bandwidth = ring_bytes(4 * count, n) / max(took - small - nothing, 1e-9)
     hop = small / (2 * (n - 1))
     one, two = (statistics.median(_neighbours(cluster, groups, _SMALL, k, each_s)) for k in (1, 2))
     message_s = min(max(0.0, two - one), hop) if n > 2 else 0.0
-    partners = min(2, n - 1)
-    pairs = statistics.median(_neighbours(cluster, groups, count, partners, each_s))
-    alone = partners * framed(4 * count) / bandwidth
-    half = min(1.0, max(0.0, (pairs - partners * hop) / alone - 1))
+
+    def half(count: int) -> float:
+        partners = min(2, n - 1)
+        took = statistics.median(_neighbours(cluster, groups, count, partners, each_s)) - nothing
+        trips = partners if 4 * count > PIECE_BYTES else 1
+        alone = partners * framed(4 * count) / bandwidth
+        return round(min(1.0, max(0.0, (took - trips * (hop - message_s) - partners * message_s) / alone - 1)), 3)
+
     return {
+        "exchange_s": nothing,
         "latency_s": hop - message_s,
         "message_s": message_s,
         "bandwidth": bandwidth,
-        "pairs_half_duplex": round(half, 3),
+        "pairs_half_duplex": half(PIECE_BYTES // 8),
+        "pieces_half_duplex": half(max(count, PIECE_BYTES // 2)),
         "link_jitter": round(float(_deviation(torch.tensor(times) / took)), 4) if len(times) > 2 else 0.0,
     }
 
@@ -247,7 +259,7 @@ def _neighbours(cluster: Cluster, groups: Subgroups, count: int, partners: int, 
     return _times(cluster, lambda: cluster.neighbor_exchange(message, sources), limit_s)
 
 
-def _times(cluster: Cluster, work: Callable[[], Any], limit_s: float, most: int = 7) -> list[float]:
+def _times(cluster: Cluster, work: Callable[[], Any], limit_s: float, most: int = 9) -> list[float]:
     """How long some exchanges take, each as long as on its slowest worker: the same list on all workers, who end together."""
     flags = torch.zeros(1, 1, dtype=torch.bool)
     times: list[float] = []
@@ -257,7 +269,7 @@ def _times(cluster: Cluster, work: Callable[[], Any], limit_s: float, most: int 
         slowest = float(cluster.all_gather_metrics(torch.tensor([[own]], dtype=torch.float64)).max())
         if turn:  # the first one warms up
             times.append(slowest)
-        if times and sum(times) > limit_s:
+        if len(times) > 2 and sum(times) > limit_s:
             break
     return times
 

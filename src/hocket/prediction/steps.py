@@ -106,7 +106,6 @@ def _step(program: CollectiveProgram, step: int, weights: list[Tensor], grads: l
         program.flags_ready(torch.empty(1, slots + 1, dtype=torch.bool, device="meta"))
         program.gradients_done()
     program.before_update(weights)
-    clock.update(layout.parameters)
     program.after_update(weights)
 
 

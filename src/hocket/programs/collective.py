@@ -170,6 +170,8 @@ class CollectiveProgram:
 
     def after_update(self, weights: list[Tensor]) -> None:
         """Count the step; exchange updated weights where the strategy does; launch the next step's mix."""
+        if self.cluster.clock is not None:
+            self.cluster.clock.update(self.layout.parameters)
         self.step += 1
         self._kept = None
         sync = self.strategy.sync

@@ -288,8 +288,6 @@ class StackedReplicas(RowReplicas):
             self._clip(used, self.clip)
         self.program.before_update(self.weights)
         self._stacked.step(used)
-        if self.cluster.clock is not None:
-            self.cluster.clock.update(self.layout.parameters)
         self.program.after_update(self.weights)
         return losses
 
