@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
@@ -174,6 +175,16 @@ def test_a_stream_is_stateful_and_goes_on_where_it_was(shards: Path) -> None:
     assert first + list(own) == whole
     assert numbers(whole) == Counter(range(1003))
     assert json.loads(json.dumps(own.state_dict())) == own.state_dict()
+
+
+def test_a_distributed_checkpoint_holds_the_position(shards: Path, tmp_path: Path) -> None:
+    own, other = (stream(shards, batch_size=100, decode=text, collate=list) for _ in range(2))
+    batches = iter(own)
+    seen = [next(batches) for _ in range(4)]
+    batches.close()
+    checkpoint.save({"data": own}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.load({"data": other}, checkpoint_id=tmp_path, no_dist=True)
+    assert numbers(seen + list(other)) == Counter(range(1003))
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 3, 4])
