@@ -127,10 +127,12 @@ class ShardStream(IterableDataset[Any]):
         self.cursor, self._in_turn = state["cursor"], state["in_turn"]
 
     def __iter__(self) -> Iterator[Any]:
-        reader = ShardReader(self.url, self.index, keep=self.order.open_shards(self.workers) + self.threads, **self.reading)
+        size = self.workers * (self.batch_size or 1)
+        keep = self.order.open_shards(self.workers, self.prefetch * size) + self.threads
+        reader = ShardReader(self.url, self.index, keep=keep, **self.reading)
         rounds = self._rounds()
         if reader.remote:  # half a window ahead
-            ahead = self.order.lanes * self.order.window // (2 * self.workers * (self.batch_size or 1))
+            ahead = self.order.lanes * self.order.window // (2 * size)
             rounds = announced(rounds, lambda found: found[0], max(1, ahead), reader, self.threads)
         work = in_order(lambda found: (found, self._batch(reader, found[0])), rounds, self.threads, self.prefetch)
         last: list[Any] = []
