@@ -1,12 +1,14 @@
 """Packed shards against small files: the index of a million samples, and samples per second from the local disk.
 
     python benchmarks/data.py index
+    python benchmarks/data.py shuffle
     python benchmarks/data.py read [--samples 20000] [--drop-caches]
 
 ``index`` writes an index of a million samples with two fields and opens it in a process of its own: seconds and peak memory beyond
-what the imports take. ``read`` writes pictures of 32×32 pixels as PNG files in class folders, packs them, and reads one epoch each:
-files in random order with a DataLoader's threads' worth of decoding, shards in their own shuffled order, shards in plain order.
-``--drop-caches`` (root) empties the system's caches before each; otherwise they are warm.
+what the imports take. ``shuffle`` prints how well orders mix classes where the shards are sorted by class, the worst case. ``read``
+writes pictures of 32×32 pixels as PNG files in class folders, packs them, and reads one epoch each: files in random order with a
+DataLoader's threads' worth of decoding, shards in their own shuffled order, shards in plain order. ``--drop-caches`` (root) empties
+the system's caches before each; otherwise they are warm.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ import torch
 
 from hocket.data import stream
 from hocket.data.shards import decode, sources
+from hocket.data.shards.check import shuffle_quality
 from hocket.data.shards.index import FILE, Index, Shard
+from hocket.data.shards.order import ShardOrder
 from hocket.data.shards.pack import pack
 
 MEMORY = """
@@ -64,6 +68,20 @@ def index(samples: int = 1_000_000, per_shard: int = 1000) -> None:
         made.save(Path(folder))
         print(f"{samples:,} samples: {(Path(folder) / FILE).stat().st_size / 1e6:.0f} MB on disk", flush=True)
         subprocess.run([sys.executable, "-c", MEMORY, folder], check=True)
+
+
+def shuffle(batch_size: int = 100) -> None:
+    """χ² / degrees of freedom of the classes in a batch, for 10 classes of 2,000 samples in 40 shards."""
+    labels = np.repeat(np.arange(10), 2000)
+    orders = {
+        "one permutation of all": ShardOrder([20_000], 0, lanes=1),
+        **{f"{lanes} lanes, window of a shard": ShardOrder([500] * 40, 0, lanes) for lanes in (1, 4, 16, 32)},
+        "16 lanes, window of two shards": ShardOrder([500] * 40, 0, 16, 1000),
+        "in the order of the files": ShardOrder([500] * 40, 0, shuffle=False),
+    }
+    for name, order in orders.items():
+        batches = (order.at(start, start + batch_size) for start in range(0, 20_000, batch_size))
+        print(f"{name}: {shuffle_quality(labels, batches):.2f}")
 
 
 def read(samples: int, drop: bool, threads: int = 4, batch_size: int = 100) -> None:
@@ -107,8 +125,8 @@ def _files(folder: Path, threads: int, batch_size: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["index", "read"])
+    parser.add_argument("what", choices=["index", "shuffle", "read"])
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--drop-caches", action="store_true")
     options = parser.parse_args()
-    index() if options.what == "index" else read(options.samples, options.drop_caches)
+    {"index": index, "shuffle": shuffle, "read": lambda: read(options.samples, options.drop_caches)}[options.what]()

@@ -11,11 +11,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
@@ -176,6 +178,17 @@ def test_a_stream_is_stateful_and_goes_on_where_it_was(shards: Path) -> None:
     assert json.loads(json.dumps(own.state_dict())) == own.state_dict()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_holds_the_position(shards: Path, tmp_path: Path) -> None:
+    own, other = (stream(shards, batch_size=100, decode=text, collate=list) for _ in range(2))
+    batches = iter(own)
+    seen = [next(batches) for _ in range(4)]
+    batches.close()
+    checkpoint.save({"data": own}, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.load({"data": other}, checkpoint_id=tmp_path, no_dist=True)
+    assert numbers(seen + list(other)) == Counter(range(1003))
+
+
 @pytest.mark.parametrize("rounds", [0, 1, 3, 4])
 def test_loading_processes_share_the_rounds_in_order(shards: Path, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(stream(shards, batch_size=90, decode=text, collate=list))
@@ -243,6 +256,20 @@ def test_lanes_mix_classes_even_where_shards_are_sorted_by_them() -> None:
     assert shuffle_quality(labels, batches(ShardOrder([500] * 40, 0))) < 3
     assert shuffle_quality(labels, batches(ShardOrder([500] * 40, 0, lanes=1))) > 30
     assert shuffle_quality(labels, batches(ShardOrder([500] * 40, 0, shuffle=False))) > 80
+
+
+def test_shards_from_elsewhere_are_fetched_about_once_by_all_workers(tmp_path: Path) -> None:
+    index = pack(Numbers(3000), tmp_path, shard_bytes=30_000)
+    assert len(index.shards) == 200
+    storage = fsspec.filesystem("memory")
+    storage.put(f"{tmp_path}/", "/set", recursive=True)
+    try:
+        for workers, most in ((1, 1.2), (4, 1.2), (16, 1.2), (32, 2.4)):
+            own = stream("memory://set", batch_size=32, workers=workers, worker=workers // 2, decode=text, collate=list)
+            assert len(numbers(list(own))) >= 3000 // workers
+            assert own.bytes_fetched <= most * index.bytes / workers
+    finally:
+        storage.rm("/set", recursive=True)
 
 
 def damaged(shards: Path, folder: Path, what: str) -> Path:

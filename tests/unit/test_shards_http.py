@@ -177,23 +177,27 @@ def test_a_shard_that_arrives_damaged_is_fetched_again_then_named(shards: Path, 
 
 def test_processes_that_fill_one_cache_fetch_each_shard_once(shards: Path, tmp_path: Path, whole: Counter[bytes]) -> None:
     with serving(shards) as server:
-        pids = []
+        pids, (ready, go) = [], os.pipe()
         for worker in range(3):
             pid = os.fork()
             if pid == 0:
                 code = 1
                 try:
+                    os.read(ready, 1)  # the server answers no one before all are forked
                     own = stream(server.url, batch_size=50, workers=3, worker=worker, cache=tmp_path)
                     count = sum(sums(own).values())
                     code = 0 if count >= 450 else 2
                 finally:
                     os._exit(code)
             pids.append(pid)
+        os.write(go, b"!!!")
         assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0, 0]
         asked = Counter({name: count for name, count in server.asked.items() if name.endswith(".tar")})
         assert set(asked.values()) == {1}
         assert len(asked) == len(Index.load(str(shards)).shards)
         assert not list(tmp_path.glob(".*.part"))
+        os.close(ready)
+        os.close(go)
 
 
 def test_training_over_http_is_that_from_a_folder(shards: Path, tmp_path: Path) -> None:

@@ -115,3 +115,22 @@ def test_language_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             build(f"hf:{source}", data)
     with pytest.raises(HocketError, match="a language model reads tokens, but data set 'digits' holds values"):
         build("hf:gpt2", load("digits"))
+
+
+def test_a_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "texts").mkdir()
+    for number in range(64):
+        (tmp_path / "texts" / f"{number:02}.txt").write_text(f"word{number % 7} and " * 400)
+    trained = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="?"))
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words = ["?", "</s>", "and", *(f"word{number}" for number in range(7))]
+    trained.model = tokenizers.models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="?")
+    trained.save(str(tmp_path / "words.json"))
+    data = load(f"text:{tmp_path / 'texts'}#tokenizer={tmp_path / 'words.json'}")
+    assert (data.classes, data.language) == (len(words), True)
+    tokens = data.train[0].flatten().tolist()
+    assert [words[token] for token in tokens[:3]] == ["word0", "and", "word0"]
+    assert [words[token] for token in tokens[799:802]] == ["and", "</s>", "word1"]
+    with pytest.raises(HocketError, match="is no tokenizer"):
+        load(f"text:{tmp_path / 'texts'}#tokenizer={tmp_path / 'none.json'}")

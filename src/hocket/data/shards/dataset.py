@@ -26,7 +26,7 @@ from hocket.data.shards.stream import announced, decoded, in_order
 from hocket.errors import HocketError, nearest
 
 TEST = "test"
-_HEAD, _THREADS, _PREFETCH, _AHEAD = 256, 4, 8, 200
+_HEAD, _THREADS, _PREFETCH, _AHEAD = 256, 4, 8, 1000
 _OPTIONS = {"cache": str, "cache_gb": float, "on_bad_shard": str, "retry_s": float, "lanes": int, "window": int}
 
 
@@ -103,7 +103,8 @@ def _reader(url: str, index: Index, options: dict[str, Any]) -> ShardReader:
     given: dict[str, Any] = {name: options[name] for name in ("cache", "on_bad_shard", "retry_s") if name in options}
     if "cache_gb" in options:
         given["cache_bytes"] = int(options["cache_gb"] * 1e9)
-    return ShardReader(url, index, keep=64, **given)
+    order = ShardOrder(index.counts, 0, options.get("lanes"), options.get("window"))
+    return ShardReader(url, index, keep=order.open_shards(1) + _THREADS, **given)
 
 
 def _test(url: str, options: dict[str, Any]) -> Pair | None:

@@ -63,6 +63,12 @@ class ShardOrder:
             start += len(part)
         return np.concatenate(parts)
 
+    def open_shards(self, workers: int, ahead: int = 0) -> int:
+        """How many shards a worker reads, or is about to read, at a time: in each lane those of a window and the next one,
+        and of ``ahead`` positions of all workers that are being decoded."""
+        own = self.lanes if workers == 1 else min(self.lanes, -(-self.lanes // workers) + 2)  # and those at the edges of its part
+        return min(len(self.counts), own * (2 + math.ceil((self.window + ahead / self.lanes) * len(self.counts) / self.samples)))
+
     def lanes_of(self, start: int, stop: int) -> np.ndarray:
         """The lanes of positions ``start`` to ``stop``."""
         return np.arange(start, stop) % self.samples % self.lanes

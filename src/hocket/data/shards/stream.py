@@ -7,7 +7,7 @@ with any number of workers and any shares, and no sample of an epoch is repeated
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -55,7 +55,7 @@ def stream(
     samples. ``decode`` gets a dict from field to bytes; the default gives tensors. ``worker`` of ``workers`` is this process in
     torch.distributed unless given, and ``shares`` are the proportions in which a round of ``workers · batch_size`` samples is
     divided. ``threads`` read and decode up to ``prefetch`` batches ahead. Shards from elsewhere are kept in ``cache``, a folder
-    that all processes of a host share, of at most ``cache_bytes``; without it, in memory: about ``2 · lanes / workers`` of them.
+    that all processes of a host share, of at most ``cache_bytes``; without it, in memory: up to ``3 · lanes / workers`` of them.
 
     ``state_dict()`` is the same on all workers. After ``load_state_dict`` the stream goes on there, whatever ``workers``,
     ``batch_size`` and ``shares`` are now; an iteration that was left goes on, too.
@@ -127,11 +127,12 @@ class ShardStream(IterableDataset[Any]):
         self.cursor, self._in_turn = state["cursor"], state["in_turn"]
 
     def __iter__(self) -> Iterator[Any]:
-        keep = 2 * -(-self.order.lanes // self.workers) + self.threads
+        size = self.workers * (self.batch_size or 1)
+        keep = self.order.open_shards(self.workers, self.prefetch * size) + self.threads
         reader = ShardReader(self.url, self.index, keep=keep, **self.reading)
         rounds = self._rounds()
         if reader.remote:  # half a window ahead
-            ahead = self.order.lanes * self.order.window // (2 * self.workers * (self.batch_size or 1))
+            ahead = self.order.lanes * self.order.window // (2 * size)
             rounds = announced(rounds, lambda found: found[0], max(1, ahead), reader, self.threads)
         work = in_order(lambda found: (found, self._batch(reader, found[0])), rounds, self.threads, self.prefetch)
         last: list[Any] = []
@@ -219,22 +220,22 @@ def in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: in
 def announced(
     items: Iterable[T], samples_of: Callable[[T], np.ndarray], ahead: int, reader: ShardReader, threads: int
 ) -> Iterator[T]:
-    """The same items; the shards of those up to ``ahead`` later are being fetched meanwhile."""
-    waiting: deque[T] = deque()
-    wanted: dict[int, None] = {}
+    """The same items; the shards of those up to ``ahead`` later are being fetched meanwhile, as many as the reader keeps."""
+    waiting: deque[tuple[T, list[int]]] = deque()
+    live: Counter[int] = Counter()
     with ThreadPoolExecutor(threads, thread_name_prefix="hocket-fetch") as pool:
         try:
             for item in items:
-                for shard in dict.fromkeys(reader.shards_of(samples_of(item)).tolist()):
-                    if shard not in wanted:
+                shards = np.unique(reader.shards_of(samples_of(item))).tolist()
+                for shard in shards:
+                    if shard not in live:
                         pool.submit(reader.want, shard)
-                    wanted.pop(shard, None)
-                    wanted[shard] = None
-                    while len(wanted) > reader.keep:  # those may have been dropped
-                        wanted.pop(next(iter(wanted)))
-                waiting.append(item)
-                if len(waiting) > ahead:
-                    yield waiting.popleft()
-            yield from waiting
+                    live[shard] += 1
+                waiting.append((item, shards))
+                while len(waiting) > ahead or len(live) > reader.keep - threads:
+                    item, shards = waiting.popleft()
+                    yield item
+                    live -= Counter(shards)
+            yield from (item for item, _ in waiting)
         finally:
             pool.shutdown(cancel_futures=True)
