@@ -22,7 +22,7 @@ from hocket.cli.batch import train_on_batches
 from hocket.cli.main import app
 from hocket.cli.options import arguments
 from hocket.data.base import DataSet, identity
-from hocket.drivers.snapshots import unsealed
+from hocket.files import unsealed
 from hocket.sandblaster import SandblasterRun
 from hocket.train.settings import RunSettings
 from process.launch import Nursery, eventually

@@ -26,6 +26,7 @@ from hocket.cli.train import device_of
 from hocket.cluster.join import without_launcher
 from hocket.drivers.processes import interruptible
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.files import CannotWrite, write_whole
 from hocket.report import Report, build
 from hocket.study import file
 from hocket.study.carry_out import Data, Interrupted, Virtual, Watch, carry_out, check, finished
@@ -33,7 +34,6 @@ from hocket.study.folder import Folder
 from hocket.study.plan import Study, expand, number
 from hocket.study.presets import PRESETS, preset
 from hocket.train.loop import Progress
-from hocket.train.record import CannotWrite, write_whole
 from hocket.train.settings import RunSettings
 
 _LIST = "; ".join(f"{name}: {outline.about}" for name, outline in PRESETS.items())

@@ -23,6 +23,7 @@ from hocket.errors import HocketError, bytes_text
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, prepare
+from hocket.train.checkpoints import LEAST_KEPT
 from hocket.train.checks import needs_servers
 from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
 from hocket.train.setting_groups import BATCH_OPTIMIZER
@@ -39,6 +40,7 @@ def command(
     explain: Annotated[bool, typer.Option("--explain", help="With --mesh: show how the model is split and why, and end.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for run.json, metrics.jsonl and checkpoints.")] = None,
     checkpoints: Annotated[bool, typer.Option(help="A checkpoint after every epoch, for --resume.")] = True,
+    keep: Annotated[int, typer.Option(help="How many checkpoints are kept, at least 2.")] = LEAST_KEPT,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     keys: Annotated[Path | None, typer.Option(help="Servers: keys made by `hocket keys`.")] = None,
     snapshot: Annotated[float, typer.Option(help="Servers: seconds between snapshots, 0 for none.")] = SNAPSHOT_S,
@@ -57,7 +59,7 @@ def command(
     launcher = None if given["virtual"] else find_launcher(os.environ)
     settings = _settings(given, 1 if launcher is None else launcher.processes)
     policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace, "record": record}
-    start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain)
+    start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain, keep)
     if explain and settings.split is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     strategy, virtual = settings.strategy, settings.workers.virtual
@@ -87,6 +89,7 @@ class Start:
     resume: bool = False
     checkpoints: bool = True
     explain: bool = False
+    keep: int = LEAST_KEPT
 
 
 def _settings(given: dict[str, Any], launched: int) -> RunSettings:
@@ -168,7 +171,7 @@ def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:
         return
     with Display(strategy, speaks, settings.epochs) as display:
         given = (start.data_dir, start.out, start.resume, display.step, display.epoch)
-        training = run(settings, cluster, *given, checkpoints=start.checkpoints, on_split=display.note)
+        training = run(settings, cluster, *given, checkpoints=start.checkpoints, note=display.note, keep=start.keep)
     if speaks:
         title = f"{settings.model} on {settings.data.name}, {_who(settings, cluster)}, {training.step} steps"
         if name := predicted_for(settings):

@@ -4,6 +4,7 @@ What it answers to which message is in :mod:`hocket.programs.server.shard_server
 """
 
 import argparse
+import copy
 import signal
 import sys
 from collections.abc import Sequence
@@ -52,7 +53,9 @@ def start_serving(
 ) -> SocketDriver:
     """A driver whose shard has started, from its last snapshot if there is one; call its ``serve``."""
     driver = SocketDriver(server, listener=listener, snapshots=snapshots, recorder=recorder)
-    state, now = None if snapshots is None else snapshots.load(), driver.clock()
+    # A snapshot that is whole may still be of something else: a server that is thrown away tries it.
+    fits = lambda state: copy.deepcopy(server).start(0.0, copy.deepcopy(state))  # noqa: E731
+    state, now = None if snapshots is None else snapshots.load(fits), driver.clock()
     times = {"liveness_timeout_s": server.liveness_timeout_s, "snapshot_s": server.snapshot_s, "stays": server.stays}
     driver.recorder.start(shard=server.place, restored=state is not None, now=now, **times)
     driver.carry_out(server.start(now, state))

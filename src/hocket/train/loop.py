@@ -335,6 +335,18 @@ class Training(EpochLoop):
         self.replicas.load_full_state(state)
         self.scheduler.load_state_dict(state["scheduler"])
 
+    def go_on_at(self, state: dict[str, Any]) -> None:
+        """Go on after the epoch of ``state``, which other workers ended: the next one begins at its first sample, and the schedule
+        stands where these workers would have come."""
+        self._load_progress(state)
+        self.step = min(self.epoch * len(self.batches.partition), self.steps)
+        scheduler = self.scheduler
+        scheduler.last_epoch, scheduler._step_count = self.step, self.step + 1
+        rates = [lr * factor(self.step) for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._load_progress(state)
         if self.shares is not None:
