@@ -10,6 +10,7 @@ import torch
 
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError, SettingError
+from hocket.files import unlike
 from hocket.programs.repartition import mean_of
 from hocket.split import Mesh
 from hocket.train.checkpoints import WHOLE, Checkpoints, Generation, copied, process_file
@@ -113,8 +114,9 @@ class Resumption:
                 state["replicas"]["whole"] = generation.load(process_file(0))["replicas"]["whole"]
             if self.settings.split is not None and not self._fits(state):
                 self._load_whole(generation)
-            else:
-                training.load_state_dict(state)
+                return
+            check_structure(generation, training, state, whole=not (self.settings.split or self.settings.sharding.named))
+            training.load_state_dict(state)
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
         """Whether all processes hold the parts that were saved: a cut that is measured may be elsewhere this time."""
@@ -154,6 +156,15 @@ class Resumption:
             f"{before} workers become {now}: each begins with the mean of their weights, buffers and optimiser states and with one "
             f"part of {now} of the sum of their residuals; epoch {self.training.epoch + 1} begins at its first sample."
         )
+
+
+def check_structure(generation: Generation, training: EpochLoop, state: Mapping[str, Any], whole: bool = True) -> None:
+    """Refuse a state of another structure before it changes anything; ``whole``: of all, where no exchange is needed to know it."""
+    for name in ("epoch", "step"):
+        if state.get(name) != generation.facts[name]:
+            raise HocketError(f"its {name} is {state.get(name)!r}, not {generation.facts[name]}")
+    if whole and (place := unlike(training.state_dict(), state)) is not None:
+        raise HocketError(f"it is of another structure at '{place}'")
 
 
 def _mesh(run: Mapping[str, Any]) -> Mesh | None:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.files import unlike
 from hocket.programs.base import Address, Finished, Rejected, event
 from hocket.programs.server.members import Member, Request, SnapshotRequest
 from hocket.programs.server.membership import Membership
@@ -262,6 +263,8 @@ class ShardServer(Membership):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start_shard(state["job_config"], state["start_config"], [w.clone() for w in state["shard"]["weights"]])
         assert self.shard is not None
+        if (place := unlike(self.shard.state_dict(), state["shard"])) is not None:
+            raise ValueError(f"it is of another structure at '{place}'")
         self.shard.load_state_dict(state["shard"])
         for worker, saved in state["members"].items():
             values = {**saved, "figures": json.loads(saved["figures"]), "incarnation": bytes.fromhex(saved["incarnation"])}
