@@ -3,9 +3,9 @@
     python benchmarks/checkpoints.py
 
 One worker and an MLP of ``--width`` on made-up images, ``--steps`` steps per epoch, a checkpoint after every epoch (the default of
-``hocket train``). *blocked* is the time for which ``save`` holds the training up (states are copied; a checkpoint that is still being
-written is awaited), as a share of the epoch. *slower* compares epochs in pairs, one with and one without a checkpoint before it: the
-thread that writes needs a core while training goes on.
+``hocket train``). *blocked* is the time for which ``save`` holds the training up (states are copied; a checkpoint that is still
+being written is awaited), as a share of the epoch. *slower* compares epochs in pairs, one with and one without a checkpoint before
+it: the thread that writes needs a core while training goes on.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Damaged checkpoints and snapshots: flipped bits, truncations, other structures. Nothing may crash, and nothing wrong may be loaded.
+"""Damaged checkpoints and snapshots: flipped bits, truncations, other structures. Nothing may crash, nothing wrong may be loaded.
 
     python benchmarks/fuzz_checkpoints.py --count 100000
 
 Two generations of a small run lie in a folder, and two snapshots of a shard in another. Each time the newest of one of them is
-damaged, both are read as a resumed run and a restarted shard read them, and what was loaded is compared with what had been saved: it
-must be the newest generation (where the damage is none), or the one before it, or a refusal in one sentence.
+damaged, both are read as a resumed run and a restarted shard read them, and what was loaded is compared with what had been saved:
+it must be the newest generation (where the damage is none), or the one before it, or a refusal in one sentence.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         kinds = [Checkpointed(Path(folder, "checkpoints")), Snapshotted(Path(folder, "snapshots"))]
         begun = time.monotonic()
-        for number in range(given.count):
+        for _ in range(given.count):
             found[draw.choice(kinds).attempt(draw)] += 1
             if time.monotonic() - begun > given.seconds:
                 break

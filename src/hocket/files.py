@@ -116,10 +116,10 @@ def unlike(own: Any, saved: Any, path: str = "") -> str | None:
         same = isinstance(saved, Tensor) and (own.shape, own.dtype) == (saved.shape, saved.dtype)
         return None if same else path
     if isinstance(own, dict) and isinstance(saved, dict):
-        found = (unlike(value, saved[key], f"{path}.{key}") if key in saved else f"{path}.{key}" for key, value in own.items())
+        found = [unlike(value, saved[key], f"{path}.{key}") if key in saved else f"{path}.{key}" for key, value in own.items()]
     elif isinstance(own, (list, tuple)) and isinstance(saved, (list, tuple)):
         same = not own or len(own) == len(saved) or all(isinstance(item, (int, float, str)) for item in own)
-        found = (unlike(*pair, f"{path}.{k}") for k, pair in enumerate(zip(own, saved, strict=False))) if same else iter([path])
+        found = [unlike(*pair, f"{path}.{k}") for k, pair in enumerate(zip(own, saved, strict=False))] if same else [path]
     else:
         numbers = isinstance(own, (int, float)) and isinstance(saved, (int, float))
         return None if numbers or isinstance(saved, type(own)) else path.lstrip(".")
@@ -174,3 +174,20 @@ def safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
     words = json.dumps(header, separators=(",", ":")).encode()
     words += b" " * (-len(words) % _ALIGNMENT)
     return b"".join([len(words).to_bytes(8, "little"), words, *bodies])
+
+
+def read_safetensors(content: bytes) -> dict[str, Tensor]:
+    """The inverse; ValueError where it is damaged.
+
+    >>> read_safetensors(safetensors({"bias": torch.tensor([1.0, 2.0])}))
+    {'bias': tensor([1., 2.])}
+    """
+    length, kinds = int.from_bytes(content[:8], "little"), {name: kind for kind, name in _DTYPES.items()}
+    body = memoryview(bytearray(content))[8 + length :]  # a copy: tensors may be written to
+    found = {}
+    for name, told in json.loads(content[8 : 8 + length]).items():
+        if name != "__metadata__":
+            first, end = told["data_offsets"]
+            raw = torch.frombuffer(body[first:end], dtype=torch.uint8) if end > first else torch.empty(0, dtype=torch.uint8)
+            found[name] = raw.clone().view(kinds[told["dtype"]]).view(told["shape"])
+    return found

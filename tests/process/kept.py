@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.data import DataLoader, TensorDataset
 
+import hocket
 from hocket import files
 from hocket.cluster.join import join
 from hocket.train import checkpoints
@@ -70,3 +75,66 @@ def main(rank: int, folder: str, before: str) -> None:
     found["flipped"] = train(rank, folder, "full", cluster, resume=True)
     torch.save(found, Path(folder, f"{rank}.pt"))
     cluster.close()
+
+
+# --- loops of people's own -----------------------------------------------------------------------------------------------------
+
+
+def begin() -> tuple[nn.Module, torch.optim.Optimizer, hocket.Job]:
+    hocket.init(device="cpu")
+    torch.manual_seed(4)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return model, optimizer, hocket.parallelize(model, optimizer, "gossip + topk(0.3) + exchange=gradients")
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, most: int = 100, then: Callable[[], Any] = dict) -> list[int]:
+    """Train on the next batches of an epoch, of which there may be more; the numbers of their samples."""
+    numbers, seen = torch.arange(50), list[int]()
+    inputs = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    loader = hocket.distribute(DataLoader(TensorDataset(inputs, numbers), batch_size=4, shuffle=True))
+    for count, (x, n) in enumerate(loader, 1):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), n % 2).backward()
+        optimizer.step()
+        seen += n.tolist()
+        if count == most:
+            then()
+            break
+    return seen
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def stops(rank: int, folder: str) -> None:
+    """Three steps of an epoch, saved by hand and by torch.distributed.checkpoint, and loaded by it."""
+    model, optimizer, job = begin()
+    found: dict[str, Any] = {"stateful": isinstance(job, Stateful)}
+
+    def save() -> None:
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": job.state_dict()}
+        torch.save(saved, Path(folder, f"saved-{rank}"))
+        dcp.save({"job": job}, checkpoint_id=Path(folder, "dcp"))
+        found.update(saved=str(job.own_state()), weights=flat(model).clone())
+
+    found["samples"] = learn(model, optimizer, 3, save)
+    job.detach()
+    _, _, other = begin()
+    dcp.load({"job": other}, checkpoint_id=Path(folder, "dcp"))
+    torch.save({**found, "loaded": str(other.own_state())}, Path(folder, f"{rank}.pt"))
+
+
+def goes_on(rank: int, folder: str, before: str) -> None:
+    """One worker goes on from what two have saved."""
+    model, optimizer, job = begin()
+    saved = [torch.load(Path(before, f"saved-{worker}")) for worker in range(2)]
+    try:
+        job.load_state_dict(saved[1]["job"])
+        sentence = ""
+    except hocket.HocketError as error:
+        sentence = str(error)
+    job.load_workers(saved)
+    found = {"sentence": sentence, "weights": flat(model).clone(), "step": job.step}
+    torch.save({**found, "samples": learn(model, optimizer)}, Path(folder, f"{rank}.pt"))

@@ -117,6 +117,27 @@ def test_equal_replicas_stay_what_they_are_bit_for_bit() -> None:
     assert torch.equal(mean_of(values[:1].expand(3, -1)), values[0])
 
 
+@pytest.mark.parametrize(
+    "strategy", ["async + server(2)", "ssp(2) + server", "async + gossip", "downpour(2, 2) + server + topk(0.2)"]
+)
+def test_workers_that_send_messages_go_on_from_the_global_weights(tmp_path: Path, strategy: str) -> None:
+    base = RunSettings.of(virtual=True, batch_size=80, strategy=strategy)
+    for epochs, workers in ((2, 3), (3, 2), (4, 2), (5, 4)):  # with others, exactly, and with others again
+        said: list[str] = []
+        training = run(
+            base.changed(epochs=epochs, workers=workers),
+            base.changed(workers=workers).virtual_cluster("cpu"),
+            out=tmp_path,
+            resume=epochs > 2,
+            note=said.append,
+        )
+        assert training.step == epochs * len(training.batches.partition)
+    assert [m["epoch"] for m in training.metrics] == [1, 2, 3, 4, 5]
+    losses = [m["loss"] for m in training.metrics]
+    assert max(losses[1:]) < losses[0], "it did not begin anew"
+    assert said[1].startswith("2 workers become 4: they begin with the global weights, residuals and optimiser states begin anew;")
+
+
 def test_a_run_goes_on_with_other_workers_says_so_and_sees_every_sample_once(tmp_path: Path) -> None:
     base = RunSettings.of(
         virtual=True, batch_size=60, strategy="local(3) + topk(0.3)", lr_schedule="linear", optimizer="adam", lr=0.01

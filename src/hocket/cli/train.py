@@ -22,7 +22,7 @@ from hocket.drivers.processes import interruptible
 from hocket.errors import HocketError, bytes_text
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
-from hocket.supervisor import FaultPolicy, prepare
+from hocket.supervisor import FaultPolicy, Keeping, prepare
 from hocket.train.checkpoints import LEAST_KEPT
 from hocket.train.checks import needs_servers
 from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
@@ -146,15 +146,17 @@ def _start(settings: RunSettings, start: Start) -> None:
 def _supervise(settings: RunSettings, start: Start, policy: dict[str, Any]) -> None:
     """Shards and workers as processes, this one as their observer."""
     strategy, workers, out = settings.strategy, settings.workers.count, start.out
-    if start.joined or start.resume or start.processes not in (None, workers):
-        given = "with --resume" if start.resume else f"with --processes {start.processes}"
-        what = "under another launcher" if start.joined else given
+    if start.resume and out is None:
+        raise HocketError("--resume needs --out, the folder of the run to go on with.")
+    if start.joined or start.processes not in (None, workers):
+        what = "under another launcher" if start.joined else f"with --processes {start.processes}"
         raise HocketError(f"{strategy} starts its own shards and workers and cannot run {what}; leave that out.")
     parsed = FaultPolicy(**policy)
     if strategy.runtime == "peers" and policy["snapshot_s"] != SNAPSHOT_S:
         raise HocketError(f"{strategy} has no shards to take snapshots of; leave --snapshot out.")
     with interruptible():
-        supervised = prepare(settings, device_of(start.device), start.data_dir, out, parsed)
+        keeping = Keeping(start.resume, start.checkpoints, start.keep)
+        supervised = prepare(settings, device_of(start.device), start.data_dir, out, parsed, keeping=keeping)
         with Display(str(strategy), True, settings.epochs) as display:
             metrics = supervised.train(display.step, display.epoch)
     steps = supervised.sequence.steps

@@ -31,19 +31,31 @@ class OneForAll:
 def one_for_all(
     states: Sequence[State],
     model: nn.Module,
-    optimizer: Factory,
+    optimizer: Factory | torch.optim.Optimizer,
     strategy: Strategy,
     layout: Layout,
     seed: int,
     host_size: int | None,
 ) -> OneForAll:
-    """Merge the workers in ``states`` (``state_dict()`` of all processes' replicas, in their order)."""
+    """Merge the workers in ``states`` (``state_dict()`` of all processes' replicas, in their order).
+
+    ``optimizer`` makes that of one worker, or is it, where every process has one worker.
+    """
     weights = [torch.cat(rows) for rows in zip(*(_weights(state, layout) for state in states), strict=True)]
-    rows = [row for state in states for row in _moments(state, model, optimizer, layout)]
+    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(list(model.parameters()))
+    names = optimizer_names(model, made)
+    rows = [row for state in states for row in _moments(state, model, optimizer, names, layout)]
     if strategy.keeps_replicas_equal:
         rows = rows[:1]  # under ZeRO-1 the first has all
     merged = merge(strategy, layout, seed, [state["job"] for state in states], weights, host_size)
     return OneForAll(merged, _buffers(states, model), _mean_moments(rows))
+
+
+def of_weights(weights: dict[str, Tensor], layout: Layout) -> OneForAll:
+    """The mean model alone: what strategies and optimisers remember begins anew."""
+    rows = [torch.cat([weights[s.name].reshape(-1) for s in b.slots]) for b in layout.buckets]
+    none: list[dict[str, Tensor]] = [{} for _ in rows]
+    return OneForAll(Merged(rows, none, none, 0, 0, False), weights, {})
 
 
 def _weights(state: State, layout: Layout) -> list[Tensor]:
@@ -67,12 +79,14 @@ def _buffers(states: Sequence[State], model: nn.Module) -> dict[str, Tensor]:
     return {name: mean_of(rows) for name, rows in joined(own).items()}
 
 
-def _moments(state: State, model: nn.Module, optimizer: Factory, layout: Layout) -> list[dict[str, dict[str, Any]]]:
+def _moments(
+    state: State, model: nn.Module, optimizer: Factory | torch.optim.Optimizer, names: Sequence[str], layout: Layout
+) -> list[dict[str, dict[str, Any]]]:
     """The optimiser's state of each worker of one process, by parameter name."""
     saved = state["optimizer"]
     if "optimizers" not in saved:  # one worker
-        names = optimizer_names(model, optimizer(list(model.parameters())))
         return [{names[int(index)]: dict(entries) for index, entries in saved["state"].items()}]
+    assert not isinstance(optimizer, torch.optim.Optimizer), "rows are made by what makes their optimisers"
     weights = [w.clone() for w in state["weights"]]
     grads = [torch.zeros_like(w) for w in weights]
     order = [n for n, _ in model.named_parameters()]

@@ -161,11 +161,11 @@ class LiveReplica(JobReplica):
             yield self.model
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer_state(), "job": self.job.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer_state(), "job": self.job.own_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_full_state(state)
-        self.job.load_state_dict(state["job"])
+        self.job.load_own_state(state["job"])
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])

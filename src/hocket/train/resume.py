@@ -10,12 +10,12 @@ import torch
 
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError, SettingError
-from hocket.files import unlike
+from hocket.files import read_safetensors, unlike
 from hocket.programs.repartition import mean_of
 from hocket.split import Mesh
 from hocket.train.checkpoints import WHOLE, Checkpoints, Generation, copied, process_file
 from hocket.train.loop import EpochLoop, Training
-from hocket.train.other_workers import one_for_all, stacked_buffers
+from hocket.train.other_workers import of_weights, one_for_all, stacked_buffers
 from hocket.train.record import MAY_CHANGE, WEIGHTS, Record
 from hocket.train.settings import RunSettings
 
@@ -91,6 +91,11 @@ class Resumption:
         return _mesh(facts["run"]) != _mesh(self.run)
 
     @property
+    def _messages(self) -> bool:
+        """Whether workers send messages: what is under way between them cannot be handed to others."""
+        return self.settings.strategy.runtime != "collective"
+
+    @property
     def _sharded(self) -> bool:
         return self.settings.sharding.fsdp
 
@@ -98,6 +103,8 @@ class Resumption:
         facts = generation.facts
         if self._resplit(facts):
             return [process_file(0) if facts["run"].get("mesh") is None else WHOLE]
+        if self._moved(facts) and self._messages:
+            return [process_file(0), WEIGHTS]
         if self._moved(facts):
             return [process_file(process) for process in range(facts["processes"])]
         return [process_file(self.cluster.rank), *[process_file(0)] * self._sharded]
@@ -134,8 +141,12 @@ class Resumption:
     def _load_others(self, generation: Generation) -> None:
         """Take what other workers have left."""
         training, settings, facts = self.training, self.settings, generation.facts
-        if not isinstance(training, Training):
-            raise HocketError(f"it is of {facts['workers']} workers, and {settings.strategy} goes on with as many; use them")
+        if self._messages:
+            progress = {"epoch": facts["epoch"], "metrics": generation.load(process_file(0))["metrics"]}
+            training.replicas.take_over(of_weights(read_safetensors(generation.content(WEIGHTS)), training.replicas.layout))
+            training.go_on_at(progress)
+            return
+        assert isinstance(training, Training)
         states = [generation.load(process_file(process)) for process in range(facts["processes"])]
         replicas = [state["replicas"] for state in states]
         if self._sharded:
@@ -150,6 +161,11 @@ class Resumption:
     def _done(self, facts: Mapping[str, Any]) -> str:
         """What was done to go on with other workers, in words."""
         before, now = facts["workers"], self.settings.workers.count
+        if self._messages:
+            return (
+                f"{before} workers become {now}: they begin with the global weights, residuals and optimiser states begin anew; "
+                f"epoch {self.training.epoch + 1} begins at its first sample."
+            )
         if before == now:
             return ""
         return (

@@ -168,7 +168,7 @@ def run(
     with Checkpoints(record.folder / CHECKPOINTS, cluster, keep, note) as kept:
         described = describe(settings, cluster, training)
         if resume:
-            Resumption(settings, cluster, training, described).load(kept, record, _repeated(settings), note)
+            Resumption(settings, cluster, training, described).load(kept, record, repeated(settings), note)
         record.write_run(described)
         for metrics in training.run(watch):
             _write_metrics(record, training, checkpoints, note)
@@ -211,7 +211,7 @@ def describe_run(settings: RunSettings, where: dict[str, Any], steps: int, layou
     """The same for a run of ``steps`` steps on a cluster described as ``where``."""
     strategy = settings.resolved
     return {
-        **_repeated(settings),
+        **repeated(settings),
         "exchange": strategy.exchanged,
         "cluster": where,
         "steps": steps,
@@ -222,7 +222,7 @@ def describe_run(settings: RunSettings, where: dict[str, Any], steps: int, layou
     }
 
 
-def _repeated(settings: RunSettings) -> dict[str, Any]:
+def repeated(settings: RunSettings) -> dict[str, Any]:
     """What a run must have in common with the one it goes on with. Of files there is what they said: ``spec`` (the
     cluster) and ``plan``."""
     spec, split = settings.spec, settings.split
