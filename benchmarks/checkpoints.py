@@ -4,8 +4,8 @@
 
 One worker and an MLP of ``--width`` on made-up images, ``--steps`` steps per epoch, a checkpoint after every epoch (the default of
 ``hocket train``). *blocked* is the time for which ``save`` holds the training up (states are copied; a checkpoint that is still
-being written is awaited), as a share of the epoch. *slower* compares epochs in pairs, one with and one without a checkpoint before
-it: the thread that writes needs a core while training goes on.
+being written is awaited), as a share of the epoch. *CPU* is what copying and writing cost altogether: the processor time of epochs in
+pairs, one with and one without a checkpoint before it, which other programs on the machine change less than seconds.
 """
 
 from __future__ import annotations
@@ -50,34 +50,35 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: the temporary folder)")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    print("parameters  checkpoint    step  epoch   copied in  blocked  written in  slower")
+    print("parameters  checkpoint    step  epoch   copied in  blocked  written in    CPU")
     for width in map(int, given.widths.split(",")):
         loop = training(width, given.steps, 2 * given.rounds + 1)
         epochs = loop.run()
         next(epochs)
-        plain, beside, blocked, wrote, size = [], [], [], [], 0
+        plain, alone, beside, blocked, wrote, size = [], [], [], [], [], 0
         with tempfile.TemporaryDirectory(dir=given.folder) as folder, Checkpoints(Path(folder), loop.cluster) as kept:
             for _ in range(given.rounds):
-                begun = time.perf_counter()
+                begun, used = time.perf_counter(), time.process_time()
                 next(epochs)
                 plain.append(time.perf_counter() - begun)
-                begun = time.perf_counter()
+                alone.append(time.process_time() - used)
+                begun, used = time.perf_counter(), time.process_time()
                 facts = {"step": loop.step, "epoch": loop.epoch, "workers": 1, "processes": 1, "run": {}}
                 kept.save({process_file(0): loop.state_dict()}, facts)
                 blocked.append(time.perf_counter() - begun)
                 next(epochs)
-                beside.append(time.perf_counter() - begun)
                 begun = time.perf_counter()
                 kept.wait()
                 wrote.append(time.perf_counter() - begun)
+                beside.append(time.process_time() - used)
             size = sum(path.stat().st_size for path in Path(folder, str(given.rounds)).iterdir())
         parameters = sum(p.numel() for p in loop.replicas.model.parameters())
         epoch, copy = statistics.median(plain), statistics.median(blocked)
-        slower = statistics.median(b / p for b, p in zip(beside, plain, strict=True)) - 1
+        more = statistics.median(b / a for b, a in zip(beside, alone, strict=True)) - 1
         late = "the epoch" if max(wrote) < 0.01 * epoch else f"{max(wrote):.1f} s more"
         print(
             f"{parameters:10,}  {size / 1e6:7.1f} MB  {1e3 * epoch / given.steps:4.1f} ms  {epoch:4.1f} s  {1e3 * copy:6.1f} ms  "
-            f"{copy / epoch:7.2%}  {late:>10}  {slower:+.1%}",
+            f"{copy / epoch:7.2%}  {late:>10}  {more:+.1%}",
             flush=True,
         )
 

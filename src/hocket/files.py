@@ -105,7 +105,7 @@ def unsealed(content: bytes) -> Any:
 
 def unlike(own: Any, saved: Any, path: str = "") -> str | None:
     """Where a saved state is of another structure than ``own``: the path of the first entry that is missing, of another kind or of
-    another shape; None where it is not. What ``own`` lacks, or has as None, may be anything.
+    another shape; None where it is not. What ``own`` lacks, has as None, or has under numbers may be anything.
 
     >>> unlike({"a": 1, "b": [torch.zeros(2)]}, {"a": 2, "b": [torch.zeros(3)], "c": None}), unlike({"a": None}, {"a": 1})
     ('b.0', None)
@@ -116,7 +116,8 @@ def unlike(own: Any, saved: Any, path: str = "") -> str | None:
         same = isinstance(saved, Tensor) and (own.shape, own.dtype) == (saved.shape, saved.dtype)
         return None if same else path
     if isinstance(own, dict) and isinstance(saved, dict):
-        found = [unlike(value, saved[key], f"{path}.{key}") if key in saved else f"{path}.{key}" for key, value in own.items()]
+        shared = [key for key in own if key in saved or isinstance(key, str)]  # numbers count workers and the like
+        found = [unlike(own[key], saved[key], f"{path}.{key}") if key in saved else f"{path}.{key}" for key in shared]
     elif isinstance(own, (list, tuple)) and isinstance(saved, (list, tuple)):
         same = not own or len(own) == len(saved) or all(isinstance(item, (int, float, str)) for item in own)
         found = [unlike(*pair, f"{path}.{k}") for k, pair in enumerate(zip(own, saved, strict=False))] if same else [path]

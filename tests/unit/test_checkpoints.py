@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
 from hocket.cluster import VirtualCluster
+from hocket.data import load
 from hocket.errors import HocketError, SettingError
 from hocket.files import safetensors, sealed_json, unsealed_json
+from hocket.models import build
 from hocket.train.checkpoints import MANIFEST, Checkpoints, Generation, process_file
 from hocket.train.run import run
 from hocket.train.settings import RunSettings
@@ -184,3 +186,16 @@ def test_a_run_goes_on_without_its_run_json_and_from_the_generation_before_a_dam
         run(base, VirtualCluster(3), out=tmp_path / "nothing", resume=True)
     with pytest.raises(HocketError, match="has batch 100, not 50"):
         run(base.changed(batch_size=50), VirtualCluster(3), out=tmp_path / "parts", resume=True)
+
+
+def test_a_run_loads_in_plain_pytorch_as_the_page_says(tmp_path: Path) -> None:
+    trained = run(RunSettings.of(model="cnn", momentum=0.9, batch_size=100), VirtualCluster(1, timed=True), out=tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "plain-pytorch.md").read_text()
+    given = {"Net": lambda: build("cnn", load("digits")), "Path": Path}
+    for block in page.split("```python\n")[1:]:
+        exec(block.split("```")[0].replace("OUT/", f"{tmp_path}/"), given)
+    own = given["model"].state_dict()
+    with trained.averaged() as model:
+        assert all(torch.equal(own[name], value) for name, value in model.state_dict().items())
+    momenta = [entry["momentum_buffer"] for entry in given["optimizer"].state.values()]
+    assert len(momenta) == len(list(model.parameters()))

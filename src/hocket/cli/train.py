@@ -148,6 +148,8 @@ def _supervise(settings: RunSettings, start: Start, policy: dict[str, Any]) -> N
     strategy, workers, out = settings.strategy, settings.workers.count, start.out
     if start.resume and out is None:
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
+    if start.resume and policy["record"] is not None:
+        raise HocketError("--record records a run from its beginning; leave --resume out, or --record.")
     if start.joined or start.processes not in (None, workers):
         what = "under another launcher" if start.joined else f"with --processes {start.processes}"
         raise HocketError(f"{strategy} starts its own shards and workers and cannot run {what}; leave that out.")
