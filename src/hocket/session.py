@@ -316,10 +316,11 @@ class DistributedLoader:
     def __iter__(self) -> Iterator[Any]:
         cluster = _joined("iterating over hocket.distribute(…)")
         positions, world, worker, seed = _Session.loaders, _Session.world, _Session.worker, _Session.seed
-        place = positions.begin(self.loader, self.epoch)
+        place = positions.begin(self.loader, self.epoch, world)
         take = place.by_demand(_store()) if not self.even and _without_waiting(cluster) else None
         try:
-            for batch, weight in distribute_loader(self.loader, world, worker, seed, place.epoch, place.batches, take):
+            given = (world, worker, seed, place.epoch, place.batches, take, place.before)
+            for batch, weight in distribute_loader(self.loader, *given):
                 for job in _Session.jobs:
                     job.weight = weight
                 place.batches += 1

@@ -285,7 +285,7 @@ def runs(rank: int) -> dict[str, Any]:
     plan.write_text('3 = "gather"\n7 = "gather"\n')
     split = base.changed(workers=1, mesh="tensor=2", plan_file=str(plan))
     found["planned"] = explanation(split, cluster, load("digits"))
-    saved = torch.load(FOLDER / "state" / f"checkpoint-{rank}.pt")["replicas"]["optimizer"]["state"]
+    saved = torch.load(FOLDER / "state" / "checkpoints" / "3" / f"process-{rank}.pt")["replicas"]["optimizer"]["state"]
     return {**found, "momenta": sum(entries["momentum_buffer"].numel() for entries in saved.values())}
 
 

@@ -25,7 +25,8 @@ def test_the_slow_process_gets_fewer_samples_and_all_know(
     for epochs, more in stages:
         ended = hocket(*TRAIN, "--strategy", strategy, "--epochs", epochs, "--out", str(tmp_path / "run"), *more)
         assert ended.returncode == 0, ended.stderr
-        states = [torch.load(tmp_path / "run" / f"checkpoint-{rank}.pt", weights_only=True) for rank in (0, 1)]
+        newest = tmp_path / "run" / "checkpoints" / epochs
+        states = [torch.load(newest / f"process-{rank}.pt", weights_only=True) for rank in (0, 1)]
         known = [[*(m["shares"] for m in state["metrics"]), state["shares"]] for state in states]
         assert known[0] == known[1]
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -127,7 +127,7 @@ def went_on(job: Any, again: Callable[[nn.Module], Any], rank: int) -> dict[str,
         torch.distributed.barrier()
     job.detach()
     other = again(model)
-    foreign = refusal(lambda: other.load_state_dict({**state, "seed": -1}))
+    foreign = refusal(lambda: other.load_own_state({**job.own_state(), "seed": -1}))
     other.load_state_dict(state)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # all have loaded before anybody goes on

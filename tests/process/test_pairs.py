@@ -910,7 +910,7 @@ def test_collective_strategies_and_impossible_times_are_refused() -> None:
 REFUSED = {
     "--strategy 'async + gossip' --snapshot 1": "leave --snapshot out",
     "--strategy 'async + gossip + topk(0.1)'": "leave the compression out",
-    "--strategy 'async + gossip' --resume --out somewhere": "cannot run with --resume",
+    "--strategy 'async + gossip' --resume --out somewhere": "There is no run in somewhere to go on with",
     "--strategy 'async + gossip' --keys nowhere": "There are no keys at nowhere",
     "--strategy 'async + gossip(exponential)'": "use gossip, gossip(ring)",
 }

@@ -23,7 +23,7 @@ from hocket.cli.batch import train_on_batches
 from hocket.cli.main import app
 from hocket.cli.options import arguments
 from hocket.data.base import DataSet, identity
-from hocket.drivers.snapshots import unsealed
+from hocket.files import unsealed
 from hocket.sandblaster import SandblasterRun
 from hocket.train.settings import RunSettings
 from process.launch import Nursery, eventually
@@ -157,17 +157,24 @@ def test_both_worlds_tell_why_it_ended(tmp_path: Path) -> None:
     assert job.launch(tmp_path).ended == job.run().ended == "the direction no longer descends"
 
 
-def test_what_is_damaged_is_not_gone_on_from(tmp_path: Path) -> None:
-    job = task(max_iter=2)
-    job.launch(tmp_path)
-    file = tmp_path / f"shard-1-{iteration(tmp_path)}.pt"
+def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+
+
+def test_what_is_damaged_gives_way_to_the_iteration_before_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = task(max_iter=2)
+    expected = flat(job.launch(tmp_path))
+    last = iteration(tmp_path)
+    for file in (tmp_path / f"shard-1-{last}.pt", tmp_path / "state.json"):
+        flip(file)
+        assert torch.equal(flat(job.launch(tmp_path)), expected)
+        assert f"{file} is" in (said := capfd.readouterr().err)
+        assert f"; the run goes on from iteration {last - 1}." in said
+    flip(tmp_path / f"shard-1-{last}.pt")
+    (tmp_path / "previous.json").write_text("{}")
     with pytest.raises(HocketError, match=r"missing or damaged .* nothing to go on from"):
-        job.launch(tmp_path)
-    file.unlink()
-    with pytest.raises(HocketError, match="missing or damaged"):
         job.launch(tmp_path)
 
 

@@ -428,7 +428,9 @@ def test_being_ended_politely_counts_as_an_interruption_and_leaves_no_folder(tmp
 
 REFUSED = {
     "--strategy 'async + server(shards=5000)'": "at most as many shards",
-    "--strategy 'async + server' --resume --out somewhere": "cannot run with --resume",
+    "--strategy 'async + server' --resume": "--resume needs --out",
+    "--strategy 'async + server' --resume --out somewhere": "There is no run in somewhere to go on with",
+    "--strategy 'async + server' --out somewhere --keep 1": "at least 2 checkpoints are kept",
     "--strategy 'async + server' --processes 1": "cannot run with --processes 1",
     "--strategy 'async + server' --liveness-timeout 0": "seconds are above 0",
     "--strategy 'async + server' --keys nowhere": "There are no keys at nowhere",

@@ -256,7 +256,7 @@ def test_passes_of_one_epoch_are_told_apart():
     first, again = positions.begin(["a"], 0), positions.begin(["a"], 0)
     assert [first.by_demand(store)(), again.by_demand(store)()] == [0, 0]
     state = positions.state_dict()
-    assert state["open"] == [["list", 0, 1], ["list", 0, 1]]
+    assert state["open"] == [["list", 0, 1, 0, []]] * 2
     positions.load_state_dict(state)
     assert positions.begin(["a"], 0).batches == 1
 
@@ -640,3 +640,30 @@ def test_a_set_needs_as_many_targets_as_inputs():
     pair = torch.zeros(3, 2), torch.zeros(2)
     with pytest.raises(HocketError, match="3 inputs and 2 targets"):
         DataSet("mine", pair, pair, 2, identity)
+
+
+@given(st.integers(20, 90), st.integers(1, 6), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=3))
+def test_an_epoch_that_several_numbers_of_workers_share_gives_every_sample_once(samples, batch_size, parts):
+    """As many batches of a loader as each number of workers was given, then the rest to two; too few for all are dropped."""
+    loader = DataLoader(TensorDataset(torch.arange(samples)), batch_size=batch_size, shuffle=True)
+    positions, seen = LoaderPositions(), []
+    for workers, most in (*parts, (2, 1000)):
+        saved = positions.state_dict()
+        positions = LoaderPositions()
+        positions.load_state_dict(saved)
+        place = positions.begin(loader, None if not seen else 0, workers)
+        given_batches = [
+            list(distribute_loader(loader, workers, w, 0, 0, place.batches, None, place.before)) for w in range(workers)
+        ]
+        assert len({len(own) for own in given_batches}) == 1
+        for own in given_batches:
+            seen += [int(i) for (batch,), _ in own[:most] for i in batch]
+        place.batches += min(most, len(given_batches[0]))
+    assert len(set(seen)) == len(seen) > samples - max(2, *(workers for workers, _ in parts)) - 1
+
+
+def test_an_iterable_goes_on_with_other_workers_behind_what_was_given():
+    batches = [str(k) for k in range(12)]
+    first = [[batch for batch, _ in distribute_loader(batches, 3, w, 0, 0)][:2] for w in range(3)]
+    rest = [[batch for batch, _ in distribute_loader(batches, 2, w, 0, 0, before=[(3, 2)])] for w in range(2)]
+    assert sorted(int(b) for part in first + rest for b in part) == list(range(12))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hocket.errors import HocketError
-from hocket.train.record import write_whole
+from hocket.files import write_whole
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), OSError(28, "No space left on device")])

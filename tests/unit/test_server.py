@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from hocket.cluster.layout import Layout, layout_of
 from hocket.cluster.virtual import VirtualCluster
 from hocket.drivers.server_runtime import Observer, ServerRuntime
-from hocket.drivers.snapshots import Snapshots, sealed, unsealed
+from hocket.drivers.snapshots import Snapshots
 from hocket.errors import HocketError
+from hocket.files import sealed, unsealed
 from hocket.programs.account import Account, entry_of
 from hocket.programs.base import Effects, Say, Send, Snapshot
 from hocket.programs.server.members import BatchDispatcher

@@ -23,6 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hocket import compression, sync, topology
+from hocket import files as hocket_files
 from hocket.cli import demo, display
 from hocket.cli import main as cli
 from hocket.cli import study as cli_study
@@ -33,6 +34,7 @@ from hocket.compression import NoCompression, Threshold
 from hocket.data import DataSet, Normalise
 from hocket.drivers.processes import interruptible
 from hocket.errors import HocketError, NonFiniteGradient, SettingError
+from hocket.files import CannotWrite
 from hocket.report import build
 from hocket.strategy import Strategy
 from hocket.study import file
@@ -44,8 +46,6 @@ from hocket.study.plan import Entry, Outline, Planned, Study, expand, slug
 from hocket.study.presets import PRESETS, preset
 from hocket.sync import Bulk, Local
 from hocket.topology import AllReduce, Gossip
-from hocket.train import record
-from hocket.train.record import CannotWrite
 from hocket.train.run import run
 from hocket.train.settings import FIELDS, RunSettings, defaults
 
@@ -505,7 +505,7 @@ def test_without_space_the_study_ends_and_keeps_what_is_finished(tmp_path: Path,
 
     folder, study = begun(tmp_path / "parts", outline)
     with monkeypatch.context() as patch:
-        patch.setattr(record.os, "replace", full)
+        patch.setattr(hocket_files.os, "replace", full)
         with pytest.raises(CannotWrite, match="No space left"):
             carry_out(folder, study, Data(), Virtual(Data()), refused)
     assert 0 < len(finished(folder, study)) < 4

@@ -13,7 +13,7 @@ from rich.table import Table
 from hocket.cli.options import option
 from hocket.data import load
 from hocket.drivers.replay import DESCRIPTION, ReplayNode, describe_recording
-from hocket.errors import HocketError
+from hocket.errors import HocketError, SettingError
 from hocket.models import build, loss_for
 from hocket.report.figures import plain
 from hocket.sandblaster import Sandblaster
@@ -64,9 +64,12 @@ def train_on_batches(
     job = _job(settings, server, device, data_dir)
     if record is not None:
         described = _described(settings, job, device)
-        if resume:
-            record.check_resumed(described, may_change=())  # not longer either: its line search counts what is left
-        else:
+        run_before = record.read_run() if resume else None
+        if run_before is not None:
+            record.check_resumed(run_before, described)  # not longer either: its line search counts what is left
+        elif resume and not (record.folder / STATE).exists():
+            raise SettingError(f"There is no run in {record.folder} to go on with; start without <resume>.")
+        else:  # what lies in the folder of the state says what it is of
             record.write_run({**described, "versions": versions()})
     kept = None if out is None or not resume else out / "metrics.jsonl"
     before = len(kept.read_text().splitlines()) if kept is not None and kept.exists() else 0

@@ -27,6 +27,7 @@ from hocket.cluster.join import without_launcher
 from hocket.drivers.processes import interruptible
 from hocket.drivers.start import ENDS_WITH
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.files import CannotWrite, write_whole
 from hocket.report import Report, build
 from hocket.report.page import swept
 from hocket.study import file
@@ -35,7 +36,6 @@ from hocket.study.folder import Folder
 from hocket.study.plan import AUTO, Study, expand, number
 from hocket.study.presets import PRESETS, preset
 from hocket.train.loop import Progress
-from hocket.train.record import CannotWrite, write_whole
 from hocket.train.settings import RunSettings
 
 _LIST = "; ".join(f"{name}: {outline.about}" for name, outline in PRESETS.items())

@@ -22,7 +22,8 @@ from hocket.drivers.processes import interruptible
 from hocket.errors import HocketError, bytes_text
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
-from hocket.supervisor import FaultPolicy, prepare
+from hocket.supervisor import FaultPolicy, Keeping, prepare
+from hocket.train.checkpoints import LEAST_KEPT
 from hocket.train.checks import needs_servers
 from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
 from hocket.train.setting_groups import BATCH_OPTIMIZER
@@ -40,6 +41,7 @@ def command(
     explain: Annotated[bool, typer.Option("--explain", help="With --mesh: show how the model is split and why, and end.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for run.json, metrics.jsonl and checkpoints.")] = None,
     checkpoints: Annotated[bool, typer.Option(help="A checkpoint after every epoch, for --resume.")] = True,
+    keep: Annotated[int, typer.Option(help="How many checkpoints are kept, at least 2.")] = LEAST_KEPT,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     keys: Annotated[Path | None, typer.Option(help="Servers: keys made by `hocket keys`.")] = None,
     snapshot: Annotated[float, typer.Option(help="Servers: seconds between snapshots, 0 for none.")] = SNAPSHOT_S,
@@ -58,7 +60,7 @@ def command(
     launcher = None if given["virtual"] else find_launcher(os.environ)
     settings = _settings(given, 1 if launcher is None else launcher.processes)
     policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace, "record": record}
-    start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain, keys)
+    start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain, keys, keep)
     if explain and settings.split is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     strategy, virtual = settings.strategy, settings.workers.virtual
@@ -91,6 +93,7 @@ class Start:
     explain: bool = False
     keys: Path | None = None
     """Of a launcher's job whose processes are on several machines."""
+    keep: int = LEAST_KEPT
 
 
 def _settings(given: dict[str, Any], launched: int) -> RunSettings:
@@ -147,15 +150,19 @@ def _start(settings: RunSettings, start: Start) -> None:
 def _supervise(settings: RunSettings, start: Start, policy: dict[str, Any]) -> None:
     """Shards and workers as processes, this one as their observer."""
     strategy, workers, out = settings.strategy, settings.workers.count, start.out
-    if start.joined or start.resume or start.processes not in (None, workers):
-        given = "with --resume" if start.resume else f"with --processes {start.processes}"
-        what = "under another launcher" if start.joined else given
+    if start.resume and out is None:
+        raise HocketError("--resume needs --out, the folder of the run to go on with.")
+    if start.resume and policy["record"] is not None:
+        raise HocketError("--record records a run from its beginning; leave --resume out, or --record.")
+    if start.joined or start.processes not in (None, workers):
+        what = "under another launcher" if start.joined else f"with --processes {start.processes}"
         raise HocketError(f"{strategy} starts its own shards and workers and cannot run {what}; leave that out.")
     parsed = FaultPolicy(**policy)
     if strategy.runtime == "peers" and policy["snapshot_s"] != SNAPSHOT_S:
         raise HocketError(f"{strategy} has no shards to take snapshots of; leave --snapshot out.")
     with interruptible():
-        supervised = prepare(settings, device_of(start.device), start.data_dir, out, parsed)
+        keeping = Keeping(start.resume, start.checkpoints, start.keep)
+        supervised = prepare(settings, device_of(start.device), start.data_dir, out, parsed, keeping=keeping)
         with Display(str(strategy), True, settings.epochs) as display:
             metrics = supervised.train(display.step, display.epoch)
     steps = supervised.sequence.steps
@@ -172,7 +179,7 @@ def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:
         return
     with Display(strategy, speaks, settings.epochs, predicted=settings.workers.virtual) as display:
         given = (start.data_dir, start.out, start.resume, display.step, display.epoch)
-        training = run(settings, cluster, *given, checkpoints=start.checkpoints, on_split=display.note)
+        training = run(settings, cluster, *given, checkpoints=start.checkpoints, note=display.note, keep=start.keep)
     if speaks:
         title = f"{settings.model} on {settings.data.name}, {_who(settings, cluster)}, {training.step} steps"
         if name := predicted_for(settings):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hocket.cluster.agreement import Agreement
 from hocket.cluster.clock import Clock
 from hocket.cluster.exchange_thread import finished
 from hocket.cluster.ledger import CudaClock, Ledger, Span
@@ -168,6 +169,10 @@ class Cluster(ABC):
 
     def stop_heartbeat(self) -> None:  # noqa: B027
         """From now on processes neither watch each other nor end together: the workers are asynchronous."""
+
+    def agreement(self) -> Agreement:
+        """Texts that the processes exchange beside all else; all processes must call it."""
+        return Agreement(self.rank, self.processes)
 
     def wait_for_all(self, what: str) -> None:  # noqa: B027
         """Wait until all processes have come to ``what``, such as ``job.averaged()``; say so where one does not come."""

@@ -87,6 +87,8 @@ class Compressor:
     """Whether values are coded at all."""
     carries_momentum: ClassVar[bool] = False
     """Whether it accumulates momentum, so that the optimiser's own must be zero."""
+    sums: ClassVar[tuple[str, ...]] = ("error",)
+    """What of its state are sums of values that workers have not sent yet: of workers that become fewer they are added up."""
     paper: ClassVar[str] = ""
     name: ClassVar[str] = ""
 
@@ -179,6 +181,10 @@ class Compressor:
     @abstractmethod
     def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
         """The mean of ``rows`` over ``channel``, compressed."""
+
+    def decoded(self, rows: Tensor, size: int, context: Context) -> Tensor:
+        """Rows as the channel codes them, as rows ``[rows, size]`` of what is exchanged."""
+        return rows[:, :size]
 
 
 @dataclass(frozen=True)

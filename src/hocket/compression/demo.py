@@ -51,6 +51,7 @@ class DeMo(Compressor):
     precision: Precision | None = None
     name: ClassVar[str] = "demo"
     carries_momentum: ClassVar[bool] = True
+    sums: ClassVar[tuple[str, ...]] = ("momentum",)
     paper: ClassVar[str] = "Peng et al., DeMo: Decoupled Momentum Optimization, 2024"
 
     def __post_init__(self) -> None:
@@ -82,6 +83,9 @@ class DeMo(Compressor):
         heard, sent, inner = channel.coded(codec, transformed(m, context), state.get("inner", {}), context)
         mixed, own = (restored(values, rows.shape[1], context) for values in (heard, sent))
         return Heard(mixed.sign() if self.sign else mixed, own, {"momentum": m - own, "inner": inner})
+
+    def decoded(self, rows: Tensor, size: int, context: Context) -> Tensor:
+        return restored(rows, size, context)
 
 
 def transformed(rows: Tensor, context: Context) -> Tensor:

@@ -35,6 +35,7 @@ class DGC(Compressor):
     indices: str | None = None
     name: ClassVar[str] = "dgc"
     carries_momentum: ClassVar[bool] = True
+    sums: ClassVar[tuple[str, ...]] = ("v", "u")
     paper: ClassVar[str] = (
         "Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR 2018"
     )

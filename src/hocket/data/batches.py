@@ -29,19 +29,22 @@ class MiniBatch:
 
 
 class BatchSequence:
-    """The mini-batches of ``steps`` rounds of ``partition``, by number.
+    """The mini-batches of ``steps`` rounds of ``partition``, by number; of a run that goes on, without the first ``begun`` rounds.
 
     >>> sequence = BatchSequence(Partition(samples=11, workers=2, batch_size=4, seed=0), steps=4)
     >>> len(sequence), [(len(h.indices), h.epoch, h.step) for h in map(sequence.minibatch, (0, 3, 4))]
     (8, [(4, 0, 0), (1, 0, 1), (4, 1, 2)])
+    >>> rest = BatchSequence(sequence.partition, steps=4, begun=2)
+    >>> len(rest), rest.minibatch(0).step
+    (4, 2)
     """
 
-    def __init__(self, partition: Partition, steps: int) -> None:
-        self.partition, self.steps = partition, steps
+    def __init__(self, partition: Partition, steps: int, begun: int = 0) -> None:
+        self.partition, self.steps, self.begun = partition, steps, min(begun, steps)
         self._rounds: dict[int, list[Round]] = {}
 
     def __len__(self) -> int:
-        return self.steps * self.partition.workers
+        return (self.steps - self.begun) * self.partition.workers
 
     @property
     def per_epoch(self) -> int:
@@ -62,7 +65,7 @@ class BatchSequence:
 
     def minibatch(self, number: int) -> MiniBatch:
         """The mini-batch of that number."""
-        step, slot = divmod(number, self.partition.workers)
+        step, slot = divmod(number + self.begun * self.partition.workers, self.partition.workers)
         epoch, place = divmod(step, len(self.partition))
         if epoch not in self._rounds:
             while len(self._rounds) > 1:  # workers are rarely more than two epochs apart; earlier epochs are computed again

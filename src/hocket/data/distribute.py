@@ -14,7 +14,7 @@ loader that is built anew for each of them gets another order each time, and a r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat, takewhile
 from typing import Any
@@ -62,6 +62,16 @@ class Iteration:
     again: int = 0
     """How many passes of this kind and epoch came before."""
     dealer: Dealer | None = None
+    workers: int = 0
+    """How many workers it is distributed to."""
+    before: tuple[tuple[int, int], ...] = ()
+    """Workers that had it before these, and how many batches each of them was given."""
+
+    def go_on(self, workers: int) -> None:
+        """Distribute what is left to ``workers`` workers from here on."""
+        if self.workers not in (0, workers) and self.batches:
+            self.before, self.batches = (*self.before, (self.workers, self.batches)), 0
+        self.workers = workers
 
     def by_demand(self, store: Store) -> Dealer:
         """Deal the batches by demand from here on."""
@@ -69,7 +79,15 @@ class Iteration:
         return self.dealer
 
     def state(self) -> list[Any]:
-        return [self.kind, self.epoch, self.batches if self.dealer is None else self.dealer.dealt]
+        dealt = self.dealer is not None  # numbers of batches mean the same whoever takes them
+        given = self.batches if self.dealer is None else self.dealer.dealt
+        return [self.kind, self.epoch, given, 0 if dealt else self.workers, [list(part) for part in self.before]]
+
+    @classmethod
+    def from_state(cls, saved: Sequence[Any]) -> Iteration:
+        kind, epoch, batches, *more = saved
+        workers, before = more or (0, ())
+        return cls(kind, epoch, batches, workers=workers, before=tuple((int(w), int(b)) for w, b in before))
 
 
 class LoaderPositions:
@@ -89,8 +107,9 @@ class LoaderPositions:
         self._interrupted: list[Iteration] = []
         self._begun: Counter[tuple[str, int]] = Counter()
 
-    def begin(self, loader: Iterable[Any], epoch: int | None) -> Iteration:
-        """The next pass over a loader (or that of ``epoch``); one that a checkpoint interrupted goes on where it was."""
+    def begin(self, loader: Iterable[Any], epoch: int | None, workers: int = 0) -> Iteration:
+        """The next pass over a loader (or that of ``epoch``), for so many workers; one that a checkpoint interrupted goes on where
+        it was."""
         kind = _kind(loader)
         found = next((i for i in self._interrupted if i.kind == kind and epoch in (None, i.epoch)), None)
         if found is not None:
@@ -99,6 +118,7 @@ class LoaderPositions:
             found = Iteration(kind, self._epochs.get(kind, 0) if epoch is None else epoch)
             if epoch is None:
                 self._epochs[kind] = found.epoch + 1
+        found.go_on(workers)
         found.again = self._begun[kind, found.epoch]
         self._begun[kind, found.epoch] += 1
         self._open.append(found)
@@ -115,7 +135,7 @@ class LoaderPositions:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`: the next passes are the rest of those that were under way."""
         self._epochs = dict(state["epochs"])
-        self._interrupted = [Iteration(*saved) for saved in state["open"]]
+        self._interrupted = [Iteration.from_state(saved) for saved in state["open"]]
 
 
 def _kind(loader: Iterable[Any]) -> str:
@@ -126,11 +146,19 @@ def _kind(loader: Iterable[Any]) -> str:
 
 
 def distribute_loader(
-    loader: Iterable[Any], workers: int, worker: int, seed: int, epoch: int, skip: int = 0, take: Callable[[], int] | None = None
+    loader: Iterable[Any],
+    workers: int,
+    worker: int,
+    seed: int,
+    epoch: int,
+    skip: int = 0,
+    take: Callable[[], int] | None = None,
+    before: Sequence[tuple[int, int]] = (),
 ) -> Iterator[tuple[Any, float]]:
     """Batches of ``worker``, without the first ``skip``, with their weights ``b_i · N / Σ b`` in the mean over all workers.
 
-    ``take`` gives the number of the next batch, where they are dealt by demand.
+    ``take`` gives the number of the next batch, where they are dealt by demand. ``before``: so many workers had so many batches
+    each of this epoch already; what is left is distributed.
 
     >>> [batch for batch, _ in distribute_loader(["a", "b", "c", "d", "e"], workers=2, worker=1, seed=0, epoch=0)]
     ['b', 'd']
@@ -147,10 +175,11 @@ def distribute_loader(
                 "The loader has a DistributedSampler, which distributes it already: remove the sampler and use shuffle=True."
             )
         if _re_partitionable(loader):
-            return _by_samples(loader, workers, worker, seed, epoch, skip, take)
+            return _by_samples(loader, workers, worker, seed, epoch, skip, take, before)
     if take is not None:
         return _by_number(loader, take)
-    return islice(_by_batches(loader, workers, worker), skip, None)
+    left = islice(loader, sum(n * batches for n, batches in before), None)
+    return islice(_by_batches(left, workers, worker), skip, None)
 
 
 def distributed_length(loader: Any, workers: int) -> int:
@@ -175,13 +204,24 @@ def _re_partitionable(loader: DataLoader[Any]) -> bool:
 
 
 def _by_samples(
-    loader: DataLoader[Any], workers: int, worker: int, seed: int, epoch: int, skip: int, take: Callable[[], int] | None
+    loader: DataLoader[Any],
+    workers: int,
+    worker: int,
+    seed: int,
+    epoch: int,
+    skip: int,
+    take: Callable[[], int] | None,
+    before: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[Any, float]]:
     shuffle = not isinstance(loader.sampler, SequentialSampler)
     samples: Iterable[list[int]]
     weights: Iterable[float]
     if take is None:
-        rounds = _partition(loader, workers, seed, shuffle).rounds(epoch)[skip:]
+        used = 0
+        for others, given in before:
+            rounds = _partition(loader, others, seed, shuffle).rounds(epoch, used=used)[:given]
+            used += sum(sum(r.sizes) for r in rounds)
+        rounds = _partition(loader, workers, seed, shuffle).rounds(epoch, used=used)[skip:]
         samples, weights = [r.indices[worker].tolist() for r in rounds], [r.weights[worker] for r in rounds]
     else:
         rounds = _partition(loader, 1, seed, shuffle).rounds(epoch)
@@ -191,10 +231,10 @@ def _by_samples(
     options: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "prefetch_factor")}
     batches = DataLoader(loader.dataset, batch_sampler=samples, **options)
     # A DataLoader draws from the global generator when it begins, which this pass did before it was interrupted.
-    before = torch.get_rng_state()
+    drawn = torch.get_rng_state()
     found = zip(batches, weights, strict=take is None)
-    if skip:
-        torch.set_rng_state(before)
+    if skip or before:
+        torch.set_rng_state(drawn)
     return found
 
 

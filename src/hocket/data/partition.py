@@ -87,21 +87,32 @@ class Partition:
 
     def __len__(self) -> int:
         """Rounds in an epoch."""
-        full, rest = divmod(self.samples, self.workers * self.batch_size)
+        return self._count(self.samples)
+
+    def _count(self, samples: int) -> int:
+        full, rest = divmod(samples, self.workers * self.batch_size)
         return full + (self.last == "even" and rest >= self.workers)
 
-    def rounds(self, epoch: int, shares: Sequence[float] | None = None) -> list[Round]:
-        """The rounds of an epoch, in order; ``shares``: the proportions in which they are divided, if not evenly."""
+    def rounds(self, epoch: int, shares: Sequence[float] | None = None, used: int = 0) -> list[Round]:
+        """The rounds of an epoch, in order; ``shares``: the proportions in which they are divided, if not evenly. Of an epoch that
+        other workers began, the rounds of what is left behind the first ``used`` samples.
+
+        >>> four, two = (Partition(samples=20, workers=n, batch_size=2, seed=0) for n in (4, 2))
+        >>> seen = four.rounds(epoch=3)[:1] + two.rounds(epoch=3, used=8)
+        >>> sorted(int(i) for r in seen for part in r.indices for i in part) == list(range(20))
+        True
+        """
         size = self.workers * self.batch_size
-        ends = [min(self.samples, (r + 1) * size) for r in range(len(self))]
+        spans = [(first, min(self.samples, first + size)) for first in range(used, self.samples, size)]
+        spans = spans[: self._count(self.samples - used)]
         if self.order is not None:
-            first = epoch * self.samples
-            dealt = [torch.from_numpy(self.order.dealt(first + r * size, first + end)) for r, end in enumerate(ends)]
+            begun = epoch * self.samples
+            dealt = [torch.from_numpy(self.order.dealt(begun + first, begun + end)) for first, end in spans]
         else:
             order = torch.arange(self.samples)
             if self.shuffle:
                 order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(noise.fold(self.seed, epoch)))
-            dealt = [order[r * size : end] for r, end in enumerate(ends)]
+            dealt = [order[first:end] for first, end in spans]
         if shares is None:
             return [Round(list(samples.tensor_split(self.workers))) for samples in dealt]
         if len(shares) != self.workers or not all(0 < share < math.inf for share in shares):

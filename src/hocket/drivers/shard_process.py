@@ -4,16 +4,20 @@ What it answers to which message is in :mod:`hocket.programs.server.shard_server
 """
 
 import argparse
+import copy
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hocket.drivers.record import Recorder
 from hocket.drivers.snapshots import Snapshots
 from hocket.drivers.sockets import SocketDriver
 from hocket.drivers.start import JOB, announce, begin_child, given_job, input_closed
 from hocket.errors import HocketError
+from hocket.files import unlike
 from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.wire import DEFAULT_JOB, LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.transport import Keys, Listener
@@ -52,11 +56,20 @@ def start_serving(
 ) -> SocketDriver:
     """A driver whose shard has started, from its last snapshot if there is one; call its ``serve``."""
     driver = SocketDriver(server, listener=listener, snapshots=snapshots, recorder=recorder)
-    state, now = None if snapshots is None else snapshots.load(), driver.clock()
+    state, now = None if snapshots is None else snapshots.load(partial(check_snapshot, server)), driver.clock()
     times = {"liveness_timeout_s": server.liveness_timeout_s, "snapshot_s": server.snapshot_s, "stays": server.stays}
     driver.recorder.start(shard=server.place, restored=state is not None, now=now, **times)
     driver.carry_out(server.start(now, state))
     return driver
+
+
+def check_snapshot(server: ShardServer, state: dict[str, Any]) -> None:
+    """Refuse a snapshot of another structure: a server that is thrown away tries it, and must hold what the snapshot holds."""
+    tried = copy.deepcopy(server)
+    tried.start(0.0, copy.deepcopy(state))
+    found = tried.state_dict()
+    if (place := unlike(found, state) or unlike(state, found)) is not None:
+        raise ValueError(f"it is of another structure at '{place}'")
 
 
 def _parser() -> argparse.ArgumentParser:

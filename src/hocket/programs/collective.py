@@ -82,7 +82,7 @@ class CollectiveProgram:
         self.gradient_state: list[State] = [{} for _ in layout.buckets]
         self._discards = False  # whether the loop has discarded mixed gradients
         self._kept: list[State] | None = None
-        self.weight_state: list[State] = [self.channel.init_state(strategy.compression, _wide(w)) for w in weights]
+        self.weight_state: list[State] = [self.channel.init_state(strategy.compression, wide(w)) for w in weights]
         self.outer_state: list[State] = [strategy.sync.init_state(w) for w in weights]
 
     # --- gradients ---------------------------------------------------------------------------------------------------------
@@ -146,10 +146,10 @@ class CollectiveProgram:
             self.gradient_state, self._kept = self._kept, None
 
     def _mix_gradients(self, bucket: int, rows: Tensor, coded: bool) -> Any:
-        context = self._context(bucket)
+        context = self.context(bucket)
         if self.linear or not coded:
             return self.channel.mean_later(rows, context)
-        rows, compression, state = _real(rows), self.strategy.compression, self.gradient_state[bucket]
+        rows, compression, state = real(rows), self.strategy.compression, self.gradient_state[bucket]
         sent = rows if self._plain else rows.to(torch.float32)
         if self._last_gradients:
             mixed, self.gradient_state[bucket] = self.channel.whole_gradients(compression, sent, state, context), {}
@@ -175,7 +175,8 @@ class CollectiveProgram:
         self.step += 1
         self._kept = None
         sync = self.strategy.sync
-        if sync.delay and self.strategy.exchanges_after(self.step - sync.delay):
+        under_way = self._in_flight or self._mixed is not None  # other workers may have ended it (hocket.programs.repartition)
+        if sync.delay and under_way and self.strategy.exchanges_after(self.step - sync.delay):
             self._apply(weights, self.step - sync.delay)
         if self.strategy.exchanges_after(self.step):
             own = self._part(weights, self.step)
@@ -184,7 +185,7 @@ class CollectiveProgram:
             if not sync.delay:
                 self._apply(weights, self.step)
         if sync.rebases(self.step) and self.channel.uniform:
-            self.weight_state = [self.channel.rebase(m, _wide(w)) for m, w in zip(self.weight_state, weights, strict=True)]
+            self.weight_state = [self.channel.rebase(m, wide(w)) for m, w in zip(self.weight_state, weights, strict=True)]
         for second in (False, True):
             if not self.alone and self.moments is not None and self.strategy.sync.averages_moments(self.step, second):
                 self._average_moments(self.moments, second)
@@ -197,7 +198,7 @@ class CollectiveProgram:
         exchange = self.cluster.exchange()
         for k, rows in found:
             name = f"{'second' if second else 'first'} moments of bucket {k}, {rows.shape[1]} values"
-            exchange.submit(partial(self.channel.mean_later, rows, self._context(k)), name=name)
+            exchange.submit(partial(self.channel.mean_later, rows, self.context(k)), name=name)
         exchange.wait()
         self._wait_on_clock()
         for k, rows in found:
@@ -229,7 +230,7 @@ class CollectiveProgram:
         self._in_flight = True
         for bucket, rows in zip(range(len(outgoing)) if buckets is None else buckets, outgoing, strict=True):
             name = f"weights of bucket {bucket}, {rows.shape[1]} values"
-            context = self._context(bucket, self.strategy.sync.parts)
+            context = self.context(bucket, self.strategy.sync.parts)
             self._exchange.submit(partial(self._mix_weights, bucket, rows, context), name=name)
 
     def _landed(self) -> list[Tensor]:
@@ -248,7 +249,7 @@ class CollectiveProgram:
             rows = weights[k]
             result, state = sync.apply(mixed, self.outer_state[k])
             if state and self.channel.uniform:  # displacements are measured from the outer weights, rounded as the workers' are
-                self.weight_state[k] = self.channel.rebase(self.weight_state[k], _wide(result.to(rows.dtype)))
+                self.weight_state[k] = self.channel.rebase(self.weight_state[k], wide(result.to(rows.dtype)))
             if sent is not None:
                 result, state = sync.merge(result, rows, sent[place], state, self.cluster.size)
             rows.copy_(result)
@@ -261,7 +262,7 @@ class CollectiveProgram:
         if self.linear:
             return self.channel.mean_later(rows, context)
         mixed, self.weight_state[bucket] = self.channel.weights(
-            self.strategy.compression, _real(rows) if self._plain else _wide(rows), self.weight_state[bucket], context
+            self.strategy.compression, real(rows) if self._plain else wide(rows), self.weight_state[bucket], context
         )
         mixed = mixed.to(rows.dtype.to_real())
         return torch.view_as_complex(mixed.view(*rows.shape, 2)) if rows.is_complex() else mixed
@@ -303,7 +304,8 @@ class CollectiveProgram:
         workers = [self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size]
         return {"strategy": self.strategy.meaning, "layout": self.layout.digest(), "workers": workers, "seed": self.seed}
 
-    def _context(self, bucket: int, parts: int = 1) -> Context:
+    def context(self, bucket: int, parts: int = 1) -> Context:
+        """Where the next exchange of a bucket stands in the run."""
         exchange = self.exchanges // parts  # each part counts its own, by which topologies choose partners
         where = (self.seed, self.step, exchange, bucket, self._workers, self.cluster.size, self._shapes[bucket])
         return Context(*where, residual_stays=self.strategy.sync.residual_stays)
@@ -313,7 +315,7 @@ def _weigh(sync: Sync, cluster: Cluster, rows: Tensor, state: State) -> State:
     """Scale each worker's displacement in ``rows`` by its factor; the new state."""
     outer = state["outer"].to(rows.dtype)
     delta = rows - outer
-    norms = Message((torch.linalg.vector_norm(_wide(delta), dim=1, keepdim=True).to(torch.float32),))
+    norms = Message((torch.linalg.vector_norm(wide(delta), dim=1, keepdim=True).to(torch.float32),))
     everyone = cluster.all_gather(norms, cluster.world).parts[0].view(1, -1).expand(rows.shape[0], -1)
     factors, state = sync.factors(everyone, state)
     own = factors.gather(1, there(torch.arange(cluster.workers.start, cluster.workers.stop), rows).unsqueeze(1))
@@ -321,14 +323,14 @@ def _weigh(sync: Sync, cluster: Cluster, rows: Tensor, state: State) -> State:
     return state
 
 
-def _real(rows: Tensor) -> Tensor:
+def real(rows: Tensor) -> Tensor:
     """Complex values as pairs of real ones (no copy): codes and sums know real ones alone."""
     return torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
 
 
-def _wide(rows: Tensor) -> Tensor:
+def wide(rows: Tensor) -> Tensor:
     """Weights as channels with compression take them: float32, or float64 where they are."""
-    rows = _real(rows)
+    rows = real(rows)
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 

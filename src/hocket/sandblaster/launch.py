@@ -24,12 +24,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hocket.drivers.processes import Role, Supervisor
+from hocket.drivers.processes import Role, Supervisor, say
 from hocket.drivers.record import digest
-from hocket.drivers.snapshots import unsealed
 from hocket.errors import HocketError, WorkerLost
+from hocket.files import sealed_json, unsealed, write_whole
 from hocket.sandblaster.coordinator import GO_ON
-from hocket.sandblaster.processes import FAILURE_FILE, LINK_FILE, Plan, be_coordinator, be_shard, be_worker
+from hocket.sandblaster.processes import (
+    FAILURE_FILE,
+    LINK_FILE,
+    PREVIOUS_FILE,
+    STATE_FILE,
+    Plan,
+    be_coordinator,
+    be_shard,
+    be_worker,
+)
 from hocket.sandblaster.vectors import cuts
 from hocket.transport.frame import JOB_BYTES
 
@@ -232,21 +241,39 @@ def _context() -> ForkServerContext | SpawnContext:
 
 
 def _check_folder(plan: Plan) -> None:
-    found = plan.written()
-    if not found:
-        return
-    facts = found["facts"]
+    """Refuse another run's folder; where the last iteration is damaged, go back to the one before it."""
+    problems: list[str] = []
+    for file in (plan.folder / STATE_FILE, plan.folder / PREVIOUS_FILE):
+        if not file.exists():
+            continue
+        found = plan.generations().get(file.name, {})
+        problem = _problem(plan, file, found)
+        if problem is None and problems:
+            write_whole(plan.folder / STATE_FILE, sealed_json(found))
+            say(f"{problems[0]}; the run goes on from iteration {found['state']['iteration']}")
+        if problem is None:
+            return
+        problems.append(problem)
+    if problems:
+        raise HocketError(f"{problems[0]}, so there is nothing to go on from: choose another folder.")
+
+
+def _problem(plan: Plan, file: Path, found: dict[str, Any]) -> str | None:
+    """What is damaged of an iteration; None where it is whole."""
+    try:
+        facts, iteration = dict(found["facts"]), int(found["state"]["iteration"])
+    except (KeyError, TypeError, ValueError):
+        return f"{file} is damaged"
     other = [name for name, value in plan.facts().items() if facts.get(name) != value]
     if other:
         raise HocketError(f"{plan.folder} holds another run, with {other[0]}={facts.get(other[0])}: choose another folder.")
     for i in range(plan.config.shards):
-        part = plan.slices(i, found["state"]["iteration"])
+        part = plan.slices(i, iteration)
         try:
             unsealed(part.read_bytes())
         except Exception as error:
-            raise HocketError(
-                f"{part} is missing or damaged ({type(error).__name__}), so there is nothing to go on from: choose another folder."
-            ) from None
+            return f"{part} is missing or damaged ({type(error).__name__})"
+    return None
 
 
 def _pickled(job: Sandblaster) -> bytes:

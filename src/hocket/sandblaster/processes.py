@@ -1,11 +1,12 @@
 """What the processes of a run do: a program on sockets, and the files that it goes on from.
 
 After each iteration the shards write their vectors to the folder (``shard-NUMBER-ITERATION.pt``) and then the coordinator its state
-(``state.json``), each file whole or not at all.
+(``state.json``; the one before is ``previous.json``), each file whole or not at all, with a checksum.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -23,16 +24,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hocket.drivers.processes import say
 from hocket.drivers.record import Recorder
-from hocket.drivers.snapshots import KEPT, sealed, unsealed
+from hocket.drivers.snapshots import KEPT
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError, WorkerLost
+from hocket.files import sealed, sealed_json, unsealed, unsealed_json, write_whole
 from hocket.programs.base import Compute, Effects, Restore, Snapshot
 from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator, ShardSilent
 from hocket.sandblaster.objective import Objective
 from hocket.sandblaster.protocol import BEAT_S, COORDINATOR
 from hocket.sandblaster.roles import SandblasterShard, SandblasterWorker
-from hocket.train.record import write_whole
 from hocket.train.throttle import Throttle
 from hocket.transport.frame import Envelope, Kind
 from hocket.transport.link import Caller, Listener
@@ -40,7 +42,7 @@ from hocket.transport.link import Caller, Listener
 if TYPE_CHECKING:
     from hocket.sandblaster.api import Sandblaster
 
-LINK_FILE, STATE_FILE, FAILURE_FILE = "coordinator.json", "state.json", "failure.json"
+LINK_FILE, STATE_FILE, PREVIOUS_FILE, FAILURE_FILE = "coordinator.json", "state.json", "previous.json", "failure.json"
 QUEUE = 100_000
 """Messages that the coordinator's link holds for one peer; they are small."""
 ANY_PORT = "tcp://127.0.0.1:0"
@@ -72,8 +74,22 @@ class Plan:
 
     def written(self) -> dict[str, Any]:
         """The coordinator's state and metrics after the last iteration, and the run's facts; nothing before the first."""
-        file = self.folder / STATE_FILE
-        return json.loads(file.read_text()) if file.exists() else {}
+        return next(iter(self.generations().values()), {})
+
+    def generations(self) -> dict[str, dict[str, Any]]:
+        """What can be read of the last iteration and of the one before it, by file."""
+        found = {}
+        for name in (STATE_FILE, PREVIOUS_FILE):
+            with contextlib.suppress(OSError, ValueError):
+                found[name] = unsealed_json((self.folder / name).read_bytes())
+        return found
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Write where the run stands after an iteration, and keep where it stood after the one before."""
+        last = self.generations().get(STATE_FILE)
+        if last is not None and last["state"]["iteration"] != state["state"]["iteration"]:
+            write_whole(self.folder / PREVIOUS_FILE, sealed_json(last))
+        write_whole(self.folder / STATE_FILE, sealed_json({"facts": self.facts(), **state}))
 
     def recorder(self, process: str, identity: bytes = b"", **program: Any) -> Recorder:
         """The recorder of one process, which others know by ``identity``; ``program`` is what a replay builds it with."""
@@ -124,15 +140,14 @@ def be_coordinator(plan: Plan, incarnation: int) -> None:
     end_with_parent()
     program = SandblasterCoordinator(replace(plan.config, incarnation=incarnation), plan.written() or None)
 
-    def save(name: str, state: dict[str, Any]) -> None:
-        write_json(plan.folder / STATE_FILE, {"facts": plan.facts(), **state})
-
     try:
         listener = Listener(plan.address(), plan.job, high_water=QUEUE)
         write_json(plan.folder / LINK_FILE, {"address": listener.address})
         timeout_s, resumed = plan.config.liveness_timeout_s, bool(plan.written())
         recorder = plan.recorder("coordinator-0", incarnation=incarnation, liveness_timeout_s=timeout_s, resumed=resumed)
-        with closing(ProcessDriver(program, listener=listener, save=save, recorder=recorder)) as driver:
+        with closing(
+            ProcessDriver(program, listener=listener, save=lambda _, state: plan.write(state), recorder=recorder)
+        ) as driver:
             driver.run()
     except (HocketError, WorkerLost) as error:
         silent = error.worker if isinstance(error, ShardSilent) else None
@@ -157,7 +172,12 @@ def be_shard(plan: Plan, incarnation: int, number: int, values: Any) -> None:
                 old.unlink()
 
     def load(name: str) -> Any:
-        return unsealed(plan.slices(number, name).read_bytes())
+        path = plan.slices(number, name)
+        try:
+            return unsealed(path.read_bytes())
+        except Exception as error:
+            say(f"{path} is missing or damaged ({error}); {plan.config.remedy}")
+            raise SystemExit(1) from None
 
     recorder = plan.recorder(f"shard-{number}", identity, address=listener.address, incarnation=incarnation)
     links = {"listener": listener, "callers": {COORDINATOR: coordinator}, "recorder": recorder}

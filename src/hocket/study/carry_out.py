@@ -17,11 +17,11 @@ import torch
 
 from hocket.data import DataSet, load
 from hocket.errors import HocketError, NonFiniteGradient, SettingError, WorkerLost
+from hocket.files import CannotWrite
 from hocket.study.folder import Folder, Outcome
 from hocket.study.lr_search import ENOUGH_STEPS, OUTER_EXCHANGES, best_lr, best_outer, next_lr, next_outer, search_steps, short
 from hocket.study.plan import Planned, Study, rounds_of, start_lr, steps_of
 from hocket.train.loop import Progress
-from hocket.train.record import CannotWrite
 from hocket.train.run import Engines, run
 from hocket.train.settings import RunSettings
 from hocket.train.trial import check_own

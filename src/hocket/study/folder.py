@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from hocket.errors import HocketError
+from hocket.files import CannotWrite, write_whole
 from hocket.study.plan import EACH, Planned, Study, assign_folders
-from hocket.train.record import CannotWrite, versions, write_whole
+from hocket.train.record import versions
 from hocket.train.settings import RunSettings
 
 

@@ -16,11 +16,12 @@ import torch
 from hocket.drivers.processes import Role, Supervisor
 from hocket.errors import HocketError
 from hocket.supervisor.gossip import GossipRun
+from hocket.supervisor.kept import Keeping
 from hocket.supervisor.run import Evaluate, FaultPolicy, SupervisedRun
 from hocket.supervisor.servers import ServerRun
 from hocket.train.settings import RunSettings
 
-__all__ = ["FaultPolicy", "Role", "SupervisedRun", "Supervisor", "prepare"]
+__all__ = ["FaultPolicy", "Keeping", "Role", "SupervisedRun", "Supervisor", "prepare"]
 
 _KINDS: dict[str, type[SupervisedRun]] = {"server": ServerRun, "peers": GossipRun}
 
@@ -32,13 +33,14 @@ def prepare(
     out: Path | None = None,
     policy: FaultPolicy = FaultPolicy(),  # noqa: B008 - it is frozen
     evaluate: Evaluate | None = None,
+    keeping: Keeping = Keeping(),  # noqa: B008 - it is frozen
 ) -> SupervisedRun:
     """A run of ``settings``, whose strategy has servers or gossip; no process is started before ``train()``.
 
     ``out`` is the folder for run.json and metrics.jsonl. ``evaluate`` is called with the global weights after every epoch (default:
-    test loss and accuracy).
+    test loss and accuracy). ``keeping``: whether the run leaves checkpoints there, and whether it goes on from one.
     """
     strategy = settings.strategy
     if strategy.runtime not in _KINDS:
         raise HocketError(f"{strategy} is collective: start it with torchrun, or with `hocket train`.")
-    return _KINDS[strategy.runtime](settings, torch.device(device), data_dir, out, policy, evaluate)
+    return _KINDS[strategy.runtime](settings, torch.device(device), data_dir, out, policy, evaluate, keeping)

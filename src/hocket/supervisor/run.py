@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from hocket.models import build, loss_for
 from hocket.programs.account import entry_of, staleness_since, steps_of
 from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S, link_bytes
+from hocket.supervisor.kept import Keeping, KeptWeights
 from hocket.train.adaptive import with_exchange
 from hocket.train.async_worker import WorkerTask, batch_sequence
 from hocket.train.evaluate import Evaluation, Evaluator
@@ -33,10 +34,11 @@ from hocket.train.job import layout_for
 from hocket.train.loop import Progress
 from hocket.train.record import Record
 from hocket.train.replicas import swapped_weights
-from hocket.train.run import describe_run
+from hocket.train.run import describe_run, repeated
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
 from hocket.train.trial import check_own
+from hocket.train.watch import check_weights
 from hocket.transport import Keys
 
 Watch = Callable[[Progress], None]
@@ -70,6 +72,16 @@ class FaultPolicy:
         return None if self.record is None else self.record / f"{process}.jsonl"
 
 
+def shown(
+    model: nn.Module, layout: Layout, rows: list[Tensor], flat: Tensor | None, device: torch.device
+) -> contextlib.AbstractContextManager[None]:
+    """``model`` with these weights and flat floating-point buffers, for a while."""
+    floating = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+    parts = () if flat is None else flat.split([b.numel() for b in floating.values()])
+    buffers = {n: part.view(b.shape).to(b) for (n, b), part in zip(floating.items(), parts, strict=False)}
+    return swapped_weights(model, layout, [row.to(device) for row in rows], buffers)
+
+
 def evaluator(model: nn.Module, layout: Layout, data: DataSet, device: torch.device) -> Evaluate:
     """Evaluates a model on the test set of ``data``, with the loss of the training."""
     evaluator = Evaluator(data, loss_for(data))
@@ -77,22 +89,24 @@ def evaluator(model: nn.Module, layout: Layout, data: DataSet, device: torch.dev
     def evaluate(rows: list[Tensor], flat: Tensor | None) -> Evaluation:
         if data.test is None:
             return Evaluation()
-        floating = {n: b for n, b in model.named_buffers() if b.is_floating_point()}
-        parts = () if flat is None else flat.split([b.numel() for b in floating.values()])
-        buffers = {n: part.view(b.shape).to(b) for (n, b), part in zip(floating.items(), parts, strict=False)}
         x, y = (t.to(device) for t in data.test)
-        with swapped_weights(model, layout, [row.to(device) for row in rows], buffers):
+        with shown(model, layout, rows, flat, device):
             return evaluator.evaluation(evaluator.tally(model, (x, y)))
 
     return evaluate
 
 
 class EpochMetrics:
-    """A line per epoch, from figures that only grow: ``workers`` (accounts), ``staleness`` and counts by name."""
+    """A line per epoch, from figures that only grow: ``workers`` (accounts), ``staleness`` and counts by name.
 
-    def __init__(self, record: Record | None, tokens: Callable[[int], dict[str, int]]) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self._record, self._tokens = record, tokens
+    Those of a run that goes on follow the ``lines`` of the epochs before it.
+    """
+
+    def __init__(
+        self, record: Record | None, tokens: Callable[[int], dict[str, int]], lines: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self.lines = list(lines)
+        self.before, self._record, self._tokens = list(lines), record, tokens
         self._before: dict[str, Any] = {"workers": {}, "staleness": {}}
         self._took = 0.0
 
@@ -104,9 +118,9 @@ class EpochMetrics:
         entry, loss = entry_of(workers, before["workers"])
         took = max((account["seconds"] for account in workers.values()), default=0.0)
         evaluation = found if isinstance(found, Evaluation) else Evaluation(accuracy=found)
-        line = {"epoch": epoch, **evaluation.line(loss), **vars(entry), "wall_s": max(took - self._took, 0.0)}
+        line = {"epoch": len(self.before) + epoch, **evaluation.line(loss), **vars(entry), "wall_s": max(took - self._took, 0.0)}
         line |= {"step_times": steps} if (steps := steps_of(workers)) else {}
-        line |= self._tokens(epoch - 1)
+        line |= self._tokens(len(self.before) + epoch - 1)
         line["staleness"] = staleness_since(figures["staleness"], before["staleness"])
         totals = {name: max(count, before.get(name, 0)) for name, count in counts.items()}
         line |= {name: total - before.get(name, 0) for name, total in totals.items()}
@@ -128,6 +142,7 @@ class SupervisedRun(ABC):
         out: Path | None = None,
         policy: FaultPolicy = FaultPolicy(),  # noqa: B008 - it is frozen
         evaluate: Evaluate | None = None,
+        keeping: Keeping = Keeping(),  # noqa: B008 - it is frozen
     ) -> None:
         self.settings, self.device, self.data_dir, self.policy = settings, device, data_dir, policy
         self.strategy = settings.strategy
@@ -138,14 +153,18 @@ class SupervisedRun(ABC):
         self.layout = layout_for(self.model, optimizer, self.strategy, buckets.cap_bytes, buckets.first_cap_bytes)
         with_exchange(self.strategy, optimizer)  # warns of what hurts
         shard_optimizer(self.strategy, optimizer)  # refuses what shards cannot run
-        self.sequence = batch_sequence(settings, data)
-        self.epochs = -(-self.sequence.steps // len(self.sequence.partition))
+        self._record = None if out is None else Record(out, 0, keeping.resume)
+        self._kept = None if out is None else KeptWeights(out, keeping)
+        before: list[dict[str, Any]] = []
+        if self._kept is not None and self._record is not None:
+            before = self._kept.load(self.model, self._record, repeated(settings), settings.workers.count)
+        self.metrics = EpochMetrics(self._record, lambda epoch: self.sequence.tokens(epoch, data), before)
+        self.sequence = batch_sequence(settings, data, len(before))
+        self.epochs = -(-(self.sequence.steps - self.sequence.begun) // len(self.sequence.partition))
         self.evaluate = evaluate or evaluator(self.model, self.layout, data, device)
         check_own(settings.model, data, settings.data.batch_size, self.model)
         self.keys = None if policy.keys is None else Keys.read(policy.keys)
         self.job, self.max_bytes = secrets.token_bytes(16), link_bytes(self.strategy, self.layout)
-        self._record = None if out is None else Record(out, 0)
-        self.metrics = EpochMetrics(self._record, lambda epoch: self.sequence.tokens(epoch, data))
         self.supervisor = Supervisor([Role(WORKER, settings.workers.count, self._start_worker), *self.server_roles()])
         self.addresses: list[str] = []
         """Where workers find the shards, or the coordinator."""
@@ -159,11 +178,26 @@ class SupervisedRun(ABC):
 
     def train(self, watch: Watch = lambda _: None, on_epoch: OnEpoch = lambda _: None) -> list[dict[str, Any]]:
         """Train to the end: a line of metrics per epoch. No process is left behind, whatever happens."""
-        with self.supervisor:
+        with self.supervisor, contextlib.nullcontext() if self._kept is None else self._kept.checkpoints:
             self._write_run()
-            self._train(watch, on_epoch)
-            self._await_recordings()
+            if self.epochs > 0:
+                self._train(watch, on_epoch)
+                self._await_recordings()
         return self.metrics.lines
+
+    def close_epoch(
+        self, epoch: int, rows: list[Tensor], flat: Tensor | None, figures: Mapping[str, Any], counts: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Evaluate and keep the global weights of an epoch: ``[1, values]`` per bucket, and flat buffers; its line of metrics."""
+        check_weights(self.layout, rows, epoch)
+        line = self.metrics.add(epoch, self.evaluate(rows, flat), figures, counts)
+        if self._kept is not None:
+            with shown(self.model, self.layout, rows, flat, self.device):
+                done = min(len(self.metrics.lines) * len(self.sequence.partition), self.sequence.steps)
+                self._kept.save(self.model.state_dict(), self.metrics.lines, done, self._described())
+                if self._record is not None and epoch == self.epochs and self._kept.keeping.checkpoints:
+                    self._record.write_weights(self.model.state_dict())
+        return line
 
     def server_roles(self) -> list[Role]:
         """Processes beside the workers."""
@@ -192,7 +226,8 @@ class SupervisedRun(ABC):
         device = f"cuda:{worker % max(torch.cuda.device_count(), 1)}" if self.device.type == "cuda" else str(self.device)
         where = (self.addresses, self.job.hex(), device, data_dir, keys, self.policy.liveness_timeout_s)
         incarnation = self.supervisor.incarnations[WORKER, worker]
-        task = WorkerTask(self.settings.by_name(), worker, *where, incarnation, record)
+        weights = None if self._kept is None or incarnation else self._kept.weights  # a replacement takes them from the others
+        task = WorkerTask(self.settings.by_name(), worker, *where, incarnation, record, len(self.metrics.before), weights)
         pipe = self.supervisor.process(WORKER, worker).stdin
         with contextlib.suppress(BrokenPipeError):  # it has died already; the next check says so
             pipe.write(json.dumps(task.describe()) + "\n")
@@ -233,7 +268,11 @@ class SupervisedRun(ABC):
             facts = {"settings": self.settings.by_name(), "shards": shards, "device": str(self.device), "data_dir": data_dir}
             describe_recording(self.policy.record, "train", **facts)
         if self._record is not None:
-            processes = sum(role.count for role in self.supervisor.roles.values())
-            where = {"kind": "processes", "workers": self.settings.workers.count, "processes": processes}
-            where |= {"device": str(self.device), "backend": "zeromq", "step_s": None}
-            self._record.write_run(describe_run(self.settings, where, self.sequence.steps, self.layout))
+            self._record.write_run(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        """run.json."""
+        processes = sum(role.count for role in self.supervisor.roles.values())
+        where = {"kind": "processes", "workers": self.settings.workers.count, "processes": processes}
+        where |= {"device": str(self.device), "backend": "zeromq", "step_s": None}
+        return describe_run(self.settings, where, self.sequence.steps, self.layout)

@@ -17,7 +17,6 @@ from hocket.programs.server.observer import GlobalWeights
 from hocket.programs.server.push_encoder import Slices
 from hocket.supervisor.run import WORKER, OnEpoch, SupervisedRun, Watch
 from hocket.train.loop import Progress
-from hocket.train.watch import check_weights
 
 _GRACE_S = 5.0
 """A shard that records writes how it ended."""
@@ -130,6 +129,4 @@ class ServerRun(SupervisedRun):
             watch(Progress(epoch - 1, self.epochs, done, self.sequence.steps))
 
     def _epoch_ends(self, found: GlobalWeights, epoch: int, on_epoch: OnEpoch) -> None:
-        check_weights(self.layout, found.rows, epoch)
-        evaluation = self.evaluate(found.rows, found.buffers)
-        on_epoch(self.metrics.add(epoch, evaluation, found.figures, {"lost": found.lost}))
+        on_epoch(self.close_epoch(epoch, found.rows, found.buffers, found.figures, {"lost": found.lost}))

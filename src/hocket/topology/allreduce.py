@@ -83,14 +83,32 @@ class AllReduceChannel(Channel):
 
     def whole_gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> Tensor:
         owned = state.get("inner", {}).get("error")
-        if owned is not None and not compressor.sends_differences:  # the residual of a mean: it counts for all workers of the group
-            count, members = rows.shape[0], self.subgroups.size
-            cells = owned.new_zeros(count, members, owned.shape[1])
-            place = there(self.subgroups.place_of[self.cluster.workers.start : self.cluster.workers.stop], rows)
-            cells[torch.arange(count, device=rows.device), place] = owned * members
-            held = _gather(cells.flatten(0, 1), members, compressor.global_selection)[:, : rows.shape[1]]
+        if owned is not None and not compressor.sends_differences:
+            held = self._as_rows(compressor, owned, rows.shape[1])
             rows = with_residual(rows, held, compressor.feedback_decay)
         return super().whole_gradients(compressor, rows, state, context)
+
+    def _as_rows(self, compressor: Compressor, owned: Tensor, size: int) -> Tensor:
+        """The residual of a mean, of which each worker owns a slice, as rows: it counts for all workers of the group."""
+        count, members = owned.shape[0], self.subgroups.size
+        cells = owned.new_zeros(count, members, owned.shape[1])
+        place = there(self.subgroups.place_of[self.cluster.workers.start : self.cluster.workers.stop], owned)
+        cells[torch.arange(count, device=owned.device), place] = owned * members
+        return _gather(cells.flatten(0, 1), members, compressor.global_selection)[:, :size]
+
+    def residuals(self, compressor: Compressor, state: State, size: int, context: Context) -> dict[str, Tensor]:
+        found = super().residuals(compressor, state, size, context)
+        owned, name = state.get("inner", {}).get("error"), compressor.sums[0]
+        if owned is not None and name in found:
+            coded = self._as_rows(compressor, owned, owned.shape[1] * self.subgroups.size)
+            found[name] = found[name] + compressor.decoded(coded, size, context)
+        return found
+
+    def weight_residuals(self, compressor: Compressor, state: State, size: int, context: Context) -> Tensor | None:
+        inner = state.get("inner", {})
+        if context.residual_stays:  # in the weights; only owners of slices hold something back of the mean
+            return None if "error" not in inner else self._as_rows(compressor, inner["error"], size)
+        return self.residuals(compressor, inner, size, context).get("error")
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         if not compressor.compresses:

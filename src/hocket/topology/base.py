@@ -142,6 +142,20 @@ class Channel(ABC):
         """The state after all workers have the same ``rows``: displacements are measured from these."""
         return state
 
+    # --- other workers -------------------------------------------------------------------------------------------------------
+
+    def residuals(self, compressor: Compressor, state: State, size: int, context: Context) -> dict[str, Tensor]:
+        """What ``state`` holds back of gradients, by name, as rows ``[rows, size]`` whose mean the mean of all workers lacks."""
+        return {name: state[name] for name in compressor.sums if name in state}
+
+    def weight_residuals(self, compressor: Compressor, state: State, size: int, context: Context) -> Tensor | None:
+        """The same of exchanged weights."""
+        return None
+
+    def with_residuals(self, residuals: dict[str, Tensor]) -> State:
+        """The inverse of :meth:`residuals`, where they are equal on all workers."""
+        return dict(residuals)
+
 
 def slice_keys(keys: Tensor, slices: int) -> Tensor:
     """One key per (row, slice), flattened."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -111,21 +112,47 @@ class HierarchicalChannel(Channel):
     def rebase(self, state: State, rows: Tensor) -> State:
         return self.outer.rebase(state, self._slice(rows))
 
+    def residuals(self, compressor: Compressor, state: State, size: int, context: Context) -> dict[str, Tensor]:
+        found = self.outer.residuals(compressor, state, self._width(size), self._outer_context(context))
+        return {name: self._in_place(part, size) for name, part in found.items()}
+
+    def weight_residuals(self, compressor: Compressor, state: State, size: int, context: Context) -> Tensor | None:
+        part = self.outer.weight_residuals(compressor, state, self._width(size), self._outer_context(context))
+        return None if part is None else self._in_place(part, size)
+
+    def with_residuals(self, residuals: dict[str, Tensor]) -> State:
+        return {name: self._slice(rows) for name, rows in residuals.items()}
+
+    def _in_place(self, part: Tensor, size: int) -> Tensor:
+        """Slices as rows; a slice counts for all workers of its host."""
+        if not self.sliced:
+            return part
+        cells = part.new_zeros(part.shape[0], self.size, part.shape[1])
+        place = there(self.hosts.place_of[self.cluster.workers.start : self.cluster.workers.stop], part)
+        cells[torch.arange(part.shape[0], device=part.device), place] = part * self.size
+        return cells.flatten(1)[:, :size]
+
     def _through(self, compressor: Compressor, rows: Tensor, state: State, context: Context, weights: bool) -> tuple[Tensor, State]:
         mixed = self.inner.mean(rows, context) if self.size > 1 else rows
         if self.outer.subgroups.size == 1 or (context.exchange + 1) % self.spec.every:
             return mixed, state
-        outer = without_shapes(context) if self.sliced else context
-        outer = replace(outer, exchange=context.exchange // self.spec.every)
+        outer = replace(self._outer_context(context), exchange=context.exchange // self.spec.every)
         exchange = self.outer.weights if weights else self.outer.gradients
         part, state = exchange(compressor, self._slice(mixed), state, outer)
         return self._gather(part, rows), state
+
+    def _outer_context(self, context: Context) -> Context:
+        return without_shapes(context) if self.sliced else context
+
+    def _width(self, size: int) -> int:
+        """Of what a worker exchanges with other hosts."""
+        return -(-size // self.size) if self.sliced else size
 
     def _slice(self, rows: Tensor) -> Tensor:
         """Each worker's slice of its row."""
         if not self.sliced:
             return rows
-        width = -(-rows.shape[1] // self.size)
+        width = self._width(rows.shape[1])
         cells = pad(rows, (0, width * self.size - rows.shape[1])).view(rows.shape[0], self.size, width)
         place = there(self.hosts.place_of[self.cluster.workers.start : self.cluster.workers.stop], rows)
         return cells.gather(1, place.view(-1, 1, 1).expand(-1, 1, width)).squeeze(1)

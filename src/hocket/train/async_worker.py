@@ -20,6 +20,7 @@ from hocket.drivers.gossip_runtime import CoordinatorLink, GossipRuntime
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.worker_runtime import WorkerRuntime
 from hocket.errors import HocketError
+from hocket.files import read_safetensors
 from hocket.models import build, loss_for
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.requests import WorkerConfig
@@ -49,14 +50,17 @@ class WorkerTask:
     """How many processes were this worker before; above 0 it replaces one that died."""
     record: str | None = None
     """A file for all that happens to the worker, to replay the run."""
+    epochs_done: int = 0
+    weights: str | None = None
+    """A file of weights to begin with, in a run that goes on after so many epochs."""
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def batch_sequence(settings: RunSettings, data: DataSet) -> BatchSequence:
-    """All mini-batches of a run."""
-    return settings.plan().sequence(data, settings.workers.count)
+def batch_sequence(settings: RunSettings, data: DataSet, epochs_done: int = 0) -> BatchSequence:
+    """All mini-batches of a run, after those of the first epochs."""
+    return settings.plan().sequence(data, settings.workers.count, epochs_done)
 
 
 def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] | None = None) -> None:
@@ -64,8 +68,10 @@ def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] |
     settings = RunSettings.of(**post.settings)
     device = torch.device(post.device)
     data = load(settings.data.name, None if post.data_dir is None else Path(post.data_dir))
-    sequence, loss_of = batch_sequence(settings, data), loss_for(data)
+    sequence, loss_of = batch_sequence(settings, data, post.epochs_done), loss_for(data)
     model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
+    if post.weights is not None:
+        model.load_state_dict(read_safetensors(Path(post.weights).read_bytes()))
     optimizer = settings.optimizer_for(model)(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
     plan = settings.plan()

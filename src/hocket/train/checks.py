@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
-from hocket.errors import HocketError
+from hocket.errors import HocketError, bytes_text
 from hocket.notation import write
 from hocket.optim import moment_name
 from hocket.split.offload import refuse_offloaded
@@ -227,3 +228,17 @@ def check_equal(model: nn.Module, layout: Layout, cluster: Cluster, terms: Seque
 
 def _line(kind: str, name: str, tensor: Tensor) -> str:
     return f"{kind} {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def check_memory(layout: Layout, cluster: Cluster) -> None:
+    """Weights, gradients and one optimiser state must fit; the system would otherwise end the process without a word."""
+    needed = 3 * cluster.rows * layout.bytes
+    if cluster.device.type == "cuda":
+        total = torch.cuda.get_device_properties(cluster.device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > total:
+        raise HocketError(
+            f"{cluster.rows} workers of {bytes_text(layout.bytes)} each need {bytes_text(needed)} for weights, gradients and "
+            f"momentum, but {cluster.device} has {bytes_text(total)}; use fewer workers, a smaller model, or several processes."
+        )

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Buckets, Layout
-from hocket.data.distribute import LoaderPositions
 from hocket.errors import HocketError
 from hocket.split.inputs import Inputs
 from hocket.split.parts import broadcast_tensors
@@ -34,7 +33,7 @@ from hocket.train.checks import (
     refuse_newcomers,
 )
 from hocket.train.gradients import BucketedGradients, call_closure, check_passes, gradients_for
-from hocket.train.job_view import JobView
+from hocket.train.job_state import JobState
 from hocket.train.runtimes.base import Binding, Runtime
 from hocket.train.scaler import share_overflow
 from hocket.train.watch import NonFinite
@@ -44,7 +43,7 @@ if TYPE_CHECKING:  # what splits a model is loaded only where a model is split
     from hocket.split.split_model import SplitModel
 
 
-class Job(JobView):
+class Job(JobState):
     """A model in parallel training; made by :func:`hocket.parallelize`."""
 
     def __init__(
@@ -71,8 +70,6 @@ class Job(JobView):
         runtime.refuse(strategy, scaler)
         refuse_audit(check, runtime, whole=split is None)
         self.strategy, self.runtime, self.split = strategy, runtime, split
-        self.loaders: LoaderPositions | None = None
-        """Where the training stands in its data; saved with the job."""
         self.on_detach: Callable[[Job], None] | None = None
         if runtime.synchronous:
             check_device(model, runtime.cluster)
@@ -105,19 +102,6 @@ class Job(JobView):
     def attached(self) -> bool:
         """Whether the job is still on the model."""
         return bool(self._handles)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All strategy state of this worker, and the place in its data; save it beside the model's and the optimiser's."""
-        state = self.runtime.state_dict()
-        state = state if self.split is None else self.split.described_state(state)
-        return state if self.loaders is None else {**state, "loaders": self.loaders.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; with servers or peers, before the first step."""
-        own = {name: value for name, value in state.items() if name != "loaders"}
-        self.runtime.load_state_dict(own if self.split is None else self.split.load_described(own))
-        if self.loaders is not None and "loaders" in state:
-            self.loaders.load_state_dict(state["loaders"])
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
@@ -213,15 +197,6 @@ class Job(JobView):
     def explain(self) -> list[str]:
         """Tables that say how the model was split, and why."""
         return self._split.explain()
-
-    def full_state(self) -> dict[str, Any] | None:
-        """Model and optimiser as if they had never been split or sharded (``{"model": …, "optimizer": …}``), on the first process
-        of each replica; None elsewhere. All processes must call it."""
-        return self.runtime.full_state() if self.split is None else self.split.full_state()
-
-    def load_full_state(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`full_state`, or from an unsplit model's and optimiser's; every process is given the whole."""
-        (self.runtime if self.split is None else self.split).load_full_state(state)
 
     @property
     def _split(self) -> SplitModel:

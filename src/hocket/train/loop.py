@@ -70,13 +70,14 @@ class TrainingPlan:
                 f"<last>: the last round of an epoch is dealt out as even or dropped (drop){hint or '.'}", last=self.last
             )
 
-    def sequence(self, data: DataSet, workers: int) -> BatchSequence:
-        """All mini-batches of the training, for ``workers`` workers."""
+    def sequence(self, data: DataSet, workers: int, epochs_done: int = 0) -> BatchSequence:
+        """All mini-batches of the training, for ``workers`` workers, after those of the first ``epochs_done`` epochs."""
         samples = data.samples
         given = (len(samples), workers, self.batch_size, self.seed, cast(Last, self.last))
         partition = Partition(*given, order=samples.order(self.seed))
         total = len(partition) * self.epochs
-        return BatchSequence(partition, total if self.max_steps is None else min(total, self.max_steps))
+        steps = total if self.max_steps is None else min(total, self.max_steps)
+        return BatchSequence(partition, steps, epochs_done * len(partition))
 
     def samples(self, minibatch: MiniBatch, data: DataSet, train: Samples, workers: int) -> tuple[Tensor, Tensor, Tensor]:
         """A mini-batch of ``train``: inputs, targets and the key of its randomness, a function of its number."""
@@ -175,6 +176,10 @@ class EpochLoop(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume; the training goes on as if it had never stopped."""
+
+    @abstractmethod
+    def go_on_at(self, state: dict[str, Any]) -> None:
+        """Go on after the epoch of ``state``, which other workers ended; the replicas have their weights already."""
 
     @abstractmethod
     def _train_epoch(self, watch: Watch) -> tuple[Entry, float]:
@@ -347,6 +352,17 @@ class Training(EpochLoop):
         self._load_progress(state)
         self.replicas.load_full_state(state)
         self.scheduler.load_state_dict(state["scheduler"])
+
+    def go_on_at(self, state: dict[str, Any]) -> None:
+        """The next epoch begins at its first sample, and the schedule stands where these workers would have come."""
+        self.epoch, self.metrics = state["epoch"], list(state["metrics"])
+        self.step = min(self.epoch * len(self.batches.partition), self.steps)
+        scheduler = self.scheduler
+        scheduler.last_epoch, scheduler._step_count = self.step, self.step + 1
+        rates = [lr * factor(self.step) for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._load_progress(state)

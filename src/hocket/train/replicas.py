@@ -7,7 +7,6 @@ same program itself.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,15 +18,17 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Buckets, Layout
-from hocket.errors import HocketError, NonFiniteGradient, bytes_text
+from hocket.errors import HocketError, NonFiniteGradient
 from hocket.programs.collective import CollectiveProgram
+from hocket.programs.repartition import take_over
 from hocket.strategy import Strategy
 from hocket.train.adaptive import with_exchange
-from hocket.train.checks import Factory, check_equal, check_job, layout_for, optimizer_for, refuse_clip
-from hocket.train.engines import Engine, choose, stack_buffers
+from hocket.train.checks import Factory, check_equal, check_job, check_memory, layout_for, optimizer_for, refuse_clip
+from hocket.train.engines import Engine, engine_of, stack_buffers
 from hocket.train.engines.loop import draws_numbers, seeded_loss
 from hocket.train.job import Job
 from hocket.train.momentum import give_state, taking_momentum
+from hocket.train.other_workers import OneForAll, load_moments
 from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.train.stacked import StackedOptimizer, clip_rows_
 from hocket.train.throttle import Throttle
@@ -137,7 +138,8 @@ class LiveReplica(JobReplica):
     ) -> None:
         """``zero=1``: it keeps a part of the optimiser's state; worker 0's checkpoint has all of it."""
         super().__init__(model, loss, optimizer, clip, autocast)
-        self._attach(Job(model, self.optimizer, strategy, CollectiveRuntime(cluster, zero), **options))
+        self._runtime = CollectiveRuntime(cluster, zero)
+        self._attach(Job(model, self.optimizer, strategy, self._runtime, **options))
         self.cluster, self._throttle = cluster, Throttle(slowdown)
 
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor:
@@ -159,15 +161,22 @@ class LiveReplica(JobReplica):
             yield self.model
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer_state(), "job": self.job.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer_state(), "job": self.job.own_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_full_state(state)
-        self.job.load_state_dict(state["job"])
+        self.job.load_own_state(state["job"])
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+    def take_over(self, common: OneForAll) -> None:
+        """Go on with what other workers have left."""
+        take_over(self._runtime.program, self.job.weights, common.merged)
+        for name, buffer in self.model.named_buffers():
+            buffer.data.copy_(common.buffers.get(name, buffer))
+        load_moments(self.model, self.optimizer, common.moments)
 
 
 class RowReplicas:
@@ -190,7 +199,7 @@ class RowReplicas:
         self.strategy = strategy = with_exchange(strategy, template, tell=cluster.workers.start == 0 and cluster.size > 1)
         self.layout = layout_for(model, template, strategy, buckets.cap_bytes, buckets.first_cap_bytes)
         check_equal(model, self.layout, cluster, [str(strategy), f"seed={seed}"])
-        _check_memory(self.layout, cluster)
+        check_memory(self.layout, cluster)
         self.weights = [b.spaced(cluster.rows) for b in self.layout.buckets]
         self.grads = [b.empty(cluster.rows) for b in self.layout.buckets]
         self._fill()
@@ -324,6 +333,13 @@ class StackedReplicas(RowReplicas):
         self._stacked.load_state_dict(state["optimizer"])
         self.program.load_state_dict(state["job"])
 
+    def take_over(self, common: OneForAll) -> None:
+        """Go on with what other workers have left."""
+        take_over(self.program, self.weights, common.merged)
+        for name, rows in self.buffers.items():
+            rows.copy_(common.buffers[name].to(rows.device).expand_as(rows))
+        self._stacked.load_on_all(common.moments)
+
     def load_full_state(self, state: dict[str, Any]) -> None:
         raise HocketError("Several workers in one process cannot go on with a split model; give each worker a process.")
 
@@ -360,15 +376,6 @@ class StackedReplicas(RowReplicas):
         return self._mean(buffer.reshape(buffer.shape[0], -1)).view(buffer.shape[1:])
 
 
-def engine_of(
-    engine: str | Callable[[Layout], Engine], model: nn.Module, loss: Loss, cluster: Cluster, autocast: torch.dtype | None
-) -> Callable[[Layout], Engine]:
-    """What gives an engine for a layout, by its name unless it is given itself."""
-    if not isinstance(engine, str):
-        return engine
-    return lambda layout: choose(model, loss, layout, cluster.rows, cluster.device, engine, autocast=autocast)
-
-
 @contextmanager
 def swapped_weights(model: nn.Module, layout: Layout, rows: list[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
     """``model`` with these weights (``[1, values]`` per bucket) and buffers, for a while."""
@@ -384,17 +391,3 @@ def swapped_weights(model: nn.Module, layout: Layout, rows: list[Tensor], buffer
     finally:
         for tensor, data in kept:
             tensor.data = data
-
-
-def _check_memory(layout: Layout, cluster: Cluster) -> None:
-    """Weights, gradients and one optimiser state must fit; the system would otherwise end the process without a word."""
-    needed = 3 * cluster.rows * layout.bytes
-    if cluster.device.type == "cuda":
-        total = torch.cuda.get_device_properties(cluster.device).total_memory
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > total:
-        raise HocketError(
-            f"{cluster.rows} workers of {bytes_text(layout.bytes)} each need {bytes_text(needed)} for weights, gradients and "
-            f"momentum, but {cluster.device} has {bytes_text(total)}; use fewer workers, a smaller model, or several processes."
-        )

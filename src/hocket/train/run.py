@@ -8,21 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
 from hocket.data import DataSet, load
-from hocket.errors import HocketError, SettingError
+from hocket.errors import SettingError
+from hocket.files import CannotWrite
 from hocket.models import build, loss_for
-from hocket.split import Mesh
+from hocket.train.checkpoints import LEAST_KEPT, Checkpoints
 from hocket.train.checks import mention_steps
 from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.loop import EpochLoop, Progress, Training
-from hocket.train.record import Record, versions
+from hocket.train.record import CHECKPOINTS, Record, versions
 from hocket.train.replicas import LiveReplica, Loss, Replicas
+from hocket.train.resume import Resumption, facts_of, mean_weights, states_of
 from hocket.train.setting_groups import SplitSettings
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded, train_rows
@@ -138,11 +139,14 @@ def run(
     checkpoints: bool = True,
     engines: Engines | None = None,
     briefly: bool = False,
-    on_split: Callable[[str], None] = lambda _: None,
+    note: Callable[[str], None] = lambda _: None,
+    keep: int = LEAST_KEPT,
 ) -> EpochLoop:
     """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given.
 
-    ``briefly``: nothing is evaluated but the mean model at the end. ``on_split`` is shown who holds what of a split model.
+    ``checkpoints``: one after every epoch, the last ``keep`` of which are kept; a full disk then does not end the training.
+    ``briefly``: nothing is evaluated but the mean model at the end. ``note`` is told, on the first process, what people should
+    know: who holds what of a split model, which checkpoint the run goes on from, which one could not be written.
     """
     process = cluster.rank
     record = None if out is None else Record(out, process, resume)
@@ -154,55 +158,39 @@ def run(
     if settings.split is not None:
         picture = training.replicas.job.picture()
         if process == 0:
-            on_split(picture)
+            note(picture)
     if briefly:
         training.plan = replace(training.plan, evaluate=False, worst=False)
-    late = False
-    if record is not None and resume:
-        record.check_resumed(_repeated(settings))
-        late = _go_on(settings, cluster, training, record)
-        reached = cluster.all_gather_metrics(torch.full((cluster.rows, 1), training.step)).flatten().tolist()
-        if len(set(reached)) > 1:
-            raise HocketError(f"The checkpoints in {out} are of different steps ({min(reached)} to {max(reached)}); start anew.")
-    # A run that goes on split otherwise is described so only when there is a checkpoint of that kind.
-    if record is not None and not late:
-        record.write_run(describe(settings, cluster, training))
-    for metrics in training.run(watch):
-        if record is not None:
-            record.write_metrics(training.metrics)
+    if record is None:
+        for metrics in training.run(watch):
+            on_epoch(metrics)
+        return training
+    with Checkpoints(record.folder / CHECKPOINTS, cluster, keep, note) as kept:
+        described = describe(settings, cluster, training)
+        if resume:
+            Resumption(settings, cluster, training, described).load(kept, record, repeated(settings), note)
+        record.write_run(described)
+        for metrics in training.run(watch):
+            _write_metrics(record, training, checkpoints, note)
             if checkpoints:
-                with training.cluster.uncounted():
-                    record.save(training.state_dict())
-                    if settings.split is not None and isinstance(training, Training):
-                        record.save_whole(training.full_state())
-            if late:
-                record.write_run(describe(settings, cluster, training))
-                late = False
-        on_epoch(metrics)
-    if record is not None and settings.split is not None and isinstance(training, Training):
+                kept.save(states_of(settings, cluster, training), facts_of(settings, cluster, training, described))
+            on_epoch(metrics)
+    if checkpoints and (weights := mean_weights(settings, cluster, training)) is not None:
+        record.write_weights(weights)
+    if settings.split is not None and isinstance(training, Training):
         timeline = training.replicas.job.timeline()  # type: ignore[attr-defined]
         record.write_timeline(None if timeline is None else timeline.to_dict())
     return training
 
 
-def _go_on(settings: RunSettings, cluster: Cluster, training: EpochLoop, record: Record) -> bool:
-    """Load the checkpoint; whether the model is split otherwise than it was, so that its whole was loaded."""
-    if not isinstance(training, Training):
-        training.load_state_dict(record.load())
-        return False
-    before = record.mesh()
-    other = (None if before is None else Mesh.parse(before)) != (None if settings.split is None else settings.split.mesh)
-    state = {} if other else record.load()
-    if settings.sharding.fsdp and not other:
-        state["replicas"]["whole"] = record.load(first=True)["replicas"]["whole"]
-    if settings.split is not None and not other:  # a cut that is measured may be elsewhere this time
-        fits = training.replicas.fits(state["replicas"])  # type: ignore[attr-defined]
-        other = bool(cluster.all_reduce_any(torch.tensor([[not fits]], device=cluster.device)))
-    if other:
-        training.load_full_state(record.load_whole())
-    else:
-        training.load_state_dict(state)
-    return other
+def _write_metrics(record: Record, training: EpochLoop, goes_on: bool, note: Callable[[str], None]) -> None:
+    """Write the lines so far; where training ``goes_on`` without them, the next epoch tries again."""
+    try:
+        record.write_metrics(training.metrics)
+    except CannotWrite as error:
+        if not goes_on or training.over:
+            raise
+        note(f"{error.cause}; the lines are written later, and training goes on.")
 
 
 def describe(settings: RunSettings, cluster: Cluster, training: EpochLoop) -> dict[str, Any]:
@@ -223,7 +211,7 @@ def describe_run(settings: RunSettings, where: dict[str, Any], steps: int, layou
     """The same for a run of ``steps`` steps on a cluster described as ``where``."""
     strategy = settings.resolved
     return {
-        **_repeated(settings),
+        **repeated(settings),
         "exchange": strategy.exchanged,
         "cluster": where,
         "steps": steps,
@@ -234,7 +222,7 @@ def describe_run(settings: RunSettings, where: dict[str, Any], steps: int, layou
     }
 
 
-def _repeated(settings: RunSettings) -> dict[str, Any]:
+def repeated(settings: RunSettings) -> dict[str, Any]:
     """What a run must have in common with the one it goes on with. Of files there is what they said: ``spec`` (the
     cluster) and ``plan``."""
     spec, split = settings.spec, settings.split

@@ -23,10 +23,10 @@ from hocket.strategy import Strategy
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.balance import check_balance
 from hocket.train.checks import mention_steps
-from hocket.train.engines import Engine
+from hocket.train.engines import Engine, engine_of
 from hocket.train.evaluate import Metric
 from hocket.train.loop import EpochLoop, Progress, Training, TrainingPlan, check_count
-from hocket.train.replicas import Factory, Loss, StackedReplicas, engine_of
+from hocket.train.replicas import Factory, Loss, StackedReplicas
 from hocket.train.trial import try_batch
 
 

@@ -66,7 +66,7 @@ class MeshReplica(JobReplica):
     def state_dict(self) -> dict[str, Any]:
         """What this process has: it goes on from there on the same mesh."""
         return {
-            **self.job.state_dict(),
+            **self.job.own_state(),
             "model": {name: t.detach().clone() for name, t in self.split.state.held().items()},
             "optimizer": self._optimizer_state(),
         }
@@ -76,7 +76,7 @@ class MeshReplica(JobReplica):
         return self.split.state.fits(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.job.load_state_dict(state)
+        self.job.load_own_state(state)
         for name, tensor in self.split.state.held().items():
             tensor.data.copy_(state["model"][name])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -120,11 +120,11 @@ class FullReplica(JobReplica):
         yield model
 
     def state_dict(self) -> dict[str, Any]:
-        return {"whole": {**self.job.state_dict(), **(self.job.full_state() or {})}, "buffers": dict(self.model.named_buffers())}
+        return {"whole": {**self.job.own_state(), **(self.job.full_state() or {})}, "buffers": dict(self.model.named_buffers())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from worker 0's ``whole``, which every worker is given, and from its own ``buffers``."""
         self.job.load_full_state(state["whole"])
-        self.job.load_state_dict(state["whole"])
+        self.job.load_own_state(state["whole"])
         for name, buffer in self.model.named_buffers():
             buffer.data.copy_(state["buffers"][name])

@@ -37,6 +37,8 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
+COUNTERS = ("step", "eta", "mu", "mu_product")
+"""What torch's optimisers keep once for a whole parameter."""
 ROWWISE = (*ELEMENTWISE, Muon, OneBitAdam)
 
 
@@ -72,6 +74,7 @@ class StackedOptimizer:
         if granularity not in ("slots", "buckets"):
             raise HocketError(f"granularity must be 'slots' or 'buckets', got {granularity!r}.")
         self._factory, self._layout, self._weights, self._grads = factory, layout, weights, grads
+        self._granularity = granularity
         self._slots = [s.name for b in layout.buckets for s in b.slots]
         self._order = _model_order(self._slots, names)
         template = optimizer_for(factory, self._row(0))
@@ -115,6 +118,7 @@ class StackedOptimizer:
         return {
             "split": split,
             "stacked": self.stacked,
+            "granularity": self._granularity,
             "leader": self._leader.state_dict()["param_groups"],
             "optimizers": [o.state_dict() for o in self._all],
         }
@@ -135,6 +139,35 @@ class StackedOptimizer:
             optimizer.load_state_dict(saved)
         for group, saved in zip(self._leader.param_groups, state["leader"], strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
+
+    def by_row(self) -> list[dict[str, dict[str, Any]]]:
+        """The state of each row's parameters, by name, as that row's own optimiser would have it."""
+        slots = [s for b in self._layout.buckets for s in b.slots]
+        found: list[dict[str, dict[str, Any]]] = [{} for _ in range(self._weights[0].shape[0])]
+        for row, own in enumerate(found):
+            for piece in self._pieces if self.stacked else self._row_pieces[row]:
+                parameter = piece.parameter
+                for k, (key, value) in ((k, entry) for k in piece.slots for entry in self._state_of(row, parameter).items()):
+                    part = value
+                    if self.stacked and isinstance(value, Tensor) and value.shape == parameter.shape:
+                        at = slots[k].offset
+                        part = value[row, at : at + slots[k].size].view(slots[k].shape) if piece.whole else value[row]
+                    own.setdefault(slots[k].name, {})[key] = part
+        return found
+
+    def load_on_all(self, state: dict[str, dict[str, Any]]) -> None:
+        """Let every row go on from the state of one, by parameter names."""
+        for piece in list(self._pieces) if self.stacked else []:
+            if piece.whole and len({tuple(state.get(self._slots[k], {})) for k in piece.slots}) > 1:
+                self._split(piece.bucket)  # some of its parameters were never used
+        for row, optimizer in enumerate(self._all):
+            for piece in self._pieces if self.stacked else self._row_pieces[row]:
+                parts = [state.get(self._slots[k], {}) for k in piece.slots]
+                like = piece.parameter
+                optimizer.state[like] = {key: _on_rows([p[key] for p in parts], key, like, self.stacked) for key in parts[0]}
+
+    def _state_of(self, row: int, parameter: nn.Parameter) -> dict[str, Any]:
+        return (self._all[0] if self.stacked else self._all[row]).state.get(parameter, {})
 
     @property
     def first(self) -> Optimizer:
@@ -324,6 +357,14 @@ def _follow(leader: Optimizer, optimizer: Optimizer) -> None:
         return
     for own, group in zip(optimizer.param_groups, leader.param_groups, strict=True):
         own.update({k: v for k, v in group.items() if k != "params"})
+
+
+def _on_rows(values: list[Any], key: str, like: nn.Parameter, stacked: bool) -> Any:
+    """One kind of state of one or several parameters as that of a (stacked) parameter ``like``; counters stay single numbers."""
+    if not isinstance(values[0], Tensor) or key in COUNTERS or values[0].numel() * len(values) == 1 < like.numel():
+        return copy.deepcopy(values[0])
+    flat = torch.cat([v.reshape(-1) for v in values]).to(like.device)
+    return flat.expand(like.shape[0], -1).reshape(like.shape).clone() if stacked else flat.view(like.shape).clone()
 
 
 def _cut(value: Any, shape: torch.Size, offset: int, size: int, slot: tuple[int, ...]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hocket.programs.account import Account
-from hocket.programs.base import Finished, Task, Until, event
+from hocket.programs.base import Finished, Task, Until, event, from_plain, to_plain
 from hocket.programs.gossip import agreement
 from hocket.programs.gossip.exchanges import Calls, Exchanges, Halves
 from hocket.programs.gossip.links import Peer, PeerConfig, Request
@@ -245,7 +245,7 @@ class GossipPeer(PeerServer):
         state = {name: getattr(self, name) for name in _SAVED}
         state["state"] = {**vars(self.state), "mean": None if self.mean is None else vars(self.mean)}
         state |= {"account": vars(self.account), "given": sorted(self.given), "rejected": dict(self.rejected)}
-        state["decisions"] = {peer: vars(decision) for peer, decision in self.decisions.items()}
+        state["decisions"] = {peer: {**vars(d), "reply": to_plain(d.reply)} for peer, d in self.decisions.items()}
         state["peers"] = {peer: vars(other) for peer, other in self.peers.items()}
         state["requests"] = {number: r.state() for number, r in self.requests.items() if r.exchange}
         return copy.deepcopy({**state, "turn": self.exchanges.turn})
@@ -257,7 +257,7 @@ class GossipPeer(PeerServer):
         vars(self.state).update(state["state"])
         self.state.mean = None if state["state"]["mean"] is None else Mean(**state["state"]["mean"])
         self.account = Account(**state["account"])
-        self.decisions = {peer: Decision(**saved) for peer, saved in state["decisions"].items()}
+        self.decisions = {peer: Decision(**{**d, "reply": from_plain(d["reply"])}) for peer, d in state["decisions"].items()}
         self.peers = {peer: Peer(**saved) for peer, saved in state["peers"].items()}
         self.requests = {number: Request.load(saved) for number, saved in state["requests"].items()}
         for name in _SAVED:

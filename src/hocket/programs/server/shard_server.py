@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.files import unlike
 from hocket.programs.account import checked
 from hocket.programs.base import Address, Finished, Rejected, event, whole
 from hocket.programs.server.members import Member, Request, SnapshotRequest
@@ -279,6 +280,8 @@ class ShardServer(Membership):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start_shard(state["job_config"], state["start_config"], [w.clone() for w in state["shard"]["weights"]])
         assert self.shard is not None
+        if (place := unlike(self.shard.state_dict(), state["shard"])) is not None:
+            raise ValueError(f"it is of another structure at '{place}'")
         self.shard.load_state_dict(state["shard"])
         for worker, saved in state["members"].items():
             values = {**saved, "figures": json.loads(saved["figures"]), "incarnation": bytes.fromhex(saved["incarnation"])}

@@ -21,6 +21,7 @@ from hocket.data.batches import MiniBatch
 from hocket.strategy import Strategy
 from hocket.train.checks import optimizer_for
 from hocket.train.engines import Engine, VmapEngine, stack_buffers
+from hocket.train.other_workers import OneForAll
 from hocket.train.replicas import Factory, RowReplicas, swapped_weights
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -172,6 +173,15 @@ class AsyncReplicas(RowReplicas):
             "used": self._used.clone(),
             "alone": {w: copy.deepcopy(o.state_dict()) for w, (o, _, _) in self._alone.items()},
         }
+
+    def take_over(self, common: OneForAll) -> None:
+        """Go on with the weights and buffers that other workers have left."""
+        self._pending.clear()
+        self._alone.clear()
+        for rows, mean in zip(self.weights, common.merged.weights, strict=True):
+            rows.copy_(mean.to(rows.device).expand_as(rows))
+        for name, rows in self.buffers.items():
+            rows.copy_(common.buffers[name].to(rows.device).expand_as(rows))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending.clear()

@@ -66,6 +66,11 @@ class AsyncSimulation(EpochLoop):
             cluster.clock.step_s = self.step_s
         self._slowdown = self.spec.factors(size).tolist()
         self._disturbances = lru_cache(1000)(lambda step: self.spec.disturbance(size, step, plan.seed).tolist())
+        self._start()
+
+    def _start(self) -> None:
+        """Everybody joins with the weights that the replicas have, and takes the first mini-batches of the sequence."""
+        size, replicas = self.cluster.size, self.replicas
         self.phases = [BATCH] * size
         self._begun = [0] * size  # mini-batches that each worker has begun
         self._numbers = [-1] * size
@@ -74,7 +79,7 @@ class AsyncSimulation(EpochLoop):
         self._epoch_begun = 0.0
         self._losses: list[Tensor] = []
         self._before: dict[str, Any] = {"wait": 0.0, "hidden": 0.0, "sent": 0, "exchanges": 0, "staleness": {}}
-        self.protocol = PROTOCOLS[replicas.strategy.runtime](replicas, self.spec, plan.seed, self.batches)
+        self.protocol = PROTOCOLS[replicas.strategy.runtime](replicas, self.spec, self.plan.seed, self.batches)
         self.simulation = self.protocol.simulation
         self.simulation.on_call = self._computed
         self.protocol.start()
@@ -84,7 +89,12 @@ class AsyncSimulation(EpochLoop):
 
     @property
     def step(self) -> int:
-        return self.protocol.progress // self.cluster.size
+        return self.batches.begun + self.protocol.progress // self.cluster.size
+
+    @property
+    def _epochs_here(self) -> int:
+        """Epochs that these workers have ended; others may have ended some before."""
+        return self.epoch - self.batches.begun // len(self.batches.partition)
 
     # --- a worker's step -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +176,8 @@ class AsyncSimulation(EpochLoop):
 
     def _train_epoch(self, watch: Watch) -> tuple[Entry, float]:
         seen = self.step
-        enough = min((self.epoch + 1) * self.batches.per_epoch, len(self.batches))
+        before = self._epochs_here * self.batches.per_epoch
+        enough = min(before + self.batches.per_epoch, len(self.batches))
         while self.protocol.progress < enough:
             if not self.simulation.step():
                 raise RuntimeError("No worker has anything left to do before the end of the training: please report this.")
@@ -175,11 +186,11 @@ class AsyncSimulation(EpochLoop):
                 self._watch_step(watch)
         entry = self._close()
         # Of as many mini-batches as the epoch has, in the order they were computed; where links are slow, some were long before.
-        own = enough - self.epoch * self.batches.per_epoch
+        own = enough - before
         mean_loss = math.fsum(torch.stack(self._losses[:own]).tolist()) / own
         self._losses = self._losses[own:]
         self.epoch += 1
-        check_weights(self.replicas.layout, self.protocol.global_weights(self.epoch)[0], self.epoch)
+        check_weights(self.replicas.layout, self.protocol.global_weights(self._epochs_here)[0], self.epoch)
         return entry, mean_loss
 
     def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
@@ -221,7 +232,12 @@ class AsyncSimulation(EpochLoop):
         return entry
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
-        return self.replicas.with_weights(*self.protocol.global_weights(self.epoch))
+        return self.replicas.with_weights(*self.protocol.global_weights(self._epochs_here))
+
+    def go_on_at(self, state: dict[str, Any]) -> None:
+        self.epoch, self.metrics = state["epoch"], list(state["metrics"])
+        self.batches = self.plan.sequence(self.data, self.cluster.size, self.epoch)
+        self._start()
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
@@ -233,6 +249,7 @@ class AsyncSimulation(EpochLoop):
             "epoch": self.epoch,
             "step": self.step,
             "batches": len(self.batches),
+            "epochs_before": self.epoch - self._epochs_here,
             "metrics": list(self.metrics),
             "replicas": self.replicas.state_dict(),
             "protocol": self.protocol.state_dict(),
@@ -250,6 +267,8 @@ class AsyncSimulation(EpochLoop):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume; the training goes on as if it had never stopped, also one that was over and has been made longer."""
+        if state["epochs_before"] != self.epoch - self._epochs_here:
+            self.go_on_at({"epoch": state["epochs_before"], "metrics": []})
         self.epoch, self.metrics = state["epoch"], list(state["metrics"])
         self.replicas.load_state_dict(state["replicas"])
         self.simulation.now, self.simulation.order, self._epoch_begun = state["clock"]

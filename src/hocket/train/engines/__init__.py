@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
 from hocket.train.checks import SPARSE
@@ -14,7 +16,16 @@ from hocket.train.engines.base import Engine, Loss, stack_buffers
 from hocket.train.engines.loop import LoopEngine
 from hocket.train.engines.vmap import SPARSE_GRADIENTS, VmapEngine, obstacle
 
-__all__ = ["Engine", "LoopEngine", "VmapEngine", "choose", "stack_buffers"]
+__all__ = ["Engine", "LoopEngine", "VmapEngine", "choose", "engine_of", "stack_buffers"]
+
+
+def engine_of(
+    engine: str | Callable[[Layout], Engine], model: nn.Module, loss: Loss, cluster: Cluster, autocast: torch.dtype | None
+) -> Callable[[Layout], Engine]:
+    """What gives an engine for a layout, by its name unless it is given itself."""
+    if not isinstance(engine, str):
+        return engine
+    return lambda layout: choose(model, loss, layout, cluster.rows, cluster.device, engine, autocast=autocast)
 
 
 def choose(

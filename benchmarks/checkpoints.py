@@ -1,0 +1,87 @@
+"""What a checkpoint costs: how long training stands still for it, and an epoch with checkpoints beside one without.
+
+    python benchmarks/checkpoints.py
+
+One worker and an MLP of ``--width`` on made-up images, ``--steps`` steps per epoch, a checkpoint after every epoch (the default of
+``hocket train``). *blocked* is the time for which ``save`` holds the training up (states are copied; a checkpoint that is still
+being written is awaited), as a share of the epoch. *CPU* is what copying and writing cost altogether: processor time of epochs in
+pairs, one with and one without a checkpoint before it, which other programs on the machine change less than seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hocket.cluster import VirtualCluster
+from hocket.data.base import DataSet, identity
+from hocket.strategy import Strategy
+from hocket.train.checkpoints import Checkpoints, process_file
+from hocket.train.loop import Training, TrainingPlan
+from hocket.train.replicas import LiveReplica
+
+PIXELS, CLASSES, BATCH = 784, 10, 64
+
+
+def training(width: int, steps: int, epochs: int) -> Training:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(PIXELS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES))
+    x, y = torch.randn(BATCH * steps, PIXELS), torch.randint(0, CLASSES, (BATCH * steps,))
+    data, cluster = DataSet("made-up", (x, y), None, CLASSES, identity), VirtualCluster(1, timed=True)
+    optimizer = lambda params: torch.optim.Adam(params, 1e-4)  # noqa: E731
+    replica = LiveReplica(model, F.cross_entropy, optimizer, Strategy(), cluster)
+    return Training(replica, cluster, data, F.cross_entropy, TrainingPlan(epochs=epochs, batch_size=BATCH))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", default="256,1024,3072", help="of the MLPs, with commas between them")
+    parser.add_argument("--steps", type=int, default=200, help="steps per epoch")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of epochs")
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: the temporary folder)")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print("parameters  checkpoint    step  epoch   copied in  blocked  written in    CPU")
+    for width in map(int, given.widths.split(",")):
+        loop = training(width, given.steps, 2 * given.rounds + 1)
+        epochs = loop.run()
+        next(epochs)
+        plain, alone, beside, blocked, wrote, size = [], [], [], [], [], 0
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder, Checkpoints(Path(folder), loop.cluster) as kept:
+            for _ in range(given.rounds):
+                begun, used = time.perf_counter(), time.process_time()
+                next(epochs)
+                plain.append(time.perf_counter() - begun)
+                alone.append(time.process_time() - used)
+                begun, used = time.perf_counter(), time.process_time()
+                facts = {"step": loop.step, "epoch": loop.epoch, "workers": 1, "processes": 1, "run": {}}
+                kept.save({process_file(0): loop.state_dict()}, facts)
+                blocked.append(time.perf_counter() - begun)
+                next(epochs)
+                begun = time.perf_counter()
+                kept.wait()
+                wrote.append(time.perf_counter() - begun)
+                beside.append(time.process_time() - used)
+            size = sum(path.stat().st_size for path in Path(folder, str(given.rounds)).iterdir())
+        parameters = sum(p.numel() for p in loop.replicas.model.parameters())
+        epoch, copy = statistics.median(plain), statistics.median(blocked)
+        more = statistics.median(b / a for b, a in zip(beside, alone, strict=True)) - 1
+        late = "the epoch" if max(wrote) < 0.01 * epoch else f"{max(wrote):.1f} s more"
+        print(
+            f"{parameters:10,}  {size / 1e6:7.1f} MB  {1e3 * epoch / given.steps:4.1f} ms  {epoch:4.1f} s  {1e3 * copy:6.1f} ms  "
+            f"{copy / epoch:7.2%}  {late:>10}  {more:+.1%}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""What a job saves and goes on from: as one entry per process, gathered whole, or merged from other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hocket.cluster.base import Cluster
+from hocket.cluster.layout import Layout
+from hocket.data.distribute import LoaderPositions
+from hocket.errors import HocketError
+from hocket.programs.repartition import take_over
+from hocket.split.split_model import SplitModel
+from hocket.strategy import Strategy
+from hocket.train.job_view import JobView
+from hocket.train.other_workers import load_moments, one_for_all
+
+
+class JobState(JobView):
+    """The state of a job; it satisfies ``torch.distributed.checkpoint.stateful.Stateful``."""
+
+    strategy: Strategy
+    layout: Layout
+    split: SplitModel | None
+    loaders: LoaderPositions | None = None
+    """Where the training stands in its data; saved with the job."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All strategy state of this worker, and the place in its data; save it beside the model's and the optimiser's.
+
+        It is one entry, named by this process and held in a tuple: ``torch.distributed.checkpoint`` then neither takes it apart (a
+        new job has not got all of its tensors yet) nor takes that of another worker for it.
+        """
+        return {self._entry: (self.own_state(),)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; with servers or peers, before the first step."""
+        if self._entry not in state:
+            raise HocketError(
+                f"The state has {', '.join(map(str, state)) or 'nothing'}, not {self._entry}: give each process the state that it "
+                "saved, or all workers' to job.load_workers(…)."
+            )
+        self.load_own_state(state[self._entry][0])
+
+    @property
+    def _entry(self) -> str:
+        world: Cluster = self.runtime.cluster if self.split is None else self.split.world
+        return f"process {world.rank}"
+
+    def own_state(self) -> dict[str, Any]:
+        """The same, not wrapped."""
+        state = self.runtime.state_dict()
+        state = state if self.split is None else self.split.described_state(state)
+        return state if self.loaders is None else {**state, "loaders": self.loaders.state_dict()}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        own = {name: value for name, value in state.items() if name != "loaders"}
+        self.runtime.load_state_dict(own if self.split is None else self.split.load_described(own))
+        if self.loaders is not None and "loaders" in state:
+            self.loaders.load_state_dict(state["loaders"])
+
+    def load_workers(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what *all* workers of a run have saved, in their order, however many they were: each of ``saved`` has
+        ``model``, ``optimizer`` and ``job``, the three ``state_dict()``. Every worker must be given all of them.
+
+        As many workers as there were go on exactly. Others begin with the mean of the weights, buffers and optimiser states, and
+        share out the sum of the residuals (:mod:`hocket.programs.repartition`); an epoch under way goes on behind its last sample.
+        """
+        states = [{**each, "job": next(iter(each["job"].values()))[0]} for each in saved]
+        if len(saved) == self.cluster.size:
+            own = saved[self.cluster.workers.start]
+            self.model.load_state_dict(own["model"])
+            self.optimizer.load_state_dict(own["optimizer"])
+            self.load_own_state(states[self.cluster.workers.start]["job"])
+            return
+        program = getattr(self.runtime, "program", None)
+        if self.split is not None or program is None:
+            raise HocketError(
+                f"{self.strategy} on this model goes on with as many workers as it had ({len(saved)}, not {self.cluster.size}); "
+                "save job.full_state() of a model in parts, or the mean model of job.averaged()."
+            )
+        given = (self.model, self.optimizer, self.strategy, self.layout, program.seed, self.cluster.host_size)
+        loaders = states[0]["job"].pop("loaders", None)
+        for state in states[1:]:
+            state["job"].pop("loaders", None)
+        common = one_for_all(states, *given)
+        take_over(program, self.weights, common.merged)
+        for name, buffer in self.model.named_buffers():
+            buffer.data.copy_(common.buffers.get(name, buffer))
+        load_moments(self.model, self.optimizer, common.moments)
+        if self.loaders is not None and loaders is not None:
+            self.loaders.load_state_dict(loaders)
+
+    def full_state(self) -> dict[str, Any] | None:
+        """Model and optimiser as if they had never been split or sharded (``{"model": …, "optimizer": …}``), on the first process
+        of each replica; None elsewhere. All processes must call it."""
+        return self.runtime.full_state() if self.split is None else self.split.full_state()
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`full_state`, or from an unsplit model's and optimiser's; every process is given the whole."""
+        (self.runtime if self.split is None else self.split).load_full_state(state)

@@ -1,0 +1,202 @@
+"""What a checkpoint of a run holds, and how a run goes on from one: on the same workers, split otherwise, or on other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hocket.cluster.base import Cluster
+from hocket.errors import HocketError, SettingError
+from hocket.files import read_safetensors, unlike
+from hocket.programs.repartition import mean_of
+from hocket.split import Mesh
+from hocket.train.checkpoints import WHOLE, Checkpoints, Generation, copied, process_file
+from hocket.train.loop import EpochLoop, Training
+from hocket.train.other_workers import of_weights, one_for_all, stacked_buffers
+from hocket.train.record import MAY_CHANGE, WEIGHTS, Record
+from hocket.train.settings import RunSettings
+
+
+def states_of(settings: RunSettings, cluster: Cluster, training: EpochLoop) -> dict[str, Any]:
+    """What this process writes of a checkpoint, by file; all processes must call it."""
+    with training.cluster.uncounted():
+        states: dict[str, Any] = {process_file(cluster.rank): training.state_dict()}
+        if settings.split is not None and isinstance(training, Training):
+            whole = training.full_state()
+            if cluster.rank == 0:
+                states[WHOLE] = whole
+        if (weights := mean_weights(settings, cluster, training)) is not None:
+            states[WEIGHTS] = weights
+    return states
+
+
+def mean_weights(settings: RunSettings, cluster: Cluster, training: EpochLoop) -> dict[str, Any] | None:
+    """The mean model's weights and buffers by name, on the first process; all processes must call it."""
+    with training.cluster.uncounted(), training.averaged() as model:
+        if settings.split is not None and isinstance(training, Training):
+            whole = training.full_state()
+            found = None if whole is None else whole["model"]
+        else:
+            found = model.state_dict()
+        return copied(found) if cluster.rank == 0 else None
+
+
+def facts_of(settings: RunSettings, cluster: Cluster, training: EpochLoop, run: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest says of a checkpoint; ``run`` is run.json."""
+    where = {"workers": settings.workers.count, "processes": cluster.processes, "host_size": cluster.host_size}
+    return {"step": training.step, "epoch": training.epoch, **where, "run": dict(run)}
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run that goes on: where, and what of the run before it may be other than it was."""
+
+    settings: RunSettings
+    cluster: Cluster
+    training: EpochLoop
+    run: dict[str, Any]
+    """run.json as it will be."""
+
+    def load(self, kept: Checkpoints, record: Record, repeated: dict[str, Any], note: Callable[[str], None]) -> None:
+        """Load the newest checkpoint that all processes have whole; all must call it.
+
+        ``repeated``: what a run must have in common with the one it goes on with.
+        """
+        before = record.read_run()
+        if before is None and (newest := kept.newest()) is not None:
+            before = newest.facts["run"]
+            if self.cluster.rank == 0:
+                note(f"{record.folder}/run.json is missing or damaged; its copy in checkpoint {newest.number} is used.")
+        if before is None:
+            raise SettingError(f"There is no run in {record.folder} to go on with; start without <resume>.")
+        elsewhere = () if before.get("virtual") == self.run["virtual"] else ("spec", "slowdown", "host_size")
+        record.check_resumed(before, repeated, (*MAY_CHANGE, *elsewhere))
+        generation = kept.resume(self._needed, self._load)
+        self.run["resumed"] = list(before.get("resumed", []))
+        if self._moved(generation.facts) and (done := self._done(generation.facts)):
+            self.run["resumed"].append({"epoch": self.training.epoch, "step": self.training.step, "done": done})
+            if self.cluster.rank == 0:
+                note(done)
+
+    def _moved(self, facts: Mapping[str, Any]) -> bool:
+        """Whether the checkpoint is of other workers."""
+        here = (self.settings.workers.count, self.cluster.processes, self.run["virtual"])
+        return (facts["workers"], facts["processes"], facts["run"].get("virtual")) != here
+
+    def _resplit(self, facts: Mapping[str, Any]) -> bool:
+        """Whether the model was split otherwise."""
+        return _mesh(facts["run"]) != _mesh(self.run)
+
+    @property
+    def _messages(self) -> bool:
+        """Whether workers send messages: what is under way between them cannot be handed to others."""
+        return self.settings.strategy.runtime != "collective"
+
+    @property
+    def _sharded(self) -> bool:
+        return self.settings.sharding.fsdp
+
+    def _needed(self, generation: Generation) -> list[str]:
+        facts = generation.facts
+        if self._resplit(facts):
+            return [process_file(0) if facts["run"].get("mesh") is None else WHOLE]
+        if self._moved(facts) and self._messages:
+            return [process_file(0), WEIGHTS]
+        if self._moved(facts):
+            return [process_file(process) for process in range(facts["processes"])]
+        return [process_file(self.cluster.rank), *[process_file(0)] * self._sharded]
+
+    def _load(self, generation: Generation) -> None:
+        facts, training = generation.facts, self.training
+        if self._resplit(facts):
+            self._load_whole(generation)
+        elif self._moved(facts):
+            self._load_others(generation)
+        else:
+            state = generation.load(process_file(self.cluster.rank))
+            if self._sharded:
+                state["replicas"]["whole"] = generation.load(process_file(0))["replicas"]["whole"]
+            if self.settings.split is not None and not self._fits(state):
+                self._load_whole(generation)
+                return
+            check_structure(generation, training, state, whole=not (self.settings.split or self.settings.sharding.named))
+            training.load_state_dict(state)
+
+    def _fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether all processes hold the parts that were saved: a cut that is measured may be elsewhere this time."""
+        fits = self.training.replicas.fits(state["replicas"])
+        return not bool(self.cluster.all_reduce_any(torch.tensor([[not fits]], device=self.cluster.device)))
+
+    def _load_whole(self, generation: Generation) -> None:
+        """Take the model in one piece."""
+        training, state = self.training, _whole(generation)
+        assert isinstance(training, Training)
+        training.load_full_state(state)
+        if generation.facts["workers"] != self.settings.workers.count:
+            training.go_on_at(state)
+
+    def _load_others(self, generation: Generation) -> None:
+        """Take what other workers have left."""
+        training, settings, facts = self.training, self.settings, generation.facts
+        if self._messages:
+            progress = {"epoch": facts["epoch"], "metrics": generation.load(process_file(0))["metrics"]}
+            training.replicas.take_over(of_weights(read_safetensors(generation.content(WEIGHTS)), training.replicas.layout))
+            training.go_on_at(progress)
+            return
+        assert isinstance(training, Training)
+        states = [generation.load(process_file(process)) for process in range(facts["processes"])]
+        replicas = [state["replicas"] for state in states]
+        if self._sharded:
+            buffers = {name: mean_of(rows) for name, rows in stacked_buffers(replicas).items()}
+            training.replicas.load_state_dict({"whole": replicas[0]["whole"], "buffers": buffers})
+        else:
+            given = (training.replicas.model, settings.optimizer_for(training.replicas.model), settings.resolved)
+            common = one_for_all(replicas, *given, training.replicas.layout, settings.seed, facts.get("host_size"))
+            training.replicas.take_over(common)  # type: ignore[attr-defined]
+        training.go_on_at(states[0])
+
+    def _done(self, facts: Mapping[str, Any]) -> str:
+        """What was done to go on with other workers, in words."""
+        before, now = facts["workers"], self.settings.workers.count
+        if self._messages:
+            return (
+                f"{before} workers become {now}: they begin with the global weights, residuals and optimiser states begin anew; "
+                f"epoch {self.training.epoch + 1} begins at its first sample."
+            )
+        if before == now:
+            return ""
+        return (
+            f"{before} workers become {now}: each begins with the mean of their weights, buffers and optimiser states and with one "
+            f"part of {now} of the sum of their residuals; epoch {self.training.epoch + 1} begins at its first sample."
+        )
+
+
+def check_structure(generation: Generation, training: EpochLoop, state: Mapping[str, Any], whole: bool = True) -> None:
+    """Refuse a state of another structure before it changes anything; ``whole``: of all, where no exchange is needed to know it."""
+    for name in ("epoch", "step"):
+        if state.get(name) != generation.facts[name]:
+            raise HocketError(f"its {name} is {state.get(name)!r}, not {generation.facts[name]}")
+    own = training.state_dict() if whole else {}
+    if not isinstance(training, Training):  # how much is under way between workers is not structure
+        own = {name: own[name] if name == "replicas" else type(value)() for name, value in own.items()}
+    if (place := unlike(own, state)) is not None:
+        raise HocketError(f"it is of another structure at '{place}'")
+
+
+def _mesh(run: Mapping[str, Any]) -> Mesh | None:
+    """How the model of a run is split."""
+    return None if run.get("mesh") is None else Mesh.parse(run["mesh"])
+
+
+def _whole(generation: Generation) -> dict[str, Any]:
+    """The state of a run on any mesh, or on none, with the model in one piece."""
+    if generation.facts["run"].get("mesh") is not None:
+        return generation.load(WHOLE)
+    state = generation.load(process_file(0))
+    replica = state.pop("replicas")
+    if not {"model", "optimizer"} <= set(replica):
+        raise HocketError("it is of virtual workers; only a run of real workers can go on as a split one")
+    return {**state, "model": replica["model"], "optimizer": replica["optimizer"]}

@@ -1,0 +1,96 @@
+"""Real processes, each with a disk of its own: a checkpoint counts when all of them have it whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from process.launch import Hocket, Nursery
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def found(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    before = tmp_path_factory.mktemp("dies")
+    dies = nursery.start("process.kept:dies", 2, before)
+    assert dies.wait(60)[1] == -9, dies.said()
+    assert sorted(p.name for p in Path(before, "killed", "disk-1", "checkpoints", "3").iterdir()) == ["process-1.pt.tmp"]
+    group = nursery.start("process.kept:main", 2, tmp_path_factory.mktemp("kept"), before=str(before))
+    assert group.wait(100, together=True) == [0, 0], group.said()
+    return group.results()
+
+
+@pytest.mark.parametrize("name", ["killed", "flipped"])
+def test_a_run_goes_on_from_the_newest_that_is_whole_and_ends_at_the_same_bits(found: list[dict[str, Any]], name: str) -> None:
+    for worker in found:
+        assert all(torch.equal(a, b) for a, b in zip(worker[name]["weights"], worker["whole"]["weights"], strict=True))
+        assert worker[name]["kept"] == {"killed": ["4", "5"], "flipped": ["5", "6"]}[name], "no number is used twice"
+
+
+def test_it_says_which_and_why_on_the_first_process_alone(found: list[dict[str, Any]]) -> None:
+    first, second = found
+    assert not second["killed"]["said"] + second["flipped"]["said"] + second["full"]["said"]
+    assert "Goes on from checkpoint 2 (epoch 2, step " in first["killed"]["said"][0]
+    assert "Checkpoint 3 is passed over: process 0 was never finished." in first["killed"]["said"][0]
+    assert "Goes on from checkpoint 1 (epoch 1, step " in first["flipped"]["said"][0]
+    why = "Checkpoint 3 is passed over: process 1 has a damaged process-1.pt (its checksum is another)."
+    assert why in first["flipped"]["said"][0]
+
+
+def test_a_full_disk_on_one_process_costs_that_checkpoint_alone(found: list[dict[str, Any]]) -> None:
+    assert found[0]["full"]["said"] == [
+        "Checkpoint 2 was not saved: process 1 cannot write process-1.pt (No space left on device); "
+        "checkpoint 1 is the newest, and training goes on."
+    ]
+    assert [worker["full"]["kept"] for worker in found] == [["1", "3"]] * 2
+
+
+@pytest.mark.parametrize("strategy", ["async + server", "async + gossip"])
+def test_a_run_of_messages_goes_on_after_its_last_epoch_with_other_workers(hocket: Hocket, tmp_path: Path, strategy: str) -> None:
+    base = ["train", "--strategy", strategy, "--batch-size", "150", "--device", "cpu", "--out", str(tmp_path / "run")]
+    for epochs, workers, more in ((1, 2, []), (3, 1 if "server" in strategy else 3, ["--resume"])):
+        ended = hocket(*base, "--epochs", str(epochs), "--workers", str(workers), *more)
+        assert ended.returncode == 0, ended.stderr
+    assert "Goes on from checkpoint 1 (epoch 1, step " in ended.stderr
+    assert f"2 workers become {workers}" in ended.stderr
+    assert "epoch 2 begins at its first sample" in ended.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["loss"] < lines[1]["loss"] < lines[0]["loss"], "it did not begin anew"
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "3"]
+    newest = tmp_path / "run" / "checkpoints" / "3" / "model.safetensors"
+    assert newest.read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def stopped(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What two workers of a loop of their own did, and what the one did that went on from them."""
+    folder = tmp_path_factory.mktemp("stopped")
+    group = nursery.start("process.kept:stops", 2, folder)
+    assert group.wait(60, together=True) == [0, 0], group.said()
+    alone = nursery.start("process.kept:goes_on", 1, folder / "alone", before=str(folder))
+    assert alone.wait(60) == [0], alone.said()
+    return group.results(), alone.results()[0]
+
+
+def test_a_job_is_stateful_and_each_worker_gets_its_own_state_from_a_distributed_checkpoint(stopped: Any) -> None:
+    workers, _ = stopped
+    for worker in workers:
+        assert worker["stateful"]
+        assert worker["loaded"] == worker["saved"]
+    assert workers[0]["saved"] != workers[1]["saved"], "residuals differ between workers"
+
+
+def test_an_epoch_goes_on_with_fewer_workers_behind_its_last_sample(stopped: Any) -> None:
+    workers, alone = stopped
+    seen = [sample for each in (*workers, alone) for sample in each["samples"]]
+    assert len(alone["samples"]) < len(seen)
+    assert sorted(seen) == list(range(50))
+    assert torch.equal(alone["weights"], torch.stack([w["weights"] for w in workers]).double().mean(0).float())
+    assert alone["step"] == 3
+    assert "process 1" in alone["sentence"], "the state of another process is not taken for one's own"

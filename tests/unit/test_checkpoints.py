@@ -1,0 +1,201 @@
+"""Generations of checkpoints: whole or not at all, agreed, found damaged, and resumed from the newest that is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load as load_safetensors
+
+from hocket.cluster import VirtualCluster
+from hocket.data import load
+from hocket.errors import HocketError, SettingError
+from hocket.files import safetensors, sealed_json, unsealed_json
+from hocket.models import build
+from hocket.train.checkpoints import MANIFEST, Checkpoints, Generation, process_file
+from hocket.train.run import run
+from hocket.train.settings import RunSettings
+
+FACTS = {"epoch": 1, "workers": 1, "processes": 1, "run": {}}
+
+
+class Kept:
+    """The checkpoints in a folder, and what was said of them."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.said: list[str] = []
+        self.checkpoints = Checkpoints(folder, VirtualCluster(1), keep, self.said.append)
+        self.loaded: list[Any] = []
+
+    def save(self, *steps: int) -> Kept:
+        for step in steps:
+            self.checkpoints.save({process_file(0): {"weights": torch.full((50,), float(step))}}, {**FACTS, "step": step})
+            self.checkpoints.wait()
+        return self
+
+    def resume(self) -> float:
+        load = lambda generation: self.loaded.append(generation.load(process_file(0))["weights"])  # noqa: E731
+        self.checkpoints.resume(lambda _: [process_file(0)], load)
+        return float(self.loaded[-1][0])
+
+
+def flip(path: Path, place: int = 300) -> None:
+    content = bytearray(path.read_bytes())
+    content[place % len(content)] ^= 8
+    path.write_bytes(content)
+
+
+def test_the_last_generations_are_kept_and_the_newest_is_taken(tmp_path: Path) -> None:
+    for keep, left in ((2, ["4", "5"]), (3, ["3", "4", "5"])):
+        Kept(tmp_path / str(keep), keep).save(1, 2, 3, 4, 5)
+        assert sorted(os.listdir(tmp_path / str(keep))) == left
+        again = Kept(tmp_path / str(keep), keep)
+        assert again.resume() == 5.0
+        assert again.said == ["Goes on from checkpoint 5 (epoch 1, step 5), the newest that is whole."]
+        again.save(6)
+        assert sorted(os.listdir(tmp_path / str(keep)))[-1] == "6"
+    with pytest.raises(SettingError, match="at least 2 checkpoints are kept"):
+        Kept(tmp_path, 1)
+
+
+DAMAGE = {
+    "a flipped bit": (lambda folder: flip(folder / process_file(0)), "has a damaged process-0.pt (its checksum is another)"),
+    "a short file": (lambda folder: os.truncate(folder / process_file(0), 20), "has a damaged process-0.pt (20 bytes, not"),
+    "a lost file": (lambda folder: (folder / process_file(0)).unlink(), "lacks process-0.pt (No such file or directory)"),
+    "a lost manifest": (lambda folder: (folder / MANIFEST).unlink(), "was never finished"),
+    "a flipped manifest": (lambda folder: flip(folder / MANIFEST, 40), "has a damaged manifest.json"),
+    "another manifest": (lambda folder: (folder / MANIFEST).write_bytes(sealed_json({"files": 3})), "has a damaged manifest.json"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_generation_is_named_and_the_one_before_it_is_taken(tmp_path: Path, name: str) -> None:
+    damage, clause = DAMAGE[name]
+    Kept(tmp_path).save(1, 2)
+    damage(tmp_path / "2")
+    again = Kept(tmp_path)
+    assert again.resume() == 1.0
+    assert again.said[0].startswith("Goes on from checkpoint 1 (epoch 1, step 1)")
+    assert f"Checkpoint 2 is passed over: process 0 {clause}" in again.said[0]
+    again.save(3)
+    assert sorted(os.listdir(tmp_path)) == ["1", "3"], "the damaged one does not count among those that are kept"
+    damage(tmp_path / "1")
+    damage(tmp_path / "3")
+    with pytest.raises(HocketError, match=r"No checkpoint .* can be used\. Checkpoint 3 is passed over: .* Checkpoint 1 is"):
+        Kept(tmp_path).resume()
+
+
+def test_a_state_that_does_not_fit_gives_way_to_the_one_before_it(tmp_path: Path) -> None:
+    Kept(tmp_path).save(1, 2)
+    again = Kept(tmp_path)
+
+    def load(generation: Generation) -> None:
+        if generation.number == 2:
+            raise KeyError("replicas")
+        again.loaded.append(generation)
+
+    again.checkpoints.resume(lambda _: [process_file(0)], load)
+    assert [g.number for g in again.loaded] == [1]
+    assert "Checkpoint 2 is passed over: process 0 does not fit (KeyError: 'replicas')." in again.said[0]
+    with pytest.raises(SettingError, match="There is no checkpoint"):
+        Kept(tmp_path / "none").resume()
+
+
+def test_a_full_disk_leaves_the_old_generation_and_the_next_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(tmp_path).save(1)
+    fsync = os.fsync
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for stage in range(4):  # the folder, the state, its name, the manifest
+        calls = iter(range(100))
+        monkeypatch.setattr(os, "fsync", lambda handle, s=stage, c=calls: full(handle) if next(c) == s else fsync(handle))
+        kept.save(2)
+        monkeypatch.undo()
+        assert "was not saved: process 0 cannot write" in kept.said[-1]
+        assert kept.said[-1].endswith("(No space left on device); checkpoint 1 is the newest, and training goes on.")
+        assert os.listdir(tmp_path) == ["1"]
+    kept.save(3)
+    assert Kept(tmp_path).resume() == 3.0
+
+
+def test_what_is_written_is_what_was_there_when_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training changes the tensors while they are written."""
+    kept, weights = Kept(tmp_path), torch.zeros(1000)
+    kept.checkpoints.save({process_file(0): {"weights": weights}}, {**FACTS, "step": 1})
+    weights.fill_(1.0)
+    kept.checkpoints.wait()
+    assert Kept(tmp_path).resume() == 0.0
+
+
+@given(st.integers(0, 2**30), st.integers(1, 255))
+@settings(max_examples=60)
+def test_no_changed_byte_of_plain_data_goes_unnoticed(place: int, change: int) -> None:
+    """What is read is what was written, or nothing; a changed byte may leave the meaning as it was (1.0 as 1.00)."""
+    content = {"facts": {"step": 3, "loss": 0.1234567}, "files": {"process-0.pt": [17, 42]}}
+    changed = bytearray(sealed_json(content))
+    changed[place % len(changed)] ^= change
+    with contextlib.suppress(ValueError):
+        assert unsealed_json(bytes(changed)) == content
+
+
+def test_weights_are_read_by_the_library_of_their_format() -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+    tensors = {str(kind): torch.arange(7).to(kind).view(7, 1)[::2] for kind in kinds}
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 3), "tied": tensors["torch.float32"]}
+    found = load_safetensors(safetensors(tensors, {"format": "pt"}))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    with pytest.raises(ValueError, match="complex128"):
+        safetensors({"z": torch.zeros(1, dtype=torch.complex128)})
+
+
+SMALL = {"workers": 3, "virtual": True, "batch_size": 100, "strategy": "local(4) + topk(0.1)", "seed": 1}
+
+
+def test_a_run_goes_on_without_its_run_json_and_from_the_generation_before_a_damaged_one(tmp_path: Path) -> None:
+    base = RunSettings.of(**SMALL)
+    whole = run(base.changed(epochs=3), VirtualCluster(3), out=tmp_path / "whole")
+    run(base.changed(epochs=2), VirtualCluster(3), out=tmp_path / "parts")
+    flip(tmp_path / "parts" / "checkpoints" / "2" / process_file(0), 5000)
+    (tmp_path / "parts" / "run.json").write_text("{")
+    said: list[str] = []
+    again = run(base.changed(epochs=3), VirtualCluster(3), out=tmp_path / "parts", resume=True, note=said.append)
+    assert said[0].endswith("run.json is missing or damaged; its copy in checkpoint 2 is used.")
+    assert "Goes on from checkpoint 1" in said[1]
+    assert "Checkpoint 2 is passed over: process 0 has a damaged process-0.pt" in said[1]
+    assert all(torch.equal(a, b) for a, b in zip(again.replicas.weights, whole.replicas.weights, strict=True))
+    assert [m["loss"] for m in again.metrics] == [m["loss"] for m in whole.metrics]
+    assert json.loads((tmp_path / "parts" / "run.json").read_text())["workers"] == 3
+    with again.averaged() as model:
+        for place in (tmp_path / "parts", tmp_path / "parts" / "checkpoints" / "4"):
+            found = load_safetensors((place / "model.safetensors").read_bytes())
+            assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(HocketError, match="There is no run in"):
+        run(base, VirtualCluster(3), out=tmp_path / "nothing", resume=True)
+    with pytest.raises(HocketError, match="has batch 100, not 50"):
+        run(base.changed(batch_size=50), VirtualCluster(3), out=tmp_path / "parts", resume=True)
+
+
+def test_a_run_loads_in_plain_pytorch_as_the_page_says(tmp_path: Path) -> None:
+    trained = run(RunSettings.of(model="cnn", momentum=0.9, batch_size=100), VirtualCluster(1, timed=True), out=tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "plain-pytorch.md").read_text()
+    given = {"Net": lambda: build("cnn", load("digits")), "Path": Path}
+    for block in page.split("```python\n")[1:]:
+        exec(block.split("```")[0].replace("OUT/", f"{tmp_path}/"), given)
+    own = given["model"].state_dict()
+    with trained.averaged() as model:
+        assert all(torch.equal(own[name], value) for name, value in model.state_dict().items())
+    momenta = [entry["momentum_buffer"] for entry in given["optimizer"].state.values()]
+    assert len(momenta) == len(list(model.parameters()))
