@@ -26,7 +26,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || test -n "$(PYTHON)" || { echo 'Hocket needs Python 3.11 or newer with venv and pip, and none was found: install one, or name it with make $(MAKECMDGOALS) PYTHON=/path/to/python.' >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,docs,plot]'
+	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -c constraints.txt -e '.[data,dev,docs,plot]'
 	@touch $@
 
 demo: setup

@@ -144,6 +144,10 @@ def test_the_order_and_the_batches_do_not_depend_on_the_division(samples: int, w
     assert max(sizes) - min(sizes) <= 1
     together = np.concatenate(parts(order, 0, sizes))
     assert sorted(together.tolist()) == sorted(order.at(0, sum(sizes)).tolist())
+    cursor = 0
+    while cursor < samples:
+        cursor += sum(round_sizes(order, cursor, workers, batch_size))
+    assert cursor == samples  # an epoch that keeps its workers ends with a round
 
 
 def test_workers_that_are_no_more_than_lanes_read_parts_of_the_shards() -> None:
@@ -365,8 +369,7 @@ def test_a_cache_keeps_to_its_limit_and_to_its_own_files(shards: Path, tmp_path:
     for _ in range(2):
         assert numbers(list(own)) == Counter(range(1003))
     kept = list(tmp_path.glob("hocket-*.tar"))
-    assert kept
-    assert sum(path.stat().st_size for path in kept) <= index.bytes // 2
+    assert index.bytes // 4 < sum(path.stat().st_size for path in kept) <= index.bytes // 2
     assert (tmp_path / "mine.tar").exists()
     fetched = stream(shards, batch_size=100, decode=text, collate=list, cache=tmp_path / "all")
     list(fetched)
@@ -384,7 +387,7 @@ def test_a_killed_filler_leaves_nothing_that_is_read(shards: Path, tmp_path: Pat
     if pid == 0:
 
         def fill(out: Any) -> None:
-            out.write(b"half")
+            out.write(b"?" * (shard.bytes + 1))
             out.flush()
             os.write(told, b"!")
             os.kill(os.getpid(), 9)
@@ -397,4 +400,4 @@ def test_a_killed_filler_leaves_nothing_that_is_read(shards: Path, tmp_path: Pat
     os.close(told)
     found = list(stream(shards, batch_size=100, decode=text, collate=list, cache=tmp_path))
     assert numbers(found) == Counter(range(1003))
-    assert not list(tmp_path.glob(".*.part"))
+    assert sorted(path.stat().st_size for path in tmp_path.iterdir()) == sorted(s.bytes for s in Index.load(str(shards)).shards)

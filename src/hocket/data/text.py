@@ -58,7 +58,7 @@ def _tokenizer(path: str) -> tuple[Callable[[list[bytes]], Tensor], int]:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise HocketError("A tokenizer is read with Hugging Face's tokenizers, not installed: pip install tokenizers.") from None
+        raise HocketError("A tokenizer is read with Hugging Face's tokenizers, not installed: pip install hocket[data].") from None
     try:
         made = Tokenizer.from_file(str(Path(path).expanduser()))
     except Exception as error:  # the library raises nothing more special

@@ -76,7 +76,8 @@ def _on_mesh(
     """Replicas that are split; the workers of the loop are the replicas."""
     from hocket.train.split_replicas import MeshReplica  # loaded only where a model is split
 
-    sample = data.prepare(data.train[0][: settings.data.batch_size].to(world.device))
+    first = torch.arange(min(settings.data.batch_size, len(data.samples)))
+    sample = data.prepare(data.samples[first][0].to(world.device))
     given = {"zero": settings.sharding.zero, **options}
     mesh = replace(split.mesh, plan=split.kinds)
     optimizer, strategy = settings.optimizer_for(model), settings.strategy

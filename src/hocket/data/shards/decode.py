@@ -84,5 +84,5 @@ def pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise HocketError("Pictures are read and written with Pillow, which is not installed: pip install pillow.") from None
+        raise HocketError("Pictures are read and written with Pillow, which is not installed: pip install hocket[data].") from None
     return Image

@@ -113,7 +113,8 @@ class ShardReader:
         if len(content) < size or zlib.crc32(b"".join(sample.values())) != index.crc32[number]:
             what = "is truncated" if len(content) < size else "is damaged"
             raise BadShard(f"Shard {index.shards[shard].name} of {self.storage.url} {what} at byte {first:,}: {_REMEDY}")
-        self.bytes_read += size
+        with self._lock:
+            self.bytes_read += size
         return sample
 
     def _shard(self, shard: int) -> _Shard:
@@ -160,7 +161,8 @@ class ShardReader:
                         out.write(block)
             except FileNotFoundError:
                 break
-            self.bytes_fetched += count
+            with self._lock:
+                self.bytes_fetched += count
             if digest.hexdigest() == known.sha256:
                 return b"".join(content)
             got = f"{count:,} bytes with SHA-256 {digest.hexdigest()[:12]}…"
