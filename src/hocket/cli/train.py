@@ -43,7 +43,9 @@ def command(
     checkpoints: Annotated[bool, typer.Option(help="A checkpoint after every epoch, for --resume.")] = True,
     keep: Annotated[int, typer.Option(help="How many checkpoints are kept, at least 2.")] = LEAST_KEPT,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
-    keys: Annotated[Path | None, typer.Option(help="Servers: keys made by `hocket keys`.")] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="Servers, or a launcher's processes on several machines: keys made by `hocket keys`.")
+    ] = None,
     snapshot: Annotated[float, typer.Option(help="Servers: seconds between snapshots, 0 for none.")] = SNAPSHOT_S,
     liveness_timeout: Annotated[
         float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")
