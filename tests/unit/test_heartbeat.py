@@ -282,7 +282,7 @@ def test_the_offset_of_a_clock_is_that_of_the_shortest_round_trip(monkeypatch: p
     monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(dist, "send", send)
     monkeypatch.setattr(dist, "recv", recv)
-    monkeypatch.setattr(dist, "all_gather_object", lambda into, own, group: into.__setitem__(slice(None), ["a", "b", "a"]))
+    monkeypatch.setattr(processes, "all_gather_plain", lambda own, group: ["a", "b", "a"])
     found = processes.clock_offset(1, [7, 8, 9], None, torch.device("cpu"))
     assert found == pytest.approx(1000.0, abs=1e-9)
     assert next(trips, None) is None, "ten round trips"

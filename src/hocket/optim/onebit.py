@@ -101,7 +101,7 @@ class OneBitAdam(Optimizer):
 
     @property
     def _steps(self) -> int:
-        return int(max((float(state["step"]) for state in self.state.values()), default=0))
+        return int(max((float(state.get("step", 0.0)) for state in self.state.values()), default=0))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -117,7 +117,7 @@ def checked(told: Any) -> dict[str, Any]:
             right = right and all(age.isdecimal() and type(count) is int for age, count in value.items())
         elif name in _COUNTS:
             right = type(value) is int and 0 <= value < 1 << 62
-        elif name in _SECONDS:
+        elif name in (*_SECONDS, *STEP_TIMES):
             right = isinstance(value, int | float) and abs(value) < _MAX_SECONDS
         else:
             right = name == "loss" and isinstance(value, float | int) and (isinstance(value, float) or abs(value) < 1 << 62)
@@ -126,7 +126,7 @@ def checked(told: Any) -> dict[str, Any]:
     return dict(told)
 
 
-_SECONDS = ("seconds", "wait_s", "transfer_s", "transfer_hidden_s", *STEP_TIMES)
+_SECONDS = ("seconds", "wait_s", "transfer_s", "transfer_hidden_s")
 
 
 def entry_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]] | None = None) -> tuple[Entry, float | None]:
