@@ -7,6 +7,9 @@ Each lab is probed once (`hocket.prediction.probe`, at most a minute), with the 
 `hocket.predict` says what a step of each strategy takes. Then the strategies run, a block of steps each and round, as in steps.py,
 and the slowest worker's time per step is compared. Nothing is fitted to the measured steps. The error is predicted / measured − 1;
 mean and worst are of its magnitude. All hosts share this machine's cores: run it on a machine that does nothing else.
+
+Servers and asynchronous gossip can be named, but are not compared by default: a job starts its shards on the first worker's host, a
+prediction puts them on hosts of their own; and under `async + gossip` a prediction counts all workers' batches, not the slowest's.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hocket import ClusterSpec, Strategy, init, predict
+import hocket
+from hocket import ClusterSpec, Strategy, predict
 from hocket.prediction.probe import probe
+from hocket.transport import Keys
 
 FAMILIES = (
     "bulk", "local(4)", "local(8, mean=after)", "diloco(8)", "bulk + gossip", "bulk + gossip + exchange=gradients",
@@ -71,7 +76,8 @@ def worker(options: argparse.Namespace) -> None:
     """One host's part: all probe, then all measure; worker 0 writes the cluster file's text and the blocks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cluster = init()
+    cluster = hocket.init(keys=options.keys)
+    steps._hocket = lambda: hocket  # joined already
     task = steps.Task(options.model)
     wanted = sorted({_code(s) for s in map(Strategy.parse, options.strategies)} - {""})
     sgd = lambda params: torch.optim.SGD(params, 0.01, momentum=0.9)  # noqa: E731
@@ -105,17 +111,9 @@ def _code(strategy: Strategy) -> str:
 def compare(options: argparse.Namespace, hosts: int, rate: str | None, model: str) -> list[Comparison]:
     """Probe, measure and predict in one lab."""
     options.hosts, options.rate = hosts, rate
-    arguments = [
-        "--model",
-        model,
-        "--steps",
-        str(options.steps),
-        "--rounds",
-        str(options.rounds),
-        "--probe-s",
-        str(options.probe_s),
-    ]
-    arguments += ["--limit-s", str(options.limit_s), "--strategies", *options.strategies]
+    arguments = ["--model", model, "--probe-s", str(options.probe_s), "--keys", str(Path(options.folder) / "keys")]
+    arguments += ["--steps", str(options.steps), "--rounds", str(options.rounds), "--limit-s", str(options.limit_s)]
+    arguments += ["--strategies", *options.strategies]
     measured = steps.on_hosts(__file__, arguments, options)
     print(f"\n{hosts} hosts, {rate or 'unlimited'}, {model}\n{measured['file']}", flush=True)
     for strategy, reason in measured["refused"].items():
@@ -173,6 +171,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--probe-s", type=float, default=45.0, help="seconds of a probe, about (default 45)")
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="seconds for one lab at most (default 1800)")
     parser.add_argument("--out", type=Path, help="also write the results there, as JSON, and a scatter beside it")
+    parser.add_argument("--keys", help=argparse.SUPPRESS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -192,6 +191,7 @@ def main() -> None:
     if not wanted and None not in (options.hosts, options.rate, options.model):
         wanted = [(options.hosts, rate, options.model)]
     with tempfile.TemporaryDirectory() as options.folder:
+        Keys.make().write(Path(options.folder) / "keys")
         found = [row for c in wanted for row in compare(options, *c)]
     if not found:
         raise SystemExit("fidelity: no configuration fits; see --help")
