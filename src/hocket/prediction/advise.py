@@ -25,7 +25,7 @@ from hocket.errors import HocketError
 from hocket.models import build, loss_for
 from hocket.prediction.api import predict
 from hocket.prediction.goal import Goal
-from hocket.prediction.race import FACTORS, FINALISTS, Curve, Race
+from hocket.prediction.race import FACTORS, FINALISTS, Curve, Entrant, Race
 from hocket.strategy import Strategy
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
@@ -133,14 +133,8 @@ def advise(
     goal = Goal.parse(goal) if isinstance(goal, str) else goal
     spec = ClusterSpec.parse(cluster)
     spec = spec if step_s is None else replace(spec, step_s=step_s)
-    spec.check_workers(workers)
-    if workers < 2:
-        raise HocketError(f"workers={workers}: one worker exchanges nothing; ask for 2 or more.")
-    if goal.cheapest and not spec.price:
-        raise HocketError(f"The cluster {spec.name} has no price; write one into its file, or leave 'cheapest' out.")
     dataset = load(data, data_dir) if isinstance(data, str) else data
-    if dataset.test is None:
-        raise HocketError(f"Data set '{dataset.name}' has no test part to compare strategies by; give it one.")
+    _check(spec, workers, goal, dataset)
     parsed = list(dict.fromkeys([str(Strategy()), *(str(Strategy.parse(s)) for s in strategies)]))
     usual = 1e-3 if optimizer.startswith("adam") else 0.1
     rates = [float(f"{usual * f:.2g}") for f in FACTORS] if lr is None else [lr]
@@ -150,14 +144,7 @@ def advise(
     )  # fmt: skip
     settings, part = _affordable(settings, dataset, spec, len(parsed) * len(rates), seeds, minutes, torch.device(device))
     race = Race(settings, spec, part, torch.device(device), parsed, rates, watch)
-    finalists = race.run()
-    runs: dict[str, list[Curve]] = {entrant.strategy: [entrant.curve] for entrant in finalists}
-    for entrant in finalists:
-        for seed in range(1, seeds):
-            watch(f"{entrant.strategy}, rate {entrant.lr:g}, seed {seed}")
-            again = race.begin(entrant.strategy, entrant.lr, seed)
-            again.advance(settings.epochs)
-            runs[entrant.strategy].append(again.curve)
+    runs = {entrant.strategy: _with_seeds(race, entrant, seeds) for entrant in race.run()}
     rows = predict(lambda: build(model, dataset), spec, parsed, workers, batch=_few(dataset), batch_size=batch_size).rows
     costs = {row.strategy: row for row in rows}
     about = (
@@ -166,6 +153,28 @@ def advise(
     )
     contenders = [_contender(race, s, runs.get(s, []), goal, spec, workers, costs[s]) for s in parsed]
     return _answer(contenders, goal, spec, settings, about)
+
+
+def _check(spec: ClusterSpec, workers: int, goal: Goal, data: DataSet) -> None:
+    """Refuse questions without an answer."""
+    spec.check_workers(workers)
+    if workers < 2:
+        raise HocketError(f"workers={workers}: one worker exchanges nothing; ask for 2 or more.")
+    if goal.cheapest and not spec.price:
+        raise HocketError(f"The cluster {spec.name} has no price; write one into its file, or leave 'cheapest' out.")
+    if data.test is None:
+        raise HocketError(f"Data set '{data.name}' has no test part to compare strategies by; give it one.")
+
+
+def _with_seeds(race: Race, entrant: Entrant, seeds: int) -> list[Curve]:
+    """The curve of an entrant that reached the end, and those of the same training with other seeds."""
+    curves = [entrant.curve]
+    for seed in range(1, seeds):
+        race.watch(f"{entrant.strategy}, rate {entrant.lr:g}, seed {seed}")
+        again = race.begin(entrant.strategy, entrant.lr, seed)
+        again.advance(race.settings.epochs)
+        curves.append(again.curve)
+    return curves
 
 
 def _affordable(
