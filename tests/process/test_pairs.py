@@ -53,6 +53,7 @@ from process.paired import LIVENESS_TIMEOUT_S
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
 
 JOB = b"pairs".ljust(16, b".")
+HERE, THERE = "tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002"
 KINDS = ["async + gossip", "async + gossip(ring)", "async + gossip(random)", "async + gossip(pushsum)"]
 LIMIT_S = 100.0
 
@@ -797,10 +798,10 @@ def test_a_coordinator_tells_who_waits_and_dispatches_what_a_dead_worker_held_to
         served = Coordinated(listener, 2, 3)
         links = [CoordinatorLink(listener.address, JOB, worker, None, 1 << 22) for worker in range(2)]
         with Caller(listener.address, JOB) as caller:
-            caller.send(Envelope(Kind.HELLO, 1, number=1, metadata={"address": "there", "incarnation": 0}), 1.0)
+            caller.send(Envelope(Kind.HELLO, 1, number=1, metadata={"address": THERE, "incarnation": 0}), 1.0)
             heard = served.serve(lambda: [caller.receive(10.0) for _ in range(2)])[0]
             assert [envelope.kind for envelope in heard] == [Kind.WAIT, Kind.WAIT]
-        assert served.serve(lambda: links[0].join("here"), lambda: links[1].join("there")) == [["here", "there"]] * 2
+        assert served.serve(lambda: links[0].join(HERE), lambda: links[1].join(THERE)) == [[HERE, THERE]] * 2
         assert served.serve(links[0].next_batch) == [0]  # and it has asked for the next one already
         assert served.serve(links[1].next_batch) == [2]
         served.driver.begin(served.coordinator.worker_lost, 0)
@@ -825,13 +826,13 @@ def test_a_coordinator_goes_on_with_the_sums_of_a_replaced_worker_and_dispatches
 
         lose(1)
         with Caller(listener.address, JOB) as dead, Caller(listener.address, JOB) as newcomer:
-            told(dead, Kind.HELLO, 0, address="there")
+            told(dead, Kind.HELLO, 0, address=THERE)
             first = {"staleness": {"0": 5, "2": 1}, "lost": 4, "bytes_sent": 100, "loss": 3.0, "losses": 2}
             assert told(dead, Kind.FETCH, 0, done=[], ledger=first).metadata["batch_ids"] == [0]
             lose(0)
             assert told(dead, Kind.FETCH, 0, done=[0], ledger={**first, "staleness": {"0": 6, "2": 1}}).metadata["batch_ids"] == []
-            welcome = told(newcomer, Kind.HELLO, 1, address="here")
-            assert welcome.metadata["addresses"] == ["here", None]
+            welcome = told(newcomer, Kind.HELLO, 1, address=HERE)
+            assert welcome.metadata["addresses"] == [HERE, None]
             assert coordinator.gone == {1}
             assert (coordinator.staleness, coordinator.lost_exchanges) == ({"0": 6, "2": 1}, 4)
             again = {"staleness": {"0": 1}, "lost": 1, "bytes_sent": 100, "loss": 1.0, "losses": 2}
@@ -847,7 +848,7 @@ def test_one_that_replaces_a_worker_which_died_before_its_hello_gets_mini_batche
         served = Coordinated(listener, 1, 1)
         served.driver.begin(served.coordinator.worker_lost, 0)
         link = CoordinatorLink(listener.address, JOB, 0, None, 1 << 22, incarnation=1)
-        assert served.serve(lambda: link.join("here")) == [["here"]]
+        assert served.serve(lambda: link.join(HERE)) == [[HERE]]
         assert served.serve(link.next_batch) == [0]
         link.close(0)
 
