@@ -119,6 +119,8 @@ class Ledger:
     computed: list[float] = field(default_factory=list)
     """Seconds that each of all workers computed in the epoch closed last, in all processes; empty without time stamps."""
     clock: HostClock = field(default_factory=HostClock)
+    latest: list[float] | None = None
+    """The latest start of each exchange among all workers, where exchanges tell it; otherwise :meth:`close` gathers all starts."""
     predict: Callable[[], Tensor] | None = None
     """Seconds, wait, transfer and hidden transfer ``[rows, 4]`` since the last call, from the virtual clock if there is one."""
     _seconds: float = 0.0
@@ -158,7 +160,10 @@ class Ledger:
         if self.timed:
             spans = [Span(*(self.clock.seconds(stamp) for stamp in vars(span).values())) for span in self.spans]
             starts = torch.tensor([s.last_launch for s in spans], dtype=torch.float64).expand(rows, -1)
-            latest = collect(starts).amax(0) if spans else starts.new_zeros(0)
+            if self.latest is not None:
+                latest, self.latest = torch.tensor(self.latest, dtype=torch.float64), []
+            else:
+                latest = collect(starts).amax(0) if spans else starts.new_zeros(0)
             wait, transfer, hidden = split(spans, latest)
             figures[:, :4] = torch.tensor([self._seconds, wait, transfer, hidden], dtype=torch.float64)
         elif self.predict is not None:

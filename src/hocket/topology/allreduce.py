@@ -49,6 +49,11 @@ class AllReduceChannel(Channel):
 
     uniform = True
 
+    def __init__(self, cluster: Cluster, subgroups: Subgroups) -> None:
+        super().__init__(cluster, subgroups)
+        self._members = subgroups.size
+        self._places = subgroups.place_of[cluster.workers.start : cluster.workers.stop]
+
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         return self.cluster.mean(rows, self.subgroups)
 
@@ -83,14 +88,27 @@ class AllReduceChannel(Channel):
 
     def whole_gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> Tensor:
         owned = state.get("inner", {}).get("error")
-        if owned is not None:  # the residual of a mean: it counts for all workers of the group
-            count, members = rows.shape[0], self.subgroups.size
-            cells = owned.new_zeros(count, members, owned.shape[1])
-            place = there(self.subgroups.place_of[self.cluster.workers.start : self.cluster.workers.stop], rows)
-            cells[torch.arange(count, device=rows.device), place] = owned * members
-            held = _gather(cells.flatten(0, 1), members, compressor.global_selection)[:, : rows.shape[1]]
+        if owned is not None:
+            held = self._held_by_owners(compressor, owned, rows.shape[1], self.subgroups.size)
             rows = with_residual(rows, held, compressor.feedback_decay)
         return super().whole_gradients(compressor, rows, state, context)
+
+    def _held_by_owners(self, compressor: Compressor, owned: Tensor, size: int, workers: int) -> Tensor:
+        """The residuals of the slices that workers here own, as rows of ``size``: they are of a mean, so each counts for all."""
+        count, members = owned.shape[0], self._members
+        cells = owned.new_zeros(count, members, owned.shape[1])
+        cells[torch.arange(count, device=owned.device), there(self._places, owned)] = owned * workers
+        return _gather(cells.flatten(0, 1), members, compressor.global_selection)[:, :size]
+
+    def without_slices(self, compressor: Compressor, state: State, size: int, workers: int) -> State:
+        """The residual of a slice's owner becomes the worker's own, with the weight of all workers: their mean is the same."""
+        if "sender" in state or "inner" not in state:  # no residual of the worker's own beside it
+            return {} if "sender" in state else state
+        kept, owned = {**state, "inner": {}}, state["inner"].get("error")
+        own = next((name for name in ("error", "v") if name in state), None)
+        if owned is not None and own is not None and owned.shape[1] * self._members >= size:
+            kept[own] = state[own] + self._held_by_owners(compressor, owned, size, workers)
+        return kept
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         if not compressor.compresses:
