@@ -10,7 +10,7 @@ from types import FrameType
 
 import typer
 
-from hocket.cli import demo, keys, pipeline, report, study, train
+from hocket.cli import demo, elastic, keys, pipeline, report, study, train
 from hocket.cli.options import Commands
 from hocket.drivers.processes import quit_at_once
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 for _name, _module in {"train": train, "study": study, "report": report, "demo": demo, "keys": keys}.items():
     app.command(_name)(_module.command)
+app.command("launch", context_settings=elastic.SCRIPT)(elastic.launch)
+app.command("rendezvous")(elastic.rendezvous)
 app.add_typer(pipeline.app, name="pipeline")
 
 

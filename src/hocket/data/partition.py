@@ -81,12 +81,15 @@ class Partition:
         full, rest = divmod(self.samples, self.workers * self.batch_size)
         return full + (self.last == "even" and rest >= self.workers)
 
+    def order(self, epoch: int) -> Tensor:
+        """All samples, in the order of an epoch."""
+        if not self.shuffle:
+            return torch.arange(self.samples)
+        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(noise.fold(self.seed, epoch)))
+
     def rounds(self, epoch: int, shares: Sequence[float] | None = None) -> list[Round]:
         """The rounds of an epoch, in order; ``shares``: the proportions in which they are divided, if not evenly."""
-        order = torch.arange(self.samples)
-        if self.shuffle:
-            order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(noise.fold(self.seed, epoch)))
-        size = self.workers * self.batch_size
+        order, size = self.order(epoch), self.workers * self.batch_size
         dealt = [order[r * size : (r + 1) * size] for r in range(len(self))]
         if shares is None:
             return [Round(list(samples.tensor_split(self.workers))) for samples in dealt]

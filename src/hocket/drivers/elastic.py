@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
+import signal
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.drivers.threaded import ThreadedDriver
+from hocket.errors import HocketError
 from hocket.programs.base import Effects
 from hocket.programs.elastic.generation import Generation
 from hocket.programs.elastic.member import RENDEZVOUS, Abandon, Member
 from hocket.transport import Caller, Keys
 
 _REDIAL_S = 3.0
+_LEAVE_S, _LINGER_S = 4.0, 0.2
 
 
 class MemberDriver(ThreadedDriver):
@@ -66,3 +74,26 @@ class GenerationStore(dist.Store):
         if values is None:
             raise RuntimeError(f"Generation {self._number} is over.")
         return values
+
+
+def leave_on_signals(driver: MemberDriver) -> None:
+    """SIGTERM and SIGUSR1, as schedulers send them before they take a machine: hand over at the end of the step, and leave.
+
+    Where the next exchange is more than four seconds away, leave in the middle of a step: what was done since the last is lost.
+    """
+
+    def late() -> None:
+        time.sleep(_LEAVE_S)
+        with contextlib.suppress(HocketError, RuntimeError):
+            driver.begin(driver.program.say_goodbye, 0)
+            time.sleep(_LINGER_S)
+        os._exit(0)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if not driver.program.leaving:
+            driver.begin(driver.program.leave)
+            threading.Thread(target=late, name="hocket-leave", daemon=True).start()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, leave)

@@ -24,7 +24,7 @@ from torch import Tensor
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import Message, there
-from hocket.compression.base import Context, State, slot_shapes
+from hocket.compression.base import State, slot_shapes
 from hocket.errors import HocketError
 from hocket.programs.repeatable import RepeatableExchange, real, wide
 from hocket.strategy import Strategy
@@ -137,9 +137,9 @@ class CollectiveProgram(RepeatableExchange):
             self.gradient_state, self._kept = self._kept, None
 
     def _mix_gradients(self, bucket: int, rows: Tensor, coded: bool) -> Any:
-        context = self._context(bucket)
         if self.linear or not coded:
-            return self.channel.mean_later(rows, context)
+            return self._mix_plain(bucket, rows)
+        context = self._context(bucket)
         rows, compression, state = real(rows), self.strategy.compression, self.gradient_state[bucket]
         sent = rows if self._plain else rows.to(torch.float32)
         if self._last_gradients:
@@ -188,7 +188,7 @@ class CollectiveProgram(RepeatableExchange):
         self._begin()
         for k, rows in found:
             name = f"{'second' if second else 'first'} moments of bucket {k}, {rows.shape[1]} values"
-            self._submit(lambda k=k, rows=rows: self.channel.mean_later(rows, self._context(k)), rows, name)
+            self._submit(partial(self._mix_plain, k, rows), rows, name)
         self._complete()
         self._exchange, self._undo, self.exchanges = before
         self._wait_on_clock()
@@ -296,12 +296,6 @@ class CollectiveProgram(RepeatableExchange):
     def _identity(self) -> dict[str, Any]:
         workers = [self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size]
         return {"strategy": self.strategy.meaning, "layout": self.layout.digest(), "workers": workers, "seed": self.seed}
-
-    def _context(self, bucket: int, when: tuple[int, int] | None = None) -> Context:
-        """``when``: the step and the number of the exchange, by which topologies choose partners (by default the present ones)."""
-        step, exchange = when or (self.step, self.exchanges)
-        where = (self.seed, step, exchange, bucket, self._workers, self.cluster.size, self._shapes[bucket])
-        return Context(*where, residual_stays=self.strategy.sync.residual_stays)
 
 
 def _weigh(sync: Sync, cluster: Cluster, rows: Tensor, state: State) -> State:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster, Exchange
 from hocket.cluster.layout import Layout
-from hocket.compression.base import State
+from hocket.compression.base import Context, State
 from hocket.strategy import Strategy
 from hocket.topology import AllReduce
 from hocket.topology.base import Channel
@@ -47,14 +47,25 @@ class RepeatableExchange:
     channel: Channel
     seed: int
     alone: bool
+    step: int
     exchanges: int
     gradient_state: list[State]
     weight_state: list[State]
     outer_state: list[State]
     _workers: Tensor
+    _shapes: list[tuple[tuple[int, ...], ...]]
     _exchange: Exchange | None = None
     _in_flight = False
     _undo: Undo | None = None
+
+    def _context(self, bucket: int, when: tuple[int, int] | None = None) -> Context:
+        """``when``: the step and the number of the exchange, by which topologies choose partners (by default the present ones)."""
+        step, exchange = when or (self.step, self.exchanges)
+        where = (self.seed, step, exchange, bucket, self._workers, self.cluster.size, self._shapes[bucket])
+        return Context(*where, residual_stays=self.strategy.sync.residual_stays)
+
+    def _mix_plain(self, bucket: int, rows: Tensor) -> Any:
+        return self.channel.mean_later(rows, self._context(bucket))
 
     def _begin(self, long: bool = False) -> None:
         self._exchange = self.cluster.exchange(long)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.elastic import ElasticCluster
+from hocket.cluster.join import find_rendezvous
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
 from hocket.data import DataSet, load
@@ -19,6 +22,7 @@ from hocket.errors import HocketError, SettingError
 from hocket.models import build, loss_for
 from hocket.split import Mesh
 from hocket.train.checks import mention_steps
+from hocket.train.elastic import MOST_WORKERS, Elastic
 from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.loop import EpochLoop, Progress, Training
 from hocket.train.record import Record, versions
@@ -51,6 +55,8 @@ def make_training(settings: RunSettings, cluster: Cluster, data: DataSet, engine
     if settings.split is not None and not asynchronous:
         return _on_mesh(settings, settings.split, cluster, data, model, loss, own)
     training: EpochLoop
+    if cluster.elastic:
+        return _elastic(settings, cluster, data, model, loss, own)
     sharded = bool(settings.sharding.named) and cluster.size > 1 and not asynchronous
     if sharded or (cluster.rows == 1 and not workers.virtual):
         training = Training(_replica(settings, cluster, model, loss, sharded, own), cluster, data, loss, plan)
@@ -81,6 +87,22 @@ def _on_mesh(
     optimizer, strategy = settings.optimizer_for(model), settings.strategy
     replica = MeshReplica(model, loss, optimizer, strategy, world, mesh, split.pipeline(sample), **given)
     return Training(replica, replica.cluster, data, loss, settings.plan())
+
+
+def _elastic(
+    settings: RunSettings, cluster: Cluster, data: DataSet, model: nn.Module, loss: Loss, options: dict[str, Any]
+) -> EpochLoop:
+    """A worker whose number of colleagues changes."""
+    from hocket.train.elastic_loop import ElasticReplica, ElasticTraining  # sockets are loaded only where they are needed
+    from hocket.train.runtimes.elastic import elastic_runtime
+
+    assert isinstance(cluster, ElasticCluster)
+    found = find_rendezvous(os.environ)
+    assert found is not None
+    elastic = Elastic(1, MOST_WORKERS, settings.optimizer.scale_lr)
+    runtime, slowdown = elastic_runtime(cluster, found, elastic, None), settings.workers.slowdown_of(found.member or 0)
+    replica = ElasticReplica(model, loss, settings.optimizer_for(model), settings.strategy, runtime, slowdown=slowdown, **options)
+    return ElasticTraining(replica, data, loss, settings.plan())
 
 
 def _replica(
@@ -145,7 +167,7 @@ def run(
     ``briefly``: nothing is evaluated but the mean model at the end. ``on_split`` is shown who holds what of a split model.
     """
     process = cluster.rank
-    record = None if out is None else Record(out, process, resume)
+    record = None if out is None else Record(out, int(cluster.elastic) or process, resume)
     data = load(settings.data.name, data_dir) if data is None else data
     with warnings.catch_warnings():
         if process:
@@ -166,9 +188,11 @@ def run(
             raise HocketError(f"The checkpoints in {out} are of different steps ({min(reached)} to {max(reached)}); start anew.")
     # A run that goes on split otherwise is described so only when there is a checkpoint of that kind.
     if record is not None and not late:
+        record.process = cluster.rank
         record.write_run(describe(settings, cluster, training))
     for metrics in training.run(watch):
         if record is not None:
+            record.process = cluster.rank  # elastic workers are numbered anew when one is lost
             record.write_metrics(training.metrics)
             if checkpoints:
                 with training.cluster.uncounted():

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,19 +18,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hocket.cluster.elastic import ElasticCluster
-from hocket.drivers.elastic import GenerationStore, MemberDriver
+from hocket.cluster.join import RendezvousInfo
+from hocket.data.stream import Position as DataPosition
+from hocket.data.stream import SampleStream
+from hocket.drivers.elastic import GenerationStore, MemberDriver, leave_on_signals
 from hocket.errors import HocketError, WorkerLost
 from hocket.programs.elastic.generation import Generation, Position, agreed
 from hocket.strategy import Strategy
-from hocket.train.elastic import Elastic
-from hocket.train.handover import pack_state, unpack_state
+from hocket.train.elastic import Elastic, Stateful
+from hocket.train.handover import Shared, load_state, pack_state, state_of, unpack_state
 from hocket.train.runtimes.base import Binding
 from hocket.train.runtimes.collective import CollectiveRuntime
+from hocket.transport import Keys
 
 _BUILD_S = 20.0
 """How long members of a generation wait for each other's connections; longer than a rendezvous takes to find a lost one."""
-_OWN = ("error", "u", "v", "momentum", "inner", "sender", "owner")
-"""What codes keep of a worker's own rows: one that joins begins without it."""
 _MOST_TRIES = 50
 
 
@@ -41,19 +42,6 @@ class Rejoined(Exception):
 
 class Left(SystemExit):
     """This worker has handed over and left; the others go on."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """What a new generation changes: ranks of those that were lost, and this worker's rank and the number of workers."""
-
-    before: int
-    """How many workers there were; 0: this worker joins."""
-    lost: tuple[int, ...]
-    rank: int
-    size: int
-    positions: Tensor
-    """What every member told of its data, a row each."""
 
 
 class ElasticRuntime(CollectiveRuntime):
@@ -66,9 +54,10 @@ class ElasticRuntime(CollectiveRuntime):
         self.driver, self.member, self.elastic = driver, driver.program, elastic
         self.events: list[dict[str, Any]] = []
         """What happened: one entry per generation."""
-        self.data_position: Callable[[], list[float]] = list
-        """What the other members need to know of this worker's place in its data."""
-        self.on_members: Callable[[Change], None] = lambda _: None
+        self.stream = SampleStream()
+        """Which samples this worker computes."""
+        self.shared = Shared(samples=self.stream)
+        self._rescaled = 1.0  # since the state of another worker was taken
         self._newcomer, self._hold, self._members = True, False, tuple[int, ...]()
         self._given: list[tuple[int, Tensor]] = []
         self._flags: list[bool] = []
@@ -108,7 +97,9 @@ class ElasticRuntime(CollectiveRuntime):
 
     def gradients_done(self) -> list[bool]:
         try:
-            return super().gradients_done()
+            agreed = super().gradients_done()
+            self.stream.count()
+            return agreed
         except Rejoined:  # gradients of weights that nobody has any more: zeros
             for bucket, rows in self._given:
                 rows.zero_()
@@ -121,14 +112,20 @@ class ElasticRuntime(CollectiveRuntime):
             self._given = []
 
     def before_update(self, gradients: Sequence[Tensor]) -> None:
+        before = self.program.exchanges
         try:
             super().before_update(gradients)
         except Rejoined:
             super().before_update(gradients)
+        if self.program.exchanges > before:
+            self.stream.count()
 
     def after_update(self) -> None:
         with contextlib.suppress(Rejoined):  # the state is that of the end of a step
+            before = self.program.exchanges
             super().after_update()
+            if self.program.exchanges > before:
+                self.stream.count()
             self._end_of_step()
 
     def any_worker(self, flag: bool) -> bool:
@@ -143,12 +140,22 @@ class ElasticRuntime(CollectiveRuntime):
     def finish(self) -> nn.Module:
         with self._in_step():
             model = super().finish()
-            self.driver.begin(self.member.finish)
-            while not self.member.over:  # others may have to know that the mean counts
-                self.driver.call(self.member.wait_newer, self.cluster.generation)
-                if not self.member.over:
-                    self._form()
+            self.end()
             return model
+
+    def end(self) -> None:
+        """The training is complete: wait until it is for all members, who may have to know that the last exchange counts."""
+        self.driver.begin(self.member.finish)
+        while not self.member.over:
+            self.driver.call(self.member.wait_newer, self.cluster.generation)
+            if not self.member.over:
+                self._form()
+
+    def figures(self) -> dict[str, Any]:
+        """How many workers there are now, and what has happened to others so far."""
+        counts = {name: sum(event[name] for event in self.events) for name in ("lost", "left", "joined")}
+        seconds = sum(event["seconds"] for event in self.events)
+        return {"workers": self.cluster.size, **counts, "regroup_s": seconds, "dealt_again": self.stream.dealt_again}
 
     def leave(self) -> None:
         super().leave()
@@ -216,10 +223,11 @@ class ElasticRuntime(CollectiveRuntime):
         cluster, before = self.cluster, self._members
         rank, size = generation.rank(self.member.uid), len(generation.members)
         cluster.form(generation.number, GenerationStore(self.driver, generation.number), rank, size, _BUILD_S)
-        own = [-1.0 if self._newcomer else cluster.done, cluster.held, self.binding.weight, len(before), *self.data_position()]
+        own = [-1.0 if self._newcomer else cluster.done, cluster.held, self.binding.weight, len(before), *self.stream.position]
         table = self._gathered(torch.tensor([own], dtype=torch.float64))
-        if (table[:, 0] < 0).all():
-            table[0, 0] = 0.0  # the run begins, with the first one's weights
+        begins = bool((table[:, 0] < 0).all())
+        if begins:
+            table[0, 0] = 0.0  # with the first one's weights
         count = agreed([Position(int(done), bool(held)) for done, held in table[:, :2].tolist()])
         donor = int((table[:, 0] == count).nonzero()[0])
         joins = self._newcomer and donor != rank
@@ -232,15 +240,18 @@ class ElasticRuntime(CollectiveRuntime):
         scale = 1.0 if joins else float(size / table[known, 2].sum().clamp(min=1e-9)) * (float(known.sum()) / size)
         self.program.adopt(found, scale if abs(scale - 1.0) > 1e-9 else 1.0)
         was = int(table[donor, 3])
-        self.elastic.rescale(self.binding.optimizer, size / was if was else 1.0)
+        self._rescaled *= size / was if was else 1.0
+        self.elastic.rescale(self.binding.optimizer, self.shared.all, size / was if was else 1.0)
         cluster.done, cluster.held, self._newcomer = count, False, False
         self._hold, self._members = generation.hold, generation.members
         lost = tuple(r for r, uid in enumerate(before) if uid not in generation.members)
-        self.on_members(Change(0 if joins else len(before), lost, rank, size, table[:, 4:]))
+        places = [DataPosition(*map(int, row)) for row in table[known, 4:].tolist()]
+        self.stream.change(places, [] if generation.planned else lost, size, rank)
         self.driver.begin(self.member.has_formed, generation.number)
         seconds = time.monotonic() - begun
         entry = {"generation": generation.number, "workers": size, "step": self.program.step, "seconds": seconds}
-        self.events.append({**entry, "lost": len(lost), "joined": int((~known).sum()), "planned": generation.planned})
+        went, came = len(lost), 0 if begins else int((~known).sum())
+        self.events.append({**entry, "lost": 0 if generation.planned else went, "left": went * generation.planned, "joined": came})
         return counts
 
     def _gathered(self, values: Tensor) -> Tensor:
@@ -250,7 +261,7 @@ class ElasticRuntime(CollectiveRuntime):
 
     def _hand_over(self, donor: int, newcomers: list[int]) -> None:
         if self.cluster.rank == donor and newcomers:
-            packed = pack_state(self._state())
+            packed = pack_state(state_of(self.binding, self.program, self.shared))
 
             def give() -> None:
                 for rank in newcomers:
@@ -267,39 +278,17 @@ class ElasticRuntime(CollectiveRuntime):
                 dist.recv(packed, donor)
                 return packed
 
-            self._load(unpack_state(self.cluster.start(take)()))
+            load_state(self.binding, self.program, self.shared, unpack_state(self.cluster.start(take)()))
+            self._rescaled = 1.0
 
-    def _state(self) -> dict[str, Any]:
-        binding = self.binding
-        return {
-            "weights": binding.weights,
-            "others": [t.detach() for t in self._others()],
-            "optimizer": binding.optimizer.state_dict(),
-            "program": self.program.state_dict(),
-            "share": [one.state_dict() for one in self.elastic.share],
-        }
-
-    def _load(self, state: dict[str, Any]) -> None:
-        binding, program = self.binding, state["program"]
-        with torch.no_grad():
-            for own, given in zip([*binding.weights, *self._others()], [*state["weights"], *state["others"]], strict=True):
-                own.copy_(given)
-        binding.optimizer.load_state_dict(state["optimizer"])
-        program["workers"] = self.program._identity()["workers"]
-        program["gradient_state"] = [_without_own(one) for one in program["gradient_state"]]
-        program["weight_state"] = [{**one, "inner": {}} if "inner" in one else one for one in program["weight_state"]]
-        for one in program["outer_state"]:
-            if "held" in one:
-                one["held"].zero_()
-        self.program.load_state_dict(program)
-        for mine, given in zip(self.elastic.share, state["share"], strict=True):
-            mine.load_state_dict(given)
-
-    def _others(self) -> list[Tensor]:
-        """Frozen parameters and buffers."""
-        ours = {id(p) for own in self.binding.params for p in own}
-        return [*(p.data for p in self.binding.model.parameters() if id(p) not in ours), *self.binding.model.buffers()]
+    def share(self, name: str, one: Stateful) -> None:
+        """Give a worker that joins this state, too; where this worker has just joined, take it."""
+        self.shared.add(name, one, lambda: self.elastic.rescale(None, [one], self._rescaled))
 
 
-def _without_own(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in _OWN}
+def elastic_runtime(cluster: ElasticCluster, found: RendezvousInfo, elastic: Elastic, keys: Keys | None) -> ElasticRuntime:
+    """A worker of the elastic run whose rendezvous was ``found``."""
+    driver = MemberDriver(found.address, found.job, keys, found.member)
+    driver.start()
+    leave_on_signals(driver)
+    return ElasticRuntime(cluster, driver, elastic)
