@@ -33,10 +33,8 @@ def _equal(found: list[dict[str, Any]]) -> bool:
     [
         "bulk",
         "bulk + topk(0.2)",
-        "bulk + lowrank(1)",
         "local(3) + gossip",
         "local(2) + gossip + topk(0.3)",
-        "postlocal(6, 2)",
         "diloco(4) + topk(0.3) | qsgd(4)",
         "local(2) + hierarchical(allreduce, gossip, size=2)",
     ],
@@ -44,7 +42,7 @@ def _equal(found: list[dict[str, Any]]) -> bool:
 def test_the_others_go_on_when_one_is_killed(strategy: str, nursery: Nursery, tmp_path: Path) -> None:
     with rendezvous(3) as (program, environ):
         group = nursery.start(TRAIN, 3, tmp_path, environ, strategy=strategy, fault="SIGKILL")
-        codes = group.wait(60)
+        codes = group.wait(30)
     assert codes == [0, -9, 0], group.said()
     found = _results(group, 0, 2)
     assert _equal(found), "all that are left have the same mean model, bit for bit"
@@ -62,10 +60,11 @@ def test_a_worker_that_was_stopped_joins_again(nursery: Nursery, tmp_path: Path)
         group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk + topk(0.2)", fault="SIGSTOP", at=3)
         assert eventually(lambda: len(program.generation.members) == 2), group.said()
         os.kill(group.pids[1], signal.SIGCONT)
-        assert group.wait(60) == [0, 0, 0], group.said()
+        assert group.wait(30) == [0, 0, 0], group.said()
     found = _results(group, 0, 1, 2)
     assert _equal(found)
     assert found[0]["lost"] == 1
+    assert len({one["steps"] for one in found}) == 1
 
 
 def test_a_worker_joins_with_the_state_of_the_others(nursery: Nursery, tmp_path: Path) -> None:
@@ -76,8 +75,8 @@ def test_a_worker_joins_with_the_state_of_the_others(nursery: Nursery, tmp_path:
         third = nursery.start(TRAIN, 1, tmp_path / "third", environ, strategy="bulk")
         assert eventually(lambda: len(program.members) == 3), third.said()
         os.kill(group.pids[1], signal.SIGCONT)
-        assert group.wait(60) == [0, 0], group.said()
-        assert third.wait(60) == [0], third.said()
+        assert group.wait(30) == [0, 0], group.said()
+        assert third.wait(30) == [0], third.said()
     found = [*_results(group, 0, 1), *_results(third, 0)]
     assert _equal(found)
     assert found[2]["first"] > 0, "it does not begin at the first step"
@@ -88,7 +87,7 @@ def test_a_worker_joins_with_the_state_of_the_others(nursery: Nursery, tmp_path:
 def test_a_worker_that_is_asked_to_hands_over_and_leaves(nursery: Nursery, tmp_path: Path) -> None:
     with rendezvous(3) as (_, environ):
         group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk", fault="SIGTERM")
-        assert group.wait(60) == [0, 0, 0], group.said()
+        assert group.wait(30) == [0, 0, 0], group.said()
     found = _results(group, 0, 2)
     assert not (tmp_path / "1.pt").exists()
     assert _equal(found)
@@ -110,7 +109,7 @@ def test_nothing_changes_where_nothing_happens(nursery: Nursery, tmp_path: Path)
 
 def test_the_command_replaces_a_worker_that_was_killed(nursery: Nursery, tmp_path: Path) -> None:
     arguments = ["train", "--elastic", "2:3", "--workers", "3", "--data", "digits", "--model", "mlp", "--strategy", "local(4)"]
-    arguments += ["--batch-size", "16", "--epochs", "40"]
+    arguments += ["--batch-size", "16", "--epochs", "12"]
     with nursery.command([*arguments, "--out", str(tmp_path / "run")], tmp_path / "said", tmp_path) as command:
         metrics = tmp_path / "run" / "metrics.jsonl"
         assert eventually(metrics.exists), command.group.said()
@@ -120,7 +119,7 @@ def test_the_command_replaces_a_worker_that_was_killed(nursery: Nursery, tmp_pat
     assert done.returncode == 0, done.stderr
     assert "was ended by SIGKILL" in done.stderr
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert len(lines) == 40
+    assert len(lines) == 12
     assert sum(line["lost"] for line in lines) == 1
     assert lines[-1]["accuracy"] > 0.9
 
@@ -129,7 +128,7 @@ def test_the_command_replaces_a_worker_that_was_killed(nursery: Nursery, tmp_pat
     ("arguments", "says"),
     [
         (("--mesh", "data=2,pipeline=2"), "leave --mesh out"),
-        (("--strategy", "async + server"), "leave async + server out"),
+        (("--strategy", "async + server"), "leave async + server(1) out"),
         (("--workers", "9"), "starts with as many as it may have"),
     ],
 )

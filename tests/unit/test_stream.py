@@ -34,7 +34,8 @@ def test_every_sample_is_given_once_however_workers_come_and_go(seed: int) -> No
                 left = [s for s in streams if s is not streams[lost]]
                 positions = [s.position for s in left]
                 for rank, s in enumerate(left):
-                    s.change(positions, slots, len(left), rank)
+                    s.propose(positions, slots, len(left), rank)
+                    s.confirm()
                 pending.pop(id(streams[lost]))
                 streams = left
             if stream not in streams:
@@ -57,7 +58,8 @@ def test_every_sample_is_given_once_however_workers_come_and_go(seed: int) -> No
             positions = [s.position for s in streams]
             streams.append(joined)
             for rank, s in enumerate(streams):
-                s.change(positions, [], len(streams), rank)
+                s.propose(positions, [], len(streams), rank)
+                s.confirm()
     assert max(given.values()) == 1
     dropped = samples - len(given)
     assert dropped < 2 * len(streams) + 5, "only a rest too small for all workers is dropped"

@@ -198,16 +198,18 @@ def distribute_stream(loader: Iterable[Any], stream: SampleStream, seed: int) ->
         raise HocketError("An elastic run distributes a DataLoader over a map-style data set; got another iterable of batches.")
     stream.begin(_partition(loader, 1, seed, not isinstance(loader.sampler, SequentialSampler)))
     epoch = None
-    while epoch != (epoch := stream.position[:2]):
-        rounds, worker = stream.rounds()[stream.position.taken :], stream.worker
-        batches = _rebuilt(loader, [r.indices[worker].tolist() for r in rounds])
-        for batch, found in zip(batches, rounds, strict=True):
-            stream.taken()
-            yield batch, found.weights[worker]
-            if stream.due or stream.position[:2] != epoch:
-                break
-        stream.turn()
-    stream.end()
+    try:
+        while epoch != (epoch := stream.position[:2]):
+            rounds, worker = stream.rounds()[stream.position.taken :], stream.worker
+            batches = _rebuilt(loader, [r.indices[worker].tolist() for r in rounds])
+            for batch, found in zip(batches, rounds, strict=True):
+                stream.taken()
+                yield batch, found.weights[worker]
+                if stream.due or stream.position[:2] != epoch:
+                    break
+            stream.turn()
+    finally:  # also where the loop leaves an epoch early
+        stream.end()
 
 
 def _rebuilt(loader: DataLoader[Any], samples: Iterable[list[int]]) -> DataLoader[Any]:

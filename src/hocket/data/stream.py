@@ -43,11 +43,13 @@ class SampleStream:
         self.workers, self.worker = workers, worker
         self.dealt_again = 0
         """Mini-batches of lost workers that were dealt again."""
+        self.skipped = 0
+        """Mini-batches that this worker did not compute, because it was away."""
         self._partition: Partition | None = None
         self._epoch, self._history, self._taken, self._sound = 0, list[list[Any]](), 0, 0
         self._changes: dict[tuple[int, int], _Change] = {}
+        self._proposed: tuple[tuple[int, int], _Change] | None = None
         self._rounds: list[Round] | None = None
-        self._resumed = False
 
     @property
     def epoch(self) -> int:
@@ -69,9 +71,6 @@ class SampleStream:
     def begin(self, partition: Partition) -> None:
         """The epoch :attr:`epoch` of the samples that ``partition`` describes, whatever its number of workers."""
         self._partition, self._rounds = partition, None
-        if not self._resumed:
-            self._history, self._taken, self._sound = [], 0, 0
-        self._resumed = False
         self.turn()
 
     def end(self) -> None:
@@ -97,6 +96,11 @@ class SampleStream:
     def taken(self) -> None:
         """This worker has been given its part of one more round of :meth:`rounds`."""
         self._taken += 1
+
+    def skip(self) -> bool:
+        """The next round goes by without this worker, which was away; False: there is none left in this epoch."""
+        self.skipped += 1
+        return self.next() is not None
 
     @property
     def due(self) -> bool:
@@ -129,16 +133,25 @@ class SampleStream:
 
     # --- changes -------------------------------------------------------------------------------------------------------------
 
-    def change(self, positions: Sequence[Position], lost: Sequence[int], workers: int, worker: int) -> None:
+    def propose(self, positions: Sequence[Position], lost: Sequence[int], workers: int, worker: int) -> None:
         """From the latest of ``positions`` on (those of all that were there before) there are ``workers`` workers, of which this is
-        number ``worker``; the ``lost`` ones were there before."""
+        number ``worker``; the ``lost`` ones were there before. It counts once all have agreed: see :meth:`confirm`."""
         latest = max(positions)
         sound = min((p.sound for p in positions if p[:2] == latest[:2]), default=0)
         again = [[sound, slot] for slot in lost if latest.taken > sound]
-        self.dealt_again += sum(latest.taken - first for first, _ in again)
-        self._changes[latest.epoch, latest.segment] = _Change(latest.taken, again, workers, worker)
-        if self._partition is None or (latest[:3] == self.position[:3]):
-            self.turn()
+        self._proposed = latest[:2], _Change(latest.taken, again, workers, worker)
+
+    def confirm(self) -> None:
+        """The number of workers changes as was proposed."""
+        assert self._proposed is not None
+        (key, change), self._proposed = self._proposed, None
+        self.dealt_again += sum(change.at - first for first, _ in change.again)
+        self._changes[key] = change
+        self.turn()
+
+    def missed(self, positions: Sequence[Position]) -> bool:
+        """Whether others have gone over to what was proposed last, which this worker does not know yet."""
+        return self._proposed is not None and max(positions)[:2] > self._proposed[0]
 
     def turn(self) -> None:
         """Go over to other rounds, if the number of workers changes here."""
@@ -154,4 +167,3 @@ class SampleStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._epoch, self._taken, self._sound, self.workers = (state[k] for k in ("epoch", "taken", "sound", "workers"))
         self._history, self._changes, self._rounds = [list(one) for one in state["history"]], {}, None
-        self._resumed = self._partition is None

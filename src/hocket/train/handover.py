@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hocket.errors import HocketError
@@ -76,6 +77,22 @@ def load_state(binding: Binding, program: CollectiveProgram, shared: Shared, sta
             one["held"].zero_()
     program.load_state_dict({**given, "workers": program._identity()["workers"]})
     shared.load_state_dict(state["shared"])
+
+
+def send_state(packed: Tensor, ranks: list[int]) -> None:
+    """Send packed state to processes of the default group."""
+    for rank in ranks:
+        dist.send(torch.tensor([packed.numel()]), rank)
+        dist.send(packed, rank)
+
+
+def receive_state(donor: int) -> Tensor:
+    """What a process of the default group sends."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, donor)
+    packed = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(packed, donor)
+    return packed
 
 
 def _others(binding: Binding) -> list[Tensor]:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hocket.cluster.elastic import ElasticCluster
@@ -26,7 +25,7 @@ from hocket.errors import HocketError, WorkerLost
 from hocket.programs.elastic.generation import Generation, Position, agreed
 from hocket.strategy import Strategy
 from hocket.train.elastic import Elastic, Stateful
-from hocket.train.handover import Shared, load_state, pack_state, state_of, unpack_state
+from hocket.train.handover import Shared, load_state, pack_state, receive_state, send_state, state_of, unpack_state
 from hocket.train.runtimes.base import Binding
 from hocket.train.runtimes.collective import CollectiveRuntime
 from hocket.transport import Keys
@@ -34,6 +33,7 @@ from hocket.transport import Keys
 _BUILD_S = 20.0
 """How long members of a generation wait for each other's connections; longer than a rendezvous takes to find a lost one."""
 _MOST_TRIES = 50
+_AWAY = "This worker was away, and the others went on without it; start it again to join them."
 
 
 class Rejoined(Exception):
@@ -59,6 +59,7 @@ class ElasticRuntime(CollectiveRuntime):
         self.shared = Shared(samples=self.stream)
         self._rescaled = 1.0  # since the state of another worker was taken
         self._newcomer, self._hold, self._members = True, False, tuple[int, ...]()
+        self._tried = tuple[int, ...]()
         self._given: list[tuple[int, Tensor]] = []
         self._flags: list[bool] = []
         cluster.latest_generation = lambda: self.member.latest.number
@@ -101,6 +102,7 @@ class ElasticRuntime(CollectiveRuntime):
             self.stream.count()
             return agreed
         except Rejoined:  # gradients of weights that nobody has any more: zeros
+            self._skip()
             for bucket, rows in self._given:
                 rows.zero_()
                 self.program.gradient_ready(bucket, rows)
@@ -116,6 +118,7 @@ class ElasticRuntime(CollectiveRuntime):
         try:
             super().before_update(gradients)
         except Rejoined:
+            self._skip()
             super().before_update(gradients)
         if self.program.exchanges > before:
             self.stream.count()
@@ -155,7 +158,11 @@ class ElasticRuntime(CollectiveRuntime):
         """How many workers there are now, and what has happened to others so far."""
         counts = {name: sum(event[name] for event in self.events) for name in ("lost", "left", "joined")}
         seconds = sum(event["seconds"] for event in self.events)
-        return {"workers": self.cluster.size, **counts, "regroup_s": seconds, "dealt_again": self.stream.dealt_again}
+        return {"workers": self.cluster.size, **counts, "regroup_s": seconds, **self._data_figures}
+
+    @property
+    def _data_figures(self) -> dict[str, int]:
+        return {"dealt_again": self.stream.dealt_again, "skipped": self.stream.skipped}
 
     def leave(self) -> None:
         super().leave()
@@ -172,7 +179,12 @@ class ElasticRuntime(CollectiveRuntime):
         try:
             yield
         except Rejoined:
-            raise WorkerLost("This worker was away, and the others went on without it; start it again to join them.") from None
+            raise WorkerLost(_AWAY) from None
+
+    def _skip(self) -> None:
+        """The step under way is that of the round that the others compute next."""
+        if not self.stream.skip():
+            raise WorkerLost(_AWAY)
 
     # --- generations -----------------------------------------------------------------------------------------------------------
 
@@ -233,20 +245,25 @@ class ElasticRuntime(CollectiveRuntime):
         joins = self._newcomer and donor != rank
         self._hand_over(donor, [r for r in range(size) if table[r, 0] < 0])
         counts = not self._newcomer and cluster.done < count
+        known = table[:, 0] >= 0
+        places = [DataPosition(*map(int, row)) for row in table[known, 4:].tolist()]
+        if self.stream.missed(places):  # others have formed the generation before, in which this worker failed at the last moment
+            self.stream.confirm()
+            before = self._tried
+        lost = tuple(r for r, uid in enumerate(before) if uid not in generation.members)
+        self.stream.propose(places, [] if generation.planned else lost, size, rank)
+        self._tried = generation.members
         found = self.program.regrouped(counts, self.binding.weights)
         cluster.start(lambda: cluster.all_reduce_any(torch.zeros(1, 1, dtype=torch.bool)))()  # all have the weights
         # --- from here on this generation is formed ---
-        known = table[:, 0] >= 0
         scale = 1.0 if joins else float(size / table[known, 2].sum().clamp(min=1e-9)) * (float(known.sum()) / size)
         self.program.adopt(found, scale if abs(scale - 1.0) > 1e-9 else 1.0)
-        was = int(table[donor, 3])
+        was = int(table[donor if joins else rank, 3])
         self._rescaled *= size / was if was else 1.0
         self.elastic.rescale(self.binding.optimizer, self.shared.all, size / was if was else 1.0)
         cluster.done, cluster.held, self._newcomer = count, False, False
         self._hold, self._members = generation.hold, generation.members
-        lost = tuple(r for r, uid in enumerate(before) if uid not in generation.members)
-        places = [DataPosition(*map(int, row)) for row in table[known, 4:].tolist()]
-        self.stream.change(places, [] if generation.planned else lost, size, rank)
+        self.stream.confirm()
         self.driver.begin(self.member.has_formed, generation.number)
         seconds = time.monotonic() - begun
         entry = {"generation": generation.number, "workers": size, "step": self.program.step, "seconds": seconds}
@@ -262,23 +279,10 @@ class ElasticRuntime(CollectiveRuntime):
     def _hand_over(self, donor: int, newcomers: list[int]) -> None:
         if self.cluster.rank == donor and newcomers:
             packed = pack_state(state_of(self.binding, self.program, self.shared))
-
-            def give() -> None:
-                for rank in newcomers:
-                    dist.send(torch.tensor([packed.numel()]), rank)
-                    dist.send(packed, rank)
-
-            self.cluster.start(give)()
+            self.cluster.start(lambda: send_state(packed, newcomers))()
         elif self.cluster.rank in newcomers:
-
-            def take() -> Tensor:
-                size = torch.zeros(1, dtype=torch.int64)
-                dist.recv(size, donor)
-                packed = torch.empty(int(size), dtype=torch.uint8)
-                dist.recv(packed, donor)
-                return packed
-
-            load_state(self.binding, self.program, self.shared, unpack_state(self.cluster.start(take)()))
+            packed = self.cluster.start(lambda: receive_state(donor))()
+            load_state(self.binding, self.program, self.shared, unpack_state(packed))
             self._rescaled = 1.0
 
     def share(self, name: str, one: Stateful) -> None:
