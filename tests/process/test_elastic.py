@@ -68,12 +68,12 @@ def test_a_worker_that_was_stopped_joins_again(nursery: Nursery, tmp_path: Path)
 
 
 def test_a_worker_joins_with_the_state_of_the_others(nursery: Nursery, tmp_path: Path) -> None:
-    with rendezvous(2) as (program, environ):
-        # The first two wait in the middle of a step, so that the third comes in time.
+    with rendezvous(2, least=2) as (program, environ):
+        # The first waits for the second, or for a third, so that the third comes in time.
         group = nursery.start(TRAIN, 2, tmp_path / "two", environ, strategy="bulk", fault="SIGSTOP", at=2)
         assert eventually(lambda: (tmp_path / "two" / "1.steps").exists() and program.generation.number > 0), group.said()
         third = nursery.start(TRAIN, 1, tmp_path / "third", environ, strategy="bulk")
-        assert eventually(lambda: len(program.members) == 3), third.said()
+        assert eventually(lambda: program.lost > 0 or len(program.members) == 3), third.said()
         os.kill(group.pids[1], signal.SIGCONT)
         assert group.wait(30) == [0, 0], group.said()
         assert third.wait(30) == [0], third.said()

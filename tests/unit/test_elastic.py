@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import hocket
 from hocket.cluster.virtual import VirtualCluster
@@ -16,9 +15,7 @@ from hocket.topology import AllReduce
 
 
 def _rows_of(state: dict[str, Any], row: int) -> dict[str, Any]:
-    return {
-        k: _rows_of(v, row) if isinstance(v, dict) else v[row : row + 1] if isinstance(v, Tensor) else v for k, v in state.items()
-    }
+    return {name: _rows_of(value, row) if isinstance(value, dict) else value[row : row + 1] for name, value in state.items()}
 
 
 def test_residuals_of_the_workers_that_are_left_keep_their_sum() -> None:

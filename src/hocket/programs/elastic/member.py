@@ -58,15 +58,13 @@ class Member(Client):
 
     @event
     def join(self, terms: str, now: float) -> Task:
-        """Become a member, also again; ends when there is a generation with this member."""
+        """Become a member, also again; ends when there is a generation with this member, or the run is :attr:`over`."""
         self.terms, self._heard, before = terms, now, -1
-        while not (self.inside and self.latest.number > before):
+        while not self.over and not (self.inside and self.latest.number > before):
             self._attempt, self.excluded, self.formed = self._attempt + 1, False, 0
             before = self.latest.number if self._attempt else -1
             self._beat()
             yield Until(lambda: self.excluded or self.over or (self.inside and self.latest.number > before))  # noqa: B023
-            if self.over:
-                raise HocketError("All other workers have finished: there is nothing left to join.")
 
     @event
     def wait_newer(self, number: int, now: float) -> Task:

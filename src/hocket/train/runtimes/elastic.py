@@ -21,6 +21,7 @@ from hocket.cluster.join import RendezvousInfo
 from hocket.data.stream import Position as DataPosition
 from hocket.data.stream import SampleStream
 from hocket.drivers.elastic import GenerationStore, MemberDriver, leave_on_signals
+from hocket.drivers.processes import say
 from hocket.errors import HocketError, WorkerLost
 from hocket.programs.elastic.generation import Generation, Position, agreed
 from hocket.strategy import Strategy
@@ -84,7 +85,7 @@ class ElasticRuntime(CollectiveRuntime):
         self._terms = f"{binding.strategy}, seed {binding.seed}, layout {binding.layout.digest()[:16]}"
 
     def hooked(self) -> None:
-        self.driver.call(self.member.join, self._terms)
+        self._join()
         self._form()
         super().hooked()
 
@@ -157,12 +158,8 @@ class ElasticRuntime(CollectiveRuntime):
     def figures(self) -> dict[str, Any]:
         """How many workers there are now, and what has happened to others so far."""
         counts = {name: sum(event[name] for event in self.events) for name in ("lost", "left", "joined")}
-        seconds = sum(event["seconds"] for event in self.events)
-        return {"workers": self.cluster.size, **counts, "regroup_s": seconds, **self._data_figures}
-
-    @property
-    def _data_figures(self) -> dict[str, int]:
-        return {"dealt_again": self.stream.dealt_again, "skipped": self.stream.skipped}
+        data = {"dealt_again": self.stream.dealt_again, "skipped": self.stream.skipped}
+        return {"workers": self.cluster.size, **counts, "regroup_s": sum(event["seconds"] for event in self.events), **data}
 
     def leave(self) -> None:
         super().leave()
@@ -205,6 +202,13 @@ class ElasticRuntime(CollectiveRuntime):
         self.driver.call(self.member.wait_newer, number)
         return self._form()
 
+    def _join(self) -> None:
+        self.driver.call(self.member.join, self._terms)
+        if self.member.over:
+            say("the other workers have finished, so there is nothing left to join")
+            self.driver.close()
+            raise Left(0)
+
     def _form(self) -> bool:
         begun, again = time.monotonic(), False
         for _ in range(_MOST_TRIES):
@@ -215,7 +219,7 @@ class ElasticRuntime(CollectiveRuntime):
                     raise Left(0)
                 again = self._newcomer = True
                 self.program.abandon()
-                self.driver.call(self.member.join, self._terms)
+                self._join()
             generation = self.member.latest
             try:
                 with self.cluster.uncounted():
