@@ -23,6 +23,7 @@ from hocket.errors import HocketError, bytes_text
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, prepare
+from hocket.supervisor.elastic import LIVENESS_TIMEOUT_S as ELASTIC_TIMEOUT_S
 from hocket.supervisor.elastic import ElasticRun
 from hocket.train.checks import needs_servers
 from hocket.train.elastic import Elastic
@@ -69,7 +70,7 @@ def command(
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     strategy, virtual = settings.strategy, settings.workers.virtual
     if elastic is not None:
-        _train_elastic(settings, start, liveness_timeout)
+        _train_elastic(settings, start, ELASTIC_TIMEOUT_S if liveness_timeout == LIVENESS_TIMEOUT_S else liveness_timeout)
         return
     if settings.optimizer.name == BATCH_OPTIMIZER:
         refused = policy if virtual else {name: value for name, value in policy.items() if name != "record"}
