@@ -48,7 +48,9 @@ def data() -> TensorDataset:
     return TensorDataset(x, x[:, :4].argmax(1), torch.arange(SAMPLES))
 
 
-def train(rank: int, folder: str, strategy: str, fault: str = "", victim: int = 1, at: int = 8, elastic: bool = True) -> None:
+def train(
+    rank: int, folder: str, strategy: str, fault: str = "", victim: int = 1, at: int = 8, elastic: bool = True, epochs: int = EPOCHS
+) -> None:
     """Three epochs; the victim ends or stops after a step, and all leave what they have computed and what became of them."""
     hocket.init(device="cpu", seed=1)
     torch.manual_seed(0)
@@ -57,7 +59,7 @@ def train(rank: int, folder: str, strategy: str, fault: str = "", victim: int = 
     job = hocket.parallelize(model, optimizer, strategy, elastic="1:8" if elastic else None)
     computed: list[list[int]] = []
     first = job.step
-    for _ in hocket.epochs(EPOCHS):
+    for _ in hocket.epochs(epochs):
         computed.append([])
         for x, y, number in hocket.distribute(DataLoader(data(), batch_size=BATCH, shuffle=True)):
             optimizer.zero_grad()

@@ -56,9 +56,9 @@ def test_the_others_go_on_when_one_is_killed(strategy: str, nursery: Nursery, tm
 
 
 def test_a_worker_that_was_stopped_joins_again(nursery: Nursery, tmp_path: Path) -> None:
-    with rendezvous(3) as (program, environ):
+    with rendezvous(3, least=3) as (program, environ):
         group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk + topk(0.2)", fault="SIGSTOP", at=3)
-        assert eventually(lambda: len(program.generation.members) == 2), group.said()
+        assert eventually(lambda: len(program.generation.members) == 2), group.said()  # too few: they wait for it
         os.kill(group.pids[1], signal.SIGCONT)
         assert group.wait(30) == [0, 0, 0], group.said()
     found = _results(group, 0, 1, 2)
@@ -68,19 +68,16 @@ def test_a_worker_that_was_stopped_joins_again(nursery: Nursery, tmp_path: Path)
 
 
 def test_a_worker_joins_with_the_state_of_the_others(nursery: Nursery, tmp_path: Path) -> None:
-    with rendezvous(2, least=2) as (program, environ):
-        # The first waits for the second, or for a third, so that the third comes in time.
-        group = nursery.start(TRAIN, 2, tmp_path / "two", environ, strategy="bulk", fault="SIGSTOP", at=2)
-        assert eventually(lambda: (tmp_path / "two" / "1.steps").exists() and program.generation.number > 0), group.said()
-        third = nursery.start(TRAIN, 1, tmp_path / "third", environ, strategy="bulk")
-        assert eventually(lambda: program.lost > 0 or len(program.members) == 3), third.said()
-        os.kill(group.pids[1], signal.SIGCONT)
-        assert group.wait(30) == [0, 0], group.said()
-        assert third.wait(30) == [0], third.said()
+    with rendezvous(2) as (_, environ):
+        group = nursery.start(TRAIN, 2, tmp_path / "two", environ, strategy="bulk", epochs=80)
+        assert eventually((tmp_path / "two" / "1.steps").exists), group.said()
+        third = nursery.start(TRAIN, 1, tmp_path / "third", environ, strategy="bulk", epochs=80)
+        assert group.wait(60) == [0, 0], group.said()
+        assert third.wait(60) == [0], third.said()
     found = [*_results(group, 0, 1), *_results(third, 0)]
     assert _equal(found)
     assert found[2]["first"] > 0, "it does not begin at the first step"
-    assert found[0]["joined"] == 1 or found[0]["lost"] == 1
+    assert found[0]["joined"] == 1
     assert found[0]["steps"] == found[2]["steps"]
 
 

@@ -28,6 +28,7 @@ from hocket.cluster.base import Cluster, Exchange, Subgroups
 from hocket.cluster.exchange_thread import ExchangeThread, Pending
 from hocket.cluster.groups import Partition, ProcessGroups
 from hocket.cluster.ledger import Span
+from hocket.cluster.message import ring_bytes
 from hocket.cluster.point_to_point import PointToPoint
 from hocket.cluster.processes import ProcessCluster, split_workers
 from hocket.errors import HocketError
@@ -41,19 +42,26 @@ class ElasticExchange(Exchange):
     """An exchange that ends with an acknowledgement."""
 
     _cluster: ElasticCluster
-    _sealed = False
+    _sealed = _flagged = False
+
+    def submit(self, work: Callable[[], Any], produced: float = 1.0, name: str = "flags") -> None:
+        """Flags, which come last, are agreed on in the acknowledgement itself."""
+        self._flagged = self._sealed = name == "flags"
+        self._cluster.start_s = self._cluster.ledger.clock.seconds(self._cluster.ledger.clock.stamp())
+        super().submit(work, produced, name)
 
     def seal(self) -> None:
         if not self._sealed:
             self._sealed = True
-            cluster, last = self._cluster, self._last
-            self._tickets.append(cluster.start(lambda: cluster.acknowledge(cluster.ledger.clock.seconds(last))))
+            nothing = torch.zeros(1, 0, dtype=torch.bool)
+            self._tickets.append(self._cluster.start(lambda: self._cluster.acknowledge(nothing)))
 
     def wait(self) -> list[Any]:
         self.seal()
         ledger = self._cluster.ledger
         blocked = ledger.clock.stamp()
-        *results, latest = [ticket() for ticket in self._tickets]
+        results = [ticket() for ticket in self._tickets]
+        results, latest = results if self._flagged else results[:-1], self._cluster.latest_start_s
         end = ledger.clock.stamp() if self._ended is None else self._ended
         ledger.record(Span(self._first, self._last, blocked, end))
         if ledger.latest is not None:
@@ -66,7 +74,8 @@ class ElasticExchange(Exchange):
         for ticket in self._tickets:
             with contextlib.suppress(Exception):
                 results.append(ticket())
-        return results[: len(self._tickets) - 1]
+        # Flags are told by a member that has completed the exchange.
+        return [*results[: len(self._tickets) - 1], *[self._cluster.flags] * self._flagged]
 
 
 class ElasticCluster(ProcessCluster):
@@ -86,6 +95,9 @@ class ElasticCluster(ProcessCluster):
         """Waits for the exchange in flight, if there is one: members complete exchanges in the same order."""
         self.on_change: Callable[[BaseException | None], bool] | None = None
         """Called when an exchange has failed: forms the next generation; whether the exchange that failed counts."""
+        self.flags = torch.zeros(0, dtype=torch.bool)
+        """Those that all members agreed on in the last exchange that had any."""
+        self.start_s = self.latest_start_s = 0.0
         self.ledger.latest = []
         self._thread: ExchangeThread | None = ExchangeThread()
         self._open: list[Pending] = []
@@ -160,17 +172,21 @@ class ElasticCluster(ProcessCluster):
                     return held
                 exchange = repeat()
 
-    def acknowledge(self, start: float) -> float:
-        """Tell all members that this one has the result of the exchange, and learn that they have it; the latest start of all."""
+    def acknowledge(self, flags: Tensor) -> Tensor:
+        """Tell all members that this one has the result of the exchange, and learn that they have it; ``flags`` of all combined."""
         for pending in self._open:
             pending.block()
         self._open.clear()
         self.held = True
-        told = torch.tensor([float(self.latest_generation()), start], dtype=torch.float64)
+        head = torch.tensor([float(self.latest_generation()), self.start_s], dtype=torch.float64)
+        told = torch.cat([head, flags.any(0).to("cpu", torch.float64)])
+        self.ledger.sent += ring_bytes(8 * told.numel(), self.size)
         if self.size > 1:
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         self.change |= told[0].item() > self.generation
-        return float(told[1])
+        self.latest_start_s, combined = float(told[1]), told[2:].to(flags.device, torch.bool)
+        self.flags = combined if combined.numel() else self.flags
+        return combined
 
     def transact(self, work: Callable[[], Any], *rows: Tensor) -> Any:
         """The result of a collective, as an exchange of its own; ``rows`` are what it changes in place."""
@@ -206,9 +222,23 @@ class ElasticCluster(ProcessCluster):
         return result
 
     def all_reduce_any(self, flags: Tensor) -> Tensor:
-        if self._inside:
-            return super().all_reduce_any(flags)
+        if self._inside:  # the last part of an exchange
+            return self.acknowledge(flags)
         return self.transact(partial(super().all_reduce_any, flags)) if self.formed else flags.any(0)
+
+    def wait_here(self) -> None:
+        """Wait until all members have come here; no exchange is under way."""
+        self.start(lambda: super(ElasticCluster, self).all_reduce_any(torch.zeros(1, 1, dtype=torch.bool)))()
+
+    def tell_flags(self, donor: int) -> None:
+        """Every member learns the flags of the last exchange from one that has completed it."""
+        size = torch.tensor([self.flags.numel()])
+        self.start(lambda: dist.broadcast(size, donor))()
+        told = torch.zeros(int(size), dtype=torch.uint8)
+        if self.rank == donor:
+            told.copy_(self.flags)
+        self.start(lambda: dist.broadcast(told, donor))()
+        self.flags = told.to(self.device, torch.bool)
 
     def all_gather_metrics(self, values: Tensor) -> Tensor:
         if self._inside:

@@ -136,6 +136,8 @@ class Rendezvous(Service):
         if int(told["failed"]) == self.generation.number and uid in self.generation.members and not self._broken:
             self._broken = self.now
         member.finished = bool(told["finished"])
+        if member.finished and self.generation.planned and self._formed != self.generation and uid in self._formed.members:
+            self._announce(self._standing(), planned=False)  # no step follows at whose end others could join
         self.over |= all(uid in self._members and self._members[uid].finished for uid in self.generation.members or [-1])
         self._answer(peer, Kind.ORDER, message.number, {**self.generation.described(), "known": True})
 

@@ -151,8 +151,9 @@ class ElasticRuntime(CollectiveRuntime):
         """The training is complete: wait until it is for all members, who may have to know that the last exchange counts."""
         self.driver.begin(self.member.finish)
         while not self.member.over:
-            self.driver.call(self.member.wait_newer, self.cluster.generation)
-            if not self.member.over:
+            latest = self.member.latest
+            self.driver.call(self.member.wait_newer, latest.number if latest.planned else self.cluster.generation)
+            if not self.member.over and not self.member.latest.planned:
                 self._form()
 
     def figures(self) -> dict[str, Any]:
@@ -258,7 +259,9 @@ class ElasticRuntime(CollectiveRuntime):
         self.stream.propose(places, [] if generation.planned else lost, size, rank)
         self._tried = generation.members
         found = self.program.regrouped(counts, self.binding.weights)
-        cluster.start(lambda: cluster.all_reduce_any(torch.zeros(1, 1, dtype=torch.bool)))()  # all have the weights
+        if ((table[:, 0] >= 0) & (table[:, 0] < count)).any():
+            cluster.tell_flags(donor)
+        cluster.wait_here()  # all have the weights
         # --- from here on this generation is formed ---
         scale = 1.0 if joins else float(size / table[known, 2].sum().clamp(min=1e-9)) * (float(known.sum()) / size)
         self.program.adopt(found, scale if abs(scale - 1.0) > 1e-9 else 1.0)
