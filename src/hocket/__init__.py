@@ -25,7 +25,7 @@ from hocket.compression import (
 )
 from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
 from hocket.notation import Ratio
-from hocket.session import DistributedLoader, distribute, init, parallelize, shutdown
+from hocket.session import DistributedLoader, distribute, epochs, init, parallelize, shutdown
 from hocket.split.branches import Branches
 from hocket.split.materialize import deferred
 from hocket.split.mesh import Mesh
@@ -34,6 +34,7 @@ from hocket.split.options import Pipeline
 from hocket.strategy import Strategy
 from hocket.sync import SSP, AEDiT, Async, AsyncDiLoCo, Bulk, DiLoCo, Downpour, Local, PostLocal, Stale
 from hocket.topology import AllReduce, Gossip, Hierarchical, Server
+from hocket.train.elastic import Elastic
 from hocket.train.job import Job
 from hocket.version import __version__
 
@@ -57,7 +58,7 @@ __all__ += ["AllReduce", "Gossip", "Hierarchical", "Server"]
 __all__ += ["Bins", "Cast", "Chain", "DGC", "DeMo", "LowRank", "Natural", "NoCompression"]
 __all__ += ["QSGD", "RandomK", "Ratio", "Sign", "Ternary", "Threshold", "TopK"]
 # Training, split models, simulation
-__all__ += ["Buckets", "DistributedLoader", "Job", "Strategy", "distribute", "init", "parallelize", "shutdown"]
+__all__ += ["Buckets", "DistributedLoader", "Elastic", "Job", "Strategy", "distribute", "epochs", "init", "parallelize", "shutdown"]
 __all__ += ["Branches", "Mesh", "Offload", "Pipeline", "deferred", "offload"]
 __all__ += ["Advice", "ClusterSpec", "Muon", "OneBitAdam", "Predictions", "Run", "Sandblaster", "SandblasterRun", "hidden_matrices"]
 __all__ += ["advise", "predict", "simulate"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.join import join
+from hocket.cluster.join import RendezvousInfo, find_rendezvous, join
 from hocket.cluster.layout import Buckets, Layout
-from hocket.data.distribute import LoaderPositions, distribute_loader, distributed_length
+from hocket.data.distribute import LoaderPositions, distribute_loader, distribute_stream, distributed_length
+from hocket.data.elastic_stream import SampleStream
 from hocket.errors import HocketError
 from hocket.split.materialize import materialize
 from hocket.split.mesh import Mesh, forget
@@ -25,6 +27,7 @@ from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.audit import AUDIT
 from hocket.train.checks import needs_servers
+from hocket.train.elastic import Elastic, ElasticStart
 from hocket.train.job import Job
 from hocket.train.runtimes.base import Runtime
 from hocket.train.runtimes.collective import CollectiveRuntime
@@ -50,6 +53,9 @@ class _Session:
     liveness_timeout_s: float = 10.0
     worker: int = 0
     world: int = 1
+    rendezvous: RendezvousInfo | None = None
+    stream: SampleStream | None = None
+    """The samples of an elastic job."""
     number: int = 0
     """How many sessions this process has begun."""
 
@@ -87,6 +93,7 @@ def init(
         tunnel = Tunnel.with_keys(_Session.keys)
     _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s, _Session.keys, tunnel)
     cluster, _Session.number = _Session.cluster, _Session.number + 1
+    _Session.rendezvous = find_rendezvous(os.environ)
     _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
     _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]
     _Session.job = job
@@ -127,6 +134,7 @@ def parallelize(
     mesh: Mesh | str | None = None,
     pipeline: Pipeline = Pipeline(),  # noqa: B008 - frozen
     sharding: str | None = None,
+    elastic: Elastic | str | None = None,
 ) -> Job:
     """Train ``model`` with ``optimizer`` in parallel; the loop stays as it is.
 
@@ -143,6 +151,9 @@ def parallelize(
 
     ``sharding="zero1"`` leaves each worker a part of the optimiser's state (ZeRO-1), ``"fsdp"`` a part of everything (PyTorch's
     FSDP2); both where all replicas are equal after every step.
+
+    ``elastic``: at least and at most so many workers, ``"2:8"`` or :class:`hocket.Elastic`: the others go on when one is lost, and
+    new ones join. Such a program is started by ``hocket launch --elastic 2:8``, or finds a ``hocket rendezvous``.
     """
     cluster = _joined("hocket.parallelize(…)")
     _refuse_twice(model, optimizer)
@@ -153,6 +164,11 @@ def parallelize(
         raise HocketError(f"sharding={sharding!r}: use 'zero1' (a part of the optimiser's state) or 'fsdp' (a part of everything).")
     options = {"accumulate": accumulate, "scaler": scaler, "nonfinite": nonfinite, "check": check}
     options |= {"steps": steps, "buckets": buckets, "seed": _Session.seed}
+    if elastic is not None or cluster.elastic:
+        start = ElasticStart(cluster, _Session.rendezvous, _Session.keys, elastic)
+        start.refuse(parsed, mesh, sharding, bool(_Session.jobs))
+        job, _Session.stream = start.job(model, optimizer, parsed, options)
+        return _begun(job)
     if placed is not None and sharding == "fsdp" and not placed.splits:
         placed.check(cluster.size)
         placed = None  # replicas alone
@@ -161,13 +177,19 @@ def parallelize(
     else:
         refuse_split_options(None, pipeline)
         job = _unsplit(model, optimizer, parsed, sharding, options)
-    job.loaders, job.on_detach = _Session.loaders, _forget_job
+    job.loaders = _Session.loaders
+    return _begun(job)
+
+
+def _begun(job: Job) -> Job:
+    job.on_detach = _forget_job
     _Session.jobs.append(job)
     return job
 
 
 def _forget_job(job: Job) -> None:
     _Session.jobs = [other for other in _Session.jobs if other is not job]
+    _Session.stream = None
 
 
 def _refuse_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -315,6 +337,9 @@ class DistributedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         cluster = _joined("iterating over hocket.distribute(…)")
+        if _Session.stream is not None:
+            yield from self._elastic(_Session.stream)
+            return
         positions, world, worker, seed = _Session.loaders, _Session.world, _Session.worker, _Session.seed
         place = positions.begin(self.loader, self.epoch, world)
         take = place.by_demand(_store()) if not self.even and _without_waiting(cluster) else None
@@ -329,6 +354,27 @@ class DistributedLoader:
             positions.end(place)
             for job in _Session.jobs:
                 job.weight = 1.0
+
+    def _elastic(self, stream: SampleStream) -> Iterator[Any]:
+        """One epoch, dealt anew whenever the number of workers changes."""
+        for batch, weight in distribute_stream(self.loader, stream, _Session.seed):
+            for job in _Session.jobs:
+                job.weight = weight
+            yield batch
+        for job in _Session.jobs:
+            job.weight = 1.0
+
+
+def epochs(count: int) -> Iterator[int]:
+    """The numbers of the epochs that are left of ``count``; a worker that joins an elastic run begins with the others' epoch.
+
+    >>> list(epochs(3))
+    [0, 1, 2]
+    """
+    epoch = 0
+    while (now := epoch if _Session.stream is None else _Session.stream.epoch) < count:
+        yield now
+        epoch += 1
 
 
 def _without_waiting(cluster: Cluster) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from faults import sandblaster_run
+from faults import elastic_run, sandblaster_run
 from faults.gossip_run import GossipRun
 from faults.server_run import ServerRun
 from faults.simulated import Outcome, Schedule, trace_messages
@@ -22,6 +22,7 @@ STRATEGIES = (
     "async + gossip",
     "async + gossip(pushsum)",
     "sandblaster",
+    "elastic",
 )
 
 
@@ -29,6 +30,8 @@ def run_schedule(strategy: str, seed: int, workers: int = 3, steps: int = 5, tra
     """Run ``strategy`` under the schedule of ``seed``; ``trace`` is told of every message."""
     if strategy == "sandblaster":
         return sandblaster_run.run_schedule(seed, trace)
+    if strategy == "elastic":  # the members of any collective strategy
+        return elastic_run.run_schedule(seed, trace)
     parsed = Strategy.parse(strategy)
     run: ServerRun | GossipRun
     if parsed.runtime == "peers":

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from faults import elastic_run
 from faults.schedules import STRATEGIES, run_schedule
 from faults.simulated import Outcome
 from hocket.programs.gossip.server import Decision, PeerServer
@@ -18,8 +19,8 @@ from hocket.programs.server.shard import ParameterShard
 from hocket.programs.server.shard_server import ShardServer
 
 SCHEDULES = 120
-FEWER = {"async + server(2) + topk(0.2)": 60}
-"""Codes take longer."""
+FEWER = {"async + server(2) + topk(0.2)": 60, "elastic": 40}
+"""Codes take longer, and so do workers that beat."""
 
 
 def _first_violation(run: Callable[[int], Outcome], seeds: range) -> Outcome | None:
@@ -55,6 +56,12 @@ def test_a_seed_replays_exactly(strategy: str) -> None:
     assert vars(first) == vars(second)
     assert lines[0] == lines[1]
     assert len(lines[0]) > 100
+
+
+def test_members_that_forget_what_others_have_completed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where members do not take a result that another has gone on with, they have different exchanges behind them."""
+    monkeypatch.setattr(elastic_run, "agreed", lambda positions: max(0, min(p.done for p in positions)))
+    assert _first_violation(elastic_run.run_schedule, range(100)) is not None
 
 
 # --- it bites ------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from types import FrameType
 
 import typer
 
-from hocket.cli import advise, data, demo, doctor, keys, pipeline, predict, probe, report, study, train
+from hocket.cli import advise, data, demo, doctor, elastic, keys, pipeline, predict, probe, report, study, train
 from hocket.cli.options import Commands
 from hocket.drivers.processes import quit_at_once
 from hocket.drivers.start import ENDS_WITH, end_with_parent
@@ -29,6 +29,8 @@ _COMMANDS = {"train": train, "study": study, "report": report, "probe": probe, "
 _COMMANDS |= {"demo": demo, "keys": keys, "doctor": doctor}
 for _name, _module in _COMMANDS.items():
     app.command(_name)(_module.command)
+app.command("launch", context_settings=elastic.SCRIPT)(elastic.launch)
+app.command("rendezvous")(elastic.rendezvous)
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(data.app, name="data")
 

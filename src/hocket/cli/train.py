@@ -15,7 +15,7 @@ from hocket.cli.display import LEGEND, Display, plain_notes, predicted_for, resu
 from hocket.cli.launch import launch
 from hocket.cli.options import option, with_settings
 from hocket.cluster.base import Cluster
-from hocket.cluster.join import find_launcher, join
+from hocket.cluster.join import find_launcher, find_rendezvous, join
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.drivers.processes import interruptible
@@ -23,8 +23,12 @@ from hocket.errors import HocketError, bytes_text
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, Keeping, prepare
+from hocket.supervisor.elastic import LIVENESS_TIMEOUT_S as ELASTIC_TIMEOUT_S
+from hocket.supervisor.elastic import ElasticRun
 from hocket.train.checkpoints import LEAST_KEPT
 from hocket.train.checks import needs_servers
+from hocket.train.elastic import Elastic
+from hocket.train.record import Record
 from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
 from hocket.train.setting_groups import BATCH_OPTIMIZER
 from hocket.train.settings import RunSettings
@@ -51,6 +55,9 @@ def command(
         float, typer.Option(help="Servers: seconds of silence after which a worker is given up.")
     ] = LIVENESS_TIMEOUT_S,
     replace: Annotated[bool, typer.Option("--replace", help="Servers, gossip: start another worker for one that died.")] = False,
+    elastic: Annotated[
+        str | None, typer.Option(help="Least and most workers, such as 2:8: the others go on when one is lost, and new ones join.")
+    ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Servers, gossip, sandblaster: folder for all events, for python -m hocket.drivers.replay.")
     ] = None,
@@ -59,13 +66,19 @@ def command(
     """Train a model with one strategy, on real processes or on virtual workers."""
     plain_notes()
     sys.path.insert(0, os.getcwd())  # for module:factory
-    launcher = None if given["virtual"] else find_launcher(os.environ)
+    member = find_rendezvous(os.environ) is not None  # our own launcher has started this process
+    launcher = None if given["virtual"] or member else find_launcher(os.environ)
     settings = _settings(given, 1 if launcher is None else launcher.processes)
     policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace, "record": record}
-    start = Start(launcher is not None, processes, device, data_dir, out, resume, checkpoints, explain, keys, keep)
+    start = Start(
+        launcher is not None or member, processes, device, data_dir, out, resume, checkpoints, explain, keys, keep, elastic, replace
+    )
     if explain and settings.split is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     strategy, virtual = settings.strategy, settings.workers.virtual
+    if elastic is not None:
+        _train_elastic(settings, start, ELASTIC_TIMEOUT_S if liveness_timeout == LIVENESS_TIMEOUT_S else liveness_timeout)
+        return
     if settings.optimizer.name == BATCH_OPTIMIZER:
         refused = policy if virtual else {name: value for name, value in policy.items() if name != "record"}
         _refuse_policy(f"--optimizer {settings.optimizer.name}", refused)
@@ -96,6 +109,8 @@ class Start:
     keys: Path | None = None
     """Of a launcher's job whose processes are on several machines."""
     keep: int = LEAST_KEPT
+    elastic: str | None = None
+    replace: bool = False
 
 
 def _settings(given: dict[str, Any], launched: int) -> RunSettings:
@@ -149,6 +164,37 @@ def _start(settings: RunSettings, start: Start) -> None:
         cluster.close()
 
 
+def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: float) -> None:
+    """Start the workers of an elastic run, or be one of them."""
+    assert start.elastic is not None
+    given, strategy, size = Elastic.parse(start.elastic), settings.strategy, settings.workers.count
+    refused = {
+        "--virtual": settings.workers.virtual,
+        "--mesh": settings.split is not None,
+        settings.sharding.named: bool(settings.sharding.named),
+        "--resume": start.resume,
+        "--processes": start.processes is not None,
+        "--balance": settings.data.balance != "even",
+        f"--optimizer {settings.optimizer.name}": settings.optimizer.name == BATCH_OPTIMIZER,
+        str(strategy): strategy.runtime != "collective",
+    }
+    if named := [name for name, found in refused.items() if found]:
+        raise HocketError(f"--elastic {start.elastic} trains whole replicas that step together; leave {named[0]} out.")
+    if find_rendezvous(os.environ) is not None:
+        cluster = join(device=device_of(start.device), exact=settings.numerics.exact)
+        try:
+            _train(settings, cluster, start)
+        finally:
+            cluster.close()
+        return
+    if not given.least <= size <= given.most:
+        raise HocketError(f"--workers {size}: an elastic run of {start.elastic} starts with as many as it may have.")
+    if start.out is not None:
+        Record(start.out, 0)
+    check_own(settings.model, load(settings.data.name, start.data_dir), settings.data.batch_size)
+    ElasticRun([sys.executable, "-m", "hocket.cli.main", *sys.argv[1:]], size, given, liveness_timeout_s).run()
+
+
 def _supervise(settings: RunSettings, start: Start, policy: dict[str, Any]) -> None:
     """Shards and workers as processes, this one as their observer."""
     strategy, workers, out = settings.strategy, settings.workers.count, start.out
@@ -179,10 +225,11 @@ def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:
         if speaks:
             print(text)
         return
-    with Display(strategy, speaks, settings.epochs, predicted=settings.workers.virtual) as display:
+    shows = speaks and not cluster.elastic
+    with Display(strategy, shows, settings.epochs, predicted=settings.workers.virtual) as display:
         given = (start.data_dir, start.out, start.resume, display.step, display.epoch)
         training = run(settings, cluster, *given, checkpoints=start.checkpoints, note=display.note, keep=start.keep)
-    if speaks:
+    if cluster.rank == 0:
         title = f"{settings.model} on {settings.data.name}, {_who(settings, cluster)}, {training.step} steps"
         if name := predicted_for(settings):
             title += f", seconds predicted for {name}"

@@ -101,6 +101,9 @@ class Exchange:
         ledger.record(Span(self._first, self._last, blocked, end) if ledger.timed and self._tickets else None)
         return results
 
+    def seal(self) -> None:
+        """Nothing more will be submitted."""
+
 
 class ServerReduction(Protocol):
     """Servers that sum the rows of all workers (``server(n, role=sum)``); a job attaches one to its cluster."""
@@ -136,6 +139,8 @@ class Cluster(ABC):
     """A name that tells the subclusters of a job apart; empty for the whole job."""
     liveness_timeout_s: float = 10.0
     """A process silent for so many seconds is lost."""
+    elastic: bool = False
+    """Whether the others go on when a worker is lost, so that whoever exchanges keeps what an exchange began with."""
 
     def __init__(self, size: int, workers: range, device: torch.device, timed: bool, host_size: int | None = None) -> None:
         self.size, self.workers, self.device = size, workers, device
@@ -199,6 +204,11 @@ class Cluster(ABC):
 
     def exchange(self, long: bool = False) -> Exchange:
         return Exchange(self, long)
+
+    def complete(self, exchange: Exchange, repeat: Callable[[], Exchange]) -> list[Any]:
+        """Wait for all of ``exchange``; the results in the order of submission. Where workers may be lost meanwhile, the others
+        ``repeat`` it."""
+        return exchange.wait()
 
     def end_step(self, step: int) -> None:
         """The workers hosted here have done ``step`` steps."""

@@ -31,6 +31,11 @@ class Pending:
         self._work.wait()
         return self._finish()
 
+    def block(self) -> None:
+        """Block until it has ended; the result is left to :meth:`wait`."""
+        if self._work is not None:
+            self._work.wait()
+
     def drop(self) -> None:
         """Let go of it: a collective that nobody waits for would keep connections open."""
         self._work = self._finish = None  # type: ignore[assignment]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.elastic import ElasticCluster
 from hocket.cluster.processes import ProcessCluster
 from hocket.cluster.store import (
     LOOPBACK,
@@ -40,6 +41,9 @@ _LAUNCHERS = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 }
+
+
+RENDEZVOUS, RENDEZVOUS_JOB, RENDEZVOUS_MEMBER = "HOCKET_RENDEZVOUS", "HOCKET_JOB", "HOCKET_MEMBER"
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,34 @@ def find_launcher(environ: Mapping[str, str]) -> LaunchInfo | None:
                 environ.get("HOCKET_CLOSED_NETWORK", "") not in ("", "0"),
             )
     return None
+
+
+@dataclass(frozen=True)
+class RendezvousInfo:
+    """Where the rendezvous of an elastic run is, the run's id, and the number by which its launcher knows this process."""
+
+    address: str
+    job: bytes
+    member: int | None = None
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What :func:`find_rendezvous` reads."""
+        found = {RENDEZVOUS: self.address, RENDEZVOUS_JOB: self.job.hex()}
+        return found if self.member is None else {**found, RENDEZVOUS_MEMBER: str(self.member)}
+
+
+def find_rendezvous(environ: Mapping[str, str]) -> RendezvousInfo | None:
+    """The rendezvous that this process is to join; None where the run is not elastic.
+
+    >>> find_rendezvous({"HOCKET_RENDEZVOUS": "tcp://10.0.0.1:7000"}).address
+    'tcp://10.0.0.1:7000'
+    """
+    if not environ.get(RENDEZVOUS):
+        return None
+    member = environ.get(RENDEZVOUS_MEMBER)
+    job = bytes.fromhex(environ.get(RENDEZVOUS_JOB, "")) or bytes(16)
+    return RendezvousInfo(environ[RENDEZVOUS], job, None if member is None else int(member))
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
@@ -162,6 +194,8 @@ def join(
 
     ``keys`` are for links of messages between machines, ``tunnel``, which the same keys open, for the store.
     """
+    if find_rendezvous(os.environ) is not None:
+        return ElasticCluster(device or "cpu", exact, keys)
     place = find_launcher(os.environ)
     if not dist.is_initialized():
         if place is None or place.processes == 1:

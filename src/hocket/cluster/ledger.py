@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Span:
     last_launch: Any
     blocked: Any
     end: Any
+    latest: float | None = None
+    """The latest start among all workers, in seconds, where the exchange tells it; otherwise :meth:`Ledger.close` gathers all."""
 
 
 class HostClock:
@@ -234,7 +236,9 @@ class Ledger:
         while len(self._open) > left:
             happened = self._open.popleft()
             if isinstance(happened, Span):
-                span = Span(*(self.clock.seconds(stamp) for stamp in vars(happened).values()))
+                first, last, blocked, end, latest = vars(happened).values()
+                span = Span(*(self.clock.seconds(stamp) for stamp in (first, last, blocked, end)))
+                span = replace(span, latest=latest)
                 self._exposed_in_step += self._sample.add(span)
                 continue
             ended = None if happened.stamp is None else self.clock.seconds(happened.stamp)
@@ -253,7 +257,10 @@ class Ledger:
         if self.timed:
             spans = self.spans
             starts = torch.tensor([s.last_launch for s in spans], dtype=torch.float64).expand(rows, -1)
-            latest = collect(starts).amax(0) if spans else starts.new_zeros(0)
+            if spans and spans[0].latest is not None:
+                latest = torch.tensor([s.latest for s in spans], dtype=torch.float64)
+            else:
+                latest = collect(starts).amax(0) if spans else starts.new_zeros(0)
             figures[:, :4] = torch.tensor([self._seconds, *self._sample.split(latest)], dtype=torch.float64)
         elif self.predict is not None:
             figures[:, :4] = self.predict()

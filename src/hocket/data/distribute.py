@@ -23,6 +23,7 @@ import torch
 from torch.distributed import Store
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from hocket.data.elastic_stream import SampleStream
 from hocket.data.partition import Partition
 from hocket.data.shards.stream import ShardStream
 from hocket.errors import HocketError
@@ -227,15 +228,39 @@ def _by_samples(
         rounds = _partition(loader, 1, seed, shuffle).rounds(epoch)
         numbers = takewhile(lambda number: number < len(rounds), iter(take, None))
         samples, weights = (rounds[number].indices[0].tolist() for number in numbers), repeat(1.0)
-    kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
-    options: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "prefetch_factor")}
-    batches = DataLoader(loader.dataset, batch_sampler=samples, **options)
+    batches = _rebuilt(loader, samples)
     # A DataLoader draws from the global generator when it begins, which this pass did before it was interrupted.
     drawn = torch.get_rng_state()
     found = zip(batches, weights, strict=take is None)
     if skip or before:
         torch.set_rng_state(drawn)
     return found
+
+
+def distribute_stream(loader: Iterable[Any], stream: SampleStream, seed: int) -> Iterator[tuple[Any, float]]:
+    """The batches of one epoch for a worker of ``stream``, with their weights: dealt anew when the number of workers changes."""
+    if not isinstance(loader, DataLoader) or not _re_partitionable(loader):
+        raise HocketError("An elastic run distributes a DataLoader over a map-style data set; got another iterable of batches.")
+    stream.begin(_partition(loader, 1, seed, not isinstance(loader.sampler, SequentialSampler)))
+    epoch = None
+    try:
+        while epoch != (epoch := stream.position[:2]):
+            rounds, worker = stream.rounds()[stream.position.taken :], stream.worker
+            batches = _rebuilt(loader, [r.indices[worker].tolist() for r in rounds])
+            for batch, found in zip(batches, rounds, strict=True):
+                stream.taken()
+                yield batch, found.weights[worker]
+                if stream.due or stream.position[:2] != epoch:
+                    break
+            stream.turn()
+    finally:  # also where the loop leaves an epoch early
+        stream.end()
+
+
+def _rebuilt(loader: DataLoader[Any], samples: Iterable[list[int]]) -> DataLoader[Any]:
+    kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+    options: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "prefetch_factor")}
+    return DataLoader(loader.dataset, batch_sampler=samples, **options)
 
 
 def _partition(loader: DataLoader[Any], workers: int, seed: int = 0, shuffle: bool = True) -> Partition:

@@ -93,6 +93,14 @@ class Partition:
         full, rest = divmod(samples, self.workers * self.batch_size)
         return full + (self.last == "even" and rest >= self.workers)
 
+    def permutation(self, epoch: int) -> Tensor:
+        """All samples, in the order of an epoch."""
+        if self.order is not None:
+            return torch.from_numpy(self.order.dealt(epoch * self.samples, (epoch + 1) * self.samples))
+        if not self.shuffle:
+            return torch.arange(self.samples)
+        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(noise.fold(self.seed, epoch)))
+
     def rounds(self, epoch: int, shares: Sequence[float] | None = None, used: int = 0) -> list[Round]:
         """The rounds of an epoch, in order; ``shares``: the proportions in which they are divided, if not evenly. Of an epoch that
         other workers began, the rounds of what is left behind the first ``used`` samples.
@@ -105,13 +113,11 @@ class Partition:
         size = self.workers * self.batch_size
         spans = [(first, min(self.samples, first + size)) for first in range(used, self.samples, size)]
         spans = spans[: self._count(self.samples - used)]
-        if self.order is not None:
+        if self.order is not None:  # a round at a time, divided by the lanes of the shards
             begun = epoch * self.samples
             dealt = [torch.from_numpy(self.order.dealt(begun + first, begun + end)) for first, end in spans]
         else:
-            order = torch.arange(self.samples)
-            if self.shuffle:
-                order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(noise.fold(self.seed, epoch)))
+            order = self.permutation(epoch)
             dealt = [order[first:end] for first, end in spans]
         if shares is None:
             return [Round(list(samples.tensor_split(self.workers))) for samples in dealt]

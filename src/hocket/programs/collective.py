@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hocket.cluster.base import Cluster, Exchange
+from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import Message, there
-from hocket.compression.base import Context, State, slot_shapes
+from hocket.compression.base import State, slot_shapes
 from hocket.errors import HocketError
+from hocket.programs.repeatable import RepeatableExchange, real, wide
 from hocket.strategy import Strategy
 from hocket.sync import Moment, Sync
 from hocket.topology import AllReduce
@@ -55,7 +56,7 @@ class Moments(Protocol):
         """The inverse."""
 
 
-class CollectiveProgram:
+class CollectiveProgram(RepeatableExchange):
     """``strategy`` bound to a cluster and a layout, starting from ``weights`` that are equal on all workers."""
 
     def __init__(self, strategy: Strategy, layout: Layout, cluster: Cluster, weights: list[Tensor], seed: int = 0) -> None:
@@ -70,8 +71,6 @@ class CollectiveProgram:
         self._shapes = [tuple((*s, 2) for s in slot_shapes(b)) if b.dtype.is_complex else slot_shapes(b) for b in layout.buckets]
         # The share of the gradients that the backward pass has produced when a bucket is complete.
         self._produced = [done / layout.parameters for done in accumulate(b.size for b in layout.buckets)]
-        self._exchange: Exchange | None = None
-        self._in_flight = False
         self._mixed: list[Tensor] | None = None
         self._sent: list[Tensor] | None = None  # the weights that workers had when they sent, where they go on meanwhile
         self._plain = not strategy.compression.compresses
@@ -114,25 +113,22 @@ class CollectiveProgram:
         if not self.mixes_gradients:
             return
         if self._exchange is None:
-            self._exchange = self.cluster.exchange()
+            self._begin()
             if self._kept is None and (self._discards or self.step < _WATCHED):
                 self._kept = list(self.gradient_state)
         name = f"gradients of bucket {bucket}, {rows.shape[1]} values"
         coded = self.momentum is None or self.momentum.enter(bucket, rows)
-        self._exchange.submit(partial(self._mix_gradients, bucket, rows, coded), self._produced[bucket], name)
+        self._submit(partial(self._mix_gradients, bucket, rows, coded), rows, name, self._produced[bucket])
 
     def flags_ready(self, flags: Tensor) -> None:
         """Bool flags ``[rows, k]`` to be combined over all workers, as the last part of the exchange of gradients."""
-        assert self._exchange is not None
-        self._exchange.submit(lambda: self.cluster.all_reduce_any(flags))
+        self._submit(lambda: self.cluster.all_reduce_any(flags))
 
     def gradients_done(self) -> list[Any]:
         """Wait until the gradients handed in are mixed, in place; the exchange's results, combined flags last."""
         results: list[Any] = []
         if self._exchange is not None and not self._in_flight:
-            results = self._exchange.wait()
-            self._exchange = None
-            self.exchanges += 1
+            results = self._complete()
             self._wait_on_clock()
         return results
 
@@ -146,9 +142,9 @@ class CollectiveProgram:
             self.gradient_state, self._kept = self._kept, None
 
     def _mix_gradients(self, bucket: int, rows: Tensor, coded: bool) -> Any:
-        context = self.context(bucket)
         if self.linear or not coded:
-            return self.channel.mean_later(rows, context)
+            return self._mix_plain(bucket, rows)
+        context = self.context(bucket)
         rows, compression, state = real(rows), self.strategy.compression, self.gradient_state[bucket]
         sent = rows if self._plain else rows.to(torch.float32)
         if self._last_gradients:
@@ -195,11 +191,15 @@ class CollectiveProgram:
 
     def _average_moments(self, moments: Moments, second: bool) -> None:
         found = [(k, rows) for k in range(len(self.layout.buckets)) if (rows := moments.read(k, second)) is not None]
-        exchange = self.cluster.exchange()
+        if self.cluster.elastic:  # whoever repeats an exchange must know which
+            self.drain()
+        before = self._exchange, self._undo, self.exchanges
+        self._begin()
         for k, rows in found:
             name = f"{'second' if second else 'first'} moments of bucket {k}, {rows.shape[1]} values"
-            exchange.submit(partial(self.channel.mean_later, rows, self.context(k)), name=name)
-        exchange.wait()
+            self._submit(partial(self._mix_plain, k, rows), rows, name)
+        self._complete()
+        self._exchange, self._undo, self.exchanges = before
         self._wait_on_clock()
         for k, rows in found:
             moments.write(k, second, rows)
@@ -207,10 +207,7 @@ class CollectiveProgram:
     def drain(self) -> None:
         """Wait for a mix in flight; its result is kept until its step."""
         if self._in_flight:
-            assert self._exchange is not None
-            self._mixed = self._exchange.wait()
-            self._exchange, self._in_flight = None, False
-            self.exchanges += 1
+            self._mixed, self._in_flight = self._complete(), False
 
     def _wait_on_clock(self) -> None:
         """The step needs the mix now; a drain alone (for an evaluation or a checkpoint) takes no virtual time."""
@@ -226,12 +223,14 @@ class CollectiveProgram:
         if self.alone:
             self._mixed = outgoing
             return
-        self._exchange = self.cluster.exchange(long=self.strategy.sync.delay > 0)
+        self._begin(long=self.strategy.sync.delay > 0)
         self._in_flight = True
+        when = self.step, self.exchanges // self.strategy.sync.parts  # each part counts its own exchanges
         for bucket, rows in zip(range(len(outgoing)) if buckets is None else buckets, outgoing, strict=True):
             name = f"weights of bucket {bucket}, {rows.shape[1]} values"
-            context = self.context(bucket, self.strategy.sync.parts)
-            self._exchange.submit(partial(self._mix_weights, bucket, rows, context), name=name)
+            self._submit(partial(self._mix_weights, bucket, rows, when), rows, name)
+        assert self._exchange is not None
+        self._exchange.seal()
 
     def _landed(self) -> list[Tensor]:
         """The mix, which the step needs now."""
@@ -256,7 +255,8 @@ class CollectiveProgram:
             self.outer_state[k] = state
         self._sent = None
 
-    def _mix_weights(self, bucket: int, rows: Tensor, context: Context) -> Any:
+    def _mix_weights(self, bucket: int, rows: Tensor, when: tuple[int, int]) -> Any:
+        context = self.context(bucket, when)
         if self.strategy.sync.weighs_displacements:
             self.outer_state[bucket] = _weigh(self.strategy.sync, self.cluster, rows, self.outer_state[bucket])
         if self.linear:
@@ -304,12 +304,6 @@ class CollectiveProgram:
         workers = [self.cluster.workers.start, self.cluster.workers.stop, self.cluster.size]
         return {"strategy": self.strategy.meaning, "layout": self.layout.digest(), "workers": workers, "seed": self.seed}
 
-    def context(self, bucket: int, parts: int = 1) -> Context:
-        """Where the next exchange of a bucket stands in the run."""
-        exchange = self.exchanges // parts  # each part counts its own, by which topologies choose partners
-        where = (self.seed, self.step, exchange, bucket, self._workers, self.cluster.size, self._shapes[bucket])
-        return Context(*where, residual_stays=self.strategy.sync.residual_stays)
-
 
 def _weigh(sync: Sync, cluster: Cluster, rows: Tensor, state: State) -> State:
     """Scale each worker's displacement in ``rows`` by its factor; the new state."""
@@ -321,17 +315,6 @@ def _weigh(sync: Sync, cluster: Cluster, rows: Tensor, state: State) -> State:
     own = factors.gather(1, there(torch.arange(cluster.workers.start, cluster.workers.stop), rows).unsqueeze(1))
     rows.copy_(torch.where(own > 0, outer + own * delta, outer))
     return state
-
-
-def real(rows: Tensor) -> Tensor:
-    """Complex values as pairs of real ones (no copy): codes and sums know real ones alone."""
-    return torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
-
-
-def wide(rows: Tensor) -> Tensor:
-    """Weights as channels with compression take them: float32, or float64 where they are."""
-    rows = real(rows)
-    return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 
 def _to(value: Any, device: torch.device) -> Any:

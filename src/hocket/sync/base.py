@@ -169,6 +169,10 @@ class Sync(ABC):
         """The state of a bucket before the first step."""
         return {}
 
+    def regrouped(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The state when the number of workers has changed."""
+        return state
+
     def outgoing(self, rows: Tensor, state: dict[str, Tensor]) -> Tensor:
         """What is sent of a worker's weights: a copy, since the worker goes on meanwhile."""
         return rows.clone()

@@ -116,6 +116,10 @@ class DiLoCo(Sync):
         state = {"outer": outer, "velocity": torch.zeros_like(outer)}
         return state if self.keep == 1 else {**state, "held": torch.zeros_like(outer)}
 
+    def regrouped(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the guard has seen is of each worker at its place."""
+        return {name: value for name, value in state.items() if name not in ("seen", "mean", "square")}
+
     def outgoing(self, rows: Tensor, state: dict[str, Tensor]) -> Tensor:
         return rows.clone() if self.keep == 1 else (rows + state["held"]).to(rows.dtype)
 

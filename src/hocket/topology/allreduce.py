@@ -49,6 +49,11 @@ class AllReduceChannel(Channel):
 
     uniform = True
 
+    def __init__(self, cluster: Cluster, subgroups: Subgroups) -> None:
+        super().__init__(cluster, subgroups)
+        self._members = subgroups.size
+        self._places = subgroups.place_of[cluster.workers.start : cluster.workers.stop]
+
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         return self.cluster.mean(rows, self.subgroups)
 
@@ -84,30 +89,41 @@ class AllReduceChannel(Channel):
     def whole_gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> Tensor:
         owned = state.get("inner", {}).get("error")
         if owned is not None and not compressor.sends_differences:
-            held = self._as_rows(compressor, owned, rows.shape[1])
+            held = self._held_by_owners(compressor, owned, rows.shape[1], self.subgroups.size)
             rows = with_residual(rows, held, compressor.feedback_decay)
         return super().whole_gradients(compressor, rows, state, context)
 
-    def _as_rows(self, compressor: Compressor, owned: Tensor, size: int) -> Tensor:
-        """The residual of a mean, of which each worker owns a slice, as rows: it counts for all workers of the group."""
-        count, members = owned.shape[0], self.subgroups.size
+    def _held_by_owners(self, compressor: Compressor, owned: Tensor, size: int, workers: int) -> Tensor:
+        """The residuals of the slices that workers here own, as rows of ``size``: they are of a mean, so each counts for all."""
+        count, members = owned.shape[0], self._members
         cells = owned.new_zeros(count, members, owned.shape[1])
-        place = there(self.subgroups.place_of[self.cluster.workers.start : self.cluster.workers.stop], owned)
-        cells[torch.arange(count, device=owned.device), place] = owned * members
+        cells[torch.arange(count, device=owned.device), there(self._places, owned)] = owned * workers
         return _gather(cells.flatten(0, 1), members, compressor.global_selection)[:, :size]
+
+    def without_slices(self, compressor: Compressor, state: State, size: int, workers: int) -> State:
+        """The residual of a slice's owner becomes the worker's own, with the weight of all workers: their mean is the same."""
+        if compressor.sends_differences:  # the mean of other workers is another one: all begin anew
+            return {}
+        if "sender" in state or "inner" not in state:  # no residual of the worker's own beside it
+            return {} if "sender" in state else state
+        kept, owned = {**state, "inner": {}}, state["inner"].get("error")
+        own = next((name for name in ("error", "v") if name in state), None)
+        if owned is not None and own is not None and owned.shape[1] * self._members >= size:
+            kept[own] = state[own] + self._held_by_owners(compressor, owned, size, workers)
+        return kept
 
     def residuals(self, compressor: Compressor, state: State, size: int, context: Context) -> dict[str, Tensor]:
         found = super().residuals(compressor, state, size, context)
-        owned, name = state.get("inner", {}).get("error"), compressor.sums[0]
+        owned, name, members = state.get("inner", {}).get("error"), compressor.sums[0], self.subgroups.size
         if owned is not None and name in found:
-            coded = self._as_rows(compressor, owned, owned.shape[1] * self.subgroups.size)
+            coded = self._held_by_owners(compressor, owned, owned.shape[1] * members, members)
             found[name] = found[name] + compressor.decoded(coded, size, context)
         return found
 
     def weight_residuals(self, compressor: Compressor, state: State, size: int, context: Context) -> Tensor | None:
         inner = state.get("inner", {})
         if context.residual_stays:  # in the weights; only owners of slices hold something back of the mean
-            return None if "error" not in inner else self._as_rows(compressor, inner["error"], size)
+            return None if "error" not in inner else self._held_by_owners(compressor, inner["error"], size, self.subgroups.size)
         return self.residuals(compressor, inner, size, context).get("error")
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:

@@ -84,6 +84,10 @@ class Topology(ABC):
         """With servers: the dtype in which weights travel to the workers."""
         return "fp32"
 
+    def for_workers(self, workers: int, host_size: int) -> Topology:
+        """The topology for so many workers, where their number changes: this one, if it fits."""
+        return self
+
     @abstractmethod
     def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
         """This topology among the members of each group of ``subgroups``."""
@@ -137,6 +141,15 @@ class Channel(ABC):
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:
         """The state before the first exchange of weights, when ``rows`` are equal on all workers."""
         return {}
+
+    def regrouped(self, compressor: Compressor, state: State, before: Channel, size: int) -> State:
+        """What a worker keeps of its state of compressed rows of ``size`` values when its channel was another one before, with
+        other workers. Sums over all workers are kept where a worker can do so alone."""
+        return before.without_slices(compressor, state, size, self.subgroups.size)
+
+    def without_slices(self, compressor: Compressor, state: State, size: int, workers: int) -> State:
+        """The state without what belongs to a worker's place among the others of this channel, for one of ``workers`` workers."""
+        return state
 
     def rebase(self, state: State, rows: Tensor) -> State:
         """The state after all workers have the same ``rows``: displacements are measured from these."""

@@ -129,6 +129,9 @@ class Gossip(Topology):
         distance = self.distances(workers, few)[exchange % period] if self.kind == "rotating" else 1
         return _circulant(workers, [-distance] if 2 * distance == workers else [-distance, distance])
 
+    def for_workers(self, workers: int, host_size: int) -> Gossip:
+        return self if self.matrix is None or len(self._matrices()[0]) == workers else Gossip()
+
     def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
         if self.matrix is not None and (size := len(self._matrices()[0])) != subgroups.size:
             raise HocketError(

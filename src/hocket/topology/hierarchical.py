@@ -52,6 +52,10 @@ class Hierarchical(Topology):
     def uniform(self) -> bool:
         return self.inner.uniform and self.outer.uniform and self.every == 1
 
+    def for_workers(self, workers: int, host_size: int) -> Topology:
+        """While workers do not fill whole hosts, all exchange as hosts do."""
+        return self if workers % (self.size or host_size) == 0 else self.outer.for_workers(workers, host_size)
+
     def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
         size = self.size or cluster.host_size
         if subgroups.size % size:
@@ -108,6 +112,12 @@ class HierarchicalChannel(Channel):
 
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:
         return {} if not compressor.compresses else self.outer.init_state(compressor, self._slice(rows))
+
+    def regrouped(self, compressor: Compressor, state: State, before: Channel, size: int) -> State:
+        return {}  # a worker's slice may be another one now
+
+    def without_slices(self, compressor: Compressor, state: State, size: int, workers: int) -> State:
+        return {}
 
     def rebase(self, state: State, rows: Tensor) -> State:
         return self.outer.rebase(state, self._slice(rows))

@@ -157,9 +157,10 @@ class Job(JobState):
 
         Those of this worker; it waits for nobody, so one worker may ask alone. Which part of ``synchronisation_s`` was wait and
         which was transfer is known after :meth:`finish` (until then both are None). ``all_workers=True``: means of seconds and sums
-        of bytes over all workers; a collective, which all must call together.
+        of bytes over all workers; a collective, which all must call together. An elastic run also has ``workers``, ``lost``,
+        ``left``, ``joined``, ``regroup_s``, ``dealt_again`` and ``skipped``.
         """
-        return self.runtime.ledger.summary(all_workers)
+        return {**self.runtime.ledger.summary(all_workers), **getattr(self.runtime, "figures", dict)()}
 
     # --- a model that is split -----------------------------------------------------------------------------------------------
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.split.sharded import ShardedState
+from hocket.train.elastic import Stateful
 from hocket.train.gradients import Gradients
 from hocket.train.runtimes.base import Binding, Runtime
 
@@ -37,6 +40,13 @@ class JobView:
     @weight.setter
     def weight(self, weight: float) -> None:
         self._binding.weight = weight
+
+    def share(self, **shared: Stateful) -> None:
+        """A worker that joins an elastic run gets these states, too, such as that of ``scheduler=scheduler``; where this worker has
+        just joined, it takes them. Elsewhere nothing happens."""
+        share: Callable[[str, Stateful], None] = getattr(self.runtime, "share", lambda name, one: None)
+        for name, one in shared.items():
+            share(name, one)
 
     @property
     def step(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.elastic import ElasticCluster
+from hocket.cluster.join import find_rendezvous
 from hocket.cluster.layout import Layout
 from hocket.cluster.message import ring_bytes
 from hocket.data import DataSet, load
@@ -20,6 +23,7 @@ from hocket.files import CannotWrite
 from hocket.models import build, loss_for
 from hocket.train.checkpoints import LEAST_KEPT, Checkpoints
 from hocket.train.checks import mention_steps
+from hocket.train.elastic import MOST_WORKERS, Elastic
 from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.loop import EpochLoop, Progress, Training
 from hocket.train.record import CHECKPOINTS, Record, versions
@@ -53,6 +57,8 @@ def make_training(settings: RunSettings, cluster: Cluster, data: DataSet, engine
     if settings.split is not None and not asynchronous:
         return _on_mesh(settings, settings.split, cluster, data, model, loss, own)
     training: EpochLoop
+    if cluster.elastic:
+        return _elastic(settings, cluster, data, model, loss, own)
     sharded = bool(settings.sharding.named) and cluster.size > 1 and not asynchronous
     if sharded or (cluster.rows == 1 and not workers.virtual):
         training = Training(_replica(settings, cluster, model, loss, sharded, own), cluster, data, loss, plan)
@@ -84,6 +90,22 @@ def _on_mesh(
     optimizer, strategy = settings.optimizer_for(model), settings.strategy
     replica = MeshReplica(model, loss, optimizer, strategy, world, mesh, split.pipeline(sample), **given)
     return Training(replica, replica.cluster, data, loss, settings.plan())
+
+
+def _elastic(
+    settings: RunSettings, cluster: Cluster, data: DataSet, model: nn.Module, loss: Loss, options: dict[str, Any]
+) -> EpochLoop:
+    """A worker whose number of colleagues changes."""
+    from hocket.train.elastic_loop import ElasticReplica, ElasticTraining  # sockets are loaded only where they are needed
+    from hocket.train.runtimes.elastic import elastic_runtime
+
+    assert isinstance(cluster, ElasticCluster)
+    found = find_rendezvous(os.environ)
+    assert found is not None
+    elastic = Elastic(1, MOST_WORKERS, settings.optimizer.scale_lr)
+    runtime, slowdown = elastic_runtime(cluster, found, elastic, None), settings.workers.slowdown_of(found.member or 0)
+    replica = ElasticReplica(model, loss, settings.optimizer_for(model), settings.strategy, runtime, slowdown=slowdown, **options)
+    return ElasticTraining(replica, data, loss, settings.plan())
 
 
 def _replica(
@@ -151,7 +173,7 @@ def run(
     know: who holds what of a split model, which checkpoint the run goes on from, which one could not be written.
     """
     process = cluster.rank
-    record = None if out is None else Record(out, process, resume)
+    record = None if out is None else Record(out, int(cluster.elastic) or process, resume)
     data = load(settings.data.name, data_dir) if data is None else data
     with warnings.catch_warnings():
         if process:
@@ -168,13 +190,14 @@ def run(
             on_epoch(metrics)
         return training
     with Checkpoints(record.folder / CHECKPOINTS, cluster, keep, note) as kept:
-        described = describe(settings, cluster, training)
+        record.process, described = cluster.rank, describe(settings, cluster, training)
         if resume:
             Resumption(settings, cluster, training, described).load(kept, record, repeated(settings), note)
         record.write_run(described)
         for metrics in training.run(watch):
+            record.process = cluster.rank  # elastic workers are numbered anew when one is lost
             _write_metrics(record, training, checkpoints, note)
-            if checkpoints:
+            if checkpoints and not cluster.elastic:  # there a worker that joins has its state from the others
                 kept.save(states_of(settings, cluster, training), facts_of(settings, cluster, training, described))
             on_epoch(metrics)
     if checkpoints and (weights := mean_weights(settings, cluster, training)) is not None:

@@ -1,0 +1,44 @@
+"""``hocket launch`` starts a script of one's own as an elastic run; ``hocket rendezvous`` serves one that others start."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hocket.programs.server.wire import job_id
+from hocket.supervisor.elastic import LIVENESS_TIMEOUT_S, ElasticRun, serve_rendezvous
+from hocket.train.elastic import Elastic
+from hocket.transport import Keys
+
+SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""What follows the script's name is the script's."""
+_LIVENESS = typer.Option(help="Seconds of silence after which a worker is lost.")
+
+
+def launch(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="The training program, and its own arguments.")],
+    elastic: Annotated[str, typer.Option(help="Least and most workers, such as 2:8.")],
+    workers: Annotated[int | None, typer.Option(help="How many to start here (default: the least).")] = None,
+    replace: Annotated[bool, typer.Option(help="Start another worker for one that died.")] = True,
+    liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
+) -> None:
+    """Run a training script as workers on this machine; the others go on when one is lost, and another joins."""
+    parsed = Elastic.parse(elastic)
+    command = [sys.executable, script, *context.args]
+    ElasticRun(command, parsed.least if workers is None else workers, parsed, liveness_timeout, replace).run()
+
+
+def rendezvous(
+    elastic: Annotated[str, typer.Option(help="Least and most workers, such as 2:8.")],
+    bind: Annotated[str, typer.Option(help="Where workers find it; an address that other machines reach needs --keys.")],
+    workers: Annotated[int | None, typer.Option(help="With how many the run begins (default: the least).")] = None,
+    keys: Annotated[Path | None, typer.Option(help="Keys made by `hocket keys`.")] = None,
+    job: Annotated[str | None, typer.Option(help="A name for the run, if several have the same keys (HOCKET_JOB, in hex).")] = None,
+    liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
+) -> None:
+    """Let workers that torchrun, Slurm or others start find each other, and go on when some are lost."""
+    found = None if keys is None else Keys.read(keys)
+    identity = bytes(16) if job is None else job_id(job)
+    serve_rendezvous(Elastic.parse(elastic), bind, identity, found, workers or 0, liveness_timeout)

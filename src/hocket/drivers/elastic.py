@@ -1,0 +1,99 @@
+"""A member of an elastic run on sockets: its link to the rendezvous, and the store of a generation as torch knows stores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hocket.drivers.threaded import ThreadedDriver
+from hocket.errors import HocketError
+from hocket.programs.base import Effects
+from hocket.programs.elastic.generation import Generation
+from hocket.programs.elastic.member import RENDEZVOUS, Abandon, Member
+from hocket.transport import Caller, Keys
+
+_REDIAL_S = 3.0
+_LEAVE_S, _LINGER_S = 4.0, 0.2
+
+
+class MemberDriver(ThreadedDriver):
+    """The link of one member to the rendezvous at ``address``; beats go on in a thread of its own."""
+
+    program: Member
+
+    def __init__(self, address: str, job: bytes, keys: Keys | None = None, uid: int | None = None) -> None:
+        """``uid``: the number that whoever started this process knows it by."""
+        program = Member(secrets.randbits(30) + 2**30 if uid is None else uid)
+        super().__init__(program, callers={RENDEZVOUS: Caller(address, job, keys, redial_s=_REDIAL_S)})
+        self.on_abandon: Callable[[Generation], None] = lambda _: None
+        """Called, in the thread, when what is under way with others cannot be completed."""
+
+    def carry_out(self, effects: Effects) -> None:
+        for effect in effects:
+            if isinstance(effect, Abandon):
+                self.on_abandon(effect.generation)
+        super().carry_out(effects)
+
+
+class GenerationStore(dist.Store):
+    """What members of generation ``number`` tell each other when they build their process group; it fails once the generation is
+    over, so nobody waits for a member that is lost."""
+
+    def __init__(self, driver: MemberDriver, number: int) -> None:
+        super().__init__()
+        self._driver, self._number = driver, number
+
+    def set(self, key: str, value: bytes | str) -> None:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self._call(self._driver.program.put, key, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._call(self._driver.program.get, [key])[0].tolist())
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._call(self._driver.program.get, list(keys))
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._call(self._driver.program.put, key, torch.tensor([value]), adds=True)[0])
+
+    def _call(self, method: Callable[..., Effects], *arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+        self._driver.call(method, self._number, *arguments, **named)
+        values = self._driver.program.values
+        if values is None:
+            raise RuntimeError(f"Generation {self._number} is over.")
+        return values
+
+
+def leave_on_signals(driver: MemberDriver) -> None:
+    """SIGTERM and SIGUSR1, as schedulers send them before they take a machine: hand over at the end of the step, and leave.
+
+    Where the next exchange is more than four seconds away, leave in the middle of a step: what was done since the last is lost.
+    """
+
+    def late() -> None:
+        time.sleep(_LEAVE_S)
+        with contextlib.suppress(HocketError, RuntimeError):
+            driver.begin(driver.program.say_goodbye, 0)
+            time.sleep(_LINGER_S)
+        os._exit(0)
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if not driver.program.leaving:
+            driver.begin(driver.program.leave)
+            threading.Thread(target=late, name="hocket-leave", daemon=True).start()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, leave)

@@ -1,0 +1,151 @@
+"""The training loop of a worker of an elastic run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from hocket.cluster.elastic import ElasticCluster
+from hocket.cluster.ledger import Entry
+from hocket.data.base import DataSet
+from hocket.data.elastic_stream import SampleStream
+from hocket.data.partition import Round
+from hocket.noise import step_keys
+from hocket.strategy import Strategy
+from hocket.train.checks import Factory
+from hocket.train.evaluate import Evaluation, Tally
+from hocket.train.job import Job
+from hocket.train.loop import Training, TrainingPlan, Watch
+from hocket.train.replicas import JobReplica, LiveReplica, Loss
+from hocket.train.runtimes.elastic import ElasticRuntime
+from hocket.train.throttle import Throttle
+
+
+class ElasticReplica(LiveReplica):
+    """One worker with the whole model, in a group that changes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Factory,
+        strategy: Strategy,
+        runtime: ElasticRuntime,
+        *,
+        clip: float | None = None,
+        autocast: torch.dtype | None = None,
+        slowdown: float = 1.0,
+        **options: Any,
+    ) -> None:
+        JobReplica.__init__(self, model, loss, optimizer, clip, autocast)
+        self._attach(Job(model, self.optimizer, strategy, runtime, **options))
+        self.cluster, self._throttle = runtime.cluster, Throttle(slowdown)
+
+
+class ElasticTraining(Training):
+    """Epochs over samples that are dealt to whoever is there; the learning-rate schedule follows the samples, not the steps."""
+
+    cluster: ElasticCluster
+
+    def __init__(self, replica: LiveReplica, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
+        runtime = replica.job.runtime
+        assert isinstance(runtime, ElasticRuntime)
+        self.runtime, self.stream = runtime, runtime.stream
+        super().__init__(replica, runtime.cluster, data, loss, plan)
+        factor, per_epoch = plan.lr_factor(self.batches), len(self.batches.partition)
+        self.scheduler = LambdaLR(
+            replica.optimizer, lambda _: factor(round((self.epoch + self.stream.progress) * per_epoch)), self.scheduler.last_epoch
+        )
+        self._told = 0
+        runtime.share("training", Progress(self))
+
+    @property
+    def over(self) -> bool:
+        return self.epoch >= self.plan.epochs or (self.plan.max_steps is not None and self.step >= self.plan.max_steps)
+
+    def run(self, watch: Watch = lambda _: None) -> Iterator[dict[str, Any]]:
+        yield from super().run(watch)
+        self.runtime.end()
+
+    def _train_epoch(self, watch: Watch) -> tuple[Entry, float]:
+        losses: list[Tensor] = []
+        self.cluster.ledger.resume()
+        self.stream.begin(self.batches.partition)
+        while not self.over and (round_ := self.stream.next()) is not None:
+            losses.append(self._deal(round_, self.stream))
+            self._watch_step(watch)
+        self.cluster.ledger.pause()
+        entry = self.ledger.close_epoch()
+        self.stream.end()
+        self.epoch = self.stream.epoch
+        self.replicas.audit()
+        return entry, self._mean_loss(losses)
+
+    def _deal(self, round_: Round, stream: SampleStream) -> Tensor:
+        plan, slot = self.plan, stream.worker
+        x, y = self._train[round_.indices[slot]]
+        key = step_keys(plan.seed, self.step, stream.workers)[slot : slot + 1]
+        inputs = [plan.prepared(x.unsqueeze(0), key, self.data)[0]]
+        weight = 1.0 if round_.even else round_.weights[slot]
+        loss = self.replicas.step(inputs, [y], key, [weight])
+        self.step = self.runtime.step
+        self.scheduler.step()
+        return loss
+
+    def _mean_loss(self, losses: list[Tensor]) -> float:
+        own = [math.fsum(t.item() for t in losses) / max(len(losses), 1)]
+        everyone = self.cluster.all_gather_metrics(torch.tensor([own], dtype=torch.float64))
+        return float(everyone.mean())
+
+    def _evaluate(self) -> Evaluation:
+        """Every worker looks at a part of the test set; again, if one was lost meanwhile. All decide it by the same figures."""
+        if self._test is None:
+            return Evaluation()
+        while True:
+            (x, y), rank, size = self._test, self.cluster.rank, self.cluster.size
+            part = slice(rank * len(x) // size, (rank + 1) * len(x) // size)
+            with self.averaged() as model:
+                own = self.evaluator.tally(model, (x[part], y[part]))
+            rows = torch.tensor([[*vars(own).values(), float(len(x[part]))]], dtype=torch.float64)
+            *sums, seen = [math.fsum(column) for column in self.cluster.all_gather_metrics(rows).T.tolist()]
+            if seen == len(x):
+                return self.evaluator.evaluation(Tally(*sums))
+
+    def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
+        new, self._told = self.runtime.events[self._told :], len(self.runtime.events)
+        figures = {name: sum(event[name] for event in new) for name in ("lost", "left", "joined")}
+        seconds = sum(event["seconds"] for event in new)
+        further = super()._further_metrics(accuracy)
+        return {**further, "workers": self.cluster.size, **figures, "regroup_s": seconds, "dealt_again": self.stream.dealt_again}
+
+
+class Progress:
+    """Where a training stands, for a worker that joins."""
+
+    def __init__(self, training: ElasticTraining) -> None:
+        self._training = training
+
+    @property
+    def base_lrs(self) -> list[float]:
+        """Of the schedule."""
+        return [float(rate) for rate in self._training.scheduler.base_lrs]
+
+    @base_lrs.setter
+    def base_lrs(self, rates: list[float]) -> None:
+        self._training.scheduler.base_lrs = list(rates)
+
+    def state_dict(self) -> dict[str, Any]:
+        scheduler = {"base_lrs": self.base_lrs, "last_epoch": self._training.scheduler.last_epoch}
+        return {**self._training._progress(), "scheduler": scheduler}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        training, scheduler = self._training, self._training.scheduler
+        training._load_progress(state)
+        self.base_lrs, scheduler.last_epoch = state["scheduler"]["base_lrs"], state["scheduler"]["last_epoch"]
+        for group, base in zip(training.replicas.optimizer.param_groups, scheduler.base_lrs, strict=True):
+            group["lr"] = base * scheduler.lr_lambdas[0](0)

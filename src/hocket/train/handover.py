@@ -1,0 +1,149 @@
+"""What a worker that joins is given: the state of another one, as bytes; never pickle."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hocket.errors import HocketError
+from hocket.programs.collective import CollectiveProgram
+from hocket.train.elastic import Stateful
+from hocket.train.runtimes.base import Binding
+from hocket.transport.frame import DTYPES
+
+_LENGTH = struct.Struct("<Q")
+_NAMES = {str(dtype): dtype for dtype in (*DTYPES, torch.complex64, torch.complex128)}
+
+_OWN = ("error", "u", "v", "momentum", "inner", "sender", "owner")
+"""What codes keep of a worker's own rows: one that joins begins without it."""
+
+
+class Shared:
+    """Whatever has a state that a worker which joins must get, by name; of some the state comes before they are there."""
+
+    def __init__(self, **given: Stateful) -> None:
+        self._given = dict(given)
+        self._unclaimed: dict[str, Any] = {}
+
+    @property
+    def all(self) -> list[Stateful]:
+        return list(self._given.values())
+
+    def add(self, name: str, one: Stateful, then: Callable[[], None]) -> None:
+        """``then`` is called where its state had come before."""
+        self._given[name] = one
+        if name in self._unclaimed:
+            one.load_state_dict(self._unclaimed.pop(name))
+            then()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._unclaimed, **{name: one.state_dict() for name, one in self._given.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._unclaimed = dict(state)
+        for name, one in self._given.items():
+            if name in self._unclaimed:
+                one.load_state_dict(self._unclaimed.pop(name))
+
+
+def state_of(binding: Binding, program: CollectiveProgram, shared: Shared) -> dict[str, Any]:
+    """All that a worker has, at the end of a step."""
+    return {
+        "weights": binding.weights,
+        "others": [t.detach() for t in _others(binding)],
+        "optimizer": binding.optimizer.state_dict(),
+        "program": program.state_dict(),
+        "shared": shared.state_dict(),
+    }
+
+
+def load_state(binding: Binding, program: CollectiveProgram, shared: Shared, state: dict[str, Any]) -> None:
+    """Go on from another worker's state; what its code held back stays with that worker."""
+    given = state["program"]
+    with torch.no_grad():
+        for own, other in zip([*binding.weights, *_others(binding)], [*state["weights"], *state["others"]], strict=True):
+            own.copy_(other)
+    binding.optimizer.load_state_dict(state["optimizer"])
+    given["gradient_state"] = [{k: v for k, v in one.items() if k not in _OWN} for one in given["gradient_state"]]
+    given["weight_state"] = [{**one, "inner": {}} if "inner" in one else one for one in given["weight_state"]]
+    for one in given["outer_state"]:
+        if "held" in one:
+            one["held"].zero_()
+    program.load_state_dict({**given, "workers": program._identity()["workers"]})
+    shared.load_state_dict(state["shared"])
+
+
+def send_state(packed: Tensor, ranks: list[int]) -> None:
+    """Send packed state to processes of the default group."""
+    for rank in ranks:
+        dist.send(torch.tensor([packed.numel()]), rank)
+        dist.send(packed, rank)
+
+
+def receive_state(donor: int) -> Tensor:
+    """What a process of the default group sends."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, donor)
+    packed = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(packed, donor)
+    return packed
+
+
+def _others(binding: Binding) -> list[Tensor]:
+    """Frozen parameters and buffers."""
+    ours = {id(p) for own in binding.params for p in own}
+    return [*(p.data for p in binding.model.parameters() if id(p) not in ours), *binding.model.buffers()]
+
+
+def pack_state(state: Any) -> Tensor:
+    """The bytes of ``state``, uint8.
+
+    >>> unpack_state(pack_state({"step": 3, 7: [torch.ones(2), None, (1, "a")]}))
+    {'step': 3, 7: [tensor([1., 1.]), None, (1, 'a')]}
+    """
+    tensors: list[Tensor] = []
+    text = json.dumps(_plain(state, tensors)).encode()
+    parts = [torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text), dtype=torch.uint8)]
+    parts += [t.reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    return torch.cat(parts)
+
+
+def unpack_state(packed: Tensor) -> Any:
+    """Back from :func:`pack_state`."""
+    (length,) = _LENGTH.unpack(bytes(packed[: _LENGTH.size].tolist()))
+    start = _LENGTH.size + length
+    return _value(json.loads(bytes(packed[_LENGTH.size : start].tolist())), packed[start:], [0])
+
+
+def _plain(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().to("cpu").contiguous())
+        return {"tensor": [str(value.dtype), list(value.shape)]}
+    if isinstance(value, dict):
+        return {"dict": [[_plain(k, tensors), _plain(v, tensors)] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        return {"tuple" if isinstance(value, tuple) else "list": [_plain(v, tensors) for v in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise HocketError(f"A worker that joins cannot be given a {type(value).__name__}; keep numbers, strings and tensors in states.")
+
+
+def _value(plain: Any, content: Tensor, at: list[int]) -> Any:
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, found),) = plain.items()
+    if kind == "dict":
+        return {_value(k, content, at): _value(v, content, at) for k, v in found}
+    if kind in ("list", "tuple"):
+        values = [_value(v, content, at) for v in found]
+        return tuple(values) if kind == "tuple" else values
+    dtype, shape = _NAMES[found[0]], found[1]
+    size = torch.Size(shape).numel() * dtype.itemsize
+    at[0] += size
+    return content[at[0] - size : at[0]].clone().view(dtype).view(shape)

@@ -1,0 +1,65 @@
+"""Every sample of an epoch is given once, whatever becomes of the workers meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from hocket.data.elastic_stream import SampleStream
+from hocket.data.partition import Partition
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_sample_is_given_once_however_workers_come_and_go(seed: int) -> None:
+    """Workers are at most one round apart; what a lost one was given since the last exchange that counts is given again."""
+    rng = random.Random(seed)
+    count, samples = rng.randint(2, 5), rng.randint(40, 200)
+    partition = Partition(samples, count, rng.randint(1, 4), seed)
+    streams = [SampleStream(count, worker) for worker in range(count)]
+    pending: dict[int, list[int]] = {id(s): [] for s in streams}
+    given: Counter[int] = Counter()
+    for stream in streams:
+        stream.begin(partition)
+    alive = True
+    while alive:
+        ahead = rng.randint(0, len(streams))  # so many take the round before the others learn of a loss
+        fault = rng.random() < 0.15 and len(streams) > 2
+        order = list(streams)
+        for k, stream in enumerate(order):
+            if fault and k == ahead:
+                lost = rng.randrange(len(streams))
+                slots = [streams[lost].worker]
+                left = [s for s in streams if s is not streams[lost]]
+                positions = [s.position for s in left]
+                for rank, s in enumerate(left):
+                    s.propose(positions, slots, len(left), rank)
+                    s.confirm()
+                pending.pop(id(streams[lost]))
+                streams = left
+            if stream not in streams:
+                continue
+            found = stream.next()
+            alive = alive and found is not None
+            if found is not None:
+                pending[id(stream)] += found.indices[stream.worker].tolist()
+        if len({s.position[:3] for s in streams}) > 1:
+            continue
+        for stream in streams:  # an exchange that includes all rounds so far
+            stream.count()
+            given.update(pending[id(stream)])
+            pending[id(stream)] = []
+        if rng.random() < 0.1:
+            joined = SampleStream()
+            joined.load_state_dict(streams[0].state_dict())
+            joined.begin(partition)
+            pending[id(joined)] = []
+            positions = [s.position for s in streams]
+            streams.append(joined)
+            for rank, s in enumerate(streams):
+                s.propose(positions, [], len(streams), rank)
+                s.confirm()
+    assert max(given.values()) == 1
+    dropped = samples - len(given)
+    assert dropped < 2 * len(streams) + 5, "only a rest too small for all workers is dropped"
