@@ -92,11 +92,9 @@ def init(
 
         tunnel = Tunnel.with_keys(_Session.keys)
     _Session.cluster = join(backend, device, None, exact, timeout_s, liveness_timeout_s, _Session.keys, tunnel)
-    cluster, _Session.number = _Session.cluster, _Session.number + 1
-    _Session.rendezvous = find_rendezvous(os.environ)
+    cluster, _Session.number, _Session.rendezvous = _Session.cluster, _Session.number + 1, find_rendezvous(os.environ)
     _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
-    _Session.servers = None if servers is None else [address.strip() for address in servers.split(",")]
-    _Session.job = job
+    _Session.servers, _Session.job = None if servers is None else [address.strip() for address in servers.split(",")], job
     if (rank is None) != (world_size is None) or (rank is not None and (servers is None or cluster.size > 1)):
         raise HocketError("rank= and world_size= go together, with servers= and without a launcher, which would tell them.")
     _Session.worker, _Session.world = cluster.workers.start, cluster.size

@@ -24,8 +24,9 @@ from hocket.split.mesh import AXES
 
 BASELINE = "bulk + allreduce"
 # Settings in which two seeds of one configuration may differ.
-NOT_CONFIGURATION = {"seed", "versions", "citations", "failure", "finished", "rate", "outer", "buckets", "steps", "exchange"}
-NOT_CONFIGURATION |= {"parameters"}
+NOT_CONFIGURATION = {
+    *["seed", "versions", "citations", "failure", "finished", "rate", "outer", "buckets", "steps", "exchange", "parameters"]
+}
 
 
 @dataclass(frozen=True, order=True)

@@ -16,7 +16,7 @@ from hocket.cluster.layout import Layout
 from hocket.cluster.message import FRAME_BYTES, framed
 from hocket.errors import HocketError, WorkerLost
 from hocket.programs.account import Account
-from hocket.programs.base import Address, Client, Link, Task, Until, from_plain, to_plain
+from hocket.programs.base import Address, Client, Link, Say, Task, Until, from_plain, to_plain
 from hocket.programs.late import LateAnswers
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.push_encoder import PushEncoder, Slices
@@ -96,6 +96,7 @@ class ShardRequests(Client):
         self.sync = config.strategy.sync
         self.account = Account()
         self.late = LateAnswers()
+        self._waiting: tuple[str, float] | None = None  # in what, and since when
         self.step = 0
         """Steps done; a worker that was away goes on with the others."""
         self._encoder = PushEncoder(config.strategy, self.slices, config.worker, config.world, config.seed)
@@ -198,6 +199,10 @@ class ShardRequests(Client):
         link.heard = self.now
         if message.kind == Kind.WAIT:  # a call to a meeting may come at any time
             self._call = message.metadata.get("call", self._call)
+            if self._waiting is not None:
+                behind, waited = message.metadata.get("behind", []), self.now - self._waiting[1]
+                text = self.late.judge(self.config.worker, self.step, waited, behind)
+                self._effects += [Say(text)] * bool(text)
         elif self._greeting == sender and message.kind in (Kind.WELCOME, Kind.REFUSAL):
             link.greetings.append(message)
         elif link.request is None or link.reply is not None:

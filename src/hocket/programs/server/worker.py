@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hocket.cluster.message import framed
 from hocket.programs.account import Account
-from hocket.programs.base import Address, Say, Task, Until, event
+from hocket.programs.base import Task, Until, event
 from hocket.programs.server.optimizer_spec import OptimizerSpec
 from hocket.programs.server.requests import ShardRequests, WorkerConfig
 from hocket.transport.frame import Envelope, Kind
@@ -36,7 +36,6 @@ class ServerWorker(ShardRequests):
         self.final_buffers: Tensor | None = None
         """All workers' mean buffers, after :meth:`finish`."""
         self._gradients: list[Tensor] = []
-        self._waiting: tuple[str, float] | None = None
         self._steps_since_meeting = 0
         self._met = 0.0  # when the last meeting was over
         self._fetched: list[Tensor] = []  # the weights from which displacements are measured, where these are pushed
@@ -141,12 +140,6 @@ class ServerWorker(ShardRequests):
     def leave(self, now: float) -> None:
         for link in self.links:
             self._send(link.peer, Envelope(Kind.GOODBYE, self.config.worker, link.peer))
-
-    def on_message(self, sender: Address, message: Envelope) -> None:
-        super().on_message(sender, message)
-        if message.kind == Kind.WAIT and self._waiting is not None:
-            text = self.late.judge(self.config.worker, self.step, self.now - self._waiting[1], message.metadata.get("behind", []))
-            self._effects += [Say(text)] * bool(text)
 
     # --- tasks ---------------------------------------------------------------------------------------------------------------
 
