@@ -32,7 +32,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 def timeless(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without what differs from run to run."""
-    return [{k: v for k, v in m.items() if not k.endswith("_s") and k != "seconds"} for m in metrics]
+    return [{k: v for k, v in m.items() if not k.endswith("_s") and k not in ("seconds", "step_times")} for m in metrics]
 
 
 SMALL = [

@@ -379,7 +379,7 @@ def test_the_command_survives_the_loss_of_a_worker_and_of_a_shard(nursery: Nurse
     assert described["cluster"]["backend"] == "zeromq"
     assert sum(n for m in metrics for n in m["staleness"].values()) <= described["steps"] * 2, "every push is counted once"
     assert all(m["wall_s"] > 0 for m in metrics)
-    assert sorted(p.name for p in out.iterdir()) == ["metrics.jsonl", "run.json"]
+    assert sorted(p.name for p in out.iterdir()) == ["checkpoints", "metrics.jsonl", "model.safetensors", "run.json"]
     assert "2 workers and 2 shards" in ended.stdout
 
 

@@ -7,6 +7,8 @@ import io
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hocket
-from hocket import ClusterSpec, HocketError, Strategy
+from hocket import ClusterSpec, HocketError, OneBitAdam, Strategy
 from hocket.cluster.spec_file import PRESETS
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data.base import DataSet, identity
@@ -209,3 +211,36 @@ def test_the_command_prints_tables_json_and_csv() -> None:
     lines = CliRunner().invoke(app, [*given, "--csv", "-n", "4"]).output.splitlines()
     assert len(lines) == 3
     assert CliRunner().invoke(app, [*given, "-n", "4,x"]).exit_code != 0
+
+
+def test_tied_parameters_count_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+            self.out.weight = self.embedding.weight
+
+    found = predict(Tied(), strategies=["bulk"], workers=[2], step_s=0.1)
+    assert found.model.parameters == 40
+
+
+def test_momentum_that_is_exchanged_now_and_then_travels_now_and_then() -> None:
+    onebit: dict[str, Any] = {"optimizer": lambda p: OneBitAdam(p, freeze_step=1), "parameters": 1e5, "step_s": 0.1}
+    names = ["bulk + sign + exchange=momentum", "local(4) + sign + exchange=momentum"]
+    often, seldom = predict(strategies=names, workers=[4], **onebit).rows
+    assert often.refused is None
+    assert seldom.bytes_sent == pytest.approx(often.bytes_sent / 4)
+
+
+def test_periods_in_seconds_are_predicted_by_the_steps_that_fit() -> None:
+    (row,) = predict(parameters=1e4, step_s=0.01, strategies=["aedit(0.05)"], workers=[2]).rows
+    assert row.refused is None
+    assert row.step_s >= 0.009
+
+
+def test_language_models_of_transformers_are_predicted_on_texts(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=256).save_pretrained(tmp_path)
+    found = predict(f"hf:{tmp_path}", strategies=["bulk"], workers=[2])
+    assert found.rows[0].refused is None

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 
 from hocket.data.elastic_stream import SampleStream
 from hocket.data.partition import Partition
@@ -63,3 +64,14 @@ def test_every_sample_is_given_once_however_workers_come_and_go(seed: int) -> No
     assert max(given.values()) == 1
     dropped = samples - len(given)
     assert dropped < 2 * len(streams) + 5, "only a rest too small for all workers is dropped"
+
+
+def test_shards_are_mixed_in_an_elastic_run_as_in_any_other() -> None:
+    """Rounds of packed shards, which are dealt lane by lane inside each round, are the same with and without the stream."""
+    from hocket.data.shards.order import ShardOrder
+
+    order = ShardOrder([100] * 16, seed=3)
+    partition = Partition(samples=1600, workers=2, batch_size=50, seed=3, order=order)
+    dealt = [torch.cat(list(r.indices)) for r in partition.rounds(epoch=1)]
+    assert torch.equal(torch.cat(dealt), partition.permutation(1))
+    assert all(len(set((part // 100).tolist())) > 8 for part in dealt)

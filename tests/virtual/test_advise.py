@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -153,3 +154,19 @@ def test_the_race_keeps_bulk_to_the_end_and_the_better_rates() -> None:
     left = race.run()
     assert (left[0].strategy, left[0].lr, len(left[0].curve.points)) == ("bulk + allreduce", 0.1, 5)
     assert {e.left for e in race.entrants if e.lr == 1e-5} == {"rate 0.1 is better"}
+
+
+def test_a_training_that_diverges_with_another_seed_is_no_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Race.begin
+
+    def begin_again(self: Race, strategy: str, lr: float, seed: int | None = None) -> Any:
+        entrant = begin(self, strategy, lr, seed)
+        if seed is not None and strategy.startswith("local"):
+            entrant.metrics = iter([{"loss": math.nan}])
+        return entrant
+
+    monkeypatch.setattr(Race, "begin", begin_again)
+    spec = ClusterSpec(name="links", bandwidth=1e5, step_s=0.002)
+    found = advise("mlp", "digits", spec, 2, strategies=["local(8)"], lr=0.1, batch_size=40, seeds=2, minutes=0.01)
+    assert next(c.why for c in found.contenders if c.strategy.startswith("local")) == "it diverged with seed 1"
+    assert found.strategy == "bulk + allreduce"

@@ -5,18 +5,21 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from hocket.cli.train import device_of
+from hocket.cluster.base import Cluster
 from hocket.cluster.join import find_launcher, join
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
 from hocket.errors import HocketError
 from hocket.models.registry import build, loss_for
-from hocket.prediction.model import OPTIMIZERS, made_up
+from hocket.prediction.model import OPTIMIZERS, made_up, reads_text
 from hocket.prediction.probe import CODES, LIMIT_S, probe
 from hocket.strategy import Strategy
 from hocket.train.simulate import seeded
+from hocket.transport.tunnel import Tunnel
 
 
 def command(
@@ -29,6 +32,7 @@ def command(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
     limit_s: Annotated[float, typer.Option(help="Seconds that it may take, about.")] = LIMIT_S,
+    keys: Annotated[Path | None, typer.Option(help="Of several machines: keys made by `hocket keys`.")] = None,
     out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.toml"),
 ) -> None:
     """Measure compute, codes and links, and write a cluster file; start it with torchrun, mpirun or srun to measure a cluster."""
@@ -40,12 +44,14 @@ def command(
     if not out.parent.is_dir():
         raise HocketError(f"--out {out}: the folder {out.parent} is not there; make it first.")
     where = device_of(device)
-    dataset = load(data) if data is not None else made_up(text=model.startswith("gpt"), samples=batch_size)
-    if len(dataset.train[0]) < batch_size:
-        raise HocketError(f"--batch-size {batch_size}: the data set has {len(dataset.train[0])} samples; use at most as many.")
-    x, y = (t[:batch_size].to(where) for t in dataset.train)
+    dataset = load(data) if data is not None else made_up(text=reads_text(model), samples=batch_size)
+    if len(dataset.samples) < batch_size:
+        raise HocketError(f"--batch-size {batch_size}: the data set has {len(dataset.samples)} samples; use at most as many.")
+    x, y = (t.to(where) for t in dataset.samples[torch.arange(batch_size)])
     built = seeded(lambda: build(model, dataset), 0).to(where)
-    cluster = VirtualCluster(1, where) if find_launcher(os.environ) is None else join(device=where)
+    cluster: Cluster = VirtualCluster(1, where)
+    if find_launcher(os.environ) is not None:
+        cluster = join(device=where, keys=keys, tunnel=None if keys is None else Tunnel.with_keys(keys))
     try:
         found = probe(
             built, loss_for(dataset), (dataset.prepare(x), y), cluster, optimizer=OPTIMIZERS[optimizer], codes=code or CODES,

@@ -68,15 +68,18 @@ def command(
     sys.path.insert(0, os.getcwd())  # for module:factory
     member = find_rendezvous(os.environ) is not None  # our own launcher has started this process
     launcher = None if given["virtual"] or member else find_launcher(os.environ)
+    if elastic is not None and given["workers"] is None:
+        given["workers"] = Elastic.parse(elastic).least
     settings = _settings(given, 1 if launcher is None else launcher.processes)
     policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace, "record": record}
     start = Start(
-        launcher is not None or member, processes, device, data_dir, out, resume, checkpoints, explain, keys, keep, elastic, replace
+        launcher is not None or member, processes, device, data_dir, out, resume, checkpoints, explain, keys, keep, elastic
     )
     if explain and settings.split is None:
         raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
     strategy, virtual = settings.strategy, settings.workers.virtual
     if elastic is not None:
+        _refuse_policy(f"--elastic {elastic}", {name: policy[name] for name in ("keys", "snapshot_s", "record")})
         _train_elastic(settings, start, ELASTIC_TIMEOUT_S if liveness_timeout == LIVENESS_TIMEOUT_S else liveness_timeout)
         return
     if settings.optimizer.name == BATCH_OPTIMIZER:
@@ -110,7 +113,6 @@ class Start:
     """Of a launcher's job whose processes are on several machines."""
     keep: int = LEAST_KEPT
     elastic: str | None = None
-    replace: bool = False
 
 
 def _settings(given: dict[str, Any], launched: int) -> RunSettings:

@@ -94,9 +94,11 @@ class Partition:
         return full + (self.last == "even" and rest >= self.workers)
 
     def permutation(self, epoch: int) -> Tensor:
-        """All samples, in the order of an epoch."""
+        """All samples, in the order of an epoch, round by round."""
         if self.order is not None:
-            return torch.from_numpy(self.order.dealt(epoch * self.samples, (epoch + 1) * self.samples))
+            size, begun = self.workers * self.batch_size, epoch * self.samples
+            spans = [(first, min(self.samples, first + size)) for first in range(0, self.samples, size)]
+            return torch.cat([torch.from_numpy(self.order.dealt(begun + first, begun + end)) for first, end in spans])
         if not self.shuffle:
             return torch.arange(self.samples)
         return torch.randperm(self.samples, generator=torch.Generator().manual_seed(noise.fold(self.seed, epoch)))

@@ -145,10 +145,12 @@ def advise(
     settings, part = _affordable(settings, dataset, spec, len(parsed) * len(rates), seeds, minutes, torch.device(device))
     race = Race(settings, spec, part, torch.device(device), parsed, rates, watch)
     runs = {entrant.strategy: _with_seeds(race, entrant, seeds) for entrant in race.run()}
-    rows = predict(lambda: build(model, dataset), spec, parsed, workers, batch=_few(dataset), batch_size=batch_size).rows
+    built = build(model, dataset)
+    sizes: dict[str, Any] = {"batch": _few(dataset), "batch_size": batch_size, "optimizer": settings.optimizer_for(built)}
+    rows = predict(built, spec, parsed, workers, **sizes).rows
     costs = {row.strategy: row for row in rows}
     about = (
-        f"{model} on {len(part.train[0]):,} of {len(dataset.train[0]):,} samples of {dataset.name}, {workers} virtual workers × "
+        f"{model} on {len(part.train[0]):,} of {len(dataset.samples):,} samples of {dataset.name}, {workers} virtual workers × "
         f"{batch_size}, {settings.epochs} epochs, {seeds} seed{'s' * (seeds > 1)}"
     )
     contenders = [_contender(race, s, runs.get(s, []), goal, spec, workers, costs[s]) for s in parsed]
@@ -173,6 +175,9 @@ def _with_seeds(race: Race, entrant: Entrant, seeds: int) -> list[Curve]:
         race.watch(f"{entrant.strategy}, rate {entrant.lr:g}, seed {seed}")
         again = race.begin(entrant.strategy, entrant.lr, seed)
         again.advance(race.settings.epochs)
+        if again.left is not None:
+            entrant.left = f"{again.left} with seed {seed}"
+            return []
         curves.append(again.curve)
     return curves
 
@@ -181,7 +186,7 @@ def _affordable(
     settings: RunSettings, data: DataSet, spec: ClusterSpec, entrants: int, seeds: int, minutes: float, device: torch.device
 ) -> tuple[RunSettings, DataSet]:
     """Epochs, and a part of the samples, for trainings that take about ``minutes`` in all."""
-    samples = len(data.train[0])
+    samples = len(data.samples)
     # The update, the exchange and the evaluation come beside the gradient.
     per_sample = 1.5 * timed_step(settings.model, data, settings.data.batch_size, device) / settings.data.batch_size
     # All entrants train for one epoch, two thirds for another, a third for two more; the last few to the end, with every seed.
@@ -192,7 +197,7 @@ def _affordable(
     most = int(min(samples, afford / whole(epochs)))
     least = settings.workers.count * settings.data.batch_size * 8
     most = min(samples, max(most, least))
-    part = replace(data, train=(data.train[0][:most], data.train[1][:most]))
+    part = replace(data, train=data.samples[torch.arange(most)], source=None)
     return settings.changed(epochs=epochs, warmup=epochs / 10), part
 
 
@@ -241,7 +246,7 @@ def _answer(contenders: list[Contender], goal: Goal, spec: ClusterSpec, settings
     bulk = contenders[0]
     ended = [c for c in contenders if c.quality is not None and c.seconds is not None]
     enough = [c for c in ended if _reaches(c, goal, bulk)]
-    fits = [c for c in enough if goal.memory_bytes is None or not c.memory_bytes > goal.memory_bytes]
+    fits = [c for c in enough if goal.memory_bytes is None or c.memory_bytes <= goal.memory_bytes]
     ranked = sorted(fits, key=lambda c: c.value(goal))
     rest = [c for c in contenders if c not in ranked]
     rest.sort(key=lambda c: (c.quality is None, -(c.quality.mean if c.quality is not None else 0.0)))
@@ -304,7 +309,7 @@ def _explained(one: Contender, goal: Goal, bulk: Contender, winner: Contender | 
         return replace(one, why="best")
     if not _reaches(one, goal, bulk):
         return replace(one, why="not good enough" if goal.target is None else "does not reach the goal in this time")
-    if goal.memory_bytes is not None and one.memory_bytes > goal.memory_bytes:
+    if goal.memory_bytes is not None and not one.memory_bytes <= goal.memory_bytes:
         return replace(one, why="does not fit")
     assert winner is not None
     return replace(one, why=f"{one.value(goal) / winner.value(goal):.2f} times {'the cost' if goal.cheapest else 'as long'}")

@@ -8,6 +8,7 @@ density that the method aims at (5 % for a static threshold), Rice's code of ran
 from __future__ import annotations
 
 import csv
+import inspect
 import io
 import math
 from collections.abc import Callable, Iterable
@@ -197,7 +198,9 @@ def optimizer_bytes(optimizer: Any) -> float:
     groups = optimizer.param_groups
     probe = nn.Parameter(zeros(4, 4))
     probe.grad = zeros(4, 4)
-    twin = type(optimizer)([{**{k: v for k, v in groups[0].items() if k != "params"}, "params": [probe]}])
+    options = {k: v for k, v in groups[0].items() if k != "params"}
+    needed = inspect.signature(type(optimizer)).parameters
+    twin = type(optimizer)([{**options, "params": [probe]}], **{k: v for k, v in options.items() if k in needed})
     twin.step()
     kept = [v for v in twin.state[probe].values() if isinstance(v, Tensor) and v.shape == probe.shape]
     per_value = sum(v.element_size() for v in kept)

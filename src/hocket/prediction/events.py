@@ -55,7 +55,8 @@ def _simulated(
     strategy: Strategy, parameters: int, spec: ClusterSpec, workers: int, step_s: float, seed: int
 ) -> tuple[Prediction, float]:
     """The prediction, and the seconds of the busiest server's link per worker and step."""
-    rounds = -(-_ROUNDS // strategy.sync.period) * strategy.sync.period
+    period = strategy.sync.expected_period(step_s)
+    rounds = -(-_ROUNDS // period) * period
     samples = torch.zeros(workers * rounds, _SIDE), torch.zeros(workers * rounds, dtype=torch.int64)
     data = DataSet("noise", samples, None, 2, identity)
     plan = TrainingPlan(3, 1, seed, evaluate=False, evaluate_last=False, worst=False)

@@ -98,13 +98,26 @@ def of_module(
         sizes = [size * batch_size / len(batch[0]) for size in _outputs(built, batch[0])]
     return ModelSize(
         name or type(built).__name__,
-        copy.deepcopy(built).to("meta"),
+        _on_meta(built),
         flops,
         batch_size,
         layers=max(1, sum(p.dim() > 1 for p in built.parameters()) // 2),
         activation_bytes=statistics.median(sizes) if sizes else None,
         kept_bytes=sum(sizes),
     )
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy without values; parameters that are tied stay so, which ``to("meta")`` would part."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def reads_text(name: str) -> bool:
+    """Whether the model of that name is a language model."""
+    return name.startswith(("gpt", "hf:"))
 
 
 def _outputs(model: nn.Module, inputs: Tensor) -> list[int]:
@@ -129,7 +142,7 @@ def _outputs(model: nn.Module, inputs: Tensor) -> list[int]:
 
 def of_name(name: str, batch_size: int, data: str | None = None) -> ModelSize:
     """A model by its name or ``module:factory``, for a data set or, without one, for images of 32 × 32 or texts of 256 bytes."""
-    dataset = load(data) if data is not None else made_up(text=name.startswith("gpt"))
+    dataset = load(data) if data is not None else made_up(text=reads_text(name))
     built = build(name, dataset)
     x, y = (t[:2] for t in dataset.train)
     return of_module(built, (dataset.prepare(x), y), cross_entropy, batch_size, name)

@@ -71,7 +71,7 @@ def step_together(
     clock.step_s = step_s
     weights, grads = ([b.empty(1) for b in layout.buckets] for _ in range(2))
     program = CollectiveProgram(strategy, layout, cluster, weights, seed)
-    program.momentum = _Momentum() if strategy.exchanged == "momentum" else None
+    program.momentum = _Momentum(program) if strategy.exchanged == "momentum" else None
     program.moments = _Moments(weights)
     period = strategy.sync.period
     warm = 0 if steps is not None else max(period, 2)
@@ -110,9 +110,14 @@ def _step(program: CollectiveProgram, step: int, weights: list[Tensor], grads: l
 
 
 class _Momentum:
-    """1-bit Adam after its warm-up."""
+    """1-bit Adam after its warm-up, 0/1 Adam between two refreshes."""
 
-    exchanges = True
+    def __init__(self, program: CollectiveProgram) -> None:
+        self._program = program
+
+    @property
+    def exchanges(self) -> bool:
+        return (self._program.step + 1) % self._program.strategy.sync.period == 0
 
     def enter(self, bucket: int, gradients: Tensor) -> bool:
         return True

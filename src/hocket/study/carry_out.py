@@ -27,7 +27,7 @@ from hocket.train.settings import RunSettings
 from hocket.train.trial import check_own
 
 _CLOCK = ("cluster", "slowdown", "share")
-"""Settings that change how long a training takes, but not its result (except for rounding noise)."""
+"""Settings that change how long a training takes, but not its result (except for rounding noise), where workers step together."""
 
 
 class Interrupted(Exception):
@@ -224,10 +224,15 @@ class Search:
     def _what(self, described: dict[str, Any]) -> str:
         """The name of the search in rates.json: trainings that differ in the seed or in the seconds they take share it."""
         alike = {**described, "virtual": None, "seed": None}
-        alike = {name: value for name, value in alike.items() if name not in _CLOCK}
+        alike = {name: value for name, value in alike.items() if name not in _CLOCK or self._clock_matters}
         digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:12]
         workers, data_name = self.settings.workers.count, self.settings.data.name
         return f"{self.settings.strategy}, {workers} workers, {data_name}, {self.settings.model} ({digest})"
+
+    @property
+    def _clock_matters(self) -> bool:
+        """Whether the seconds of virtual workers decide what they exchange."""
+        return self.settings.strategy.sync.asynchronous and self.settings.workers.virtual
 
     def run(self) -> dict[str, Any]:
         """What was tried and what was chosen, for run.json."""
@@ -299,7 +304,8 @@ class Search:
     def _trained(self, settings: RunSettings) -> tuple[float | None, float | None]:
         """Training loss and accuracy of a training on virtual workers; None: it diverged."""
         try:
-            alike = settings.changed(virtual=True, cluster=None, slowdown=None, balance="even")
+            clock = {} if self._clock_matters else {"cluster": None, "slowdown": None}
+            alike = settings.changed(virtual=True, balance="even", **clock)
             last = self.virtual(alike, None, self.watch)[-1]
         except NonFiniteGradient:
             return None, None

@@ -12,6 +12,7 @@ decides, and the same seed and cluster give the same bits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +43,9 @@ class AEDiT(Meeting):
     @property
     def period(self) -> int:
         return self.s
+
+    def expected_period(self, step_s: float) -> int:
+        return max(1, min(self.s, math.ceil(self.seconds / step_s)))
 
     @property
     def outer_settings(self) -> tuple[float, float]:

@@ -125,6 +125,10 @@ class Sync(ABC):
         """Steps between exchanges."""
         return 1
 
+    def expected_period(self, step_s: float) -> int:
+        """The same where it depends on what a step takes."""
+        return self.period
+
     def proven_period(self, steps: int, workers: int) -> float | None:
         """The period up to which convergence is proven for so many steps and workers; None where there is no such bound."""
         return None

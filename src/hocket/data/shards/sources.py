@@ -224,6 +224,8 @@ def divided(source: Source, test: float) -> dict[str, Source]:
 def parts(name: str, data: DataSet | None = None, size: int | None = None) -> dict[str, Source]:
     """The parts of a source, by where they go under the destination: ``""`` is what is trained on, ``"test"`` what is tested on."""
     if data is not None:
+        if data.source is not None:
+            raise HocketError(f"'{name}' is packed already: copy its folder, or pack what it was made of.")
         return {"": Tensors(data, data.train), **({} if data.test is None else {"test": Tensors(data, data.test)})}
     path = Path(name).expanduser()
     if path.is_dir():
