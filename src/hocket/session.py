@@ -54,10 +54,8 @@ class _Session:
     worker: int = 0
     world: int = 1
     rendezvous: RendezvousInfo | None = None
-    stream: SampleStream | None = None
-    """The samples of an elastic job."""
-    number: int = 0
-    """How many sessions this process has begun."""
+    stream: SampleStream | None = None  # the samples of an elastic job
+    number: int = 0  # of sessions that this process has begun
 
 
 def init(
@@ -115,7 +113,8 @@ def shutdown() -> None:
     forget()
     if _Session.cluster is not None:
         _Session.cluster.close()
-    _Session.cluster, _Session.jobs, _Session.loaders, _Session.started = None, [], LoaderPositions(), []
+    _Session.cluster, _Session.stream, _Session.jobs, _Session.started = None, None, [], []
+    _Session.loaders = LoaderPositions()
 
 
 def parallelize(
@@ -160,11 +159,11 @@ def parallelize(
     parsed, placed = Strategy.parse(strategy), None if mesh is None else Mesh.parse(mesh)
     if sharding not in (None, *SHARDINGS):
         raise HocketError(f"sharding={sharding!r}: use 'zero1' (a part of the optimiser's state) or 'fsdp' (a part of everything).")
-    options = {"accumulate": accumulate, "scaler": scaler, "nonfinite": nonfinite, "check": check}
-    options |= {"steps": steps, "buckets": buckets, "seed": _Session.seed}
+    options = {"accumulate": accumulate, "scaler": scaler, "nonfinite": nonfinite, "check": check, "steps": steps}
+    options |= {"buckets": buckets, "seed": _Session.seed}
     if elastic is not None or cluster.elastic:
         start = ElasticStart(cluster, _Session.rendezvous, _Session.keys, elastic)
-        start.refuse(parsed, mesh, sharding, bool(_Session.jobs))
+        start.refuse(parsed, mesh, sharding, bool(_Session.jobs), check == AUDIT)
         job, _Session.stream = start.job(model, optimizer, parsed, options)
         return _begun(job)
     if placed is not None and sharding == "fsdp" and not placed.splits:
@@ -331,7 +330,8 @@ class DistributedLoader:
 
     def __len__(self) -> int:
         """Batches in an epoch (of a loader that has a length); where they are dealt by demand, an even share of them."""
-        return distributed_length(self.loader, _Session.world if _Session.cluster is not None else 1)
+        world = _Session.world if _Session.stream is None or _Session.cluster is None else _Session.cluster.size
+        return distributed_length(self.loader, world if _Session.cluster is not None else 1)
 
     def __iter__(self) -> Iterator[Any]:
         cluster = _joined("iterating over hocket.distribute(…)")

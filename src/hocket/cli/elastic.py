@@ -35,7 +35,10 @@ def rendezvous(
     bind: Annotated[str, typer.Option(help="Where workers find it; an address that other machines reach needs --keys.")],
     workers: Annotated[int | None, typer.Option(help="With how many the run begins (default: the least).")] = None,
     keys: Annotated[Path | None, typer.Option(help="Keys made by `hocket keys`.")] = None,
-    job: Annotated[str | None, typer.Option(help="A name for the run, if several have the same keys (HOCKET_JOB, in hex).")] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(help="Its id, 32 hexadecimal digits, if several have the same keys (HOCKET_JOB of workers)."),
+    ] = None,
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
 ) -> None:
     """Let workers that torchrun, Slurm or others start find each other, and go on when some are lost."""

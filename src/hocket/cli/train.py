@@ -179,6 +179,7 @@ def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: floa
         "--balance": settings.data.balance != "even",
         f"--optimizer {settings.optimizer.name}": settings.optimizer.name == BATCH_OPTIMIZER,
         str(strategy): strategy.runtime != "collective",
+        "exchange=momentum": strategy.exchanged == "momentum",
     }
     if named := [name for name, found in refused.items() if found]:
         raise HocketError(f"--elastic {start.elastic} trains whole replicas that step together; leave {named[0]} out.")

@@ -7,7 +7,6 @@ import importlib
 import ipaddress
 import os
 import re
-import socket
 import sys
 import threading
 from collections.abc import Mapping
@@ -172,12 +171,11 @@ def _port(job: str) -> int:
 
 
 def _stays_here(host: str) -> bool:
-    """Whether only this machine has this address."""
+    """Whether every machine takes this for itself. A machine's own name may mean loopback there and the machine elsewhere."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
         return False
-    return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)
 
 
 def join(
@@ -261,7 +259,10 @@ def _open_store(place: LaunchInfo, timeout_s: float, tunnel: StoreTunnel | None)
         )
     if place.keeps_store:
         kept = connect(place.address, place.port, timeout_s)
-        return kept if tunnel is None else _tunnelled(place, timeout_s, tunnel, kept)
+        if tunnel is not None:
+            return _tunnelled(place, timeout_s, tunnel, kept)
+        # The launcher keeps its store when it starts the processes again; those of one launcher know which start this is.
+        return dist.PrefixStore(f"hocket/attempt/{place.attempt}", kept) if place.per_host == place.processes else kept
     if tunnel is not None:
         store = _tunnelled(place, timeout_s, tunnel)
     elif place.one_host:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 def all_gather_plain(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each process of the group gives, in the order of ranks; all of them must call it together."""
-    device = torch.device("cpu") if "gloo" in str(dist.get_backend(group)) else torch.device("cuda", torch.cuda.current_device())
+    on_cuda = str(dist.get_backend(group)) == "nccl"  # others have a backend for the CPU, or find one
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     file = io.BytesIO()
     torch.save(own, file)
     body = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)

@@ -223,7 +223,7 @@ class Checkpoints:
     def _remove_old(self) -> None:
         self._good = self._good[-self.keep :]
         for number in self._numbers():
-            if number not in self._good:
+            if number not in self._good and number < self._good[-1]:  # another process may be writing the next one
                 self._remove(number)
 
     def _remove(self, number: int) -> None:

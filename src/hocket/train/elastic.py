@@ -86,7 +86,7 @@ class ElasticStart:
     def elastic(self) -> Elastic:
         return Elastic(1, MOST_WORKERS) if self.given is None else Elastic.parse(self.given)
 
-    def refuse(self, strategy: Strategy, mesh: Any, sharding: str | None, second: bool) -> None:
+    def refuse(self, strategy: Strategy, mesh: Any, sharding: str | None, second: bool, audit: bool = False) -> None:
         """Refuse what an elastic run cannot do."""
         limits = f"{self.elastic.least}:{self.elastic.most}"
         if self.rendezvous is None:
@@ -95,7 +95,8 @@ class ElasticStart:
                 "HOCKET_RENDEZVOUS to the address of a `hocket rendezvous`."
             )
         refused = {f"mesh={mesh}": mesh is not None, f"sharding={sharding!r}": sharding is not None}
-        refused |= {str(strategy): strategy.runtime != "collective", "the second job": second}
+        refused |= {str(strategy): strategy.runtime != "collective", "the second job": second, "check='audit'": audit}
+        refused["exchange=momentum"] = strategy.exchanged == "momentum"
         if named := [name for name, found in refused.items() if found]:
             raise HocketError(f"An elastic run trains one model, as whole replicas that step together; leave {named[0]} out.")
 
