@@ -20,7 +20,7 @@ from hocket.prediction.race import _beats as beats
 def asked(bandwidth: float, goal: str = "within 2 points", **more: object) -> Advice:
     spec = ClusterSpec(name="links", bandwidth=bandwidth, step_s=0.002, **more)  # type: ignore[arg-type]
     return advise(
-        "mlp", "digits", spec, 2, goal, strategies=["local(8)", "bulk + sign"], lr=0.1, batch_size=40, seeds=1, minutes=0.01
+        "mlp", "digits", spec, 2, goal, strategies=["local(8)", "bulk + sign"], lr=0.1, batch_size=40, seeds=1, minutes=1e-6
     )
 
 
@@ -114,7 +114,7 @@ def test_an_interval_is_the_range_of_the_seeds_with_the_error_of_the_clock() -> 
 
 
 def test_a_training_that_diverges_leaves_and_the_others_go_on() -> None:
-    found = advise("mlp", "digits", "1gbit", 2, strategies=["local(4)"], lr=1e8, batch_size=40, seeds=1, minutes=0.01)
+    found = advise("mlp", "digits", "1gbit", 2, strategies=["local(4)"], lr=1e8, batch_size=40, seeds=1, minutes=1e-6)
     assert found.strategy is None
     assert all(c.why == "it diverged" for c in found.contenders)
 
@@ -135,7 +135,7 @@ def test_bad_questions_meet_one_sentence() -> None:
 
 def test_the_command_prints_json() -> None:
     words = ["--model", "mlp", "--link", "1Mbit", "--step-s", "0.002", "-s", "local(8)", "--lr", "0.1", "-n", "2", "--seeds", "1"]
-    result = CliRunner().invoke(app, ["advise", *words, "--batch-size", "40", "--minutes", "0.01", "--json"])
+    result = CliRunner().invoke(app, ["advise", *words, "--batch-size", "40", "--minutes", "0.000001", "--json"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["strategy"] == "local(8) + allreduce"
@@ -167,6 +167,6 @@ def test_a_training_that_diverges_with_another_seed_is_no_shorter_one(monkeypatc
 
     monkeypatch.setattr(Race, "begin", begin_again)
     spec = ClusterSpec(name="links", bandwidth=1e5, step_s=0.002)
-    found = advise("mlp", "digits", spec, 2, strategies=["local(8)"], lr=0.1, batch_size=40, seeds=2, minutes=0.01)
+    found = advise("mlp", "digits", spec, 2, strategies=["local(8)"], lr=0.1, batch_size=40, seeds=2, minutes=1e-6)
     assert next(c.why for c in found.contenders if c.strategy.startswith("local")) == "it diverged with seed 1"
     assert found.strategy == "bulk + allreduce"

@@ -186,8 +186,9 @@ class Checkpoints:
         self.wait()
         number, self._next = self._next, self._next + 1
         arguments = (number, copied(dict(states)), dict(facts))
-        self._thread = threading.Thread(target=self._write, args=arguments, name="hocket-checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=arguments, name="hocket-checkpoint", daemon=True)
+        thread.start()
+        self._thread = thread  # only now can it be awaited, also where an interruption comes in between
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the generation that is being written."""
