@@ -24,6 +24,7 @@ ABOUT = {
     "session": "init, parallelize, shutdown",
     "predict": "time and traffic, no training",
     "sandblaster": "L-BFGS over the whole batch",
+    "prediction": "probe, predict, advise",
     "supervisor": "starts and watches processes",
     "train": "job, engines, loop, settings",
     "split": "tensor, pipeline, mesh, sharding",
