@@ -45,6 +45,10 @@ class WorkerLost(RuntimeError):
         self.worker = worker
 
 
+class Interrupted(Exception):
+    """The user interrupted the study; the message says how many runs have finished."""
+
+
 class NonFiniteGradient(RuntimeError):
     """A gradient held NaN or Inf under ``nonfinite="raise"``; the message names the parameters."""
 

@@ -6,6 +6,9 @@ The mixing is the 32-bit finaliser "lowbias32" (Wellons, 2018); keys are folded 
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,9 +37,9 @@ def fold(*parts: int) -> int:
     return key
 
 
-def bits(keys: Tensor, size: int) -> Tensor:
-    """``[len(keys), size]`` pseudo-random int32 values: row ``r`` depends on ``keys[r]`` alone."""
-    return bits_at(keys, torch.arange(size, dtype=torch.int32, device=keys.device))
+def bits(keys: Tensor, size: int, first: int = 0) -> Tensor:
+    """``[len(keys), size]`` pseudo-random int32 values, from the index ``first`` on: row ``r`` depends on ``keys[r]`` alone."""
+    return bits_at(keys, torch.arange(first, first + size, dtype=torch.int32, device=keys.device))
 
 
 def bits_at(keys: Tensor, index: Tensor) -> Tensor:
@@ -50,16 +53,47 @@ def bits_at(keys: Tensor, index: Tensor) -> Tensor:
         return keys.new_empty(len(keys), len(index), dtype=torch.int32)
     start = keys.to(torch.int64) & _MASK
     key = torch.where(start >= 2**31, start - 2**32, start).to(torch.int32).unsqueeze(1)
-    x = index.unsqueeze(0) ^ key
+    x, added = index.unsqueeze(0) ^ key, key * (0x9E3779B1 - 2**32)
     # Two rounds with the key between them: after one alone, rows whose keys differ in low bits are permutations of each other.
     for _ in range(2):
-        x ^= (x >> 16) & 0xFFFF
+        x ^= (x >> 16).bitwise_and_(0xFFFF)
         x *= 0x7FEB352D
-        x ^= (x >> 15) & 0x1FFFF
+        x ^= (x >> 15).bitwise_and_(0x1FFFF)
         x *= 0x846CA68B - 2**32
-        x ^= (x >> 16) & 0xFFFF
-        x += key * (0x9E3779B1 - 2**32)
+        x ^= (x >> 16).bitwise_and_(0xFFFF)
+        x += added
     return x
+
+
+_AHEAD = 32
+"""Keys of so many steps are made at once, where there are few of each: a tensor of a step costs as much as one of all."""
+_KEPT = 1 << 13
+"""Keys of a table, at most, that is kept."""
+
+
+def worker_keys(seed: int, step: int, bucket: int, salt: int, workers: Tensor, slices: int, device: torch.device) -> Tensor:
+    """One key for each of ``workers`` (of its id alone) or, with ``slices``, for each of its slices, flattened."""
+    ids = tuple(workers.tolist())
+    steps = min(_AHEAD, _KEPT // max(1, len(ids) * max(1, slices)))
+    if not steps:
+        return _keys_of_steps(seed, step, 1, bucket, salt, ids, slices, device)[0]
+    return _kept_keys(seed, step // steps, steps, bucket, salt, ids, slices, device)[step % steps]
+
+
+@lru_cache(maxsize=256)
+def _kept_keys(seed: int, block: int, steps: int, *rest: Any) -> tuple[Tensor, ...]:
+    return _keys_of_steps(seed, block * steps, steps, *rest)
+
+
+def _keys_of_steps(
+    seed: int, first: int, steps: int, bucket: int, salt: int, ids: tuple[int, ...], slices: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    # On the CPU, which is faster for so few values.
+    common = torch.tensor([fold(seed, step, bucket, salt) for step in range(first, first + steps)])
+    keys = bits_at(common, torch.tensor(ids, dtype=torch.int32)).to(torch.int64)
+    if slices:
+        keys = bits(keys.flatten(), slices).to(torch.int64).view(steps, -1)
+    return keys.to(device).unbind()
 
 
 def step_keys(seed: int, step: int, workers: int) -> Tensor:
@@ -72,11 +106,11 @@ def step_keys(seed: int, step: int, workers: int) -> Tensor:
     return bits(common, workers)[0].to(torch.int64) & 0x7FFFFFFF
 
 
-def uniform(keys: Tensor, size: int) -> Tensor:
-    """``[len(keys), size]`` float32 values, uniform in [0, 1) with 24 random bits each.
+def uniform(keys: Tensor, size: int, first: int = 0) -> Tensor:
+    """``[len(keys), size]`` float32 values, uniform in [0, 1) with 24 random bits each; from the index ``first`` on.
 
     >>> u = uniform(torch.tensor([1, 2]), 10_000)
     >>> bool((u >= 0).all() and (u < 1).all()), round(u.mean().item(), 1)
     (True, 0.5)
     """
-    return ((bits(keys, size) >> 8) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+    return (bits(keys, size, first) >> 8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)

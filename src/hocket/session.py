@@ -150,7 +150,7 @@ def parallelize(
     FSDP2); both where all replicas are equal after every step.
 
     ``elastic``: at least and at most so many workers, ``"2:8"`` or :class:`hocket.Elastic`: the others go on when one is lost, and
-    new ones join. Such a program is started by ``hocket launch --elastic 2:8``, or finds a ``hocket rendezvous``.
+    new ones join; on a mesh these are replicas. Start it by ``hocket launch --elastic 2:8``, or beside a ``hocket rendezvous``.
     """
     cluster = _joined("hocket.parallelize(…)")
     _refuse_twice(model, optimizer)
@@ -163,8 +163,8 @@ def parallelize(
     options |= {"buckets": buckets, "seed": _Session.seed}
     if elastic is not None or cluster.elastic:
         start = ElasticStart(cluster, _Session.rendezvous, _Session.keys, elastic)
-        start.refuse(parsed, mesh, sharding, bool(_Session.jobs), check == AUDIT)
-        job, _Session.stream = start.job(model, optimizer, parsed, options)
+        start.refuse(parsed, sharding, bool(_Session.jobs), check == AUDIT)
+        job, _Session.stream = start.job(model, optimizer, parsed, options, placed, pipeline)
         return _begun(job)
     if placed is not None and sharding == "fsdp" and not placed.splits:
         placed.check(cluster.size)

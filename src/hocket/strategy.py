@@ -6,6 +6,7 @@ instead.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from hocket import compression, sync, topology
 from hocket.compression import DGC, Compressor, NoCompression, chained
 from hocket.errors import HocketError, nearest
 from hocket.notation import Ratio, Term, read, shortened, write
+from hocket.notebook import table
 from hocket.sync import Bulk, Moment, Sync
 from hocket.synonyms import meant, meant_by_text
 from hocket.topology import Topology
@@ -126,6 +128,13 @@ class Strategy:
         """
         papers = (self.sync.paper, self.topology.paper, *(link.paper for link in self.compression.links))
         return list(dict.fromkeys(paper for paper in papers if paper))
+
+    def _repr_html_(self) -> str:
+        codes = [("what", link) for link in self.compression.links]
+        specs: list[tuple[str, Any]] = [("when", self.sync), ("whom", self.topology), *codes]
+        about = [str(sys.modules[type(spec).__module__].__doc__).split("\n")[0].replace("``", "") for _, spec in specs]
+        rows = [(axis, _text(spec), told, spec.paper or "") for (axis, spec), told in zip(specs, about, strict=True)]
+        return table(str(self), ["axis", "method", "what it is", "paper"], rows, [f"Workers exchange {self.exchanged}."], words=4)
 
     def moment(self, step: int) -> Moment:
         """When in step ``step`` (from 1) workers exchange; printable and testable without running anything.

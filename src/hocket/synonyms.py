@@ -24,6 +24,7 @@ _ROWS = {
     "diloco(50, outer=heavyball(0.7, 0.5)) + gossip(random)": "noloco",
     "diloco(30, 0.7, 0.8, guard=3)": "edit",
     "diloco(30, 0.8, 0.8) + sign(block=4096)": "muloco",
+    "acco": "accumulatewhilecommunicate delayedparameterupdate dpu",
     "async": "hogwild asgd asyncsgd asynchronous asp",
     "async(compensation=taylor)": "dcasgd",
     "async(compensation=rate)": "staleness stalenessaware",

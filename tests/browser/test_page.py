@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from browser.study import free_runs, hundred_runs, timeline, write_run, write_split
+from hocket import ClusterSpec
+from hocket.prediction import whatif
 from hocket.report import build
 
 pytestmark = pytest.mark.browser
@@ -473,4 +475,40 @@ def test_it_is_drawn_anew_when_the_window_changes(visit: Visit, tmp_path: Path) 
     page = visit(build([hundred_runs(tmp_path)], tmp_path, png=False).path)
     page.set_viewport_size({"width": 390, "height": 844})
     page.wait_for_selector("#epochs svg[viewBox^='0 0 358 ']")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_sliders_say_what_other_links_and_more_workers_would_do(
+    visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, stops in (("BITS", (1e8, 1e10)), ("LATENCIES_S", (1e-5, 1e-2)), ("WORKERS", (4, 64))):
+        monkeypatch.setattr(whatif, name, stops)
+    for strategy in ("bulk + allreduce", "local(16) + allreduce", "async + server"):
+        write_run(tmp_path / strategy, strategy, parameters=25_000_000, steps=100)
+    spec = ClusterSpec(name="two <links>", bandwidth=12.5e6, latency_s=1e-5)
+    page = visit(build([tmp_path], tmp_path, png=False, predicted=lambda rows: whatif.what_if(rows, spec)).path)
+    assert page.locator(".beside tbody tr").count() == 2, "strategies whose workers step together"
+    assert re.fullmatch(r"[\d.]+", page.inner_text(".beside tbody tr:first-child td:nth-child(2)"))
+
+    def steps() -> dict[str, float]:
+        rows = page.locator(".what-if-table tbody tr").all()
+        return {row.locator("th").inner_text(): float(row.locator("td").first.inner_text()) for row in rows}
+
+    def choose(axis: str, place: int) -> None:
+        page.locator(f".what-if input[data-axis={axis}]").fill(str(place))
+
+    slow = steps()
+    assert "100 Mbit/s" in page.inner_text(".sliders")
+    assert slow["local(16) + allreduce"] < slow["bulk + allreduce"]
+    assert page.inner_text(".what-if-table tbody tr:first-child th") == "local(16) + allreduce", "the fastest comes first"
+    choose("bits", 1)
+    fast = steps()
+    assert fast["bulk + allreduce"] < slow["bulk + allreduce"]
+    choose("latency_s", 1)
+    far = steps()
+    assert far["bulk + allreduce"] > fast["bulk + allreduce"]
+    page.locator(".what-if input[data-axis=workers]").press("ArrowRight")
+    assert page.locator("output").last.inner_text() == "64"
+    assert steps()["bulk + allreduce"] > far["bulk + allreduce"]
+    page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -1,25 +1,38 @@
 """Elastic members and their rendezvous under a fault schedule, and the invariants that they must keep.
 
-Exchanges are simulated: a collective of a generation ends, for each member at a time of its own, once all have entered it. A
-loss interrupts it for some members before its end and for others after it. Always: one list of members per number of a generation;
-whoever forms a generation has the same exchanges behind it as its other members; newcomers get weights at the end of a step alone;
-at the end all that live are members and go on.
+Members of a generation first tell each other their addresses, by the rendezvous' store; a message of that may be lost like any
+other. Exchanges are simulated: a collective of a generation ends, for each member at a time of its own, once all have entered it.
+Those of gossip end for a member once its neighbour has entered them. They end in all three ways
+(:class:`hocket.cluster.ending.Ending`). A
+loss interrupts them for some members before the end and for others after it. Always: one list of members per number of a
+generation; whoever forms a generation has the same exchanges behind it as its other members; newcomers get weights at the end of a
+step alone; at the end all that live are members and go on.
+
+With ``parts`` a model is split: so many processes are a replica. They compute in a pass that ends once all of them are in it, which
+goes on when the generation changes; a member that waits in a pass forms the next generation meanwhile. Each part is exchanged
+among those that hold it, and acknowledged by all.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
+
 from faults.simulated import QUIET_S, Fault, FaultyNetwork, Outcome, Schedule, trace_messages
+from hocket.cluster.ending import Ending
 from hocket.drivers.simulation import Call, Simulation
-from hocket.programs.elastic.generation import Position, agreed
+from hocket.programs.elastic.generation import Generation, Position, agreed
 from hocket.programs.elastic.member import Abandon, Member
 from hocket.programs.elastic.rendezvous import Rendezvous
 
 HANG_S, MAX_EVENTS = QUIET_S + 240.0, 200_000
+BUILD_S = 20.0
 RENDEZVOUS = ("shard", 0)
 _EVERY = 3
 """Exchanges of a step: only the last is at its end."""
@@ -32,8 +45,20 @@ class Worker:
     member: Member
     log: list[int] | None = None
     """For each completed exchange the generation in which it was made; None: it has no weights yet."""
+    given_in: int = 0
+    """The generation in which it was given weights, if it has not seen that one formed."""
     held: int | None = None
     """The generation of the exchange whose result it holds."""
+    kept: bool = False
+    """It can give the result of its last exchange to others."""
+    told: dict[int, int] = field(default_factory=dict)
+    """Under gossip, by exchange of which all have the results: the latest generation that anybody knew of then."""
+    ready: bool = False
+    """Under gossip: it has the result of the next exchange, and waits until all have those of the last one."""
+    told_in: int = 0
+    """The latest generation in whose store it has its address."""
+    asked_in: int = 0
+    """The latest generation of which it has asked for the others' addresses."""
     generation: int = 0
     change: bool = False
     """All members know that a planned generation follows."""
@@ -42,6 +67,13 @@ class Worker:
     at_end: bool = True
     """It is at the end of a step."""
     leaves: bool = False
+    part: int = 0
+    joins: int = 0
+    """How often it has joined."""
+    passing: bool = False
+    """It is in a pass."""
+    computed: bool = False
+    """Its pass has ended; the exchange has not begun."""
 
 
 @dataclass
@@ -51,12 +83,16 @@ class Collective:
     inside: dict[int, tuple[int, Any]] = field(default_factory=dict)
     """By worker: its call, and what it has brought."""
     over: bool = False
+    heard: set[int] = field(default_factory=set)
+    """Under gossip: those that have their neighbour's part."""
 
 
 class ElasticRun:
     """``workers`` workers of which at least ``least`` train; those that crash come back as newcomers."""
 
-    def __init__(self, schedule: Schedule, workers: int, least: int) -> None:
+    def __init__(self, schedule: Schedule, workers: int, least: int, parts: int = 1) -> None:
+        """``least`` counts replicas, each of ``parts`` workers."""
+        self.parts, self.passes = parts, dict[tuple[Any, ...], set[int]]()
         self.schedule, self.rng = schedule, random.Random(schedule.seed ^ 0xE1A5)
         self.outcome = Outcome(schedule.seed, faults=len(schedule.faults) + len(schedule.partitions))
         self.simulation = Simulation(FaultyNetwork(schedule))
@@ -66,7 +102,8 @@ class ElasticRun:
         self.collectives: dict[tuple[Any, ...], Collective] = {}
         self.workers: dict[int, Worker] = {}
         self.uids, self.goal, self.named = 0, 0, 0
-        self.rendezvous = Rendezvous(least, workers, workers)
+        self.endings = self.rng.choices(list(Ending) if parts == 1 else [Ending.ACKNOWLEDGED], k=_EVERY)
+        self.rendezvous = Rendezvous(least, workers // parts, workers // parts)
         self.simulation.add(RENDEZVOUS, self.rendezvous, b"rendezvous", {})
         self.simulation.carry_out(RENDEZVOUS, self.rendezvous.start(0.0))
         for place in range(workers):
@@ -78,7 +115,8 @@ class ElasticRun:
 
     def _start(self, place: int) -> None:
         key = ("worker", place)
-        worker = self.workers[place] = Worker(Member(self.uids, give_up_s=HANG_S))
+        part = place % self.parts
+        worker = self.workers[place] = Worker(Member(self.uids, HANG_S, part, self.parts), part=part)
         self.simulation.add(key, worker.member, f"worker {self.uids}".encode(), {0: RENDEZVOUS})
         self.uids += 1
         self._join(place)
@@ -86,6 +124,10 @@ class ElasticRun:
     def _join(self, place: int) -> None:
         worker = self.workers[place]
         worker.log, worker.held, worker.generation, worker.change, worker.at_end = None, None, 0, False, True
+        worker.given_in = 0
+        worker.kept, worker.ready, worker.told = False, False, {}
+        worker.passing, worker.computed = False, False
+        worker.joins += 1
         worker.work += 1
         self._call(place, worker.member.join, "terms")
 
@@ -122,9 +164,9 @@ class ElasticRun:
         self.calls[name] = do
         self.simulation.put(self.simulation.now + seconds, Call(name, RENDEZVOUS if place is None else ("worker", place)))
 
-    def _call(self, place: int, method: Callable[..., Any], *arguments: Any) -> None:
+    def _call(self, place: int, method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         key = ("worker", place)
-        self.simulation.carry_out(key, method(*arguments, now=self.simulation.time(key)))
+        self.simulation.carry_out(key, method(*arguments, now=self.simulation.time(key), **named))
 
     # --- training ------------------------------------------------------------------------------------------------------------
 
@@ -152,20 +194,57 @@ class ElasticRun:
             self._crash(place, 5.0)
         elif member.excluded:
             self._join(place)
-        elif member.inside:
+        elif member.inside and self._meets(place):
             worker.generation = member.latest.number
             worker.work += 1
-            position = Position(-1) if worker.log is None else Position(len(worker.log), worker.held is not None)
-            self._enter(place, "positions", (position, worker), self._positions)
+            if worker.given_in and not member.latest.known(member.uid, worker.given_in):
+                worker.log, worker.at_end = None, True
+            position = Position(-1) if worker.log is None else Position(len(worker.log), self._holds(worker), worker.kept)
+            # As it is now: a member that is stopped reads it later.
+            present = replace(worker, log=None if worker.log is None else list(worker.log))
+            self._enter(place, "positions", (position, present), self._positions)
+
+    def _meets(self, place: int) -> bool:
+        """Tell the others of the latest generation an address, and wait for theirs; whether all are there."""
+        worker = self.workers[place]
+        member, number = worker.member, worker.member.latest.number
+        if worker.told_in != number:
+            worker.told_in = number
+            self._call(place, member.put, number, f"of {member.uid}", torch.zeros(1))
+        elif worker.asked_in != number:
+            worker.asked_in = number
+            within_s = math.inf if worker.log is None else BUILD_S
+            self._call(place, member.get, number, [f"of {uid}" for uid in member.latest.members], within_s=within_s)
+        elif member.values is None:  # somebody has not come in time
+            self._call(place, member.has_failed, number)
+            self._call(place, member.wait_newer, number)
+        else:
+            return True
+        return False
+
+    def _ending(self, worker: Worker) -> Ending:
+        return self.endings[len(worker.log or ()) % _EVERY]
+
+    def _holds(self, worker: Worker) -> bool:
+        """Whether it can take the next exchange as completed; under gossip with what it has."""
+        return worker.held is not None or self._ending(worker) is Ending.OWN
 
     def _enter(self, place: int, what: str, brought: Any, then: Callable[[int, list[Any]], None]) -> None:
         worker = self.workers[place]
         number, work = worker.generation, worker.work
         members = self.lists[number]
         count = -1 if what in ("positions", "formed") else len(worker.log or ())
+        if what == "data":  # each part is exchanged by itself
+            members, what = members[worker.part :: self.parts], f"data {worker.part}"
         collective = self.collectives.setdefault((number, what, count), Collective())
         collective.inside[worker.member.uid] = work, brought
-        if set(members) <= collective.inside.keys():
+        if what.startswith("data") and self._ending(worker) is Ending.OWN:
+            at = members.index(worker.member.uid)
+            for i in (at, (at + 1) % len(members)):  # each hears the one before it
+                if {members[i], members[i - 1]} <= collective.inside.keys() and members[i] not in collective.heard:
+                    collective.heard.add(members[i])
+                    self._hear(members[i], members[i - 1], collective, then)
+        elif set(members) <= collective.inside.keys():
             self._end(members, collective, then)
 
     def _end(self, members: tuple[int, ...], collective: Collective, then: Callable[[int, list[Any]], None]) -> None:
@@ -182,6 +261,16 @@ class ElasticRun:
         for uid in members:
             self._later(self.rng.uniform(0.001, 0.3), lambda uid=uid: self._ended(uid, collective, brought, then), places[uid])
 
+    def _hear(self, uid: int, other: int, collective: Collective, then: Callable[[int, list[Any]], None]) -> None:
+        places = {worker.member.uid: place for place, worker in self.workers.items()}
+        if uid not in places or other not in places:
+            return
+        a, b = ("worker", places[uid]), ("worker", places[other])
+        if self.simulation.network.apart(self.simulation.now, a, b):  # type: ignore[attr-defined]
+            self._later(0.5, lambda: self._hear(uid, other, collective, then))
+            return
+        self._later(self.rng.uniform(0.001, 0.3), lambda: self._ended(uid, collective, [], then), places[uid])
+
     def _ended(self, uid: int, collective: Collective, brought: list[Any], then: Callable[[int, list[Any]], None]) -> None:
         place = next((place for place, worker in self.workers.items() if worker.member.uid == uid), None)
         if place is not None and self.workers[place].work == collective.inside[uid][0]:
@@ -196,11 +285,18 @@ class ElasticRun:
             donors = [other for position, other in brought if position.done >= 0]
             if any(not other.at_end for other in donors):
                 self.violate("a newcomer gets weights in the middle of a step")
-            donor = next((other for other in donors if len(other.log or ()) == count), None)
-            taken = [] if donor is None else list(donor.log or ())
-        elif len(worker.log) < count:
-            assert worker.held is not None
+            donor = next((other for other in donors if len(other.log or ()) == count and other.part == worker.part), None)
+            if count and donor is None:
+                self.violate(f"nobody has the weights of part {worker.part}")
+            worker.log = taken = [] if donor is None else list(donor.log or ())  # others may go on from here without its knowing
+            worker.given_in = worker.generation
+        elif worker.given_in:
+            worker.given_in = worker.generation
+        elif len(worker.log) < count and worker.held is not None:
             taken = [*worker.log, worker.held]
+        elif len(worker.log) < count:  # from one that has it, or, under gossip, without the mix
+            able = (o for p, o in brought if p.done == count and (p.kept or self._ending(worker) is Ending.OWN))
+            taken = [*worker.log, (next(able).log or [])[-1]]
         self._enter(place, "formed", taken, lambda place, logs: self._formed(place, taken, logs))
 
     def _formed(self, place: int, taken: list[int] | None, logs: list[Any]) -> None:
@@ -208,17 +304,26 @@ class ElasticRun:
         if any(log != taken for log in logs):
             self.violate(f"members of generation {worker.generation} have different exchanges behind them: {logs}")
         behind = worker.log is not None and len(worker.log) < len(taken or ())
+        worker.kept |= behind
         worker.log, worker.held, worker.change = list(taken or ()), None, False
+        worker.ready, worker.told, worker.given_in = False, {}, 0
         self._call(place, worker.member.has_formed, worker.generation)
         if behind:
             self._completed(place)
-        else:
+        elif worker.computed:
+            self._exchange(place)
+        elif not worker.passing:
             self._compute(place)
 
     def _compute(self, place: int) -> None:
+        if place not in self.workers:
+            return
         worker, member = self.workers[place], self.workers[place].member
         generation = member.latest
-        if worker.at_end and (worker.change or (generation.hold and generation.number == worker.generation)):
+        if worker.at_end and worker.change:
+            self._enter(place, "assembled", None, lambda place, _: self._change(place))
+            return
+        if worker.at_end and generation.hold and generation.number == worker.generation:
             self._change(place)
             return
         work = worker.work
@@ -226,10 +331,40 @@ class ElasticRun:
 
         def computed() -> None:
             if self.workers.get(place) is worker and worker.work == work:
-                worker.at_end = False
-                self._enter(place, "data", None, self._held)
+                self._exchange(place)
 
-        self._later(speed * self.rng.uniform(0.2, 1.0), computed, place)
+        if self.parts > 1:
+            self._pass(place, speed)
+        else:
+            self._later(speed * self.rng.uniform(0.2, 1.0), computed, place)
+
+    def _pass(self, place: int, speed: float) -> None:
+        """Compute together with the other processes of the replica, whatever generations come meanwhile."""
+        worker = self.workers[place]
+        worker.passing = True
+        places = {other.member.uid: at for at, other in self.workers.items()}
+        mates = [places.get(uid, -1) for uid in member_replica(self.lists[worker.generation], worker.member.uid, self.parts)]
+        key = (
+            *((at, self.workers[at].member.uid, self.workers[at].joins) if at >= 0 else at for at in mates),
+            len(worker.log or ()),
+        )
+        self.passes.setdefault(key, set()).add(place)
+
+        def ended(at: int, mate: Worker, joins: int) -> None:
+            if self.workers.get(at) is mate and mate.joins == joins and mate.passing:
+                mate.passing, mate.computed = False, True
+                if mate.generation and mate.generation == mate.member.formed:
+                    self._exchange(at)
+
+        if self.passes[key] == set(mates):
+            for at in mates:
+                mate = self.workers[at]
+                self._later(speed * self.rng.uniform(0.2, 1.0), partial(ended, at, mate, mate.joins), at)
+
+    def _exchange(self, place: int) -> None:
+        worker = self.workers[place]
+        worker.at_end = worker.computed = False
+        self._enter(place, "data", worker.member.latest.number, self._held)
 
     def _change(self, place: int) -> None:
         """At the end of a step: go over to the planned generation, or wait for one."""
@@ -237,25 +372,52 @@ class ElasticRun:
         member = worker.member
         if member.latest.number <= worker.generation:
             work = worker.work
-            self._later(0.1, lambda: self._compute(place) if worker.work == work else None, place)
+            again = self._change if worker.change else self._compute
+            self._later(0.1, lambda: again(place) if self.workers.get(place) is worker and worker.work == work else None, place)
         elif member.uid in member.latest.members:
             worker.generation = 0
             self._look(place)
         else:
-            assert worker.leaves
+            assert worker.leaves or self.parts > 1
             self._call(place, member.say_goodbye, member.latest.number)
-            self._crash(place, 5.0, seen=False)
+            if worker.leaves:
+                self._crash(place, 5.0, seen=False)
+            else:
+                self._join(place)
 
-    def _held(self, place: int, _: list[Any]) -> None:
+    def _held(self, place: int, latest: list[Any]) -> None:
         worker = self.workers[place]
+        if self._ending(worker) is Ending.SHARED:
+            self._acknowledged(place, latest)
+            return
         worker.held = worker.generation
-        self._enter(place, "ack", worker.member.latest.number, self._acknowledged)
+        told = worker.member.latest.number
+        if self._ending(worker) is Ending.ACKNOWLEDGED:
+            self._enter(place, "ack", told, self._acknowledged)
+            return
+        worker.ready = True
+        exchange = len(worker.log or ())
+        self._enter(place, "ack", told, lambda place, latest: self._confirmed(place, exchange, max(latest)))
+        self._take(place)
+
+    def _confirmed(self, place: int, exchange: int, latest: int) -> None:
+        """All have the results of an exchange after which this one has gone on, or is about to."""
+        self.workers[place].told[exchange] = latest
+        self._take(place)
+
+    def _take(self, place: int) -> None:
+        """Go on with a result of gossip, once all have those of the exchange before, if that was made here."""
+        worker = self.workers[place]
+        before, log = len(worker.log or ()) - 1, worker.log or [0]
+        awaited = self.endings[before % _EVERY] is Ending.OWN and log[-1] == worker.generation
+        if worker.ready and not (awaited and before not in worker.told):
+            self._acknowledged(place, [worker.told.get(before, 0)])
 
     def _acknowledged(self, place: int, latest: list[int]) -> None:
         worker = self.workers[place]
         assert worker.log is not None
-        assert worker.held is not None
-        worker.log.append(worker.held)
+        worker.kept, worker.ready = self._ending(worker) is Ending.SHARED, False
+        worker.log.append(worker.generation)
         worker.held, worker.change = None, worker.change or max(latest) > worker.generation
         self._completed(place)
 
@@ -288,9 +450,15 @@ class ElasticRun:
         return min(counts) >= self.goal and inside
 
 
-def run_schedule(seed: int, trace: Callable[[str], None] | None = None, workers: int = 4, least: int = 2) -> Outcome:
+def member_replica(members: tuple[int, ...], uid: int, parts: int) -> tuple[int, ...]:
+    return Generation(0, members, parts=parts).replica(uid)
+
+
+def run_schedule(
+    seed: int, trace: Callable[[str], None] | None = None, workers: int = 4, least: int = 2, parts: int = 1
+) -> Outcome:
     schedule = Schedule.draw(seed, workers, 1, servers_crash=False)
-    run = ElasticRun(schedule, workers, least)
+    run = ElasticRun(schedule, workers, least, parts)
     if trace is not None:
         trace(str(schedule))
         trace_messages(run.simulation, trace)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import hocket
+from hocket.cluster.elastic_exchange import ElasticExchange
 from hocket.drivers.sockets import SocketDriver
 from hocket.programs.elastic.rendezvous import Rendezvous
 from hocket.transport import Listener
@@ -48,15 +51,41 @@ def data() -> TensorDataset:
     return TensorDataset(x, x[:, :4].argmax(1), torch.arange(SAMPLES))
 
 
+def break_next(mark: Path) -> None:
+    """The connections of this process break when others have all that they need for the next exchange, and it has no result."""
+    wait = ElasticExchange.wait
+
+    def broken(exchange: ElasticExchange) -> list[Any]:
+        ElasticExchange.wait = wait  # type: ignore[method-assign]
+        mark.touch()
+        exchange.settle([])
+        time.sleep(0.2)  # others go on
+        raise RuntimeError("The connection is broken.")
+
+    ElasticExchange.wait = broken  # type: ignore[method-assign]
+
+
 def train(
-    rank: int, folder: str, strategy: str, fault: str = "", victim: int = 1, at: int = 8, elastic: bool = True, epochs: int = EPOCHS
+    rank: int,
+    folder: str,
+    strategy: str,
+    fault: str = "",
+    victim: int = 1,
+    at: int = 8,
+    elastic: bool = True,
+    epochs: int = EPOCHS,
+    saved: list[str] | None = None,
 ) -> None:
-    """Three epochs; the victim ends or stops after a step, and all leave what they have computed and what became of them."""
+    """Three epochs; the victim ends or stops after a step, and all leave what they have computed and what became of them.
+
+    With the fault "save" all end after a step, with what ``saved`` names another run goes on."""
     hocket.init(device="cpu", seed=1)
     torch.manual_seed(0)
     model = net()
     optimizer = sgd(model, lr=0.05)
     job = hocket.parallelize(model, optimizer, strategy, elastic="1:8" if elastic else None)
+    if saved is not None:
+        job.load_workers([torch.load(path) for path in saved])
     computed: list[list[int]] = []
     first = job.step
     for _ in hocket.epochs(epochs):
@@ -67,9 +96,53 @@ def train(
             optimizer.step()
             computed[-1] += number.tolist()
             Path(folder, f"{rank}.steps").write_text(str(job.step))
-            if fault and rank == victim and job.step == at:
+            if fault == "break" and rank == victim and job.step == at:
+                break_next(Path(folder, "broken"))
+            elif fault == "save" and job.step == at:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": job.state_dict()}
+                torch.save({**state, "computed": computed}, f"{folder}/{job.cluster.rank}.saved")
+                job.finish()
+                return
+            elif fault and rank == victim and job.step == at:
                 os.kill(os.getpid(), getattr(signal, fault))
     steps = job.step
     job.finish()
     weights = [p.detach().clone() for p in model.parameters()]
     torch.save({"weights": weights, "computed": computed, "first": first, "steps": steps, **job.summary()}, f"{folder}/{rank}.pt")
+
+
+def train_split(
+    rank: int,
+    folder: str,
+    strategy: str,
+    mesh: str,
+    fault: str = "",
+    victim: int = 1,
+    at: int = 8,
+    elastic: bool = True,
+    epochs: int = EPOCHS,
+    times: int = 1,
+    until: str = "",
+) -> None:
+    """The same with a model that is split; each process leaves its part. Steps are slow ``until`` that file exists."""
+    hocket.init(device="cpu", seed=1)
+    torch.manual_seed(0)
+    model = net()
+    optimizer = sgd(model, lr=0.05)
+    x = torch.zeros(BATCH, 64)
+    pipeline = hocket.Pipeline(loss=F.cross_entropy, sample=x, cut=["1"] if "pipeline" in mesh else None)
+    job = hocket.parallelize(model, optimizer, strategy, mesh=mesh, pipeline=pipeline, elastic="1:8" if elastic else None)
+    first, losses = job.step, []
+    for _ in hocket.epochs(epochs):
+        for x, y, _number in hocket.distribute(DataLoader(ConcatDataset([data()] * times), batch_size=BATCH, shuffle=True)):
+            losses.append(float(job.train(x, y)))
+            Path(folder, f"{rank}.steps").write_text(str(job.step))
+            if fault and rank == victim and job.step == at:
+                os.kill(os.getpid(), getattr(signal, fault))
+            if until and not Path(until).exists():
+                time.sleep(0.05)
+    steps, state = job.step, job.full_state() if elastic else None
+    job.finish()
+    weights = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+    found = {"weights": weights, "part": rank % 2, "whole": None if state is None else state["model"]}
+    torch.save({**found, "first": first, "steps": steps, "losses": losses, **job.summary()}, f"{folder}/{rank}.pt")

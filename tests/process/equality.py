@@ -123,6 +123,9 @@ CASES = [
     Case("diloco(4, overlap=3, keep=eager) + sign(block=16)", "adam"),
     Case("diloco(3, guard=3) + qsgd(4)"),
     Case("diloco(4, fragments=2, overlap=1, outer=heavyball) + gossip(random)"),
+    Case("acco"),
+    Case("acco + qsgd(4)", "adam"),
+    Case("acco + topk(0.1)", "momentum", "norm", clip=0.5),
     # two hosts of two workers
     Case("bulk + hierarchical(allreduce, allreduce, size=2)"),
     Case("bulk + hierarchical(allreduce, gossip, size=2) + topk(0.05)", "adam"),
@@ -159,6 +162,7 @@ def steps(replicas: Any, cluster: Cluster) -> None:
     for t, round_ in enumerate(rounds):
         here = [(i, round_.indices[i]) for i in cluster.workers]
         keys = torch.tensor([fold(t, i) & 0x7FFFFFFF for i, _ in here])
+        replicas.samples = float(sum(round_.sizes))
         replicas.step([x[k] for _, k in here], [y[k] for _, k in here], keys, [round_.weights[i] for i, _ in here])
 
 

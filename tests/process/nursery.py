@@ -22,6 +22,7 @@ import torch
 import torch._dynamo  # optimisers import it at their first step
 
 from process import forks
+from process.launched import enter_namespace
 
 MODULES = (
     "pytest",
@@ -33,6 +34,7 @@ MODULES = (
     "hocket.supervisor.worker_process",
     "hocket.cli.launch",
     "hocket.split.pipeline.timeline",
+    "hocket.train.elastic_split",
     "hocket.train.split_job",
     "hocket.train.runtimes.fsdp",
     "loops.harness",
@@ -88,6 +90,7 @@ def worker(request: dict[str, Any], rank: int) -> Callable[[], Any]:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update(request["environ"][rank])
     tempfile.tempdir = None  # it may be another one
+    enter_namespace()
     if (program := forks.begin()) is not None:
         return program
     module, name = request["function"].split(":")

@@ -83,14 +83,34 @@ def test_a_worker_joins_with_the_state_of_the_others(nursery: Nursery, tmp_path:
 
 def test_a_worker_that_is_asked_to_hands_over_and_leaves(nursery: Nursery, tmp_path: Path) -> None:
     with rendezvous(3) as (_, environ):
-        group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk", fault="SIGTERM")
+        group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk", fault="SIGTERM", epochs=80)
         assert group.wait(30) == [0, 0, 0], group.said()
     found = _results(group, 0, 2)
     assert not (tmp_path / "1.pt").exists()
     assert _equal(found)
     assert [(one["lost"], one["left"]) for one in found] == [(0, 1), (0, 1)]
     computed = Counter(number for one in found for epoch in one["computed"] for number in epoch)
-    assert max(computed.values()) <= EPOCHS
+    assert max(computed.values()) <= 80
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 2)])
+def test_a_run_goes_on_in_the_middle_of_an_epoch_with_another_number_of_workers(
+    before: int, after: int, nursery: Nursery, tmp_path: Path
+) -> None:
+    with rendezvous(before) as (_, environ):
+        group = nursery.start(TRAIN, before, tmp_path / "first", environ, strategy="bulk + topk(0.2)", fault="save", at=4)
+        assert group.wait(60) == [0] * before, group.said()
+    paths = [str(tmp_path / "first" / f"{rank}.saved") for rank in range(before)]
+    with rendezvous(after) as (_, environ):
+        others = nursery.start(TRAIN, after, tmp_path / "then", environ, strategy="bulk + topk(0.2)", epochs=1, saved=paths)
+        assert others.wait(60) == [0] * after, others.said()
+    found = [torch.load(path)["computed"] for path in paths], [one["computed"] for one in _results(others, *range(after))]
+    given = Counter(number for runs in found for worker in runs for number in worker[0])
+    assert max(given.values()) == 1
+    assert len(given) > SAMPLES - after
+    assert _results(others, 0)[0]["first"] == 4
+    owed = [torch.load(path)["job"][f"process {rank}"][0]["gradient_state"] for rank, path in enumerate(paths)]
+    assert any(bool(state["error"].any()) for states in owed for state in states), "there was something to share out"
 
 
 def test_nothing_changes_where_nothing_happens(nursery: Nursery, tmp_path: Path) -> None:
@@ -101,12 +121,68 @@ def test_nothing_changes_where_nothing_happens(nursery: Nursery, tmp_path: Path)
     assert plain.wait(60) == [0, 0], plain.said()
     both = [*_results(elastic, 0, 1), *_results(plain, 0, 1)]
     assert _equal(both)
-    assert both[0]["computed"] == both[2]["computed"]
+    computed = [one["computed"] for one in both]
+    assert sorted(computed[:2]) == sorted(computed[2:])  # workers have their numbers in the order in which they came
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "local(1) + gossip"])
+def test_a_result_that_others_have_used_reaches_one_that_lacks_it(strategy: str, nursery: Nursery, tmp_path: Path) -> None:
+    found = []
+    for fault in ("", "break"):
+        with rendezvous(3) as (_, environ):
+            group = nursery.start(TRAIN, 3, tmp_path / f"with {fault}", environ, strategy=strategy, fault=fault, epochs=1)
+            assert group.wait(30) == [0, 0, 0], group.said()
+        found += _results(group, 0, 1, 2)
+    assert _equal(found), "a broken connection changes no bit"
+    assert [one["lost"] for one in found] == [0] * 6
+    assert (group.folder / "broken").exists()
+
+
+SPLIT = "process.elastic:train_split"
+
+
+def _parts_equal(found: list[dict[str, Any]]) -> bool:
+    """Whether all that hold a part hold the same."""
+    parts: dict[Any, torch.Tensor] = {}
+    return all(torch.equal(t, parts.setdefault((one["part"], name), t)) for one in found for name, t in one["weights"].items())
+
+
+@pytest.mark.parametrize("mesh", ["pipeline=2", "tensor=2"])
+def test_nothing_changes_where_nothing_happens_to_split_replicas(mesh: str, nursery: Nursery, tmp_path: Path) -> None:
+    with rendezvous(2) as (_, environ):
+        elastic = nursery.start(SPLIT, 4, tmp_path / "elastic", environ, strategy="bulk", mesh=mesh)
+        assert elastic.wait(60) == [0, 0, 0, 0], elastic.said()
+    plain = nursery.start(SPLIT, 4, tmp_path / "plain", strategy="bulk", mesh=f"data=2,{mesh}", elastic=False)
+    assert plain.wait(60) == [0, 0, 0, 0], plain.said()
+    both = [*_results(elastic, 0, 1, 2, 3), *_results(plain, 0, 1, 2, 3)]
+    assert _parts_equal(both)
+    assert sorted(one["losses"] for one in both[:4]) == sorted(one["losses"] for one in both[4:])
+
+
+def test_a_replica_is_lost_as_a_whole_and_comes_back(nursery: Nursery, tmp_path: Path) -> None:
+    back = tmp_path / "back"
+    arguments = {"strategy": "bulk", "mesh": "pipeline=2", "epochs": 1, "times": 25, "until": str(back)}
+    with rendezvous(2) as (program, environ):
+        group = nursery.start(SPLIT, 4, tmp_path / "four", environ, fault="SIGKILL", victim=2, **arguments)
+        assert eventually(lambda: program.lost == 1 and len(program.generation.members) == 2), group.said()
+        assert len(program.members) <= 3, "what is left of the replica waits for another process"
+        new = nursery.start(SPLIT, 1, tmp_path / "new", environ, **arguments)  # holds part 0
+        assert eventually((new.folder / "0.steps").exists), new.said()
+        back.touch()
+        assert group.wait(60) == [0, 0, -9, 0], group.said()
+        assert new.wait(60) == [0], new.said()
+    found = [*_results(group, 0, 1, 3), *_results(new, 0)]
+    assert _parts_equal(found)
+    assert found[3]["first"] > 0, "it does not begin at the first step"
+    assert len({one["steps"] for one in found}) == 1
+    assert sorted((one["lost"], one["joined"], one["workers"]) for one in found)[-1] == (1, 1, 2)
 
 
 def test_the_command_replaces_a_worker_that_was_killed(nursery: Nursery, tmp_path: Path) -> None:
     arguments = ["train", "--elastic", "2:3", "--workers", "3", "--data", "digits", "--model", "mlp", "--strategy", "local(4)"]
-    arguments += ["--batch-size", "16", "--epochs", "12"]
+    with nursery.command(["keys", str(tmp_path / "job.keys")], tmp_path / "made", tmp_path) as made:
+        assert made.ended(60).returncode == 0
+    arguments += ["--batch-size", "16", "--epochs", "12", "--keys", str(tmp_path / "job.keys")]
     with nursery.command([*arguments, "--out", str(tmp_path / "run")], tmp_path / "said", tmp_path) as command:
         metrics = tmp_path / "run" / "metrics.jsonl"
         assert eventually(metrics.exists), command.group.said()
@@ -121,12 +197,44 @@ def test_the_command_replaces_a_worker_that_was_killed(nursery: Nursery, tmp_pat
     assert lines[-1]["accuracy"] > 0.9
 
 
+def test_a_run_whose_workers_must_all_leave_goes_on_later(nursery: Nursery, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["train", "--elastic", "1:3", "--data", "digits", "--model", "mlp", "--strategy", "bulk + topk(0.2)"]
+    arguments += ["--batch-size", "16", "--out", str(out), "--log", f"jsonl:{tmp_path / 'log'}"]
+    with nursery.command([*arguments, "--workers", "2", "--epochs", "200"], tmp_path / "said", tmp_path) as command:
+        metrics = out / "metrics.jsonl"
+        assert eventually(metrics.exists), command.group.said()
+        os.kill(command.pid, signal.SIGTERM)
+        said = command.ended(60).stderr
+    assert "--resume goes on from it" in said, said
+    before = [json.loads(line) for line in metrics.read_text().splitlines()]
+    epochs = len(before) + 1
+    more = ["--workers", "1", "--epochs", str(epochs), "--resume"]
+    with nursery.command([*arguments, *more], tmp_path / "then", tmp_path) as command:
+        done = command.ended(100)
+    assert done.returncode == 0, done.stderr
+    assert "2 workers become 1" in done.stderr
+    assert f"epoch {epochs} goes on behind its last sample" in done.stderr
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(1, epochs + 1))
+    assert lines[:-1] == before
+    assert lines[-1]["joined"] == 0
+    logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["epoch"] for line in logged if "epoch" in line] == list(range(1, epochs + 1))
+    newest = max((path for path in (out / "checkpoints").iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+    facts = json.loads((newest / "manifest.json").read_bytes())["facts"]
+    assert (facts["epoch"], facts["workers"], facts["within"]) == (epochs, 1, False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--mesh", "data=2,pipeline=2"), "leave --mesh out"),
+        (("--mesh", "pipeline=2", "--pipe", "pipedream"), "use 1f1b"),
+        (("--mesh", "data=3,pipeline=2"), "make data= the same"),
         (("--strategy", "async + server"), "leave async + server(1) out"),
         (("--workers", "9"), "starts with as many as it may have"),
+        (("--resume",), "--resume needs --out"),
+        (("--log", "jsonl"), "add --out FOLDER"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(arguments: tuple[str, ...], says: str, hocket: Any) -> None:

@@ -231,7 +231,8 @@ def test_a_job_has_one_port_and_another_job_another() -> None:
 
 
 def test_torchrun_comes_before_the_scheduler_it_runs_under() -> None:
-    place = find_launcher({**PLACES["Slurm"][0], **PLACES["torchrun"][0]})
+    per_host = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}  # srun has started one torchrun on each of two machines
+    place = find_launcher({**PLACES["Slurm"][0], **per_host, **PLACES["torchrun"][0]})
     assert place is not None
     assert place.launcher == "torchrun"
 

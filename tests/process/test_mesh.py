@@ -293,10 +293,10 @@ def test_bytes_of_each_axis_follow_their_formulas(worlds: dict[int, Any]) -> Non
     # The cut is after the first hidden layer, of 32 values; the loss is summed over both stages once per step.
     assert ledger["axes"]["pipeline"]["bytes_sent"] == STEPS * (4 * 2 * framed(2 * 32 * 4) + 2 * ring_bytes(4, 2))
     assert ledger["axes"]["pipeline"]["exchanges"] == STEPS * (4 * 2 + 2)
-    # Replicas of whole models: in each step a ring all-reduce of each bucket (weights, biases) and of a byte per parameter and one.
+    # Replicas of whole models: in each step a ring all-reduce of each bucket (weights, biases), and a byte per parameter and one.
     named = dict(build("mlp").named_parameters())
     buckets = [sum(p.numel() for p in named.values() if (p.dim() > 1) == weights) for weights in (True, False)]
-    each = sum(ring_bytes(4 * values, 2) for values in buckets) + ring_bytes(len(named) + 1, 2)
+    each = sum(ring_bytes(4 * values, 2) for values in buckets) + framed(len(named) + 1)
     assert worlds[2][0]["mlp data=2"]["ledger"]["axes"]["data"]["bytes_sent"] == 2 * STEPS * each
 
 

@@ -43,6 +43,11 @@ def test_several_workers_find_one_cluster_with_links(nursery: Nursery, tmp_path:
     assert 0 < spec.latency_s + spec.message_s < 1
     assert len(spec.slowdown) in (1, 3)
     assert min(spec.slowdown) == 1
+    assert spec.ready[-1][0] == 1.0, "the last part of the gradients"
+    assert all(0 < at <= 1 for _, at in spec.ready)
+    assert spec.server_message_s + spec.server_byte_s > 0
+    assert sum(spec.coding["server"]) > 0
+    assert "gradients" in spec.coding
     (row,) = hocket.predict(net(), tmp_path / "0.toml", ["bulk + topk(0.1)"], 3, optimizer="sgd").rows
     assert row.step_s > spec.coding["topk(0.1)"][0] + spec.step_s
 

@@ -431,7 +431,7 @@ REFUSED = {
     "--strategy 'async + server' --resume": "--resume needs --out",
     "--strategy 'async + server' --resume --out somewhere": "There is no run in somewhere to go on with",
     "--strategy 'async + server' --out somewhere --keep 1": "at least 2 checkpoints are kept",
-    "--strategy 'async + server' --processes 1": "cannot run with --processes 1",
+    "--strategy 'async + server' --processes 1": "leave --processes 1 out",
     "--strategy 'async + server' --liveness-timeout 0": "seconds are above 0",
     "--strategy 'async + server' --keys nowhere": "There are no keys at nowhere",
     "--strategy 'async + server' --slowdown 0.5": "at least 1",

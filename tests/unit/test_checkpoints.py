@@ -21,6 +21,7 @@ from hocket.errors import HocketError, SettingError
 from hocket.files import safetensors, sealed_json, unsealed_json
 from hocket.models import build
 from hocket.train.checkpoints import MANIFEST, Checkpoints, Generation, process_file
+from hocket.train.elastic_checkpoints import FolderAgreement
 from hocket.train.run import run
 from hocket.train.settings import RunSettings
 
@@ -51,6 +52,44 @@ def flip(path: Path, place: int = 300) -> None:
     content = bytearray(path.read_bytes())
     content[place % len(content)] ^= 8
     path.write_bytes(content)
+
+
+def test_workers_that_share_a_folder_seal_what_all_of_them_have_written(tmp_path: Path) -> None:
+    both = [Kept(tmp_path), Kept(tmp_path)]
+    for number, writers in enumerate((both, both, both[:1]), start=1):  # at last one is lost before it has written
+        for place, kept in enumerate(writers):
+            most_s = 30.0 if len(writers) == 2 else 0.1
+            kept.checkpoints.meet(FolderAgreement(tmp_path, place, 2, lambda: False, most_s), number)
+            state = {process_file(place): {"weights": torch.full((50,), float(number))}}
+            kept.checkpoints.save(state, {**FACTS, "processes": 2, "step": number})
+        for kept in writers:
+            kept.checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdecimal()) == ["1", "2"]
+    newest = both[1].checkpoints.newest()
+    assert newest is not None
+    assert sorted(newest.manifest["files"]) == [process_file(0), process_file(1)]
+    assert [line for kept in both for line in kept.said] == [
+        "Checkpoint 3 was not saved: process 1 has said nothing in the folder 'told': it is lost, or has another folder; "
+        "checkpoint 2 is the newest, and training goes on."
+    ]
+    assert Kept(tmp_path).checkpoints.next == 3
+
+
+def test_the_first_worker_hears_one_that_had_written_before_it_looked(tmp_path: Path) -> None:
+    """What others left of an earlier checkpoint of the same number does not count."""
+    left = FolderAgreement(tmp_path, 1, 2, lambda: False, mark=1)
+    left.gather("written 7", "an earlier run", 1.0)
+    first, second = (FolderAgreement(tmp_path, place, 2, lambda: False, 1.0, mark=2) for place in range(2))
+    second.gather("written 7", "this run", 1.0)
+    first.clear()
+    assert first.gather("written 7", "the first", 1.0) == ["the first", "this run"]
+    assert not list((tmp_path / "told").iterdir())
+
+
+def test_a_worker_that_cannot_tell_is_one_that_has_said_nothing(tmp_path: Path) -> None:
+    (tmp_path / "told").touch()  # a file, where a folder would be
+    FolderAgreement(tmp_path, 1, 2, lambda: False).gather("written 1", "", 1.0)
+    assert FolderAgreement(tmp_path, 0, 2, lambda: False, 0.1).gather("written 1", "", 1.0) == ["", None]
 
 
 def test_the_last_generations_are_kept_and_the_newest_is_taken(tmp_path: Path) -> None:

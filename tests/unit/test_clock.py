@@ -18,7 +18,8 @@ from hocket import ClusterSpec, HocketError, Strategy
 from hocket.cluster import Message, Subgroups, VirtualCluster
 from hocket.cluster.clock import Clock
 from hocket.cluster.layout import Buckets
-from hocket.cluster.message import FRAME_BYTES, PIECE_BYTES, ring_bytes
+from hocket.cluster.message import FRAME_BYTES, PIECE_BYTES, framed, ring_bytes
+from hocket.cluster.relay import gather_trips, radix_for
 from hocket.data.base import DataSet, identity
 from hocket.train import loop
 from hocket.train.flops import step_flops
@@ -88,7 +89,9 @@ def test_a_ring_takes_what_the_formula_says(workers: int) -> None:
     def ring(payload: int) -> float:  # 2(N−1)(α + M/(N·B)), M/N being a message with its frame
         return 2 * (workers - 1) * (1e-3 + (FRAME_BYTES + int(payload / workers * 1.033)) / 1e6)
 
-    exchange = ring(4 * PARAMETERS) + ring(SLOTS + 1)  # gradients, and the flags that agree on them
+    trips = gather_trips(workers, radix_for(workers, 0, True))  # of the flags that agree on them
+    flags = sum(1e-3 + len(trip.shifts) * framed(SLOTS + 1) / 1e6 for trip in trips)
+    exchange = ring(4 * PARAMETERS) + flags
     assert seconds[:, 0].tolist() == pytest.approx([5 * (0.01 + exchange)] * workers, rel=1e-12)
     assert seconds[:, 2].tolist() == pytest.approx([5 * exchange] * workers, rel=1e-12)
     assert seconds[:, 1].tolist() == [0.0] * workers
@@ -223,6 +226,60 @@ def test_an_exchange_that_overlaps_steps_is_hidden_behind_all_of_them() -> None:
         landed = 1 if steps else 2  # with an overlap the second exchange, after step 8, still travels at the end
         assert figures[:, 2].tolist() == pytest.approx([landed * exposed] * 4, abs=1e-12), steps
         assert figures[:, 3].tolist() == pytest.approx([landed * (exchange - exposed)] * 4, abs=1e-12), steps
+
+
+def test_computing_and_an_exchange_without_a_core_to_spare_delay_each_other() -> None:
+    def took(contention: float, transfer_s: float) -> float:
+        clock = Clock(ClusterSpec(step_s=2.0, bandwidth=1.0, link_contention=contention), 2)
+        clock.launch()
+        clock.ring(transfer_s, Subgroups.world(2))
+        clock.compute(0)
+        clock.wait()
+        return float(clock.now[0])
+
+    assert (took(0.0, 1.0), took(0.5, 1.0), took(1.0, 1.0)) == (2.0, 2.5, 3.0)
+    assert (took(0.0, 4.0), took(0.5, 4.0), took(1.0, 4.0)) == (4.0, 5.0, 6.0)
+    pairs = Clock(ClusterSpec(step_s=2.0, bandwidth=1.0, link_contention=1.0, pairs_contention=0.0), 2)
+    pairs.launch()
+    pairs.neighbor_exchange(torch.tensor([1.0, 1.0]), torch.tensor([[1, 0]]), False)
+    pairs.compute(0)
+    pairs.wait()
+    assert pairs.now.tolist() == [2.0, 2.0]
+    # A bucket that is launched while the backward pass goes on delays it only as long as it travels meanwhile.
+    bulk = Clock(ClusterSpec(step_s=3.0, bandwidth=1.0, link_contention=1.0), 2)
+    bulk.compute(0)
+    bulk.launch(0.5)
+    bulk.ring(0.25, Subgroups.world(2))
+    bulk.launch(1.0)
+    bulk.ring(1.0, Subgroups.world(2))
+    bulk.wait()
+    assert bulk.now.tolist() == pytest.approx([3.0 + 0.25 + 1.0] * 2)
+
+
+def test_weights_are_copied_and_messages_mixed_where_a_file_says_so() -> None:
+    plain = ClusterSpec(step_s=0.1, coding={"other": (1.0, 0.0)})
+    for strategy, name, exchanges in (("local(4)", "local", 2), ("diloco(4)", "weights", 2), ("bulk + gossip", "gossip", 8)):
+        without, _ = each(strategy, plain, rounds=8)
+        priced, _ = each(strategy, ClusterSpec(step_s=0.1, coding={name: (0.5, 0.0)}), rounds=8)
+        assert float(without[0, 0]) == pytest.approx(0.8), "they are no codes"
+        assert 0.8 + 0.4 * exchanges - 0.1 <= float(priced[0, 0]) <= 0.8 + 0.5 * exchanges + 1e-9, strategy
+
+
+def test_shards_on_workers_machines_share_their_links() -> None:
+    own, shared = (
+        hocket.predict(
+            parameters=1e6, step_s=0.01, cluster=ClusterSpec(bandwidth=1e8, servers_on_workers=where), workers=4,
+            strategies=["async + server"],
+        ).rows[0]
+        for where in (False, True)
+    )  # fmt: skip
+    assert shared.step_s < own.step_s, "one of four workers sends its pushes nowhere"
+
+
+def test_what_a_step_takes_whatever_its_samples() -> None:
+    clock = Clock(ClusterSpec(step_s=1.0, fixed_s=0.4), 1)
+    clock.compute(0, 0.5)
+    assert clock.now.tolist() == pytest.approx([0.4 + 0.3])
 
 
 def test_a_bucket_is_launched_when_the_backward_pass_has_produced_it() -> None:

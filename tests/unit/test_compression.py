@@ -366,7 +366,7 @@ class _Plain:
 
     uniform = True
 
-    def coded(self, codec, rows, state, context):
+    def coded(self, codec, rows, state, context, wants_sent=True):
         from hocket.compression.base import Heard
 
         message, state = codec.encode(rows, context.keys(1), state, context)
@@ -745,3 +745,15 @@ def test_rows_without_values_and_with_one_pass_through_every_code(text: str) -> 
         message, decoded = through(codec, torch.ones(2, size))
         assert decoded.shape == (2, size)
         assert message.rows == 2
+
+
+@pytest.mark.parametrize("text", ["qsgd(3)", "qsgd(4, block=100)", "sign", "natural", "ternary", "cast(fp8)", "cast(e3m0)"])
+def test_tiles_change_no_bit(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, rows, keys = Strategy.parse(text).compression, torch.randn(2, 9_999), torch.tensor([3, 4])
+    here = Context(0, 0, 0, 0, torch.arange(2))
+    whole, _ = code.encode(rows, keys, {}, here)
+    decoded = code.decode(whole, 9_999, here)
+    monkeypatch.setattr("hocket.compression.tiles.TILE", 64)
+    tiled, _ = code.encode(rows, keys, {}, here)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parts, tiled.parts, strict=True))
+    assert torch.equal(code.decode(tiled, 9_999, here), decoded)

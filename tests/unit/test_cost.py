@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hocket.cluster import Subgroups, VirtualCluster
 from hocket.cluster.clock import Clock
 from hocket.cluster.layout import layout_of
 from hocket.cluster.message import summed_bytes
-from hocket.cluster.spec_file import PRESETS, text_of
+from hocket.cluster.spec_file import PRESET_FOLDER, PRESETS, text_of
 from hocket.drivers.links import LinkModel
 from hocket.programs.collective import CollectiveProgram
 
@@ -201,11 +202,25 @@ def test_presets_read_and_read_again_as_they_are_written(name: str, tmp_path: Pa
     Clock(spec, min(16, spec.workers or 16))
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_figure_of_a_preset_has_a_source_or_is_said_to_be_assumed(name: str) -> None:
+    content = tomllib.loads((PRESET_FOLDER / f"{name}.toml").read_text())
+    sources = content.pop("sources")
+    given = [f"{table}.{key}" for table, entries in content.items() for key in entries]
+    assert [key for key in given if key not in sources and key.partition(".")[0] not in sources] == []
+    assert [key for key in sources if key not in given and key not in content] == [], "sources of what is not there"
+    checkable = ("assumed", "IEEE ", "arXiv:", "doi", ".com", "source study", "SIGCOMM")
+    assert [text for text in sources.values() if not any(word in text for word in checkable)] == []
+
+
 def test_a_written_file_keeps_every_field(tmp_path: Path) -> None:
     spec = ClusterSpec(
         "full", 2e9, 0.02, (1, 2.5), 0.1, 0.01, 10, 125e6, 1e-4, 4, 1e9, 1e-5, 5e-10, 2e-3, 1e-4, 16e9,
         {"topk": (1e-4, 2e-8), "topk(0.01) | qsgd(4)": (0.0, 3e-8)}, 2e-5, 0.5, 1.0, 0.25, 0.2, True, 2, 8, 1e8, 1e-3, 64, 1800, 20,
-        2592000, 300, 2.5, "EUR",
+        2592000, 300, 2.5, "EUR", contention=0.5, link_contention=0.1, pairs_contention=0.05, servers_on_workers=True, fixed_s=1e-3,
+        storage_bandwidth=1e9, storage_latency_s=1e-3, cache_bytes=1e10,
+        alone_s=0.01, ready=((0.1, 0.5), (1.0, 0.9)), server_message_s=1e-4,
+        server_byte_s=2.5e-10, sources={"link": "measured", "link.latency": "assumed"},
     )  # fmt: skip
     (tmp_path / "full.toml").write_text(text_of(spec, {"link": "measured", "link.bandwidth": "of the slowest pair"}))
     again, usual = ClusterSpec.parse(tmp_path / "full.toml"), vars(ClusterSpec())
@@ -232,6 +247,8 @@ def test_a_written_file_keeps_every_field(tmp_path: Path) -> None:
         ("[link]\nlatency = '5 parsec'\n", "line 2: .*expected a time"),
         ("[coding]\ntopk = ['1ms', '1ns', '1ns']\n", r"line 2: \[coding\] topk"),
         ("[compute]\nslowdown = [1, 0]\n", "all of them above 0"),
+        ('[sources]\n"link.bandwith" = "assumed"\n', "line 2: .*there is no such table or key — did you mean 'link.bandwidth'"),
+        ("[sources]\nlink = 3\n", "line 2: .*expected where the figure is from"),
         ("[link\n", "not a TOML file"),
     ],
 )

@@ -18,7 +18,7 @@ PAIRS = {0: {1: (0.001, 0.01)}, 1: {0: (0.002, -0.01)}}
 def facts() -> dict[int, dict[str, Any]]:
     """Two healthy hosts."""
     own = gather({}, 1)
-    healthy = {"files": 4096, "shm_bytes": 1 << 34, "cores": 8, "threads": 4, "gpus": 0}
+    healthy = {"files": 4096, "shm_bytes": 1 << 34, "cores": 8, "threads": 4, "gpus": 0, "compiler": True}
     folder = {"path": "/out", "free_bytes": 1 << 40, "shared": True, "error": ""}
     return {
         rank: copy.deepcopy({**own, **healthy, "host": f"h{rank}", "boot": f"b{rank}", "folder": folder})
@@ -42,6 +42,7 @@ FAULTS: list[tuple[str, str, str, Callable[[dict[int, Any]], Any]]] = [
     ("versions", WARN, "3.11 on process 1", lambda f: f[1]["versions"].update(python="3.11")),
     ("processes", FAIL, "process 1 of 2 did not come", lambda f: f.pop(1)),
     ("open files", WARN, "process 1 may open 64", lambda f: f[1].update(files=64)),
+    ("compiler", WARN, "no C++ compiler on process 1", lambda f: f[1].update(compiler=False)),
     ("shared memory", WARN, "64.0 MB free in /dev/shm on h1", lambda f: f[1].update(shm_bytes=64_000_000)),
     ("output folder", FAIL, "process 1 cannot write", lambda f: f[1]["folder"].update(error="Permission denied")),
     ("output folder", WARN, "not the same folder on process 1", lambda f: f[1]["folder"].update(shared=False)),

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hocket
+from hocket.cluster.elastic import ElasticCluster
+from hocket.cluster.ending import Ending
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression.base import Context
+from hocket.data.elastic_stream import SampleStream
+from hocket.data.partition import Partition
+from hocket.programs.base import Effects, Send
+from hocket.programs.elastic.generation import Generation
+from hocket.programs.elastic.member import BEAT_S, RENDEZVOUS, Member
+from hocket.programs.elastic.rendezvous import Rendezvous
 from hocket.strategy import Strategy
 from hocket.topology import AllReduce
+from hocket.train.elastic import Elastic
+from hocket.train.handover import Shared
+from hocket.train.runtimes.elastic import ElasticRuntime
+from hocket.train.runtimes.elastic_replica import ReplicaRuntime, StepVoid
+from hocket.transport.frame import Envelope, Kind
 
 
 def _rows_of(state: dict[str, Any], row: int) -> dict[str, Any]:
@@ -67,3 +82,188 @@ def test_an_elastic_job_needs_a_rendezvous() -> None:
     model = torch.nn.Linear(2, 1)
     with pytest.raises(hocket.HocketError, match="hocket launch --elastic 2:8"):
         hocket.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), elastic="2:8")
+
+
+def test_an_exchange_of_which_a_part_failed_is_not_acknowledged() -> None:
+    cluster, rows = ElasticCluster(), [torch.ones(1, 2)]
+    exchange = cluster.exchange(ending=Ending.OWN)
+
+    def fail() -> None:
+        raise RuntimeError("the partner is gone")
+
+    exchange.submit(fail, name="weights of bucket 0")
+    with pytest.raises(RuntimeError, match="the partner is gone"):
+        exchange.wait()
+    assert exchange.settle(rows) == rows, "it goes on with its own weights"
+    assert exchange.unmixed
+    cluster.close()
+
+
+def test_a_member_repeats_a_request_that_was_lost_while_the_rendezvous_goes_on_to_answer_its_beats() -> None:
+    member, sent, now = Member(7), list[Envelope](), 0.0
+
+    def note(effects: Effects) -> None:
+        sent.extend(effect.message for effect in effects if isinstance(effect, Send))
+
+    note(member.join("terms", now=now))
+    order = {**Generation(1, (7,), since=(1,)).described(), "known": True, "over": False}
+    note(member.message(RENDEZVOUS, Envelope(Kind.ORDER, 0, number=sent[-1].number, metadata=order), now=now))
+    note(member.put(1, "address", torch.zeros(1), now=now))
+    while now < 3.0:
+        now += BEAT_S
+        note(member.timer("beat", now))
+        note(member.message(RENDEZVOUS, Envelope(Kind.ORDER, 0, number=sent[-1].number, metadata=order), now=now))
+    requests = [message.number for message in sent if message.kind == Kind.PUSH]
+    assert requests == [requests[0]] * 2, "asked again after two seconds, under the same number"
+
+
+def test_a_member_of_all_generations_since_it_was_given_weights_has_those_of_the_others() -> None:
+    first = Generation.after(Generation(), [3, 5], planned=False, hold=False)
+    second = Generation.after(Generation.after(first, [3, 5, 9], True, False), [5, 9], False, False)
+    assert second.known(5, first.number)
+    away = Generation.after(Generation.after(first, [3], False, False), [3, 5], True, False)
+    assert not away.known(5, first.number), "the others may have gone on without it"
+
+
+class _Unreachable(torch.distributed.Store):
+    """A store of a generation that is over; it remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[str] = []
+
+    def set(self, key: str, value: Any) -> None:
+        self.keys.append(key)
+        raise RuntimeError("The generation is over.")
+
+
+def test_a_group_that_could_not_be_made_leaves_the_keys_of_the_next_one_as_they_are() -> None:
+    """Members of which one failed more often than another would otherwise never find each other's addresses again."""
+    cluster, store = ElasticCluster(), _Unreachable()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="The generation is over"):
+            cluster.form(1, store, 0, 2, 1.0)
+    cluster.close()
+    assert store.keys == [store.keys[0]] * 2
+
+
+def test_a_step_of_an_epoch_that_the_others_have_ended_is_void() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    runtime = ReplicaRuntime.__new__(ReplicaRuntime)
+    runtime.driven, runtime.void, runtime.stream = True, False, SampleStream()
+    runtime.binding = SimpleNamespace(params=[[p]])  # type: ignore[assignment]
+    runtime.stream.begin(Partition(4, 1, 4, 0))
+    runtime._skip()
+    assert p.grad is not None, "there was one more round"
+    with pytest.raises(StepVoid):
+        runtime._skip()
+    assert p.grad is None
+    assert not runtime.mixes_gradients, "nothing is exchanged"
+
+
+class _Replicas:
+    """A rendezvous of replicas of two processes each, which beat when a test says so."""
+
+    def __init__(self, least: int = 1, most: int = 3, expected: int = 2) -> None:
+        self.program, self.now, self.beats = Rendezvous(least, most, expected), 0.0, 0
+        self.program.start(now=0.0)
+
+    def beat(self, *uids: int, attempt: int = 0, formed: bool = True, leaving: bool = False) -> None:
+        for uid in uids:  # the number of a process says which part it holds
+            number = self.program.generation.number if formed and uid in self.program.generation.members else 0
+            told = {"attempt": attempt, "formed": number, "failed": 0, "leaving": leaving, "finished": False, "terms": "same"}
+            self.beats += 1
+            beat = Envelope(Kind.BEAT, uid, number=self.beats, metadata={**told, "part": uid % 2, "parts": 2})
+            self.program.message(str(uid).encode(), beat, now=self.now)
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """Those of the latest generation, after a look at who waits."""
+        self.now += 0.25
+        self.program.timer("check", self.now)
+        return self.program.generation.replicas
+
+
+def test_a_replica_is_listed_once_a_process_for_each_part_is_there() -> None:
+    run = _Replicas()
+    run.beat(0, 2, 4, 1)
+    assert run.replicas == (), "one replica of the two that are expected"
+    run.beat(3)
+    assert run.replicas == ((0, 1), (2, 3))
+    run.beat(0, 1, 2, 3)
+    assert run.replicas == ((0, 1), (2, 3)), "4 waits for a process that holds the other part"
+
+
+def test_a_replica_is_lost_as_a_whole_and_what_lives_of_it_joins_again() -> None:
+    run = _Replicas()
+    run.beat(0, 1, 2, 3)
+    assert run.replicas == ((0, 1), (2, 3))
+    run.beat(0, 1, 2, 3)
+    run.program.member_lost(2, now=run.now)
+    assert run.replicas == ((0, 1),)
+    assert run.program.lost == 1
+    run.beat(0, 1)
+    run.beat(3, 4)
+    assert run.replicas == ((0, 1),), "3 has not joined again"
+    run.beat(3, attempt=1)
+    assert run.replicas == ((0, 1), (4, 3))
+    assert run.program.generation.planned, "it joins at the end of a step"
+
+
+def test_a_process_whose_replica_leaves_for_another_one_joins_again_before_it_is_counted() -> None:
+    run = _Replicas()
+    run.beat(0, 1, 2, 3)
+    assert run.replicas == ((0, 1), (2, 3))
+    run.beat(0, 1, 3)
+    run.beat(2, leaving=True)
+    assert run.replicas == ((0, 1),)
+    assert run.program.generation.planned
+    run.beat(0, 1, 3, 4)
+    assert run.replicas == ((0, 1),), "3 may not know yet, and has weights that are about to be old"
+    run.program.message(b"3", Envelope(Kind.GOODBYE, 3, metadata={"attempt": 0, "before": 2}), now=run.now)
+    run.beat(3, attempt=1)
+    assert run.replicas == ((0, 1), (4, 3))
+    assert run.program.lost == 0
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_the_last_replica_leaves_after_it_has_handed_over(waiting: bool) -> None:
+    run = _Replicas(expected=1)
+    run.beat(0, 1)
+    assert run.replicas == ((0, 1),)
+    run.beat(1)
+    if not waiting:  # nobody would have the weights
+        run.beat(0, leaving=True)
+        assert run.replicas == ()
+        assert not run.program.generation.planned
+        return
+    run.beat(2, 3)
+    run.beat(0, leaving=True)
+    assert run.replicas == ((0, 1), (2, 3)), "it gives its weights to those that come"
+    run.beat(0, 1, 2, 3)
+    assert run.replicas == ((2, 3),)
+
+
+def test_parts_that_are_none_of_the_run_are_refused() -> None:
+    run = _Replicas()
+    run.beat(0)
+    beat = Envelope(Kind.BEAT, 9, metadata={"attempt": 0, "terms": "same", "part": 2, "parts": 3})
+    run.program.message(b"9", beat, now=run.now)
+    assert run.program.rejected["parts"] == 1
+    assert run.program.members == [0]
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+def test_a_scheduler_follows_the_number_of_workers_whenever_it_was_made(scheduler_first: bool) -> None:
+    """The job finds six workers where the rate was made for four; the scheduler is told of it when it is shared."""
+    elastic, optimizer = Elastic(1, 8, scale_lr="linear", counted=4), torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    runtime: Any = SimpleNamespace(binding=SimpleNamespace(optimizer=optimizer), shared=Shared(), elastic=elastic, _rescaled=1.5)
+    make = lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # noqa: E731
+    scheduler = make() if scheduler_first else None
+    elastic.rescale(optimizer, [], elastic.change(6, 0))
+    scheduler = scheduler or make()
+    ElasticRuntime.share(runtime, "scheduler", scheduler)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.15)

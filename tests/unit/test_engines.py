@@ -6,11 +6,13 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket.cluster.layout import Layout, layout_of
 from hocket.errors import HocketError
@@ -294,7 +296,7 @@ def test_autocast_lowers_the_precision_of_both_engines() -> None:
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"dropout"}))
 def test_vmap_equals_the_loop(name: str, chunk: int | None, row_convolutions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if row_convolutions:
-        monkeypatch.setattr(convolution, "_eligible", lambda m: type(m) is nn.Conv2d and m.stride == (1, 1))
+        monkeypatch.setattr(convolution, "has_row_kernel", lambda m, dtype: type(m) is nn.Conv2d)
     s = Setup(MODELS[name], name in IMAGES)
     losses, used = LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
     expected, statistics = [g.clone() for g in s.grads], {n: b.clone() for n, b in s.buffers.items()}
@@ -313,7 +315,7 @@ def test_vmap_equals_the_loop(name: str, chunk: int | None, row_convolutions: bo
 
 
 def test_vmap_follows_train_and_eval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolution, "_eligible", lambda m: type(m) is nn.Conv2d and m.stride == (1, 1))
+    monkeypatch.setattr(convolution, "has_row_kernel", lambda m, dtype: type(m) is nn.Conv2d)
     s = Setup(_convolutions, images=True)
     engine = VmapEngine(s.template, F.cross_entropy, s.layout, ROWS, False)
     engine.gradients(*s.arguments())
@@ -378,7 +380,7 @@ def test_choose() -> None:
     assert isinstance(choose(s.template, F.cross_entropy, s.layout, ROWS, "cpu"), LoopEngine)
     assert isinstance(choose(s.template, F.cross_entropy, s.layout, ROWS, "cpu", "vmap"), VmapEngine)
     assert isinstance(choose(s.template, F.cross_entropy, s.layout, ROWS, "cuda", "loop"), LoopEngine)
-    recurrent = nn.LSTM(4, 4)
+    recurrent = nn.LSTM(4, 4, proj_size=2)
     layout = layout_of(recurrent.named_parameters())
     with pytest.warns(UserWarning, match="LSTM"):
         assert isinstance(choose(recurrent, F.mse_loss, layout, ROWS, "cuda"), LoopEngine)
@@ -405,6 +407,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "ASGD": {"t0": 2},
     "Muon": {"weight_decay": 0.1},
     "OneBitAdam": {"freeze_step": 4, "weight_decay": 0.1},
+    "LARS": {"weight_decay": 0.1, "nesterov": True},
+    "LAMB": {"lr": 0.02, "weight_decay": 0.1},
 }
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -478,6 +482,46 @@ def test_stacked_optimisers_equal_one_per_worker_bit_for_bit(
     resumed.load_state_dict(copy.deepcopy(stacked.state_dict()))
     _train(s, factory, resumed, 3, others, apart)
     assert _same_weights(s)
+
+
+class Counting(TorchDispatchMode):
+    """How many operations are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _operations(step: Callable[[], object]) -> int:
+    step()  # makes the state
+    with Counting() as counting:
+        step()
+    return counting.count
+
+
+@pytest.mark.parametrize("cls", ROWWISE, ids=lambda c: c.__name__)
+def test_on_cuda_all_rows_take_no_more_operations_than_one_model(
+    cls: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU Muon, LARS and LAMB go row by row, so that results do not depend on who hosts whom: the branch is forced."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    options = OPTIONS.get(cls.__name__, {})
+    factory: Factory = _by_kind(cls, options)
+    counts = []
+    for rows in (1, 8):
+        s = Setup(Shapes, groups=True, rows=rows)
+        for g in s.grads:
+            g.normal_()
+        names = [n for n, _ in s.template.named_parameters()]
+        counts.append(_operations(StackedOptimizer(factory, s.layout, s.weights, s.grads, names=names).step))
+    model = Shapes()
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    assert counts[0] == counts[1] <= 1.2 * _operations(factory(list(model.parameters())).step)
 
 
 class OfTheUser(torch.optim.SGD):
@@ -572,7 +616,7 @@ def test_clipping_rows_equals_clip_grad_norm(build: Callable[[], nn.Module]) -> 
 )
 def test_compiled_vmap_equals_the_loop_on_cuda(name: str, row_convolutions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(convolution, "_eligible", lambda m: row_convolutions and type(m) is nn.Conv2d and m.stride == (1, 1))
+    monkeypatch.setattr(convolution, "has_row_kernel", lambda m, dtype: row_convolutions and type(m) is nn.Conv2d)
     s = Setup(lambda: MODELS[name]().cuda(), images=name in IMAGES)
     s.x, s.y = s.x.cuda(), s.y.cuda()
     losses, _ = LoopEngine(s.template, F.cross_entropy, s.layout).gradients(*s.arguments())
@@ -585,4 +629,4 @@ def test_compiled_vmap_equals_the_loop_on_cuda(name: str, row_convolutions: bool
         for g, e in zip(s.grads, expected, strict=True):
             torch.testing.assert_close(g, e, rtol=1e-3, atol=1e-4)
     assert all(b.tolist() == [5] * ROWS for n, b in s.buffers.items() if n.endswith("num_batches_tracked"))
-    assert (engine._model is not s.template) == row_convolutions, "the row kernels were given up"
+    assert any(type(m) is convolution.RowConv2d for m in engine._model.modules()) == row_convolutions, "they were given up"

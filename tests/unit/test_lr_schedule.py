@@ -53,7 +53,7 @@ def test_an_unknown_schedule_is_refused_with_the_nearest() -> None:
 def test_the_scaled_rate_is_that_of_one_worker_times_the_workers(name: str, workers: int) -> None:
     model = nn.Linear(2, 2)
 
-    def made(scale_lr: bool) -> dict:
+    def made(scale_lr: str | bool) -> dict:
         settings = OptimizerSettings(name=name, lr=0.25, momentum=0.5, weight_decay=0.125, scale_lr=scale_lr)
         return settings.make(model, list(model.parameters()), workers).param_groups[0]
 

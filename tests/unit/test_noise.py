@@ -86,3 +86,12 @@ def test_the_noise_is_the_recorded_one() -> None:
     """Runs of other versions and machines draw the same."""
     found = bits(torch.tensor([0, 1, 2**31 - 1]), 3).tolist()
     assert found == [[0, 1492470133, 911671261], [-1181402391, 193573057, 2105510504], [1036344163, -725496665, -1186537398]]
+
+
+@pytest.mark.parametrize(("ids", "world"), [(range(4), 4), ([2], 4), (range(3, 5), 6), (range(10_000), 10_000)])
+def test_keys_are_hashes_of_the_worker_whenever_and_wherever_they_are_made(ids: list[int], world: int) -> None:
+    for step in (0, 31, 32, 77):
+        where = Context(5, step, step, 2, torch.tensor(list(ids)), world)
+        expected = bits(torch.tensor([fold(5, step, 2, 1)]), world)[0].to(torch.int64)[list(ids)]
+        assert torch.equal(where.keys(1), expected)
+        assert torch.equal(where.keys(1, slices=3), bits(expected, 3).to(torch.int64).flatten())

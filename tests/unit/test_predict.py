@@ -37,7 +37,7 @@ EXACT = [
     "diloco(3, guard=3)", "hierarchical(allreduce, gossip, size=2)", "hierarchical(gossip, allreduce, size=2)",
     "local(2) + hierarchical(every=2)", "bulk + qsgd(4)", "bulk + ternary", "bulk + natural", "bulk + cast(bf16)", "bulk + bins(2)",
     "bulk + randomk(0.1)", "bulk + topk(0.1) | qsgd(4)", "bulk + sign(vote=True)", "local(2) + gossip + topk(0.2)", "gossip + sign",
-    "bulk + server(2, role=sum)", "bulk + dgc(0.01)", "bulk + cast(e3m0)",
+    "bulk + server(2, role=sum)", "bulk + dgc(0.01)", "bulk + cast(e3m0)", "acco", "acco + topk(0.1)",
 ]  # fmt: skip
 EXPECTED = {  # the values decide the size of messages: how near the expectation comes
     "bulk + threshold(keep=0.2)": 0.03, "gossip + threshold(keep=0.2)": 0.03, "bulk + topk(16/64)": 1e-3, "bulk + demo": 1e-2,
@@ -167,9 +167,40 @@ def test_a_split_model_has_bubbles_and_less_to_exchange() -> None:
     assert halves.memory_bytes == pytest.approx(whole.memory_bytes / 2, rel=0.01)
 
 
+@pytest.mark.parametrize("stages, microbatches", [(2, 2), (4, 8), (8, 64), (16, 48)])
+def test_a_pipeline_has_the_bubble_of_the_formula(stages: int, microbatches: int) -> None:
+    size = hocket.predict("cnn", "1gbit", ["bulk"], 1).model
+    spec = ClusterSpec(step_s=0.8)
+
+    def busy(schedule: str, **more: int) -> float:
+        way = {"meshes": [f"pipeline={stages}"], "schedule": schedule, "num_microbatches": microbatches, **more}
+        (row,) = predict(size, spec, ["bulk"], stages, **way).rows  # type: ignore[arg-type]
+        return 0.8 / stages / row.step_s
+
+    for schedule in ("1f1b", "gpipe"):
+        assert 1 - busy(schedule) == pytest.approx((stages - 1) / (microbatches + stages - 1))
+    pieces = 1 - busy("interleaved", stages_per_rank=2)
+    assert pieces == pytest.approx((stages - 1) / (2 * microbatches + stages - 1))
+
+
+def test_each_micro_batch_has_its_own_messages() -> None:
+    size = replace(hocket.predict("cnn", "1gbit", ["bulk"], 1).model, activation_bytes=8e6)
+    slow = ClusterSpec(step_s=0.8, latency_s=0.1)
+
+    def step_s(mesh: str, microbatches: int) -> float:
+        return predict(size, slow, ["bulk"], 4, meshes=[mesh], num_microbatches=microbatches).rows[0].step_s
+
+    # gpipe's and 1f1b's first micro-batch passes one boundary, and its gradient comes back; each ring has two hops of latency
+    assert step_s("pipeline=2,tensor=2", 8) - step_s("pipeline=2,tensor=2", 4) > 4 * 2 * 0.1
+
+
 @pytest.mark.parametrize(
     "given, words",
     [
+        ({"parameters": 1e6, "schedule": "gpipe"}, "about stages, but there is no mesh"),
+        ({"parameters": 1e6, "meshes": ["tensor=2"], "num_microbatches": 4}, "about stages, but the mesh tensor=2"),
+        ({"parameters": 1e6, "meshes": ["pipeline=2"], "schedule": "gpip"}, "no schedule 'gpip'"),
+        ({"parameters": 1e6, "meshes": ["pipeline=2"], "num_microbatches": 0}, "whole number of at least 1"),
         ({}, "Give a model"),
         ({"model": "cnn", "parameters": 1e6}, "and not both"),
         ({"model": "cn"}, "did you mean 'cnn'"),
@@ -204,7 +235,8 @@ def test_the_command_prints_tables_json_and_csv() -> None:
     assert shown.exit_code == 0, shown.output
     assert "1M parameters (1.0 million parameters), batch 100, predicted for spot" in shown.output
     assert "4 workers: hierarchical(size=3): 4 workers do not divide" in shown.output
-    assert "USD/1000" in shown.output
+    assert "USD" in shown.output
+    assert "/1000" in shown.output
     found = json.loads(CliRunner().invoke(app, [*given, "--json"]).output)
     assert found["rows"][0]["workers"] == 1
     assert found["cluster"]["price"] == 0.3
@@ -244,3 +276,10 @@ def test_language_models_of_transformers_are_predicted_on_texts(tmp_path: Path) 
     GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=256).save_pretrained(tmp_path)
     found = predict(f"hf:{tmp_path}", strategies=["bulk"], workers=[2])
     assert found.rows[0].refused is None
+
+
+def test_a_run_that_failures_end_before_it_gets_anywhere_is_said_to_stand_still() -> None:
+    many, few = (hocket.predict(parameters=1e8, cluster="spot", workers=[n], strategies=["bulk"], step_s=1.0) for n in (2048, 4))
+    assert many.rows[0].samples_per_s == 0
+    assert "failures come so often" in " ".join(many.answers())
+    assert "failures come so often" not in " ".join(few.answers())

@@ -168,7 +168,7 @@ def test_spans_of_another_machines_clock_are_moved_to_ours(ahead: float, shift: 
         assert own == (70.0, told[0])
         return [own, (70.0 + ahead, told[1])]
 
-    monkeypatch.setattr("hocket.split.pipeline.timeline.all_gather_plain", all_gather_plain)
+    monkeypatch.setattr("hocket.split.axis.all_gather_plain", all_gather_plain)
     found = gather(Axis("pipeline", (0, 1)), spans[0])
     assert [[(s.start, s.end) for s in row] for row in found.rows] == [[(0.0, 2.0)], [(3.0, 5.0)]]
     alone = gather(Axis("pipeline"), spans[0])

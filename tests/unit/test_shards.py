@@ -332,7 +332,7 @@ def test_what_cannot_be_is_said_in_one_sentence(tmp_path: Path, shards: Path) ->
     cases: list[tuple[Any, str]] = [
         (lambda: stream(tmp_path), "no packed shards"),
         (lambda: stream("http://127.0.0.1:1/none", retry_s=0), "could not be read"),
-        (lambda: stream("s3://bucket/none"), "cannot be opened"),
+        (lambda: stream("unknown://bucket/none"), "cannot be opened"),
         (lambda: stream(shards, batch_size=0), "batch_size"),
         (lambda: stream(shards, workers=2, worker=2), "worker 2 of 2"),
         (lambda: stream(shards, workers=2000, worker=2), "too few"),

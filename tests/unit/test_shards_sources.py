@@ -84,6 +84,36 @@ def test_text_jsonl_and_csv(tmp_path: Path) -> None:
     assert everything(tmp_path / "e") == [{"name": "ann", "age": "3"}]
 
 
+def test_parquet_tables(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    picture(tmp_path / "a.png", 7)
+    image = (tmp_path / "a.png").read_bytes()
+    tables: dict[str, dict[str, Any]] = {
+        "numbers": {"x": [1, 3], "label": ["no", "yes"], "y": [2.0, 4.5]},
+        "words": {"text": ["one", "zwö"], "label": [4, 2]},
+        "images": {"image": [{"bytes": image, "path": "a"}] * 2, "label": [1, 0]},
+        "others": {"name": ["ann", None], "age": [3, 4]},
+    }
+    for name, columns in tables.items():
+        parquet.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+        data("pack", tmp_path / f"{name}.parquet", tmp_path / name, "--no-shuffle")
+    assert [(x.tolist(), y) for x, y in everything(tmp_path / "numbers")] == [([1.0, 2.0], 0), ([3.0, 4.5], 1)]
+    assert Index.load(str(tmp_path / "numbers")).about["classes"] == ["no", "yes"]
+    assert everything(tmp_path / "words") == [("one", 4), ("zwö", 2)]
+    assert [(int(x.max()), y) for x, y in everything(tmp_path / "images")] == [(7, 1), (7, 0)]
+    assert everything(tmp_path / "others") == [{"name": "ann", "age": 3}, {"name": None, "age": 4}]
+    (tmp_path / "folder").mkdir()
+    for part in range(2):
+        parquet.write_table(pa.table({"x": [part], "label": [part]}), tmp_path / "folder" / f"{part}.parquet")
+    data("pack", tmp_path / "folder", tmp_path / "both")
+    assert sorted((x.tolist(), y) for x, y in everything(tmp_path / "both")) == [([0.0], 0), ([1.0], 1)]
+    (tmp_path / "bad.parquet").write_bytes(b"no table")
+    parquet.write_table(pa.table({"x": [1.0, None]}), tmp_path / "empty.parquet")
+    for name, said in (("bad", "cannot be read as Parquet"), ("empty", "Row 2 of .* has no value for x")):
+        with pytest.raises(HocketError, match=said):
+            data("pack", tmp_path / f"{name}.parquet", tmp_path / f"out-{name}")
+
+
 def own() -> DataSet:
     x = torch.arange(40.0).view(20, 2)
     return DataSet("own", (x, torch.arange(20) % 4), None, 4, lambda x: x)

@@ -66,6 +66,31 @@ def test_every_sample_is_given_once_however_workers_come_and_go(seed: int) -> No
     assert dropped < 2 * len(streams) + 5, "only a rest too small for all workers is dropped"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_that_goes_on_with_other_workers_gives_the_rest_of_the_epoch_once(seed: int) -> None:
+    """Also where some of the workers were behind others when all left."""
+    rng = random.Random(seed)
+    before, after = rng.randint(1, 4), rng.randint(1, 4)
+    partition = Partition(rng.randint(60, 200), before, rng.randint(1, 4), seed)
+    streams = [SampleStream(before, worker) for worker in range(before)]
+    given: Counter[int] = Counter()
+    for stream in streams:
+        stream.begin(partition)
+        for _ in range(rng.randint(2, 4)):
+            found = stream.next()
+            assert found is not None
+            given.update(found.indices[stream.worker].tolist())
+    saved = [stream.state_dict() for stream in streams]
+    for worker in range(after):
+        stream = SampleStream(after, worker)
+        stream.go_on(saved)
+        stream.begin(partition)
+        for found in stream:
+            given.update(found.indices[worker].tolist())
+    assert max(given.values()) == 1
+    assert len(given) > partition.samples - max(before, after)
+
+
 def test_shards_are_mixed_in_an_elastic_run_as_in_any_other() -> None:
     """Rounds of packed shards, which are dealt lane by lane inside each round, are the same with and without the stream."""
     from hocket.data.shards.order import ShardOrder

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -28,6 +27,7 @@ from hocket.cli import demo, display
 from hocket.cli import main as cli
 from hocket.cli import study as cli_study
 from hocket.cli import train as cli_train
+from hocket.cli.commands import loaded
 from hocket.cli.options import arguments, option
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import NoCompression, Threshold
@@ -41,7 +41,7 @@ from hocket.study import file
 from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check, finished, sentence
 from hocket.study.file import lines_of
 from hocket.study.folder import Folder, Outcome
-from hocket.study.lr_search import MOST, best_lr, next_lr, search_steps, short
+from hocket.study.lr_search import LONGER, MOST, best_lr, found_lr, next_lr, next_try, search_steps, short
 from hocket.study.plan import Entry, Outline, Planned, Study, expand, slug
 from hocket.study.presets import PRESETS, preset
 from hocket.sync import Bulk, Local
@@ -136,7 +136,7 @@ def test_ten_is_the_study_that_is_reproduced() -> None:
             assert strategy.topology == Gossip(), "partners rotate"
     settings = preset("ten").common()
     wanted = {"model": "cnn", "optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr_schedule": "constant", "warmup": 0.0}
-    wanted |= {"batch_size": 100, "epochs": 50, "augment": False, "last": "drop", "scale_lr": False}
+    wanted |= {"batch_size": 100, "epochs": 50, "augment": False, "last": "drop", "scale_lr": "none"}
     assert {name: settings.by_name()[name] for name in wanted} == wanted
     assert preset("ten").lr == 0.01
 
@@ -172,7 +172,7 @@ def test_axes_varies_one_axis_at_a_time_and_leaves_out_no_method() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_strategy_of_a_preset_trains(name: str, tmp_path: Path) -> None:
-    outline = preset(name).changed(data=DATA, model=MODEL, batch_size=3, epochs=2, max_steps=2, lr=0.05)
+    outline = preset(name).changed((4,), data=DATA, model=MODEL, batch_size=3, epochs=2, max_steps=2, lr=0.05)
     outcomes = carried(tmp_path, outline)
     assert len(outcomes) == len(preset(name).entries(4, 2))
     assert [o.failure for o in outcomes if o.failure] == []
@@ -658,6 +658,35 @@ def test_the_search_finds_the_best_rate_it_can_reach_and_never_one_that_diverges
         assert inside or len(losses) == MOST or chosen in (1e-6, 300.0)
 
 
+@given(st.floats(-4, 0.5), st.floats(0.05, 1.0), st.floats(0.1, 3.0), st.sampled_from([0.1, 0.001, 1.0]))
+def test_the_search_ends_near_the_best_rate_of_a_known_landscape(best: float, edge: float, slope: float, start: float) -> None:
+    """The loss has a minimum at 10^best, is steeper on one side, and trainings diverge ``edge`` decades above it. Short tries bear
+    higher rates than longer ones, as real ones do: their minimum is a little higher."""
+    tries: dict[int, dict[float, float]] = {1: {}, LONGER: {}}
+    while (planned := next_try(tries[1], tries[LONGER], start)) is not None:
+        (rate, times), at = planned, best + (0.05 if planned[1] == 1 else 0.0)
+        assert rate not in tries[times], "no rate is tried twice"
+        far = math.log10(rate) - at
+        tries[times][rate] = math.inf if far > edge else far**2 * (slope if far < 0 else 1.0)
+    assert len(tries[1]) <= MOST + 2
+    assert len(tries[LONGER]) <= 3
+    found = found_lr(tries[1], tries[LONGER])
+    if found is not None:
+        limit = min((rate for losses in tries.values() for rate, loss in losses.items() if math.isinf(loss)), default=math.inf)
+        assert found < limit
+        assert found not in tries[LONGER] or tries[LONGER][found] == min(tries[LONGER].values())
+
+
+@pytest.mark.parametrize("best", [0.1 * 10 ** (k / 10) for k in range(-10, 11)])
+def test_on_a_smooth_landscape_the_rate_found_is_within_a_quarter_of_the_best(best: float) -> None:
+    tries: dict[int, dict[float, float]] = {1: {}, LONGER: {}}
+    while (planned := next_try(tries[1], tries[LONGER], 0.1)) is not None:
+        tries[planned[1]][planned[0]] = math.log(planned[0] / best) ** 2
+    found = found_lr(tries[1], tries[LONGER])
+    assert found is not None
+    assert max(found / best, best / found) < 1.25, "the coarse ladder alone is up to 1.8 times away"
+
+
 @given(st.dictionaries(st.floats(-6, 2), st.none() | st.floats(0, 3), max_size=9))
 def test_no_rate_above_one_that_diverged_is_taken(drawn: dict[float, float | None]) -> None:
     """By luck, or where nothing is learned, a rate comes through though a lower one did not."""
@@ -748,13 +777,13 @@ def test_the_search_is_recorded_shared_by_seeds_and_not_repeated(tmp_path: Path)
     outcomes = carried(tmp_path, outline, Count())
     searches = json.loads((tmp_path / "rates.json").read_text()).values()
     assert len(searches) == 2
-    assert len(tried) == sum(len(s["losses"]) for s in searches)
+    assert len(tried) == sum(len(s["losses"]) + len(s["longer"]) for s in searches)
     for outcome in outcomes:
         rate = outcome.run["rate"]
-        losses = {float(k): v for k, v in rate["losses"].items()}
+        losses = {float(k): v for k, v in rate["longer"].items()}
         assert rate["chosen"] == outcome.run["lr"] == outcome.lr
         assert losses[rate["chosen"]] == min(v for v in losses.values() if v is not None)
-        assert set(rate["tried"]) == set(rate["losses"])
+        assert set(rate["tried"]) == {*rate["losses"], *rate["longer"]}
         assert rate["epochs"] == 1
     count = len(tried)
     carried(tmp_path, replace(outline, seeds=(0, 1, 2)), Count())
@@ -879,7 +908,7 @@ def test_the_outer_search_follows_that_of_the_learning_rate(tmp_path: Path) -> N
     (outcome,) = carry_out(folder, study, Data(), train, refused)
     assert outcome.lr == outcome.run["lr"] == 0.03
     assert lrs[-7:] == [0.03] * 7
-    assert steps == [100] * (len(lrs) - 7) + [12 * 9] * 7
+    assert steps == [100] * (len(lrs) - 10) + [200] * 3 + [12 * 9] * 7
     assert len(json.loads((tmp_path / "rates.json").read_text())) == 2
 
 
@@ -894,6 +923,7 @@ def test_tries_of_outer_optimisers_are_long_enough_for_some_exchanges() -> None:
 
 OTHER: dict[str, Any] = {
     **{"strategy": "local(4) + gossip + topk(0.1) | qsgd(4)", "workers": 3, "virtual": True, "data": "mnist", "model": "cnn"},
+    **{"pretrained": "model.safetensors", "lora": 4},
     **{
         "optimizer": "muon",
         "rest_lr": 2e-05,
@@ -903,9 +933,18 @@ OTHER: dict[str, Any] = {
         "lr_schedule": "cosine",
         "warmup": 2.5,
     },
-    **{"scale_lr": True, "batch_size": 7, "epochs": 3, "max_steps": 11, "clip": 0.25, "autocast": "bf16", "augment": False},
+    **{
+        "scale_lr": "sqrt",
+        "decay": "all",
+        "batch_size": 7,
+        "epochs": 3,
+        "max_steps": 11,
+        "clip": 0.25,
+        "autocast": "bf16",
+        "augment": False,
+    },
     **{"last": "drop", "seed": 5, "engine": "loop", "nonfinite": "skip", "exact": True, "host_size": 3},
-    **{"cluster": "1gbit", "slowdown": "1,4", "balance": "speed"},
+    **{"cluster": "1gbit", "slowdown": "1,4", "balance": "speed", "partition": "label(2)"},
     **{"bucket_cap_bytes": 1000, "first_bucket_cap_bytes": 100},
     **{
         "mesh": "pipeline=2,tensor=2",
@@ -918,7 +957,21 @@ OTHER: dict[str, Any] = {
     **{"plan_file": "plan.toml", "zero": 1, "fsdp": True},
 }
 KEYS = [
-    *("strategy", "workers", "virtual", "data", "model", "optimizer", "lr", "momentum", "weight_decay", "schedule", "warmup"),
+    *(
+        "strategy",
+        "workers",
+        "virtual",
+        "data",
+        "model",
+        "from",
+        "lora",
+        "optimizer",
+        "lr",
+        "momentum",
+        "weight_decay",
+        "schedule",
+        "warmup",
+    ),
     *(
         "scale_lr",
         "batch",
@@ -926,6 +979,7 @@ KEYS = [
         "max_steps",
         "clip",
         "rest_lr",
+        "decay",
         "autocast",
         "augment",
         "last",
@@ -934,7 +988,19 @@ KEYS = [
         "nonfinite",
         "exact",
     ),
-    *("host_size", "cluster", "slowdown", "share", "bucket_bytes", "first_bucket_bytes", "mesh", "pipe", "micro", "cut"),
+    *(
+        "host_size",
+        "cluster",
+        "slowdown",
+        "share",
+        "partition",
+        "bucket_bytes",
+        "first_bucket_bytes",
+        "mesh",
+        "pipe",
+        "micro",
+        "cut",
+    ),
     *("virtual_stages", "measure", "plan_file", "shard"),
 ]
 """What records have, in their order: those of the first edition are read for ever."""
@@ -953,7 +1019,7 @@ def test_settings_as_arguments_are_the_same_settings(changed: str, monkeypatch: 
     assert not any(OTHER[name] == value for name, value in defaults().items())
     monkeypatch.chdir(tmp_path)
     Path("plan.toml").write_text('1 = "columns"\n')
-    chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - set(REAL) if changed == "all" else ())}
+    chosen = {changed, *BESIDE.get(changed, ()), *(set(OTHER) - {*REAL, "partition"} if changed == "all" else ())}
     settings = RunSettings.of(**{name: value for name, value in OTHER.items() if name in chosen})
     got: list[RunSettings] = []
     monkeypatch.setattr(cli_train, "_start", lambda settings, *_: got.append(settings))
@@ -967,7 +1033,7 @@ def test_records_keep_their_keys_whatever_the_settings_are_called(monkeypatch: p
     Path("plan.toml").write_text('1 = "columns"\n')
     whole, split = (
         RunSettings.of(**{name: OTHER[name] for name in names})
-        for names in (set(OTHER) - set(REAL), {*REAL, "batch_size"} - {"fsdp"})
+        for names in (set(OTHER) - {*REAL, "partition"}, {*REAL, "batch_size", "partition"} - {"fsdp"})
     )
     renamed = {"schedule": "lr_schedule", "batch": "batch_size", "share": "balance", "micro": "num_microbatches"}
     renamed |= {"bucket_bytes": "bucket_cap_bytes", "first_bucket_bytes": "first_bucket_cap_bytes"}
@@ -983,7 +1049,7 @@ def test_records_keep_their_keys_whatever_the_settings_are_called(monkeypatch: p
 
 def test_a_setting_is_an_option_and_errors_name_either() -> None:
     """A library's error names the field; the command line's the option, which there is."""
-    written = {p.name: p.opts for p in typer.main.get_command(cli.app).commands["train"].params}
+    written = {p.name: p.opts for p in loaded("train").params}
     for name in FIELDS:
         assert option(name) in written[name]
         error = SettingError(f"<{name}>: no.", **{name: "x"})
@@ -1006,7 +1072,7 @@ def study_command(*arguments: str) -> str:
     ("arguments", "words"),
     [
         (["frontir"], ["frontir", "did you mean 'frontier'?"]),
-        (["nothing-like-it"], ["ten, ten-modern, axes, frontier, llm"]),
+        (["nothing-like-it"], ["ten, ten-modern, axes, frontier, llm, large-batch"]),
         (["none.toml"], ["none.toml"]),
         (["ten", "--workers", "4;8"], ["--workers 4;8", "such as 4,8"]),
         (["ten", "--workers", "0"], ["--workers 0", "at least one"]),

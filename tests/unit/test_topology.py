@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hocket.cluster import VirtualCluster
+from hocket.cluster import Message, VirtualCluster, point_to_point
+from hocket.cluster.message import PIECE_BYTES
+from hocket.cluster.point_to_point import Incoming, Outgoing, PointToPoint
 from hocket.compression.base import Context
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
@@ -405,3 +409,26 @@ def test_at_most_one_summing_server_per_worker(servers: int, workers: int, fits:
             Server(servers, "sum").bind(cluster, cluster.world, 0)
     with pytest.raises(HocketError, match="serves all workers at once"):
         Server(1).bind(cluster, cluster.world, 0)
+
+
+# --- the order of sends and receives -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [10, PIECE_BYTES])
+def test_receives_are_posted_before_sends(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo announces a receive on the connection that carries the own message: behind it, both directions take turns."""
+    posted: list[list[bool]] = []
+
+    def carry_out(operations: list[Any]) -> list[Any]:
+        posted.append([operation.op is point_to_point.dist.isend for operation in operations])
+        return []
+
+    operation = namedtuple("operation", "op tensor peer group tag")
+    monkeypatch.setattr(point_to_point.dist, "P2POp", operation)
+    monkeypatch.setattr(point_to_point.dist, "batch_isend_irecv", carry_out)
+    pairs = PointToPoint(0, [0, 1, 2], [range(w, w + 1) for w in range(3)], "gloo", torch.device("cpu"))
+    outgoing = [Outgoing(0, 0, target, slot) for slot, target in enumerate((1, 2))]
+    incoming = [Incoming(source, 0, slot, -1) for slot, source in enumerate((2, 1))]
+    pairs.route(None, Message((torch.zeros(1, values),)), outgoing, incoming)
+    assert sum(map(len, posted)) == (4 if values == 10 else 4 * 4)
+    assert all(sent == sorted(sent) for sent in posted)

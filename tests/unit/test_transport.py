@@ -473,7 +473,7 @@ def test_strangers_are_counted_and_members_go_on(who: str) -> None:
 def test_a_listener_without_keys_admits_no_caller_with_keys() -> None:
     with Listener(HERE, JOB) as listener:
         caller = Caller(listener.address, JOB, Keys.make())
-        assert caller.send(Envelope(Kind.HELLO), DEADLINE_S)
+        caller.send(Envelope(Kind.HELLO), 0)  # into a connection that may have been refused before
         until(lambda: listener.receive(0.01) is None and caller.receive(0.01) is None and caller.refused["key"] > 0)
         caller.close(0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hocket import compression, sync, topology
 
-SYNC = ("bulk", "local(2)", "local(3, mean=after)", "postlocal(2, 2)", "diloco(2)", "diloco(4, fragments=2, overlap=1)")
+SYNC = ("bulk", "local(2)", "local(3, mean=after)", "postlocal(2, 2)", "diloco(2)", "diloco(4, fragments=2, overlap=1)", "acco")
 TOPOLOGY = (
     "allreduce",
     "gossip",

@@ -44,6 +44,20 @@ def test_where_links_are_slow_a_strategy_that_sends_less_is_advised_with_its_gai
     assert bulk.exchange_share > 0.9
 
 
+def test_a_longer_training_and_more_workers_are_extrapolated_with_an_interval() -> None:
+    spec = ClusterSpec(name="links", bandwidth=1e5, step_s=0.002)
+    options: dict[str, Any] = {"lr": 0.1, "batch_size": 20, "seeds": 1, "minutes": 1e-6, "strategies": ["local(8)"]}
+    found = advise("mlp", "digits", spec, 4, "within 50 points", later_epochs=8, later_workers=8, **options)
+    assert {look.strategy for look in found.outlooks} == {"bulk + allreduce", "local(8) + allreduce"}
+    for look in found.outlooks:
+        assert 0 < look.loss.low < look.loss.loss < look.loss.high
+        assert "after 8 epochs of 8 workers a test loss of" in str(look)
+    seconds = {look.strategy: look.seconds for look in found.outlooks}
+    assert seconds["local(8) + allreduce"] < seconds["bulk + allreduce"], "predicted for 8 workers on that cluster"
+    with pytest.raises(HocketError, match="two workers or more"):
+        advise("mlp", "digits", spec, 4, later_workers=1, **options)
+
+
 def test_a_goal_that_nothing_reaches_is_answered_with_the_nearest() -> None:
     found = asked(1e6, "100% soonest")
     assert found.strategy is None

@@ -134,6 +134,25 @@ def test_without_a_test_set_or_with_evaluate_false_nothing_is_evaluated(given: s
     assert not any("accuracy_worst" in m for m in run.metrics)
 
 
+@pytest.mark.parametrize("count", [40, 700])
+def test_the_worst_replica_is_found_on_a_sample_and_only_it_is_evaluated_on_a_large_test_set(count: int) -> None:
+    """40 samples are fewer than a worker trains on or than the least sample: every replica looks at all of them."""
+    seen: list[int] = []
+
+    class Watched(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.extend([len(x)] * (not self.training))
+            return super().forward(x)
+
+    test = samples(count, 1)
+    run = simulated(Watched, test=test, strategy="local(100) + gossip", workers=4)
+    tried, means = 4, 2 * count
+    assert sum(seen) == tried + means + 4 * min(count, 256) + (count if count > 256 else 0)
+    with torch.no_grad():
+        each = [float((model(test[0]).argmax(1) == test[1]).double().mean()) for model in run.replicas.each()]
+    assert run.metrics[-1].get("accuracy_worst", run.accuracy) in ([min(each)] if count == 40 else each)
+
+
 class Dropped(Tiny):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.dropout(x, 0.5, self.training))

@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hocket
 from hocket.cluster import Message, Subgroups, VirtualCluster, layout_of
-from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, ring_bytes
+from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, framed, ring_bytes
+from hocket.cluster.relay import gather_trips, radix_for
+from hocket.compression.kernels.build import library
 from hocket.errors import HocketError
 from hocket.programs.collective import CollectiveProgram, _weigh
 from hocket.strategy import Strategy
@@ -380,6 +383,9 @@ class _Bare(VirtualCluster):
     def _count_messages(self, message: Message, copies: torch.Tensor | int) -> None:
         self.ledger.sent += (message.payload_bytes() * copies).view(self.rows, -1).sum(1)
 
+    def _radix(self, *_: object) -> None:
+        """All messages go directly."""
+
 
 def _payload(text: str, workers: int, size: int = 60_000) -> int:
     """Bytes one worker sends for one exchange of gradients."""
@@ -408,7 +414,8 @@ def test_plain_allreduce_sends_the_rings_bytes(workers: int) -> None:
     world = World("bulk", workers=workers, steps=3)
     world.step(3)
     parameters = sum(p.numel() for p in Tiny().parameters())
-    flags = ring_bytes(5, workers)  # four parameters used or not, and one for what is not finite
+    messages = sum(len(trip.shifts) for trip in gather_trips(workers, radix_for(workers, 0, True)))
+    flags = messages * framed(5)  # four parameters used or not, and one for what is not finite
     assert world.sent == [3 * (ring_bytes(4 * parameters, workers) + flags)] * workers
 
 
@@ -439,3 +446,31 @@ def test_a_bad_gradient_is_named_or_left_out(strategy: str, bad: float) -> None:
     skipping.step(6)
     assert bool(torch.isfinite(skipping.rows).all())
     assert skipping.cluster.ledger.nonfinite >= 1
+
+
+class _Calls(TorchDispatchMode):
+    """Counts calls of operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("code", "most"), [("qsgd(4)", 40), ("sign", 60), ("topk(0.1)", 80)])
+def test_a_coded_exchange_starts_few_operations_however_many_workers(code: str, most: int) -> None:
+    """On a GPU each operation of small rows costs as much as a fused kernel of large ones."""
+    if library() is None:
+        pytest.skip("there is no C++ compiler")
+    counts = []
+    for workers in (4, 8):
+        world = World(f"bulk + {code}", workers=workers).step(3)
+        program, grads = world.replicas.program, world.replicas.grads
+        with _Calls() as calls:
+            for bucket, rows in enumerate(grads):
+                program.gradient_ready(bucket, rows)
+            program.gradients_done()
+        counts.append(calls.count)
+    assert max(counts) < most
+    assert counts[1] <= counts[0] + 4  # means that sum in worker order

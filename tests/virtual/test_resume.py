@@ -30,7 +30,7 @@ TABLE = [
     "gossip + threshold(keep=0.2)", "gossip + topk(0.1) + exchange=gradients", "postlocal(2, 4)", "postlocal(2, 4) + topk(0.1)",
     "postlocal(3, 2) + gossip + topk(0.2)", "diloco(3)", "diloco(3) + topk(0.2)",
     "diloco(4, overlap=3, keep=eager) + sign", "diloco(4, fragments=2, overlap=2) + topk(0.2)", "diloco(3, guard=3)",
-    "diloco(2) + gossip + sign",
+    "diloco(2) + gossip + sign", "acco", "acco + topk(0.2)", "acco + hierarchical(size=2) + qsgd(4)",
     "hierarchical(allreduce, gossip, size=2, every=2) + topk(0.2)", "hierarchical(gossip, gossip, size=2) + lowrank(1)",
 ]  # fmt: skip
 

@@ -18,8 +18,8 @@ from hocket.cli.train import device_of
 from hocket.cluster.spec_file import PRESETS
 from hocket.data import load
 from hocket.errors import HocketError
-from hocket.prediction.advise import CANDIDATES, CLOCK_ERROR, Advice, Contender, advise, over_link, shown, timed_step
-from hocket.report.figures import plain
+from hocket.prediction.advise import CANDIDATES, Advice, advise, over_link, timed_step
+from hocket.prediction.tables import contender_cells, contender_columns
 
 _GOALS = "'within 1 point' (of bulk), '70% soonest', 'loss 1.5 soonest', 'cheapest', 'fits 16GB'; commas between several."
 
@@ -39,6 +39,8 @@ def command(
     step_s: Annotated[float | None, typer.Option(help="Seconds of a step on one worker (default: the cluster's).")] = None,
     minutes: Annotated[float, typer.Option(help="About how long to try.")] = 4.0,
     seeds: Annotated[int, typer.Option(help="Trainings of each strategy that is left at the end.")] = 2,
+    later_epochs: Annotated[int | None, typer.Option(help="Also extrapolate to a training of so many epochs …")] = None,
+    later_workers: Annotated[int | None, typer.Option(help="… or with so many workers; takes about as long again.")] = None,
     explain: Annotated[Path | None, typer.Option(help="Draw quality against time of the last strategies as a .png file.")] = None,
     data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
@@ -61,6 +63,8 @@ def command(
             "step_s": step_s,
             "minutes": minutes,
             "seeds": seeds,
+            "later_epochs": later_epochs,
+            "later_workers": later_workers,
             "device": where,
             "watch": lambda text: status.update(escape(text)),
         }
@@ -80,41 +84,19 @@ def show(found: Advice, console: Console) -> None:
     console.print(f"[bold]{escape(found.answer)}[/bold]", highlight=False)
     for reason in found.reasons:
         console.print(reason, markup=False, highlight=False, soft_wrap=True)
-    loss = any(c.quality is not None and c.quality.mean < 0 for c in found.contenders)
     table = Table(box=SIMPLE_HEAD, header_style="dim", padding=(0, 1), collapse_padding=True)
-    table.add_column("strategy")
-    priced = found.cluster.price > 0
-    for name in ["rate", "test loss" if loss else "accuracy", "seconds", *([found.cluster.currency] * priced), "exchange"]:
-        table.add_column(name, justify="right", no_wrap=True)
+    for place, name in enumerate(contender_columns(found)):
+        table.add_column(name, justify="right" if place else "left", no_wrap=bool(place))
     for one in found.contenders:
-        cost = [] if not priced else ["–" if one.cost is None else f"{one.cost:.3g}"]
-        quality = shown(one.quality).removeprefix("test loss ")
-        table.add_row(one.strategy, f"{one.lr:g}", quality, _seconds(one), *cost, _share(one))
+        table.add_row(*contender_cells(one, found))
     console.print(table)
     for one in found.contenders:
         console.print(f"{one.strategy}: {one.why}.", markup=False, highlight=False, soft_wrap=True)
-    console.print(_legend(found), style="dim", markup=False, highlight=False, soft_wrap=True)
+    for look in found.outlooks:
+        console.print(f"{look}.", markup=False, highlight=False, soft_wrap=True)
+    console.print(found.legend, style="dim", markup=False, highlight=False, soft_wrap=True)
     if found.command:
         console.print(found.command, markup=False, highlight=False, soft_wrap=True)
-
-
-def _legend(found: Advice) -> str:
-    return (
-        f"{found.about}. Goal: {found.goal}. seconds: until then on {found.cluster.name}, predicted; the range over seeds, "
-        f"± {CLOCK_ERROR:.0%} for the clock. exchange: its share of a step. Longer trainings may rank strategies otherwise."
-    )
-
-
-def _seconds(one: Contender) -> str:
-    if one.seconds is None:
-        return "–"
-    if not math.isfinite(one.seconds.mean):
-        return "never"
-    return f"{plain(one.seconds.low)}–{plain(one.seconds.high)}"
-
-
-def _share(one: Contender) -> str:
-    return f"{one.exchange_share:.0%}" if math.isfinite(one.exchange_share) else "–"
 
 
 def _plain(found: Advice) -> dict[str, Any]:
@@ -123,7 +105,8 @@ def _plain(found: Advice) -> dict[str, Any]:
         for name in ("quality", "seconds"):
             row[name] = None if row[name] is None else vars(row[name])
     whole = {"answer": found.answer, "reasons": found.reasons, "strategy": found.strategy, "lr": found.lr, "command": found.command}
-    return _finite({**whole, "about": found.about, "goal": str(found.goal), "contenders": rows})
+    looks = [{**vars(look), "loss": vars(look.loss), "law": str(look.law)} for look in found.outlooks]
+    return _finite({**whole, "about": found.about, "goal": str(found.goal), "contenders": rows, "outlooks": looks})
 
 
 def _finite(value: Any) -> Any:

@@ -37,8 +37,8 @@ def pack_command(
         str,
         typer.Argument(
             metavar="SRC",
-            help="A folder of pictures (one folder per class) or of text, a .jsonl or .csv file, a data set (cifar10, text:FOLDER, "
-            "…) or module:factory.",
+            help="A folder of pictures (one folder per class) or of text, a .jsonl, .csv or .parquet file, a data set "
+            "(cifar10, text:FOLDER, …) or module:factory.",
         ),
     ],
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="The folder to write into.")],
@@ -79,7 +79,7 @@ def check_command(
     if (index.labels >= 0).any():
         for line in checks.balance(index):
             print(line)
-        order = ShardOrder(index.counts, 0, lanes, window)
+        order = ShardOrder.of(index, 0, lanes, window)
         for line in checks.quality(index, order, batch_size):
             print(line)
     if bad:
@@ -108,7 +108,7 @@ def sample_command(
     """Show the first samples of an epoch, as pictures or text."""
     index = Index.load(url)
     reader, console = ShardReader(url, index), Console()
-    order = ShardOrder(index.counts, 0)
+    order = ShardOrder.of(index, 0)
     start = epoch * order.samples
     for number in order.at(start, start + min(count, order.samples)).tolist():
         console.print(Text(reader.where(number), style="dim"))

@@ -1,4 +1,4 @@
-"""What people see while a training runs, and the table at its end."""
+"""What people see while a study runs, and the tables at its end; of one training: :mod:`hocket.cli.live`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
@@ -24,43 +23,6 @@ from hocket.study.folder import Outcome
 from hocket.study.plan import Planned, Study
 from hocket.train.loop import Progress as Where
 from hocket.train.settings import RunSettings
-
-
-class Display:
-    """A progress bar on a terminal, a few lines elsewhere; silent on processes that do not host worker 0."""
-
-    def __init__(self, label: str, speaks: bool, epochs: int, predicted: bool = False) -> None:
-        """``predicted``: seconds are those of a virtual clock."""
-        self._epochs, self._every, self._clock = epochs, max(1, epochs // 5), " predicted" if predicted else ""
-        self._console = Console(stderr=True)
-        self._speaks, self._label, self._drawn = speaks, label, speaks and self._console.is_terminal
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "steps", TimeElapsedColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, "{task.fields[note]}", console=self._console, transient=True, disable=not self._drawn)
-        self._task = self._bar.add_task(label, total=None, note="")
-
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def step(self, where: Where) -> None:
-        self._bar.update(self._task, completed=where.step, total=where.steps)
-
-    def note(self, text: str) -> None:
-        if self._speaks:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def epoch(self, metrics: dict[str, Any]) -> None:
-        note = f"epoch {metrics['epoch']}  loss {metrics['loss']:.4f}"
-        if quality := quality_of(metrics, 2):
-            note += f"  {quality}"
-        if speed := tokens_per_s(metrics.get("tokens"), metrics["seconds"]):
-            note += f"  {plain(speed)} tokens/s{self._clock}"
-        self._bar.update(self._task, note=note)
-        if self._speaks and not self._drawn and (metrics["epoch"] % self._every == 0 or metrics["epoch"] == self._epochs):
-            print(f"{self._label}: {note}", file=sys.stderr, flush=True)
 
 
 class StudyDisplay(Watch):
@@ -285,18 +247,6 @@ def outer_table(label: str, found: Mapping[str, Any]) -> Table:
             f"[bold]{cell} ←[/bold]" if [lr, m] == list(found["chosen"]) else cell for cell, m in zip(cells, momenta, strict=True)
         ]
         table.add_row(f"{lr:g}", *chosen)
-    return table
-
-
-def result_of(title: str, strategy: str, metrics: list[dict[str, Any]], times_fewer: float | None) -> Table:
-    """The table of one run."""
-    total, last = total_of(metrics), metrics[-1]
-    found = {"accuracy": last.get("accuracy"), "test loss": last.get("test_loss"), "perplexity": last.get("perplexity")}
-    found["worst"] = last.get("accuracy_worst", found["accuracy"])
-    found["tokens/s"] = tokens_per_s(sum(line.get("tokens", 0) for line in metrics), total.seconds)
-    quality = PERPLEXITY if found["perplexity"] is not None or found["accuracy"] is None else ACCURACY
-    table, parts = results_table(title, quality), (total.compute_s, total.wait_s, total.transfer_s)
-    add_result(table, strategy, {name: found[name] for name in quality}, parts, total.bytes_sent, times_fewer)
     return table
 
 

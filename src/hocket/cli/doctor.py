@@ -13,7 +13,7 @@ def command(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for processes that have not come.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
 ) -> None:
-    """Check this machine or, under torchrun, mpirun or Slurm, the cluster, before a run; exit code 1 if something would fail."""
+    """Check this machine or, under a launcher, the cluster, before a run; exit code 1 if something would fail."""
     from hocket.cluster.join import find_launcher
     from hocket.supervisor.diagnosis import FAIL
     from hocket.supervisor.doctor import examine

@@ -1,19 +1,39 @@
 """``hocket launch`` starts a script of one's own as an elastic run; ``hocket rendezvous`` serves one that others start."""
 
+import dataclasses
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hocket.programs.server.wire import job_id
+from hocket.split.mesh import Mesh
 from hocket.supervisor.elastic import LIVENESS_TIMEOUT_S, ElasticRun, serve_rendezvous
 from hocket.train.elastic import Elastic
 from hocket.transport import Keys
 
-SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""What follows the script's name is the script's."""
 _LIVENESS = typer.Option(help="Seconds of silence after which a worker is lost.")
+
+
+def follow(path: Path, tell: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+    """What tells the lines that have come to a metrics.jsonl since this was called, whichever worker has written them."""
+    seen = len(_lines(path))
+
+    def look() -> None:
+        nonlocal seen
+        lines = _lines(path)
+        for line in lines[seen:]:
+            tell(json.loads(line))
+        seen = max(seen, len(lines))
+
+    return look
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def launch(
@@ -23,11 +43,13 @@ def launch(
     workers: Annotated[int | None, typer.Option(help="How many to start here (default: the least).")] = None,
     replace: Annotated[bool, typer.Option(help="Start another worker for one that died.")] = True,
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
+    mesh: Annotated[str | None, typer.Option(help="How the script splits each worker's model, such as pipeline=2.")] = None,
 ) -> None:
     """Run a training script as workers on this machine; the others go on when one is lost, and another joins."""
     parsed = Elastic.parse(elastic)
     command = [sys.executable, script, *context.args]
-    ElasticRun(command, parsed.least if workers is None else workers, parsed, liveness_timeout, replace).run()
+    parts = 1 if mesh is None else dataclasses.replace(Mesh.parse(mesh), data=1).size
+    ElasticRun(command, parsed.least if workers is None else workers, parsed, liveness_timeout, replace, parts=parts).run()
 
 
 def rendezvous(

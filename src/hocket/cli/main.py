@@ -5,17 +5,16 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from types import FrameType
 
 import typer
 
-from hocket.cli import advise, data, demo, doctor, elastic, keys, pipeline, predict, probe, report, study, train
-from hocket.cli.options import Commands
+from hocket.cli.commands import Commands
 from hocket.drivers.processes import quit_at_once
-from hocket.drivers.start import ENDS_WITH, end_with_parent
-from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
-from hocket.study.carry_out import Interrupted
+from hocket.errors import HocketError, Interrupted, NonFiniteGradient, WorkerLost
+from hocket.version import __version__
 
 app = typer.Typer(
     name="hocket",
@@ -23,30 +22,22 @@ app = typer.Typer(
     help="Parallel training of neural networks when links are slow, machines differ and workers fail.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
-_COMMANDS = {"train": train, "study": study, "report": report, "probe": probe, "predict": predict, "advise": advise}
-_COMMANDS |= {"demo": demo, "keys": keys, "doctor": doctor}
-for _name, _module in _COMMANDS.items():
-    app.command(_name)(_module.command)
-app.command("launch", context_settings=elastic.SCRIPT)(elastic.launch)
-app.command("rendezvous")(elastic.rendezvous)
-app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(data.app, name="data")
 
 
 @app.callback(invoke_without_command=True)
 def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     if version:
-        import hocket
-
-        print(hocket.__version__)
+        print(__version__)
         raise typer.Exit
 
 
 def main() -> None:
     """Run the command; every expected failure is one sentence on standard error and a non-zero exit."""
-    if os.environ.get(ENDS_WITH):  # a worker is killed, a training of a study ends its workers and cleans up
+    if os.environ.get("HOCKET_ENDS_WITH"):
+        from hocket.drivers.start import end_with_parent  # PyTorch is loaded only where it is needed
+
+        # A worker is killed, a training of a study ends its workers and cleans up.
         end_with_parent(signal.SIGKILL if os.environ.get("HOCKET_LAUNCHED") else signal.SIGTERM)
     if os.environ.get("HOCKET_LAUNCHED"):
         signal.signal(signal.SIGINT, _Interruption())
@@ -74,6 +65,9 @@ class _Interruption:
         self._heard = -math.inf
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code.co_name in ("__del__", "_remove"):  # Python ignores what is raised in there
+            threading.Timer(0.02, os.kill, (os.getpid(), number)).start()
+            return
         if time.monotonic() - self._heard > 10.0:
             self._heard = time.monotonic()
             raise KeyboardInterrupt
@@ -81,6 +75,9 @@ class _Interruption:
 
 def _end(error: Exception, code: int) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if os.environ.get("HOCKET_TELLS_ERRORS"):  # whoever started this process prints one sentence for all workers
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}), flush=True)
+        quit_at_once(code)
     if path:
         message = {"message": str(error), "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
         with open(path, "w") as file:

@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from hocket import compression, sync, topology
 from hocket.cluster.spec_file import PRESETS
-from hocket.errors import HocketError, SettingError
 from hocket.models import GPT_SIZES
 from hocket.split.pipeline.schedules import SCHEDULES
 from hocket.train.settings import RunSettings, defaults, types
@@ -21,29 +19,33 @@ HELP = {
     "virtual": "Virtual workers in this one process.",
     "data": "digits, mnist, cifar10, cifar100, shakespeare, text:PATH (a file, folder or pattern), shards:URL or module:factory.",
     "model": f"mlp, cnn, resnet20, vgg11, gpt, gpt:{{{','.join(GPT_SIZES)}}}, hf:{{gpt2,config.json,FOLDER}} or module:factory.",
-    "optimizer": "sgd, adam, adamw, …: torch.optim's names in lower case; muon (adamw for embeddings and vectors); sandblaster.",
-    "lr": "Learning rate (default: 0.1; of sandblaster's first step: 1).",
-    "momentum": "Momentum of sgd and rmsprop, and of muon (default: 0.9).",
+    "pretrained": "Start from these weights: a file of safetensors, or a folder that has some (such as Hugging Face's).",
+    "lora": "Train adapters of this rank alone (hf: models; needs hocket[hf]): only they travel.",
+    "optimizer": "sgd, adam, adamw, …: as in torch.optim; lars, lamb, muon (adamw for embeddings and vectors); sandblaster.",
+    "lr": "Learning rate (default: 0.1; lars 1, lamb 0.003; of sandblaster's first step: 1).",
+    "momentum": "Momentum of sgd and rmsprop, and of lars and muon (default: 0.9).",
     "weight_decay": "Weight decay.",
     "lr_schedule": "constant, cosine, linear or step.",
-    "warmup": "Epochs of linear warm-up.",
-    "scale_lr": "Multiply the rate by the number of workers.",
+    "warmup": "Epochs of linear warm-up, from 0, or from one worker's rate to the scaled one.",
+    "scale_lr": "The rate is one worker's: multiply it by the number of workers (linear), by its root (sqrt), or not (none).",
     "batch_size": "Mini-batch per worker.",
     "epochs": "Epochs.",
     "max_steps": "End after this many steps.",
     "clip": "Largest gradient norm.",
     "rest_lr": "Muon's rate for what AdamW updates (default: the same).",
+    "decay": "Weight decay of all parameters, or of matrices only, not of norms and biases (lars and lamb: always).",
     "autocast": "none, bf16 or fp16.",
     "augment": "Random crops and flips, where the data set has them.",
     "last": "An epoch's incomplete round: even (dealt out evenly) or drop.",
     "seed": "Decides weights, partition and codecs.",
-    "engine": "Gradients of virtual workers: auto, loop or vmap.",
+    "engine": "Gradients of virtual workers: auto, loop, vmap, or vmap(8): 8 workers at a time.",
     "nonfinite": "NaN or Inf gradients: raise or skip.",
     "exact": "Sum in worker order: equal bit for bit to virtual workers.",
     "host_size": "Workers per host, for hierarchical topologies.",
     "cluster": f"Predict seconds of virtual workers for a cluster: {', '.join(PRESETS)} or a TOML file.",
     "slowdown": "How many times as long each worker takes to compute, such as 1,1,1,4 (repeated over all).",
     "balance": "A worker's part of a round: even, or by its speed so far (speed).",
+    "partition": "Samples of a worker: any (iid), or its own by label: label(2), dirichlet(0.5).",
     "bucket_cap_bytes": "Largest bucket (default: by strategy).",
     "first_bucket_cap_bytes": "Largest first bucket (default: by strategy).",
     "mesh": "Split each worker's model over processes: data=2,pipeline=2,tensor=2 (data: the workers).",
@@ -57,9 +59,9 @@ HELP = {
     "fsdp": "Each worker keeps a part of weights, gradients and optimiser state (PyTorch's FSDP2).",
 }
 """What each setting's option says in ``--help``, in the order of :data:`hocket.train.settings.FIELDS`."""
-_WRITTEN: dict[str, tuple[str, ...]] = {"strategy": ("--strategy", "-s"), "workers": ("--workers", "-n")}
+_WRITTEN: dict[str, tuple[str, ...]] = {"strategy": ("--strategy", "-s"), "workers": ("--workers", "-n"), "pretrained": ("--from",)}
 _WRITTEN |= {"plan_file": ("--plan", "--plan-file"), "liveness_timeout_s": ("--liveness-timeout",), "snapshot_s": ("--snapshot",)}
-_SWITCHES = ("virtual", "scale_lr", "exact", "fsdp")
+_SWITCHES = ("virtual", "exact", "fsdp")
 """Without a ``--no-…`` of their own."""
 
 
@@ -115,13 +117,3 @@ def _parameter(name: str, kind: Any, default: Any, text: str) -> inspect.Paramet
     kind = kind | None if default is None else kind
     annotation = Annotated[kind, typer.Option(*written, help=text)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-class Commands(TyperGroup):
-    """Commands whose errors name settings as options."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except SettingError as error:
-            raise HocketError(error.written(option)) from None

@@ -1,7 +1,6 @@
 """``hocket predict``: what strategies would cost on a cluster, for 1 to thousands of workers, without training."""
 
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -15,12 +14,13 @@ from rich.table import Table
 
 from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.spec_file import PRESETS, amount
-from hocket.errors import HocketError, bytes_text
+from hocket.errors import HocketError
 from hocket.prediction.api import STRATEGIES, Predictions, predict
 from hocket.prediction.chart import chart
 from hocket.prediction.model import OPTIMIZERS
-from hocket.prediction.steps import Prediction
-from hocket.report.figures import plain
+from hocket.prediction.tables import LEGEND, cells, columns
+from hocket.split.options import ASYNCHRONOUS
+from hocket.split.pipeline.schedules import SCHEDULES
 
 _MARKS = (1, 4, 16, 64, 256, 1024, 4096)
 
@@ -32,10 +32,15 @@ def command(
     strategy: Annotated[list[str] | None, typer.Option("--strategy", "-s", help="Several times for several.")] = None,
     workers: Annotated[str | None, typer.Option("--workers", "-n", help="Such as 1,4,16 (default: 1 to 4096).")] = None,
     mesh: Annotated[list[str] | None, typer.Option(help="Split the model: pipeline=4,tensor=2; several times for several.")] = None,
+    schedule: Annotated[str, typer.Option(help=f"Of pipelines: {', '.join(n for n in SCHEDULES if n != ASYNCHRONOUS)}.")] = "1f1b",
+    num_microbatches: Annotated[int | None, typer.Option(help="Micro-batches per mini-batch (default: twice the stages).")] = None,
+    stages_per_rank: Annotated[int | None, typer.Option(help="Stages of each process (default: by schedule).")] = None,
     sharding: Annotated[str | None, typer.Option(help="zero1 or fsdp: the state of the optimiser, or all, in parts.")] = None,
     step_s: Annotated[float | None, typer.Option(help="Seconds of a step on one worker (default: counted operations).")] = None,
     batch_size: Annotated[int, typer.Option(help="Mini-batch per worker.")] = 100,
     data: Annotated[str | None, typer.Option(help="The data set that the model is for (default: made up).")] = None,
+    sample_bytes: Annotated[str | None, typer.Option(help="Bytes of a stored sample, such as 110k.")] = None,
+    samples: Annotated[str | None, typer.Option(help="Samples of the data set, such as 1.2M, for the cache.")] = None,
     optimizer: Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = "momentum",
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
@@ -46,6 +51,9 @@ def command(
     size = None if parameters is None else amount(parameters, f"--parameters {parameters}")
     counts = None if workers is None else _counts(workers)
     more: dict[str, Any] = {"meshes": mesh or (), "sharding": sharding, "data": data, "optimizer": optimizer}
+    more |= {"schedule": schedule, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
+    for name, text in (("sample_bytes", sample_bytes), ("samples", samples)):
+        more[name] = None if text is None else amount(text, f"--{name.replace('_', '-')} {text}")
     found = predict(model, cluster, strategy or STRATEGIES, counts, parameters=size, step_s=step_s, batch_size=batch_size, **more)
     if picture is not None:
         chart(found, picture)
@@ -76,7 +84,7 @@ def show(found: Predictions, console: Console, whole: bool = True) -> None:
         rows = [row for row in found.rows if (row.strategy, row.mesh) == (strategy, mesh)]
         for row in rows:
             if row.refused is None and (whole or row.workers in _MARKS):
-                table.add_row(*_cells(row, spec))
+                table.add_row(*cells(row, spec))
         if table.row_count:
             console.print(table)
         for reason in dict.fromkeys(row.refused for row in rows if row.refused is not None):
@@ -84,27 +92,12 @@ def show(found: Predictions, console: Console, whole: bool = True) -> None:
             console.print(f"{who} workers: {reason}", style="dim", markup=False, highlight=False, soft_wrap=True)
     for sentence in found.answers():
         console.print(f"• {sentence}", markup=False, highlight=False, soft_wrap=True)
-    console.print(_LEGEND, style="dim")
-
-
-_LEGEND = (
-    "ms: of one worker's step; wait and transfer as far as computing does not hide them. sent, memory: of one worker; memory "
-    "without activations that are not known, '!' where a worker has less. samples/s: of all workers. Predicted, not measured."
-)
+    console.print(LEGEND, style="dim")
 
 
 def _table(title: str, spec: ClusterSpec) -> Table:
     style: Any = {"title_justify": "left", "title_style": "bold", "header_style": "dim", "box": SIMPLE_HEAD}
-    table = Table(title=escape(title), padding=(0, 1), collapse_padding=True, **style)
-    columns = ["workers", "ms/step", "compute", "wait", "transfer", "effic.", "samples/s", "sent", "memory"]
-    for column in columns + [f"{spec.currency}/1000"] * (spec.price > 0):
-        table.add_column(column, justify="right", no_wrap=True, min_width=min(7, len(column)))
+    table = Table(title=escape(title), padding=(0, 1), collapse_padding=True, pad_edge=False, **style)
+    for column in columns(spec):
+        table.add_column(column, justify="right", no_wrap=True)  # all of it fits into 80 characters
     return table
-
-
-def _cells(row: Prediction, spec: ClusterSpec) -> list[str]:
-    seconds = [plain(1000 * s) for s in (row.step_s, row.compute_s, row.wait_s, row.transfer_s)]
-    memory = bytes_text(row.memory_bytes) + (" !" if row.memory_bytes > spec.memory_bytes else "")
-    cost = [] if row.cost is None else [f"{row.cost:.3g}" if math.isfinite(row.cost) else "–"]
-    figures = [f"{row.efficiency:.0%}", plain(row.samples_per_s), bytes_text(row.bytes_sent)]
-    return [str(row.workers), *seconds, *figures, memory, *cost]

@@ -31,11 +31,12 @@ def command(
         list[str] | None, typer.Option(help="Time this code, such as 'topk(0.01)' (default: one of each kind).")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
+    servers: Annotated[bool, typer.Option(help="Of several workers, also what handling a push costs at a server.")] = True,
     limit_s: Annotated[float, typer.Option(help="Seconds that it may take, about.")] = LIMIT_S,
     keys: Annotated[Path | None, typer.Option(help="Of several machines: keys made by `hocket keys`.")] = None,
     out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.toml"),
 ) -> None:
-    """Measure compute, codes and links, and write a cluster file; start it with torchrun, mpirun or srun to measure a cluster."""
+    """Measure compute, codes and links into a cluster file; under torchrun, mpirun or srun those of a cluster."""
     sys.path.insert(0, os.getcwd())  # for module:factory
     if optimizer not in OPTIMIZERS:
         raise HocketError(f"--optimizer {optimizer}: use one of {', '.join(OPTIMIZERS)}.")
@@ -55,7 +56,7 @@ def command(
     try:
         found = probe(
             built, loss_for(dataset), (dataset.prepare(x), y), cluster, optimizer=OPTIMIZERS[optimizer], codes=code or CODES,
-            name=out.stem, limit_s=limit_s,
+            name=out.stem, limit_s=limit_s, servers=servers,
         )  # fmt: skip
     finally:
         cluster.close()

@@ -1,5 +1,6 @@
 """``hocket report``: finished runs as one page, tables and charts."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Where to write (by default DIR, or ./report for several).")] = None,
     title: Annotated[str | None, typer.Option(help="The page's title (by default the study's).")] = None,
     png: Annotated[bool, typer.Option("--png/--no-png", help="Charts as PNG files too.")] = True,
+    cluster: Annotated[str | None, typer.Option(help="Also predict for it: a preset or a file; takes some seconds.")] = None,
 ) -> None:
     """Build the page, the tables and the charts of finished runs, and say what they show."""
     from hocket.report import build
@@ -21,7 +23,13 @@ def command(
 
     if out is None:
         out = folders[0] if len(folders) == 1 else Path("report")
-    report = build(folders, out, title, png)
+    if cluster is None:
+        report = build(folders, out, title, png)
+    else:
+        from hocket.cluster.spec import ClusterSpec
+        from hocket.prediction.whatif import what_if
+
+        report = build(folders, out, title, png, partial(what_if, cluster=ClusterSpec.parse(cluster)))
     console = Console(highlight=False)
     for facet, answers in report.by_facet.items():
         console.print(Text.assemble((str(facet), "bold"), (f"  {basis(report.rows, facet)}", "dim")))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -21,22 +21,27 @@ from rich.console import Console
 from rich.markup import escape
 
 from hocket.cli.display import LEGEND, StudyDisplay, outer_table, plain_notes, study_tables
+from hocket.cli.launchers import RAY, check_launcher, refuse_launched
 from hocket.cli.options import arguments, with_settings
 from hocket.cli.train import device_of
 from hocket.cluster.join import without_launcher
 from hocket.drivers.processes import interruptible
 from hocket.drivers.start import ENDS_WITH
-from hocket.errors import HocketError, NonFiniteGradient, WorkerLost
+from hocket.errors import HocketError, Interrupted, NonFiniteGradient, WorkerLost
 from hocket.files import CannotWrite, write_whole
 from hocket.report import Report, build
 from hocket.report.page import swept
 from hocket.study import file
-from hocket.study.carry_out import Data, Interrupted, Virtual, Watch, carry_out, check, finished
+from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check, finished
 from hocket.study.folder import Folder
 from hocket.study.plan import AUTO, Study, expand, number
 from hocket.study.presets import PRESETS, preset
+from hocket.study.side_by_side import carry_out_side_by_side
 from hocket.train.loop import Progress
 from hocket.train.settings import RunSettings
+
+if TYPE_CHECKING:
+    from hocket.cli.ray_study import RayTrainings
 
 _LIST = "; ".join(f"{name}: {outline.about}" for name, outline in PRESETS.items())
 _LEAVE_S = 15.0
@@ -65,10 +70,13 @@ def command(
     data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the study (default: study-NAME).")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed before.")] = False,
+    launcher: Annotated[str | None, typer.Option(help=f"{RAY}: trainings side by side on a Ray cluster that runs already.")] = None,
     **given: Any,
 ) -> None:
     """Run many strategies side by side: a table, curves and one HTML page. The same command goes on where it was stopped."""
     plain_notes()
+    check_launcher(launcher, os.environ)
+    refuse_launched(os.environ, "hocket study", f"start it once, with --launcher {RAY} for several machines")
     sys.path.insert(0, os.getcwd())  # for module:factory
     path = Path(what)
     of_file = what not in PRESETS and (path.suffix == ".toml" or path.is_file())
@@ -82,6 +90,11 @@ def command(
     outline = outline.changed(*counts, **given)
     machine = Machine(device_of(device), Data(data_dir))
     study = expand(outline, machine.data)
+    if launcher is not None:
+        from hocket.cli.ray_study import RayTrainings
+
+        machine.ray = RayTrainings(machine.device, data_dir)
+        machine.ray.check(study)
     place = out or Path(f"study-{path.stem if of_file else what}")
     study = perform(study, place, machine, retry)
     report = show([place], place)
@@ -97,6 +110,8 @@ class Machine:
     data: Data
     lock: int | None = None
     """The study's lock, which a training holds too: were this process killed, nobody else could go on until that is over."""
+    ray: "RayTrainings | None" = None
+    """A Ray cluster that trains instead of this machine."""
 
     def real(self, settings: RunSettings, out: Path | None, watch: Watch) -> Sequence[dict[str, Any]]:
         """One run on real processes, through ``hocket train`` as a user would start it."""
@@ -105,6 +120,12 @@ class Machine:
         if self.data.folder is not None:
             options += ["--data-dir", str(self.data.folder)]
         return _train(options, settings, out, watch, self.lock)
+
+    def carry_out(self, folder: Folder, study: Study, watch: Watch, retry: bool) -> None:
+        if self.ray is not None:
+            carry_out_side_by_side(folder, study, self.data, self.ray, self.ray.stop, watch, retry)
+        else:
+            carry_out(folder, study, self.data, Virtual(self.data, self.device), self.real, watch, retry)
 
 
 def perform(study: Study, place: Path, machine: Machine, retry: bool = False, then: str = "the same command goes on") -> Study:
@@ -117,7 +138,7 @@ def perform(study: Study, place: Path, machine: Machine, retry: bool = False, th
         try:
             study = folder.begin(study, shlex.join(["hocket", *sys.argv[1:]]))
             with StudyDisplay(study) as display:
-                carry_out(folder, study, machine.data, Virtual(machine.data, machine.device), machine.real, display, retry)
+                machine.carry_out(folder, study, display, retry)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             done = finished(folder, study)

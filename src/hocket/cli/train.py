@@ -2,7 +2,9 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,15 +13,21 @@ import typer
 from rich.console import Console
 
 from hocket.cli.batch import train_on_batches
-from hocket.cli.display import LEGEND, Display, plain_notes, predicted_for, result_of, total_of
+from hocket.cli.display import plain_notes, predicted_for, total_of
+from hocket.cli.elastic import follow
 from hocket.cli.launch import launch
+from hocket.cli.launchers import RAY, check_launcher, check_machines, check_options, launched_machines, refuse_launched
+from hocket.cli.live import Display, summary
 from hocket.cli.options import option, with_settings
 from hocket.cluster.base import Cluster
 from hocket.cluster.join import find_launcher, find_rendezvous, join
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
-from hocket.drivers.processes import interruptible
+from hocket.data.shards.dataset import with_bad_shards
+from hocket.drivers.machines import Machines, ThisMachine
+from hocket.drivers.processes import interruptible, say
 from hocket.errors import HocketError, bytes_text
+from hocket.integrations.loggers import Loggers, check_loggers, open_loggers
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S
 from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, Keeping, prepare
@@ -28,9 +36,9 @@ from hocket.supervisor.elastic import ElasticRun
 from hocket.train.checkpoints import LEAST_KEPT
 from hocket.train.checks import needs_servers
 from hocket.train.elastic import Elastic
-from hocket.train.record import Record
+from hocket.train.record import METRICS, Record
 from hocket.train.run import bulk_bytes, bulk_bytes_of, explanation, run
-from hocket.train.setting_groups import BATCH_OPTIMIZER
+from hocket.train.setting_groups import BATCH_OPTIMIZER, USUAL_LRS
 from hocket.train.settings import RunSettings
 from hocket.train.trial import check_own
 from hocket.transport.tunnel import Tunnel
@@ -41,6 +49,7 @@ def command(
     *,
     processes: Annotated[int | None, typer.Option(help="Real processes, if fewer than workers (each then hosts several).")] = None,
     data_dir: Annotated[Path | None, typer.Option(envvar="HOCKET_DATA", help="Where data sets lie.")] = None,
+    on_bad_shard: Annotated[str | None, typer.Option(help="A damaged shard of --data shards:…: stop, or skip and count.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="With --mesh: show how the model is split and why, and end.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for run.json, metrics.jsonl and checkpoints.")] = None,
@@ -48,7 +57,8 @@ def command(
     keep: Annotated[int, typer.Option(help="How many checkpoints are kept, at least 2.")] = LEAST_KEPT,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     keys: Annotated[
-        Path | None, typer.Option(help="Servers, or a launcher's processes on several machines: keys made by `hocket keys`.")
+        Path | None,
+        typer.Option(help="Servers, --elastic, or a launcher's processes on several machines: keys made by `hocket keys`."),
     ] = None,
     snapshot: Annotated[float, typer.Option(help="Servers: seconds between snapshots, 0 for none.")] = SNAPSHOT_S,
     liveness_timeout: Annotated[
@@ -58,8 +68,14 @@ def command(
     elastic: Annotated[
         str | None, typer.Option(help="Least and most workers, such as 2:8: the others go on when one is lost, and new ones join.")
     ] = None,
+    by: Annotated[
+        str | None, typer.Option("--launcher", help=f"{RAY}: start the processes on a Ray cluster that runs already.")
+    ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Servers, gossip, sandblaster: folder for all events, for python -m hocket.drivers.replay.")
+    ] = None,
+    log: Annotated[
+        list[str] | None, typer.Option(help="Figures also to tensorboard, wandb, mlflow or jsonl (with :PLACE).")
     ] = None,
     **given: Any,
 ) -> None:
@@ -67,33 +83,26 @@ def command(
     plain_notes()
     sys.path.insert(0, os.getcwd())  # for module:factory
     member = find_rendezvous(os.environ) is not None  # our own launcher has started this process
+    check_launcher(by, os.environ)
+    if given["virtual"]:
+        refuse_launched(os.environ, "A training of --virtual workers", "leave the launcher out, or --virtual")
     launcher = None if given["virtual"] or member else find_launcher(os.environ)
-    if elastic is not None and given["workers"] is None:
-        given["workers"] = Elastic.parse(elastic).least
-    settings = _settings(given, 1 if launcher is None else launcher.processes)
-    policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace, "record": record}
-    start = Start(
-        launcher is not None or member, processes, device, data_dir, out, resume, checkpoints, explain, keys, keep, elastic
-    )
-    if explain and settings.split is None:
-        raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
-    strategy, virtual = settings.strategy, settings.workers.virtual
     if elastic is not None:
-        _refuse_policy(f"--elastic {elastic}", {name: policy[name] for name in ("keys", "snapshot_s", "record")})
+        _count_workers(given, Elastic.parse(elastic))
+    given["data"] = with_bad_shards(given["data"], on_bad_shard)
+    settings = _settings(given, 1 if launcher is None else launcher.processes)
+    check_options(launcher, settings, processes)
+    if by is not None and (elastic is not None or settings.optimizer.name == BATCH_OPTIMIZER):
+        raise HocketError(f"--launcher {by}: --elastic and {BATCH_OPTIMIZER} start processes of their own here; leave it out.")
+    policy = {"keys": keys, "snapshot_s": snapshot, "liveness_timeout_s": liveness_timeout, "replace": replace, "record": record}
+    given_start = (processes, device, data_dir, out, resume, checkpoints, explain, keys, keep, elastic, by, replace, log or [])
+    start = Start(launcher is not None or member, *given_start)
+    start.check(settings)
+    if elastic is not None:
+        _refuse_policy(f"--elastic {elastic}", {name: policy[name] for name in ("snapshot_s", "record")})
         _train_elastic(settings, start, ELASTIC_TIMEOUT_S if liveness_timeout == LIVENESS_TIMEOUT_S else liveness_timeout)
-        return
-    if settings.optimizer.name == BATCH_OPTIMIZER:
-        refused = policy if virtual else {name: value for name, value in policy.items() if name != "record"}
-        _refuse_policy(f"--optimizer {settings.optimizer.name}", refused)
-        _train_on_batches(settings, start, record)
-    elif strategy.runtime != "collective" and not virtual and (settings.workers.count > 1 or needs_servers(strategy)):
-        _supervise(settings, start, policy)
     else:
-        refused = {**policy, "keys": None} if start.joined else policy
-        _refuse_policy(f"{strategy} on virtual workers" if virtual else str(strategy), refused)
-        if settings.split is not None and processes is not None:
-            raise HocketError(f"--mesh {settings.split.mesh} says how many processes there are; leave --processes out.")
-        _start(settings, start)
+        _train_by_runtime(settings, start, policy)
 
 
 @dataclass(frozen=True)
@@ -113,6 +122,45 @@ class Start:
     """Of a launcher's job whose processes are on several machines."""
     keep: int = LEAST_KEPT
     elastic: str | None = None
+    launcher: str | None = None
+    """What starts the processes, if this command is to ask for it."""
+    replace: bool = False
+    log: list[str] = field(default_factory=list)
+
+    def check(self, settings: RunSettings) -> None:
+        """Refuse what cannot be, before anything is started."""
+        if self.explain and settings.split is None:
+            raise HocketError("--explain shows how a model is split; add --mesh pipeline=2, for example.")
+        check_loggers(self.log, os.environ.get("WANDB_MODE"))
+        if self.log and settings.optimizer.name == BATCH_OPTIMIZER:
+            raise HocketError(f"--log {self.log[0]}: sandblaster writes metrics.jsonl alone; leave it out.")
+        if self.log and self.elastic is not None and self.out is None:
+            raise HocketError(f"--log {self.log[0]} with --elastic follows the run's metrics.jsonl; add --out FOLDER.")
+
+    def loggers(self, settings: RunSettings, here: bool = True) -> Loggers:
+        """Those that were asked for; none in processes that do not record the run."""
+        folder = Path(".") if self.out is None else self.out
+        return open_loggers(self.log if here else [], settings.recorded(), folder, os.environ.get("WANDB_MODE"))
+
+
+def _train_by_runtime(settings: RunSettings, start: Start, policy: dict[str, Any]) -> None:
+    """As strategy and optimiser ask for it: by Sandblaster, by messages, or together."""
+    strategy, virtual, by = settings.strategy, settings.workers.virtual, start.launcher
+    if settings.optimizer.name == BATCH_OPTIMIZER:
+        refused = policy if virtual else {name: value for name, value in policy.items() if name != "record"}
+        _refuse_policy(f"--optimizer {settings.optimizer.name}", refused)
+        _train_on_batches(settings, start, policy["record"])
+    elif strategy.runtime != "collective" and not virtual and (settings.workers.count > 1 or needs_servers(strategy)):
+        _supervise(settings, start, policy)
+    else:
+        refused = {**policy, "keys": None} if start.joined or by == RAY else policy
+        refused |= {"replace": False} if by == RAY else {}
+        if by == RAY and (virtual or settings.processes * settings.workers.count == 1):
+            raise HocketError(f"--launcher {RAY} starts several workers; add --workers, or leave it out.")
+        _refuse_policy(f"{strategy} on virtual workers" if virtual else str(strategy), refused)
+        if settings.split is not None and start.processes is not None:
+            raise HocketError(f"--mesh {settings.split.mesh} says how many processes there are; leave --processes out.")
+        _start(settings, start)
 
 
 def _settings(given: dict[str, Any], launched: int) -> RunSettings:
@@ -120,7 +168,7 @@ def _settings(given: dict[str, Any], launched: int) -> RunSettings:
     if given["workers"] is None:
         given["workers"] = launched if given["mesh"] is None else Mesh.parse(given["mesh"]).data
     if given["lr"] is None:
-        given["lr"] = 1.0 if given["optimizer"] == BATCH_OPTIMIZER else 0.1
+        given["lr"] = USUAL_LRS.get(given["optimizer"], 0.1)
     return RunSettings.of(**given)
 
 
@@ -156,8 +204,14 @@ def _start(settings: RunSettings, start: Start) -> None:
         # What is wrong is said once, before any process is started.
         if start.out is not None and (start.out / "run.json").exists() and not start.resume:
             raise HocketError(f"{start.out} holds a run already; choose another --out, or --resume to go on with it.")
-        check_own(settings.model, load(settings.data.name, start.data_dir), settings.data.batch_size)
-        launch(sys.argv[1:], count)
+        data = load(settings.data.name, start.data_dir)
+        check_own(settings.model, data, settings.data.batch_size, settings.build(data))
+        if start.launcher == RAY:
+            from hocket.cli.ray_train import train_on_ray
+
+            train_on_ray(count, str(settings.strategy), where.type == "cuda", start.keys, start.out, start.replace)
+        else:
+            launch(sys.argv[1:], count)
         return
     cluster = _cluster(settings, where, start, count)
     try:
@@ -166,25 +220,42 @@ def _start(settings: RunSettings, start: Start) -> None:
         cluster.close()
 
 
+def _count_workers(given: dict[str, Any], elastic: Elastic) -> None:
+    """Of an elastic run: as many as it needs, unless said otherwise; on a mesh a worker is a replica."""
+    given["workers"] = elastic.least if given["workers"] is None else given["workers"]
+    if given["mesh"] is not None and (mesh := Mesh.parse(given["mesh"])).data == 1:
+        given["mesh"] = str(Mesh(given["workers"], mesh.pipeline, mesh.tensor))
+
+
 def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: float) -> None:
     """Start the workers of an elastic run, or be one of them."""
     assert start.elastic is not None
     given, strategy, size = Elastic.parse(start.elastic), settings.strategy, settings.workers.count
     refused = {
         "--virtual": settings.workers.virtual,
-        "--mesh": settings.split is not None,
+        "--explain": start.explain,
         settings.sharding.named: bool(settings.sharding.named),
-        "--resume": start.resume,
         "--processes": start.processes is not None,
         "--balance": settings.data.balance != "even",
+        "--partition": settings.data.partition != "iid",
         f"--optimizer {settings.optimizer.name}": settings.optimizer.name == BATCH_OPTIMIZER,
         str(strategy): strategy.runtime != "collective",
         "exchange=momentum": strategy.exchanged == "momentum",
     }
     if named := [name for name, found in refused.items() if found]:
         raise HocketError(f"--elastic {start.elastic} trains whole replicas that step together; leave {named[0]} out.")
-    if find_rendezvous(os.environ) is not None:
-        cluster = join(device=device_of(start.device), exact=settings.numerics.exact)
+    if settings.split is not None:
+        from hocket.train.elastic_split import refuse_elastic_mesh
+
+        refuse_elastic_mesh(settings.split.mesh, settings.split.schedule, settings.split.measure, strategy, start.elastic)
+        if start.resume or (start.out is not None and start.checkpoints):
+            raise HocketError("--elastic with --mesh has no checkpoints; leave --resume out, and give --no-checkpoints with --out.")
+    if (found := find_rendezvous(os.environ)) is not None:
+        if start.log and found.member is None:
+            raise HocketError(
+                f"--log {start.log[0]}: with --elastic the launcher logs, and others start this worker; leave it out."
+            )
+        cluster = join(device=device_of(start.device), exact=settings.numerics.exact, keys=start.keys)
         try:
             _train(settings, cluster, start)
         finally:
@@ -192,10 +263,16 @@ def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: floa
         return
     if not given.least <= size <= given.most:
         raise HocketError(f"--workers {size}: an elastic run of {start.elastic} starts with as many as it may have.")
+    if start.resume and start.out is None:
+        raise HocketError("--resume needs --out, the folder of the run to go on with.")
     if start.out is not None:
-        Record(start.out, 0)
-    check_own(settings.model, load(settings.data.name, start.data_dir), settings.data.batch_size)
-    ElasticRun([sys.executable, "-m", "hocket.cli.main", *sys.argv[1:]], size, given, liveness_timeout_s).run()
+        Record(start.out, 0, start.resume)
+    data = load(settings.data.name, start.data_dir)
+    check_own(settings.model, data, settings.data.batch_size, settings.build(data))
+    command = [sys.executable, "-m", "hocket.cli.main", *sys.argv[1:]]
+    with start.loggers(settings) as loggers:
+        watch = follow(start.out / METRICS, loggers.epoch) if start.log and start.out is not None else lambda: None
+        ElasticRun(command, size, given, liveness_timeout_s, keys=start.keys, parts=settings.processes).run(watch)
 
 
 def _supervise(settings: RunSettings, start: Start, policy: dict[str, Any]) -> None:
@@ -205,20 +282,32 @@ def _supervise(settings: RunSettings, start: Start, policy: dict[str, Any]) -> N
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
     if start.resume and policy["record"] is not None:
         raise HocketError("--record records a run from its beginning; leave --resume out, or --record.")
-    if start.joined or start.processes not in (None, workers):
-        what = "under another launcher" if start.joined else f"with --processes {start.processes}"
-        raise HocketError(f"{strategy} starts its own shards and workers and cannot run {what}; leave that out.")
+    if not start.joined and start.processes not in (None, workers):
+        raise HocketError(f"{strategy} starts a process for each worker; leave --processes {start.processes} out.")
     parsed = FaultPolicy(**policy)
     if strategy.runtime == "peers" and policy["snapshot_s"] != SNAPSHOT_S:
         raise HocketError(f"{strategy} has no shards to take snapshots of; leave --snapshot out.")
-    with interruptible():
+    with interruptible(), _machines(settings, start) as machines:
+        if machines is None:
+            return
+        check_machines(machines, settings, parsed)
         keeping = Keeping(start.resume, start.checkpoints, start.keep)
-        supervised = prepare(settings, device_of(start.device), start.data_dir, out, parsed, keeping=keeping)
-        with Display(str(strategy), True, settings.epochs) as display:
-            metrics = supervised.train(display.step, display.epoch)
+        supervised = prepare(settings, device_of(start.device), start.data_dir, out, parsed, keeping=keeping, machines=machines)
+        shown = Display(str(strategy), True, settings.epochs, settings.data.batch_size * workers)
+        with shown as display, start.loggers(settings) as loggers:
+            metrics = supervised.train(display.step, each(display.epoch, loggers.epoch))
     steps = supervised.sequence.steps
     title = f"{settings.model} on {settings.data.name}, {supervised.description}, {steps} steps"
-    _show(title, str(strategy), metrics, bulk_bytes_of(supervised.layout, workers, steps), out)
+    _show(title, str(strategy), metrics, workers, bulk_bytes_of(supervised.layout, workers, steps), out)
+
+
+def _machines(settings: RunSettings, start: Start) -> AbstractContextManager[Machines | None]:
+    """Where shards and workers are started; None in a process that only starts what another one orders."""
+    if start.launcher == RAY:
+        from hocket.drivers.ray_cluster import ray_machines
+
+        return ray_machines(settings.workers.count, str(settings.strategy), device_of(start.device).type == "cuda")
+    return launched_machines(start.keys) if start.joined else nullcontext(ThisMachine())
 
 
 def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:
@@ -229,34 +318,48 @@ def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:
             print(text)
         return
     shows = speaks and not cluster.elastic
-    with Display(strategy, shows, settings.epochs, predicted=settings.workers.virtual) as display:
-        given = (start.data_dir, start.out, start.resume, display.step, display.epoch)
-        training = run(settings, cluster, *given, checkpoints=start.checkpoints, note=display.note, keep=start.keep)
-    if cluster.rank == 0:
+    shown = Display(strategy, shows, settings.epochs, settings.data.batch_size * settings.workers.count, settings.workers.virtual)
+    with shown as display, start.loggers(settings, cluster.rank == 0 and not cluster.elastic) as loggers:
+        given = (start.data_dir, start.out, start.resume, display.step, each(display.epoch, loggers.epoch))
+        note = (lambda text: say(text.rstrip("."))) if cluster.elastic else display.note
+        training = run(settings, cluster, *given, checkpoints=start.checkpoints, note=note, keep=start.keep)
+    if cluster.process == 0:
         title = f"{settings.model} on {settings.data.name}, {_who(settings, cluster)}, {training.step} steps"
-        if name := predicted_for(settings):
-            title += f", seconds predicted for {name}"
-        _show(title, strategy, training.metrics, bulk_bytes(training), start.out)
+        _show(title, strategy, training.metrics, cluster.size, bulk_bytes(training), start.out, predicted_for(settings))
+
+
+def each(*functions: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    """Calls all of them."""
+
+    def called(metrics: dict[str, Any]) -> None:
+        for function in functions:
+            function(metrics)
+
+    return called
 
 
 def _who(settings: RunSettings, cluster: Cluster) -> str:
     kind = "virtual workers" if settings.workers.virtual else "workers"
     split, sharding = settings.split, settings.sharding
     who = f"{cluster.size} {kind}" if split is None else f"{cluster.size} processes as {split.mesh}"
+    if split is not None and cluster.elastic:
+        who = f"{cluster.size} replicas of {settings.processes} processes"
     if sharding.named and settings.workers.count > 1:
         who += ", the optimiser's state in parts" if sharding.zero else ", all in parts (MB by formula)"
     return who
 
 
-def _show(title: str, strategy: str, metrics: list[dict[str, Any]], baseline: int, out: Path | None) -> None:
+def _show(
+    title: str, strategy: str, metrics: list[dict[str, Any]], workers: int, baseline: int, out: Path | None, predicted: str = ""
+) -> None:
     sent = total_of(metrics).bytes_sent
-    console = Console()
-    console.print(result_of(title, strategy, metrics, baseline / sent if sent else None))
-    console.print(LEGEND + " Reduction computed against bulk + allreduce, not measured.", style="dim")
+    console = Console(highlight=False)
+    console.print(f"{strategy}: {title}", style="bold", markup=False)
+    console.print(summary(metrics, workers, baseline / sent if sent else None, predicted))
     for name, sent, seconds in axes_of(metrics):
         console.print(f"{name} axis: {bytes_text(sent)} sent, {seconds:.2f} s waited", style="dim")
     if out is not None:
-        console.print(f"Records in {out}/run.json and {out}/metrics.jsonl")
+        console.print(f"Records in {out}: hocket report {out} makes a page of them", soft_wrap=True)
 
 
 def axes_of(metrics: list[dict[str, Any]]) -> list[tuple[str, int, float]]:

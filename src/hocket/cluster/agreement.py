@@ -23,6 +23,11 @@ class Agreement:
     ['42']
     """
 
+    shared = False
+    """Whether all processes have one folder, so that the first of them looks after it."""
+    silent = "has not told"
+    """What is said of a process that has said nothing in time."""
+
     def __init__(self, rank: int = 0, processes: int = 1) -> None:
         global _made
         self.rank, self.processes = rank, processes

@@ -19,46 +19,14 @@ from torch.distributed import ProcessGroup
 
 from hocket.cluster.agreement import Agreement
 from hocket.cluster.clock import Clock
+from hocket.cluster.ending import Ending
 from hocket.cluster.exchange_thread import finished
+from hocket.cluster.flags import with_flags, without_flags
 from hocket.cluster.ledger import CudaClock, Ledger, Span
-from hocket.cluster.message import FRAME_BYTES, HEADER_SHARE, LENGTH_BYTES, Message, framed, ring_bytes, there
+from hocket.cluster.message import Message, fixed_on_wire, framed, on_wire, ring_bytes, there
+from hocket.cluster.relay import Trip, gather_trips, radix_for
+from hocket.cluster.subgroups import Subgroups
 from hocket.errors import HocketError
-
-
-class Subgroups:
-    """A partition of all workers into groups of equal size that exchange among themselves.
-
-    ``members`` is ``[groups, size]`` worker ids; ``Subgroups.world`` is one group of all.
-
-    >>> Subgroups.world(3).members.tolist(), Subgroups.blocks(4, 2).members.tolist(), Subgroups.across(4, 2).members.tolist()
-    ([[0, 1, 2]], [[0, 1], [2, 3]], [[0, 2], [1, 3]])
-    """
-
-    def __init__(self, members: Tensor) -> None:
-        self.members = members
-        self.groups, self.size = members.shape
-        self.group_of = torch.empty(members.numel(), dtype=torch.int64)
-        self.place_of = torch.empty_like(self.group_of)
-        self.group_of[members.flatten()] = torch.arange(self.groups).repeat_interleave(self.size)
-        self.place_of[members.flatten()] = torch.arange(self.size).repeat(self.groups)
-
-    @classmethod
-    def world(cls, workers: int) -> Subgroups:
-        return cls(torch.arange(workers).unsqueeze(0))
-
-    @classmethod
-    def blocks(cls, workers: int, size: int) -> Subgroups:
-        """Neighbours of one host: ``size`` consecutive workers each."""
-        return cls(torch.arange(workers).view(-1, size))
-
-    @classmethod
-    def across(cls, workers: int, size: int) -> Subgroups:
-        """Workers with the same place on different hosts of ``size`` workers."""
-        return cls(torch.arange(workers).view(-1, size).t().contiguous())
-
-    @property
-    def whole(self) -> bool:
-        return self.groups == 1
 
 
 class Exchange:
@@ -139,8 +107,16 @@ class Cluster(ABC):
     """A name that tells the subclusters of a job apart; empty for the whole job."""
     liveness_timeout_s: float = 10.0
     """A process silent for so many seconds is lost."""
+    waiting_flags: Tensor | None = None
+    """Flags ``[rows here, k]`` that travel inside the next :meth:`all_gather_flagged`; :attr:`agreed_flags` are those of all."""
+    agreed_flags: Tensor | None = None
     elastic: bool = False
     """Whether the others go on when a worker is lost, so that whoever exchanges keeps what an exchange began with."""
+    acknowledges: bool = False  # whether nobody completes any exchange before all others have their results
+
+    @property
+    def process(self) -> int:  # among all of the job
+        return self.rank
 
     def __init__(self, size: int, workers: range, device: torch.device, timed: bool, host_size: int | None = None) -> None:
         self.size, self.workers, self.device = size, workers, device
@@ -202,12 +178,12 @@ class Cluster(ABC):
             if running:
                 ledger.resume()
 
-    def exchange(self, long: bool = False) -> Exchange:
+    def exchange(self, long: bool = False, ending: Ending = Ending.ACKNOWLEDGED) -> Exchange:
         return Exchange(self, long)
 
-    def complete(self, exchange: Exchange, repeat: Callable[[], Exchange]) -> list[Any]:
+    def complete(self, exchange: Exchange, repeat: Callable[[], Exchange], rows: Sequence[Tensor] = ()) -> list[Any]:
         """Wait for all of ``exchange``; the results in the order of submission. Where workers may be lost meanwhile, the others
-        ``repeat`` it."""
+        ``repeat`` it, or the results are written into the ``rows`` that were submitted."""
         return exchange.wait()
 
     def end_step(self, step: int) -> None:
@@ -256,15 +232,28 @@ class Cluster(ABC):
         """
 
     @abstractmethod
-    def all_to_all(self, message: Message, subgroups: Subgroups) -> Message:
+    def all_to_all(self, message: Message, subgroups: Subgroups, usual_bytes: int | None = None) -> Message:
         """All-to-all inside each group: row ``(i, k)`` of ``[rows here · group size]`` goes to the group's k-th member.
 
-        Returns rows ``(i, k)``: the message to worker ``i`` from its group's k-th member.
+        Returns rows ``(i, k)``: the message to worker ``i`` from its group's k-th member. Small messages go by way of others
+        (:mod:`hocket.cluster.relay`); where their size varies, ``usual_bytes``, the same on all workers, says what is small.
         """
 
     @abstractmethod
-    def all_gather(self, message: Message, subgroups: Subgroups) -> Message:
-        """All-gather inside each group; rows ``(g, k)`` for the groups that have members here (see :meth:`groups_here`)."""
+    def all_gather(self, message: Message, subgroups: Subgroups, usual_bytes: int | None = None) -> Message:
+        """All-gather inside each group; rows ``(g, k)`` for the groups that have members here (see :meth:`groups_here`).
+
+        ``usual_bytes``: see :meth:`all_to_all`."""
+
+    def all_gather_flagged(self, message: Message, subgroups: Subgroups, usual_bytes: int | None = None) -> Message:
+        """An all-gather that takes :attr:`waiting_flags` along, where it is one of all workers."""
+        flags = self.waiting_flags
+        if flags is None or not subgroups.whole:
+            return self.all_gather(message, subgroups, usual_bytes)
+        self.waiting_flags = None
+        got = self.all_gather(with_flags(message, there(flags, message.parts[0])), subgroups, usual_bytes)
+        found, self.agreed_flags = without_flags(got, flags.shape[1])
+        return found
 
     @abstractmethod
     def all_reduce_any(self, flags: Tensor) -> Tensor:
@@ -296,12 +285,14 @@ class Cluster(ABC):
 
     def groups_here(self, subgroups: Subgroups) -> tuple[list[int], Tensor]:
         """The groups that have members here and, for each row, the position of its group in that list."""
-        own = subgroups.group_of[self.workers.start : self.workers.stop]
-        groups, position = own.unique(return_inverse=True)
+        groups, position = subgroups.groups_of(self.workers)
         return groups.tolist(), position
 
     def code(self, methods: Sequence[str], values: int) -> None:  # noqa: B027 - real workers take the time themselves
         """Workers encode ``values`` values, and decode what they hear; ``methods`` are the names of the code."""
+
+    def apply(self, methods: Sequence[str], values: int) -> None:  # noqa: B027
+        """Workers copy ``values`` weights or gradients for an exchange, in line with their computing."""
 
     def _count_mean(self, rows: Tensor, subgroups: Subgroups) -> None:
         self.ledger.sent += ring_bytes(rows.shape[1] * rows.element_size(), subgroups.size)
@@ -312,22 +303,34 @@ class Cluster(ABC):
 
     def _count_messages(self, message: Message, copies: Tensor | int) -> Tensor:
         """Count ``copies`` of each row's message as sent by its worker; returns the bytes of one copy."""
-        payload = message.payload_bytes()
-        sent = self.ledger.sent if message.lengths is None else self.ledger.sent_varying
-        # A message of varying size is announced by a small one.
-        frame = FRAME_BYTES if message.lengths is None else 2 * FRAME_BYTES + LENGTH_BYTES
-        framed = payload + (payload * HEADER_SHARE).to(torch.int64) + frame
-        copies = there(copies, payload) if isinstance(copies, Tensor) else copies
-        sent += (framed * copies).view(self.rows, -1).sum(1)
-        return framed
+        if message.lengths is None:
+            size = fixed_on_wire(message.fixed_bytes)
+            self.ledger.sent += size * (copies if isinstance(copies, int) else copies.view(self.rows, -1).sum(1))
+            return torch.full((message.rows,), size)
+        sizes = on_wire(message.payload_bytes(), message.lengths is not None)
+        self._count_sent(sizes * (there(copies, sizes) if isinstance(copies, Tensor) else copies), message.lengths is not None)
+        return sizes
+
+    def _count_sent(self, sizes: Tensor, varying: bool) -> None:
+        """Count messages of ``sizes`` bytes, those of each worker one after another."""
+        sent = self.ledger.sent_varying if varying else self.ledger.sent
+        sent += there(sizes.view(self.rows, -1).sum(1), sent)
+
+    @property
+    def _flag_trips(self) -> tuple[Trip, ...]:
+        """By which messages flags alone are combined: each says all that its sender has heard."""
+        return gather_trips(self.size, radix_for(self.size, 0, True))
+
+    def _radix(self, message: Message, subgroups: Subgroups, gather: bool, usual_bytes: int | None) -> int | None:
+        """By which radix messages go by way of others; None: directly."""
+        usual_bytes = message.fixed_bytes if message.lengths is None else usual_bytes
+        if usual_bytes is None or subgroups.size < 3:
+            return None
+        radix = radix_for(subgroups.size, usual_bytes, gather, message.lengths is not None)
+        return None if radix == subgroups.size else radix
 
     def _copies_heard(self, sources: Tensor) -> Tensor:
         """How many workers receive from each worker hosted here, by the table ``sources``."""
         heard = sources[sources >= 0]
         counts = torch.bincount(heard, minlength=self.size)
         return counts[self.workers.start : self.workers.stop]
-
-    def _to_others(self, subgroups: Subgroups) -> Tensor:
-        """For rows ``(worker, place)``: 1 where the message leaves its worker, 0 where it stays."""
-        own = subgroups.place_of[self.workers.start : self.workers.stop]
-        return (own.unsqueeze(1) != torch.arange(subgroups.size)).to(torch.int64).flatten()

@@ -4,11 +4,14 @@ Each worker has its own time ``now`` and a network link that is free from time `
 the CPU.
 
 - *Computing* a step takes ``load + step_s · samples / batch · slowdown · disturbance``: loading the mini-batch, then one third of
-  the rest forward, two thirds backward. The backward pass produces gradients in proportion to parameters, in bucket order.
+  the rest forward, two thirds backward. The backward pass produces gradients in proportion to parameters, in bucket order, unless
+  the spec says when they are ``ready``.
   The optimiser's *update* takes ``update · values · slowdown``.
 - *Work* that is launched goes through the networks in order, while workers compute. Each exchange begins with what the worker
   itself has to do for it (``exchange``, and ``a + b·values`` to encode and decode), times its slowdown. A ring starts with the last
   of its members, messages between pairs start when both sides have launched; :mod:`hocket.cluster.cost` says how long they take.
+- Where the spec has a ``contention``, computing and an exchange that go on at the same time delay each other: workers without a
+  core to spare take ``max(c, x) + h·min(c, x)`` for both.
 - A worker *waits* for an exchange when it needs the result: it is idle until the exchange ends. The ledger splits this time.
 
 None of this depends on the device or on real time: the same seed gives the same seconds.
@@ -32,8 +35,6 @@ from hocket.noise import fold, uniform
 if TYPE_CHECKING:
     from hocket.cluster.base import Subgroups
 
-BACKWARD = 2 / 3
-"""The share of a step's time that the backward pass takes."""
 _BLOCK = 32
 
 
@@ -74,6 +75,7 @@ class Clock:
         self._late = self.now.clone()  # the latest launch among those it goes through
         self._begun = self.now.clone()
         self._sums = torch.zeros(3, workers, dtype=torch.float64)  # wait, transfer and hidden transfer since then
+        self._busy: list[tuple[float, Tensor, Tensor]] = []  # parts of the exchange in flight: contention, begin and end
         self._exchanges = 0
 
     # --- computing ---------------------------------------------------------------------------------------------------------
@@ -84,7 +86,8 @@ class Clock:
         if block != self._block:
             steps = range(block * _BLOCK, (block + 1) * _BLOCK)
             self._block, self._disturbances = block, self.spec.disturbances(self.workers, steps, self.seed) * self._factors
-        self._step = self._disturbances[step % _BLOCK] * (self.step_s * share)
+        fixed = min(self.spec.fixed_s, self.step_s)
+        self._step = self._disturbances[step % _BLOCK] * (fixed + (self.step_s - fixed) * share)
         self.now = self.now + self._step
         self.steps.add(self._step)
         if self.spec.load_s:
@@ -99,17 +102,27 @@ class Clock:
 
     def launch(self, produced: float = 1.0) -> None:
         """Launch an exchange: now, or when the last backward pass has ``produced`` this share of the gradients."""
-        launch = self.now - (1 - produced) * BACKWARD * self._step
+        launch = self.now - self.spec.unready(produced) * self._step
         self._late = launch if self._first is None else torch.maximum(self._late, launch)
         self._first = launch if self._first is None else self._first
         self.net = torch.maximum(self.net, launch)
         if self.spec.exchange_s:
-            self.net = self.net + self.spec.exchange_s * self._factors
+            self._own_part(self.spec.exchange_s)
 
     def code(self, methods: Sequence[str], values: float) -> None:
         """Every worker encodes and decodes ``values`` values for the exchange in flight (:meth:`ClusterSpec.coding_s`)."""
         if coding_s := self.spec.coding_s(methods, values):
-            self.net = self.net + coding_s * self._factors
+            self._own_part(coding_s)
+
+    def _own_part(self, seconds: float) -> None:
+        """What each worker itself does for the exchange in flight."""
+        begun, self.net = self.net, self.net + seconds * self._factors
+        self._note(self.spec.contention, begun)
+
+    def apply(self, methods: Sequence[str], values: float) -> None:
+        """Every worker copies ``values`` weights to and from an exchange, or gathers gradients, in line with its computing."""
+        if seconds := self.spec.coding_s(methods, values):
+            self.now = self.now + seconds * self._factors
 
     def ring(self, sent_bytes: float, subgroups: Subgroups) -> None:
         """A ring all-reduce in each group, ``sent_bytes`` by every worker; its members end together."""
@@ -137,7 +150,8 @@ class Clock:
             self._together(subgroups, groups.slowest(self.network.exchange(traffic, large, announced)))
 
     def neighbor_exchange(self, sizes: Tensor, sources: Tensor, announced: bool) -> None:
-        """Messages of ``sizes`` ``[workers]`` bytes from ``sources[slot, worker]`` (−1: none) to each worker."""
+        """Messages of ``sizes`` ``[workers]`` (or ``[slots, workers]``) bytes from ``sources[slot, worker]`` (−1: none) to each
+        worker."""
         if not sources.shape[0]:
             return
         heard = torch.where(sources < 0, self.network.own, sources)
@@ -145,20 +159,36 @@ class Clock:
         cost = self.network.exchange(traffic, float(sizes.max()) > PIECE_BYTES, announced)
         starts, self._late = meet(torch.stack([self.net, self._late]), heard)
         self.net = starts + cost * self._disturbed()
+        pairs = self.spec.pairs_contention
+        self._note(self.spec.link_contention if pairs is None else pairs, starts)
 
     def wait(self) -> None:
         """Every worker needs the result of the exchange in flight: it is idle until the exchange has ended."""
         if self._first is None:
             return
+        self._contend()
         self._sums = self._sums + torch.stack(parts(self._first, self._late, self.now, self.net))
         self.now = torch.maximum(self.now, self.net)
         self._first = None
 
+    def _note(self, contention: float, begun: Tensor) -> None:
+        """A part of the exchange in flight goes on from ``begun`` until its end so far."""
+        if contention:
+            self._busy = [*self._busy, (contention, begun, self.net)]
+
+    def _contend(self) -> None:
+        """Exchange and computing delay each other while both go on: ``max(c, x) + h·min(c, x)`` instead of ``max(c, x)``."""
+        if self._busy:
+            delay = torch.stack([h * (torch.minimum(end, self.now) - begun).clamp(min=0.0) for h, begun, end in self._busy]).sum(0)
+            self.now, self.net, self._busy = self.now + delay, self.net + delay, []
+
     def _together(self, subgroups: Subgroups, cost: Tensor) -> None:
         """The members of each group start with the last of them and end together."""
         latest = torch.stack([self.net, self._late])[:, subgroups.members].amax(2)
+        begun = latest[0][subgroups.group_of]
         latest[0] += cost * self._disturbed()
         self.net, self._late = latest[:, subgroups.group_of]
+        self._note(self.spec.link_contention, begun)
 
     def _disturbed(self) -> float:
         """The factor of the links' jitter on the next exchange."""
@@ -182,9 +212,10 @@ class Clock:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _STATE:
-            setattr(self, name, state[name.lstrip("_")])
+            if name.lstrip("_") in state:
+                setattr(self, name, state[name.lstrip("_")])
         if "steps" in state:
             self.steps.load_state_dict(state["steps"])
 
 
-_STATE = ("now", "net", "_step", "_first", "_late", "_begun", "_sums", "_exchanges")
+_STATE = ("now", "net", "_step", "_first", "_late", "_begun", "_sums", "_busy", "_exchanges")

@@ -11,9 +11,11 @@ full and 1 for half duplex. ``in`` and ``out`` are the bytes of a worker or, whe
 network link, those behind a switch its trunk), of all of them together.
 
 *Messages between pairs* make one trip where they are small and go all at once, one per partner where they are large; the slowest
-level decides. A *ring* of ``n`` workers goes on in ``2(n−1)`` steps: what it brings has passed as many hops, each with the delay of
-its own link, while the most loaded link carries one piece after another: ``2(n−1)·mean(α + o) + max(load/B)``. With ``o = h = 0``
-and equal links of one's own that is the ``2(n−1)(α + M/(n·B))`` of the literature.
+level decides. *By way of others* (:mod:`hocket.cluster.relay`) small messages among ``n`` workers make ``R`` trips, each with fewer
+messages: the terms add up over the trips, which have about ``R·(n^(1/R) − 1)`` messages instead of ``n − 1``. A *ring* of ``n``
+workers goes on in ``2(n−1)`` steps: what it brings has passed as many hops, each with the delay of its own link, while the most
+loaded link carries one piece after another: ``2(n−1)·mean(α + o) + max(load/B)``. With ``o = h = 0`` and equal links of one's own
+that is the ``2(n−1)(α + M/(n·B))`` of the literature.
 """
 
 from __future__ import annotations
@@ -143,10 +145,11 @@ class Network:
         return found[0] if len(found) == 1 else torch.stack(found).amax(0)
 
     def from_sources(self, sizes: Tensor, heard: Tensor) -> Traffic:
-        """The traffic of messages of ``sizes`` ``[workers]`` from ``heard[slot, worker]`` (itself: none) to each worker."""
+        """The traffic of messages of ``sizes`` ``[workers]`` (or ``[slots, workers]``) from ``heard[slot, worker]`` (itself: none)
+        to each worker."""
         slots = heard.shape[0]
         away = (heard != self.own).to(torch.float64)
-        moved = torch.stack([away, sizes[heard] * away]).view(2, -1)  # messages and bytes, slot by slot
+        moved = torch.stack([away, sizes.expand_as(heard).gather(1, heard) * away]).view(2, -1)  # messages and bytes, slot by slot
         distance = self.distance(heard, self.own).reshape(-1)
         received = distance * self.workers + self.own.repeat(slots)
         sent = distance * self.workers + heard.reshape(-1)

@@ -4,17 +4,14 @@ torch's groups do not survive a lost member, so every generation has a default g
 collective, but a receive that runs into its timeout closes all connections of its group, so that whatever is under way there fails:
 that is :meth:`ElasticCluster.abort`.
 
-An exchange counts once every member has its result. So each ends with a small all-reduce, the *acknowledgement*; a member that
-waits for it holds its result, and takes it if any other member has gone on (``programs/elastic/generation.py``). It also carries
-the latest start of the exchange, for the ledger, and the number of the latest generation that anybody has heard of: all learn after
-the same exchange that members will join or leave at the end of the step.
+What becomes of an exchange that is interrupted: :mod:`hocket.cluster.elastic_exchange`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,59 +20,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from hocket.cluster.agreement import Agreement
 from hocket.cluster.base import Cluster, Exchange, Subgroups
+from hocket.cluster.elastic_exchange import ElasticExchange, Kept
+from hocket.cluster.ending import Ending
 from hocket.cluster.exchange_thread import ExchangeThread, Pending
 from hocket.cluster.groups import Partition, ProcessGroups
-from hocket.cluster.ledger import Span
-from hocket.cluster.message import ring_bytes
 from hocket.cluster.point_to_point import PointToPoint
 from hocket.cluster.processes import ProcessCluster, split_workers
 from hocket.cluster.progress import Progress
+from hocket.cluster.replica import Replica
 from hocket.errors import HocketError
 
 _ABORT = timedelta(milliseconds=1)
 _ABORT_TAG = 2**30 + 1
 """Above all tags of messages."""
-
-
-class ElasticExchange(Exchange):
-    """An exchange that ends with an acknowledgement."""
-
-    _cluster: ElasticCluster
-    _sealed = _flagged = False
-
-    def submit(self, work: Callable[[], Any], produced: float = 1.0, name: str = "flags") -> None:
-        """Flags, which come last, are agreed on in the acknowledgement itself."""
-        self._flagged = self._sealed = name == "flags"
-        self._cluster.start_s = self._cluster.ledger.clock.seconds(self._cluster.ledger.clock.stamp())
-        super().submit(work, produced, name)
-
-    def seal(self) -> None:
-        if not self._sealed:
-            self._sealed = True
-            nothing = torch.zeros(1, 0, dtype=torch.bool)
-            self._tickets.append(self._cluster.start(lambda: self._cluster.acknowledge(nothing)))
-
-    def wait(self) -> list[Any]:
-        self.seal()
-        ledger = self._cluster.ledger
-        blocked = ledger.clock.stamp()
-        results = [ticket() for ticket in self._tickets]
-        results, latest = results if self._flagged else results[:-1], self._cluster.latest_start_s
-        end = ledger.clock.stamp() if self._ended is None else self._ended
-        ledger.record(Span(self._first, self._last, blocked, end, latest))
-        return results
-
-    def settle(self) -> list[Any]:
-        """Wait until nothing of it is under way any more; the results, where the exchange is held."""
-        results = []
-        for ticket in self._tickets:
-            with contextlib.suppress(Exception):
-                results.append(ticket())
-        # Flags are told by a member that has completed the exchange.
-        return [*results[: len(self._tickets) - 1], *[self._cluster.flags] * self._flagged]
 
 
 class ElasticCluster(ProcessCluster):
@@ -87,6 +48,8 @@ class ElasticCluster(ProcessCluster):
         Cluster.__init__(self, 1, range(1), torch.device(device), True)
         self.backend, self.exact, self.keys = "gloo", exact, keys
         self.generation, self.done, self.held, self.change = 0, 0, False, False
+        self.everybody = 1
+        """Processes of all replicas."""
         self.latest_generation: Callable[[], int] = lambda: self.generation
         """The number of the latest generation that this process has heard of."""
         self.abandoned: Callable[[], bool] = lambda: False
@@ -97,10 +60,20 @@ class ElasticCluster(ProcessCluster):
         """Called when an exchange has failed: forms the next generation; whether the exchange that failed counts."""
         self.flags = torch.zeros(0, dtype=torch.bool)
         """Those that all members agreed on in the last exchange that had any."""
-        self.start_s = self.latest_start_s = 0.0
+        self.current: ElasticExchange | None = None
+        """The exchange whose parts the thread launches."""
+        self.kept: Kept | None = None
+        self.unmixed = 0
+        """Exchanges whose result did not come, so that this worker went on with its own weights."""
+        self.replica: Replica | None = None
+        """The processes that hold the parts of this worker's model, where it is split; workers are then replicas."""
+        self.spare: list[Tensor] = []
+        """Memory for the next result."""
+        self.open: list[Pending] = []
+        """What was launched and not awaited."""
+        self._unconfirmed: Pending | None = None
         self._track = Progress().track("elastic", [0])
         self._thread: ExchangeThread | None = ExchangeThread()
-        self._open: list[Pending] = []
         self._lock = threading.Lock()
         self._live: list[dist.ProcessGroup] = []
         self._store: dist.Store | None = None
@@ -109,31 +82,40 @@ class ElasticCluster(ProcessCluster):
     # --- generations ---------------------------------------------------------------------------------------------------------
 
     def form(self, number: int, store: dist.Store, rank: int, size: int, timeout_s: float, host_size: int | None = None) -> None:
-        """Be process ``rank`` of the ``size`` ones of generation ``number``, which find each other by ``store``."""
+        """Be process ``rank`` of the ``size`` ones of generation ``number``, which find each other by ``store``. Where replicas
+        have several processes, each exchanges with those that hold the same part."""
         self.dissolve()
         self._thread, self._store = ExchangeThread(), store
         options: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=timeout_s)}
         dist.init_process_group("gloo", store=store, **options)
-        self._groups = _Groups(self._keep)
+        with self._lock:  # before there is anything to abort: only a later generation ends what follows
+            self.generation, self.change = number, False
+        parts = self.parts
         self._keep(dist.group.WORLD)
-        self.rank, self.processes, self._ranks = rank, size, list(range(size))
+        self._groups = _Groups(self._keep, None if parts == 1 else [range(k, size, parts) for k in range(parts)])
+        self._ranks, self.everybody = list(range(rank % parts, size, parts)), size
+        rank, size = rank // parts, size // parts
+        self.rank, self.processes = rank, size
         self.size, self.workers, self.hosting = size, range(rank, rank + 1), split_workers(size, size)
         self.host_size, self.world = host_size if host_size and size % host_size == 0 else size, Subgroups.world(size)
         self._messages = PointToPoint(rank, self._ranks, self.hosting, "gloo", self.device)
-        with self._lock:
-            self.generation, self.change = number, False
 
     def dissolve(self) -> None:
         """Leave the group; nothing may be under way in it."""
         self.abort()
+        if self._unconfirmed is not None:
+            with contextlib.suppress(RuntimeError):
+                self._unconfirmed.block()
+            self._unconfirmed = None
         with self._lock:
             self._live.clear()
-        self._open.clear()
+        self.open.clear()
         if self._thread is not None:
             self._thread.close(self.liveness_timeout_s)
             self._thread = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        distributed_c10d._world.group_count = 0  # names of groups are in the store's keys, and a group that failed has counted
 
     def abort(self, before: int | None = None) -> None:
         """Make everything fail that is under way in the group (of a generation ``before`` the given one); from any thread."""
@@ -148,45 +130,72 @@ class ElasticCluster(ProcessCluster):
             with self._lock:
                 self._live.append(group)
 
+    @property
+    def parts(self) -> int:
+        """Processes of a replica."""
+        return 1 if self.replica is None else self.replica.parts
+
+    @property
+    def process(self) -> int:
+        return self.rank * self.parts + (0 if self.replica is None else self.replica.part)
+
     # --- exchanges -----------------------------------------------------------------------------------------------------------
 
-    def exchange(self, long: bool = False) -> Exchange:
-        return ElasticExchange(self, long)
+    def exchange(self, long: bool = False, ending: Ending = Ending.ACKNOWLEDGED) -> Exchange:
+        return ElasticExchange(self, long, Ending.ACKNOWLEDGED if self.acknowledges else ending)
 
-    def complete(self, exchange: Exchange, repeat: Callable[[], Exchange]) -> list[Any]:
+    def complete(self, exchange: Exchange, repeat: Callable[[], Exchange], rows: Sequence[Tensor] = ()) -> list[Any]:
         while True:
-            self.held = False
+            assert isinstance(exchange, ElasticExchange)
+            exchange.seal()
             try:
                 if self.abandoned():
                     self.abort()
+                self._confirm()
                 results = exchange.wait()
-                self.done, self.held = self.done + 1, False
+                self._complete(exchange)
                 return results
             except RuntimeError as error:
-                assert isinstance(exchange, ElasticExchange)
                 self.abort()
-                held = exchange.settle()
+                results = exchange.settle(rows)
+                self.held = exchange.held
                 if self.on_change is None:
                     raise
                 if self.on_change(error):
-                    return held
+                    self.unmixed += exchange.unmixed
+                    return exchange.told(results, self.kept)
                 exchange = repeat()
 
-    def acknowledge(self, flags: Tensor) -> Tensor:
-        """Tell all members that this one has the result of the exchange, and learn that they have it; ``flags`` of all combined."""
-        for pending in self._open:
-            pending.block()
-        self._open.clear()
-        self.held = True
-        head = torch.tensor([float(self.latest_generation()), self.start_s], dtype=torch.float64)
-        told = torch.cat([head, flags.any(0).to("cpu", torch.float64)])
-        self.ledger.sent += ring_bytes(8 * told.numel(), self.size)
-        if self.size > 1:
-            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
-        self.change |= told[0].item() > self.generation
-        self.latest_start_s, combined = float(told[1]), told[2:].to(flags.device, torch.bool)
-        self.flags = combined if combined.numel() else self.flags
-        return combined
+    def _complete(self, exchange: ElasticExchange) -> None:
+        self.done, self.held = self.done + 1, False
+        self._unconfirmed = exchange.acknowledgement
+        if self.kept is not None:
+            self.spare = self.kept.sums  # whoever has completed this exchange knows that all have the result before it
+        self.kept = Kept(exchange.sums, self.size) if exchange.ending is Ending.SHARED else None
+
+    def result(self) -> list[Tensor]:
+        """Of the last exchange, for members that lack it."""
+        assert self.kept is not None
+        return self.kept.means()
+
+    def _confirm(self) -> None:
+        """Wait until all members have the results of the last exchange, where that has not been awaited."""
+        if self._unconfirmed is not None:
+            self._unconfirmed.wait()
+            self._unconfirmed = None
+
+    def assemble(self) -> bool:
+        """Wait until all members have completed the exchanges so far; False: one was lost, and the next generation is formed."""
+        try:
+            self._confirm()
+            self.wait_here()
+            return True
+        except RuntimeError as error:
+            self.abort()
+            if self.on_change is None:
+                raise
+            self.on_change(error)
+            return False
 
     def transact(self, work: Callable[[], Any], *rows: Tensor) -> Any:
         """The result of a collective, as an exchange of its own; ``rows`` are what it changes in place."""
@@ -215,29 +224,27 @@ class ElasticCluster(ProcessCluster):
         return self.generation > 0
 
     def mean_later(self, rows: Tensor, subgroups: Subgroups) -> Tensor | Pending:
+        if self.current is not None and self.current.ending is Ending.SHARED:
+            return self.current.mean(rows)
         result = super().mean_later(rows, subgroups)
         if isinstance(result, Pending):
-            self._open.append(result)
+            self.open.append(result)
         return result
 
-    def all_reduce_any(self, flags: Tensor) -> Tensor:
-        if self._inside:  # the last part of an exchange
-            return self.acknowledge(flags)
+    def all_reduce_any(self, flags: Tensor) -> Any:
+        if self._inside and self.current is not None:  # the last part of an exchange
+            return self.current.acknowledge(flags)
         return self.transact(partial(super().all_reduce_any, flags)) if self.formed else flags.any(0)
 
     def wait_here(self) -> None:
         """Wait until all members have come here; no exchange is under way."""
-        self.start(lambda: super(ElasticCluster, self).all_reduce_any(torch.zeros(1, 1, dtype=torch.bool)))()
+        self.start(lambda: dist.all_reduce(torch.zeros(1)))()
 
-    def tell_flags(self, donor: int) -> None:
-        """Every member learns the flags of the last exchange from one that has completed it."""
-        size = torch.tensor([self.flags.numel()])
-        self.start(lambda: dist.broadcast(size, donor))()
-        told = torch.zeros(int(size), dtype=torch.uint8)
-        if self.rank == donor:
-            told.copy_(self.flags)
-        self.start(lambda: dist.broadcast(told, donor))()
-        self.flags = told.to(self.device, torch.bool)
+    def gather_everybody(self, own: list[float]) -> Tensor:
+        """What each process tells of itself, in the order of their ranks; no exchange is under way."""
+        everyone = [torch.zeros(len(own), dtype=torch.float64) for _ in range(self.everybody)]
+        self.start(lambda: dist.all_gather(everyone, torch.tensor(own, dtype=torch.float64)))()
+        return torch.stack(everyone)
 
     def all_gather_metrics(self, values: Tensor) -> Tensor:
         if self._inside:
@@ -263,7 +270,7 @@ class ElasticCluster(ProcessCluster):
         """Exchanges wait for all members, and are repeated by those that are left."""
 
     def agreement(self) -> Agreement:
-        return Agreement(0, 1)  # a worker that joins has its state from the others, so nothing is saved together
+        return Agreement(0, 1)  # processes come and go: whoever saves together meets in a folder that all share
 
     def late_exchanges(self) -> list[dict[str, Any]]:
         return []  # who does not come in time is lost, and the others go on
@@ -279,14 +286,16 @@ class ElasticCluster(ProcessCluster):
 
     def close(self) -> None:
         self.dissolve()
+        if self.replica is not None:
+            self.replica.close()
 
 
 class _Groups(ProcessGroups):
     """Groups that can be aborted."""
 
-    def __init__(self, track: Callable[[dist.ProcessGroup | None], None]) -> None:
-        super().__init__(None, None, torch.device("cpu"))
+    def __init__(self, track: Callable[[dist.ProcessGroup | None], None], parts: Partition | None) -> None:
         self._track = track
+        super().__init__(None, parts, torch.device("cpu"))
 
     def _new(self, parts: Partition) -> dist.ProcessGroup | None:
         made = super()._new(parts)

@@ -53,7 +53,10 @@ def explained(work: Callable[[], Any], explain: Explain) -> Any:
     except (HocketError, WorkerLost):
         raise
     except RuntimeError as error:
-        raise explain(error) from error
+        explanation = explain(error)
+        if explanation is error:  # its own cause would be a cycle, which keeps all that the traceback reaches
+            raise
+        raise explanation from error
 
 
 class ExchangeThread:
@@ -86,6 +89,9 @@ class ExchangeThread:
             self._queue.put(None)
             self._thread.join(timeout=timeout_s)
             self._thread = None
+        self._drop()
+
+    def _drop(self) -> None:
         for pending in list(self._pending):
             pending.drop()
 

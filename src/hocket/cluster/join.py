@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.elastic import ElasticCluster
+from hocket.cluster.launchers import LAUNCHERS, announced
 from hocket.cluster.processes import ProcessCluster
 from hocket.cluster.store import (
     LOOPBACK,
@@ -33,14 +35,6 @@ from hocket.cluster.store import (
 )
 from hocket.cluster.virtual import VirtualCluster
 from hocket.errors import HocketError
-
-_LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-}
-
 
 RENDEZVOUS, RENDEZVOUS_JOB, RENDEZVOUS_MEMBER = "HOCKET_RENDEZVOUS", "HOCKET_JOB", "HOCKET_MEMBER"
 
@@ -74,27 +68,35 @@ def find_launcher(environ: Mapping[str, str]) -> LaunchInfo | None:
     >>> find_launcher({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).rank
     1
     """
-    for launcher, (rank, size, local, per_host) in _LAUNCHERS.items():
-        if rank in environ and size in environ and int(environ[size]) > 0:
-            processes, here = int(environ[size]), int(environ.get(per_host, "0").split("(")[0] or 0)
-            address, port = environ.get("MASTER_ADDR") or _first_host(environ), environ.get("MASTER_PORT")
-            job = "" if port else _job(environ, launcher, rank)
-            nodes = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) if launcher == "Slurm" else None
-            return LaunchInfo(
-                launcher,
-                int(environ[rank]),
-                processes,
-                int(environ.get(local, 0)),
-                here or processes,
-                address,
-                int(port or _port(job)),
-                job,
-                here == processes or nodes == "1" or _stays_here(address),
-                environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
-                environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-                environ.get("HOCKET_CLOSED_NETWORK", "") not in ("", "0"),
-            )
-    return None
+    said = announced(environ)
+    if said is None:
+        return None
+    address, port = environ.get("MASTER_ADDR") or _first_host(environ), environ.get("MASTER_PORT")
+    job = "" if port else _job(environ, said.launcher, LAUNCHERS[said.launcher][0])
+    nodes = environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) if said.launcher == "Slurm" else None
+    if 0 < said.per_host < said.size and "MASTER_ADDR" not in environ and _stays_here(address) and nodes != "1":
+        raise HocketError(
+            f"{said}, {said.per_host} of them on this machine, but their address is {address}, which no other machine reaches; "
+            "set MASTER_ADDR to the first machine's name or address for all of them."
+        )
+    if said.launcher == "MPICH" and 0 < said.per_host < said.size and not port:
+        raise HocketError(
+            f"{said}, on several machines, and MPICH gives its jobs no name; set MASTER_PORT, the same for all of them."
+        )
+    return LaunchInfo(
+        said.launcher,
+        said.rank,
+        said.size,
+        said.local_rank,
+        said.per_host or said.size,
+        address,
+        int(port or _port(job)),
+        job,
+        said.per_host == said.size or nodes == "1" or _stays_here(address),
+        environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        environ.get("HOCKET_CLOSED_NETWORK", "") not in ("", "0"),
+    )
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,13 @@ def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     >>> without_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "HOME": "/root"})
     {'HOME': '/root'}
     """
-    announced = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT"}
+    announced = {name for names in LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT"}
     return {name: value for name, value in environ.items() if name not in announced}
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
     """The first host of a Slurm allocation (``node[03-07,9]`` → ``node03``), or this one."""
-    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
         return "127.0.0.1"
     head = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
@@ -222,7 +224,22 @@ def store_host() -> str:
     return os.environ.get("MASTER_ADDR", host) if host == LOOPBACK else host
 
 
+def launcher_store(place: LaunchInfo, timeout_s: float = 1800.0, tunnel: StoreTunnel | None = None) -> dist.Store:
+    """The store by which the processes of a launcher's job find each other, without a process group."""
+    with _joining(place, timeout_s, "through the store"):
+        return _open_store(place, timeout_s, tunnel)
+
+
 def _start_group(place: LaunchInfo, backend: str, timeout_s: float, tunnel: StoreTunnel | None) -> None:
+    with _joining(place, timeout_s, f"by {backend}"):
+        store = _open_store(place, timeout_s, tunnel)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.processes, timeout=timeout)
+
+
+@contextmanager
+def _joining(place: LaunchInfo, timeout_s: float, how: str) -> Iterator[None]:
+    """The variables that torch reads; what goes wrong becomes one sentence."""
     os.environ.setdefault("MASTER_ADDR", place.address)
     os.environ.setdefault("MASTER_PORT", str(place.port))
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.processes))
@@ -232,9 +249,7 @@ def _start_group(place: LaunchInfo, backend: str, timeout_s: float, tunnel: Stor
     late.daemon = True
     late.start()
     try:
-        store = _open_store(place, timeout_s, tunnel)
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.processes, timeout=timeout)
+        yield
     except HocketError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
@@ -242,7 +257,7 @@ def _start_group(place: LaunchInfo, backend: str, timeout_s: float, tunnel: Stor
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             port = os.environ["MASTER_PORT"]
             raise HocketError(f"Port {port} on {os.environ['MASTER_ADDR']} is taken; choose another with MASTER_PORT.") from None
-        raise HocketError(_not_joined(place, f"by {backend} ({text})")) from None
+        raise HocketError(_not_joined(place, f"{how} ({text})")) from None
     finally:
         late.cancel()
 

@@ -8,6 +8,7 @@ lengths instead of one Python object per pair of workers: with 210 workers the d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -49,9 +50,14 @@ class Message:
 
     def select(self, index: Tensor) -> Message:
         """The rows named by ``index``, in that order."""
-        index = there(index, self.parts[0])
-        parts = tuple(p.index_select(0, index) for p in self.parts)
-        return Message(parts, None if self.lengths is None else self.lengths.index_select(0, index))
+        on_device = there(index, self.parts[0])  # lengths may be on another: those of messages by way of others are on the CPU
+        parts = tuple(p.index_select(0, on_device) for p in self.parts)
+        return Message(parts, None if self.lengths is None else self.lengths.index_select(0, there(index, self.lengths)))
+
+    def part(self, first: int, end: int) -> Message:
+        """The rows from ``first`` to before ``end`` (no copies)."""
+        lengths = None if self.lengths is None else self.lengths[first:end]
+        return Message(tuple(p[first:end] for p in self.parts), lengths)
 
     def pack(self, row: int) -> Tensor:
         """One row as the bytes that travel (no copy where a single part of fixed size allows it)."""
@@ -61,6 +67,12 @@ class Message:
         lengths = self.lengths[row].tolist()
         head = torch.tensor(lengths, dtype=torch.int32).view(torch.uint8).to(self.parts[0].device)
         return torch.cat([head, *(p[row, :k].contiguous().view(torch.uint8) for p, k in zip(self.parts, lengths, strict=True))])
+
+    def packed_bytes(self, packed: Tensor) -> int:
+        """The bytes of the row of varying size with which ``packed`` begins."""
+        head = LENGTH_BYTES * len(self.parts)
+        lengths = packed[:head].clone().view(torch.int32).tolist()
+        return head + sum(n * p.element_size() for n, p in zip(lengths, self.parts, strict=True))
 
     def unpack(self, blobs: Tensor) -> Message:
         """Packed rows ``[rows, bytes]`` (as peers sent them) back into a message like this one."""
@@ -105,6 +117,18 @@ def framed(payload_bytes: int) -> int:
     1383
     """
     return payload_bytes + int(payload_bytes * HEADER_SHARE) + FRAME_BYTES
+
+
+def on_wire(payloads: Tensor, announced: bool) -> Tensor:
+    """The same of many messages; one of varying size is announced by a small one."""
+    frame = 2 * FRAME_BYTES + LENGTH_BYTES if announced else FRAME_BYTES
+    return payloads + (payloads * HEADER_SHARE).to(torch.int64) + frame
+
+
+@lru_cache(maxsize=1024)
+def fixed_on_wire(payload: int) -> int:
+    """The same of one message, as a number."""
+    return int(on_wire(torch.tensor(payload), False))
 
 
 def ring_bytes(payload_bytes: int, workers: int) -> int:

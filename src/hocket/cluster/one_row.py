@@ -83,15 +83,23 @@ class OneRowCluster(ClockedCluster):
 
     def neighbor_exchange(self, message: Message, sources: Tensor) -> Message:
         self._priced_messages(message, self._copies_heard(sources), sources, "neighbor_exchange")
+        if len(message.parts) == 1 and message.lengths is None and message.parts[0].is_floating_point():
+            return Message((message.parts[0].expand(sources.shape[0], -1),))  # values that are received are not copied again
         return _repeated(message, sources.shape[0])
 
-    def all_to_all(self, message: Message, subgroups: Subgroups) -> Message:
+    def all_to_all(self, message: Message, subgroups: Subgroups, usual_bytes: int | None = None) -> Message:
         # To each member a message of the same size, as in an all-gather.
-        self._priced_messages(message, self._to_others(subgroups), subgroups, "all_gather")
+        if radix := self._radix(message, subgroups, False, usual_bytes):
+            self._priced_relay(message, subgroups, radix, False)
+        else:
+            self._priced_messages(message, subgroups.others(self.workers), subgroups, "all_gather")
         return message
 
-    def all_gather(self, message: Message, subgroups: Subgroups) -> Message:
-        self._priced_messages(message, subgroups.size - 1, subgroups, "all_gather")
+    def all_gather(self, message: Message, subgroups: Subgroups, usual_bytes: int | None = None) -> Message:
+        if radix := self._radix(message, subgroups, True, usual_bytes):
+            self._priced_relay(message, subgroups, radix, True)
+        else:
+            self._priced_messages(message, subgroups.size - 1, subgroups, "all_gather")
         return _repeated(message, subgroups.size)
 
     def all_reduce_any(self, flags: Tensor) -> Tensor:

@@ -3,14 +3,19 @@
 The size of a message may depend on the data; its sender then announces the size in a small message beforehand.
 """
 
+from __future__ import annotations
+
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hocket.cluster.message import PIECE_BYTES, Message
+
+if TYPE_CHECKING:
+    from hocket.cluster.base import Subgroups
 
 Group = dist.ProcessGroup | None
 _MAX_TAG = 2**30
@@ -51,12 +56,42 @@ class PointToPoint:
         self._workers = hosting[rank]
         self._sequence = 0
 
+    def exchange(self, group: Group, message: Message, sources: Tensor) -> Message:
+        """Each worker hears one message from each of its ``sources`` ``[slots, workers]`` (−1: none, its own row instead).
+
+        A worker has one row for all that hear it, or one for each slot, in slot-major order like the rows that are returned.
+        """
+        own, here, table = self._workers.start, len(self._workers), sources.tolist()
+        stride = here if message.rows > here else 0
+        incoming, outgoing = [], []
+        for slot, heard in enumerate(table):
+            first = slot * stride - own
+            incoming += [Incoming(heard[j], j, slot, first + (heard[j] if heard[j] >= 0 else j)) for j in self._workers]
+            outgoing += [Outgoing(first + i, i, j, slot) for j, i in enumerate(heard) if i in self._workers]
+        return self.route(group, message, outgoing, incoming)
+
+    def all_to_all(self, group: Group, message: Message, subgroups: Subgroups) -> Message:
+        """Row ``(i, k)`` goes directly from worker ``i`` to its group's k-th member."""
+        own, size = self._workers.start, subgroups.size
+        outgoing, incoming = [], []
+        for i in self._workers:
+            mates = subgroups.members[subgroups.group_of[i]].tolist()
+            place = int(subgroups.place_of[i])
+            outgoing += [Outgoing((i - own) * size + k, i, j, 0) for k, j in enumerate(mates)]
+            incoming += [Incoming(j, i, 0, (j - own) * size + place) for j in mates]
+        return self.route(group, message, outgoing, incoming)
+
     def route(self, group: Group, message: Message, outgoing: list[Outgoing], incoming: list[Incoming]) -> Message:
         """Send rows of ``message`` to other workers; the rows received, in the order of ``incoming``."""
         remote = sorted((w for w in incoming if w.source >= 0 and w.source not in self._workers), key=lambda w: w.route)
         sizes = self._sizes(group, message, outgoing, incoming, remote)
         self._sequence += 1
         distances: dict[int, list[dist.P2POp]] = {}
+        blobs = torch.empty(len(remote), max(sizes, default=0), dtype=torch.uint8, device=self.device)
+        for k, (source, target, slot, _) in enumerate(remote):
+            by = self.owner[source]
+            operation = dist.P2POp(dist.irecv, blobs[k, : sizes[k]], self._ranks[by], group, self._tag(source, target, slot))
+            distances.setdefault((self.rank - by) % len(self._ranks), []).append(operation)
         packed: dict[int, Tensor] = {}
         for row, source, target, slot in sorted(outgoing, key=lambda o: o[1:]):
             if target in self._workers:
@@ -66,24 +101,19 @@ class PointToPoint:
             to = self.owner[target]
             operation = dist.P2POp(dist.isend, packed[row], self._ranks[to], group, self._tag(source, target, slot))
             distances.setdefault((to - self.rank) % len(self._ranks), []).append(operation)
-        blobs = torch.empty(len(remote), max(sizes, default=0), dtype=torch.uint8, device=self.device)
-        for k, (source, target, slot, _) in enumerate(remote):
-            by = self.owner[source]
-            operation = dist.P2POp(dist.irecv, blobs[k, : sizes[k]], self._ranks[by], group, self._tag(source, target, slot))
-            distances.setdefault((self.rank - by) % len(self._ranks), []).append(operation)
         self._perform(distances, max([*sizes, *(p.numel() for p in packed.values())], default=0))
         return _in_order(message, blobs, remote, incoming)
 
     def _perform(self, distances: dict[int, list[dist.P2POp]], largest_bytes: int) -> None:
-        """Send and receive: small messages all at once; large ones on Gloo distance by distance and in pieces.
+        """Receive and send: small messages all at once; large ones on Gloo distance by distance and in pieces.
 
-        Several large messages to one receiver slow each other down, and Gloo sends a whole message to a peer before it receives
-        that peer's message (docs/decisions/11).
+        Several large messages to one receiver slow each other down. Receives come first: Gloo tells the peer of a receive on the
+        connection that also carries the own message, and the peer sends nothing before it hears of it (docs/decisions/11).
         """
         if "gloo" in self._backend and largest_bytes > PIECE_BYTES:
-            rounds = [_pieces(distances[d]) for d in sorted(distances)]
+            rounds = [sorted(_pieces(distances[d]), key=_sends) for d in sorted(distances)]
         else:
-            rounds = [[o for operations in distances.values() for o in operations]]
+            rounds = [sorted((o for operations in distances.values() for o in operations), key=_sends)]
         for operations in rounds:
             for work in dist.batch_isend_irecv(operations) if operations else ():
                 work.wait()
@@ -114,6 +144,10 @@ def _in_order(message: Message, blobs: Tensor, remote: list[Incoming], incoming:
     if not any(w.route not in place for w in incoming) and kept == list(range(len(remote))):
         return received
     return _stack(received, message).select(torch.tensor(kept, dtype=torch.int64))
+
+
+def _sends(operation: dist.P2POp) -> bool:
+    return operation.op is dist.isend
 
 
 def _pieces(operations: list[dist.P2POp]) -> list[dist.P2POp]:

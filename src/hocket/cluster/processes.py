@@ -30,9 +30,10 @@ from hocket.cluster.exchange_thread import ExchangeThread, Pending, explained, f
 from hocket.cluster.groups import Partition, ProcessGroups
 from hocket.cluster.heartbeat import Heartbeat, boot_id
 from hocket.cluster.ledger import CudaClock
-from hocket.cluster.message import Message, ordered_mean, ring_bytes, summed_bytes
+from hocket.cluster.message import Message, framed, on_wire, ordered_mean, summed_bytes
 from hocket.cluster.plain import all_gather_plain
 from hocket.cluster.point_to_point import Incoming, Outgoing, PointToPoint
+from hocket.cluster.relay import Relayed, sources
 from hocket.errors import HocketError
 
 _ROUNDS = 10
@@ -204,35 +205,27 @@ class ProcessCluster(Cluster):
 
     def neighbor_exchange(self, message: Message, sources: Tensor) -> Message:
         self._count_messages(message, self._copies_heard(sources))
-        own, slots = self.workers.start, range(sources.shape[0])
-        incoming = [
-            Incoming(i, j, slot, (i if i >= 0 else j) - own)
-            for slot in slots
-            for j in self.workers
-            for i in [int(sources[slot, j])]
-        ]
-        outgoing = [
-            Outgoing(i - own, i, j, slot)
-            for slot in slots
-            for j in range(self.size)
-            if (i := int(sources[slot, j])) in self.workers
-        ]
-        return self._messages.route(self.group, message, outgoing, incoming)
+        return self._messages.exchange(self.group, message, sources)
 
-    def all_to_all(self, message: Message, subgroups: Subgroups) -> Message:
-        self._count_messages(message, self._to_others(subgroups))
-        own, size = self.workers.start, subgroups.size
-        outgoing, incoming = [], []
-        for i in self.workers:
-            mates = subgroups.members[subgroups.group_of[i]].tolist()
-            place = int(subgroups.place_of[i])
-            outgoing += [Outgoing((i - own) * size + k, i, j, 0) for k, j in enumerate(mates)]
-            incoming += [Incoming(j, i, 0, (j - own) * size + place) for j in mates]
-        return self._messages.route(self.group, message, outgoing, incoming)
+    def all_to_all(self, message: Message, subgroups: Subgroups, usual_bytes: int | None = None) -> Message:
+        if radix := self._radix(message, subgroups, False, usual_bytes):
+            return self._relayed(message, subgroups).all_to_all(radix)
+        self._count_messages(message, subgroups.others(self.workers))
+        return self._messages.all_to_all(self.group, message, subgroups)
 
-    def all_gather(self, message: Message, subgroups: Subgroups) -> Message:
+    def all_gather(self, message: Message, subgroups: Subgroups, usual_bytes: int | None = None) -> Message:
+        if radix := self._radix(message, subgroups, True, usual_bytes):
+            return self._relayed(message, subgroups).all_gather(radix)
         self._count_messages(message, subgroups.size - 1)
         return self._all_gather(message, subgroups)
+
+    def _relayed(self, message: Message, subgroups: Subgroups) -> Relayed:
+        def send(bundles: Message, heard: Tensor) -> Message:
+            sizes = on_wire(bundles.payload_bytes(), bundles.lengths is not None)
+            self._count_sent(sizes.view(-1, self.rows).t().reshape(-1), bundles.lengths is not None)
+            return self._messages.exchange(self.group, bundles, heard)
+
+        return Relayed(message, subgroups, self.workers, self._messages.device, send)
 
     def _all_gather(self, message: Message, subgroups: Subgroups) -> Message:
         groups, _ = self.groups_here(subgroups)
@@ -247,10 +240,18 @@ class ProcessCluster(Cluster):
         return self._messages.route(self.group, message, outgoing, incoming)
 
     def all_reduce_any(self, flags: Tensor) -> Tensor:
-        self.ledger.sent += ring_bytes(flags.shape[1], self.size)
-        mine = flags.any(0).to(self._messages.device, torch.uint8)
-        self._now(lambda: dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.group))
-        return mine.to(flags.device, torch.bool)
+        return self._now(partial(self._combined, flags.to(self._messages.device, torch.uint8))).to(flags.device, torch.bool)
+
+    def _combined(self, flags: Tensor) -> Tensor:
+        """Flags combined over all workers, by messages to a few of them in turn; on NCCL by its own all-reduce."""
+        if "nccl" in str(self.backend):
+            self.ledger.sent += sum(len(trip.shifts) for trip in self._flag_trips) * framed(flags.shape[1])
+            dist.all_reduce(flags := flags.amax(0), op=dist.ReduceOp.MAX, group=self.group)
+            return flags
+        for trip in self._flag_trips:
+            heard = self.neighbor_exchange(Message((flags,)), sources(trip, self.world)).parts[0]
+            flags = torch.maximum(flags, heard.view(-1, *flags.shape).amax(0))
+        return flags[0]
 
     def all_gather_metrics(self, values: Tensor) -> Tensor:
         most = max(len(hosted) for hosted in self.hosting)

@@ -2,6 +2,7 @@
 
     [compute]
     flops = "50G"                 # of one worker, per second; or step = "20ms", whatever the model
+    fixed = "2ms"                 # of a step, whatever the number of samples
     slowdown = [1, 1, 1, 4]       # worker i takes so many times as long (repeated over all workers)
     jitter = 0.1                  # every step's time varies by a log-normal factor of this width
     stragglers = 0.01             # this share of all steps …
@@ -9,11 +10,16 @@
     update = "0.5ns"              # the optimiser's update, per value
     load = "2ms"                  # loading a mini-batch, as far as it does not happen meanwhile
     exchange = "0.2ms"            # what a worker itself needs for one exchange of one bucket
+    contention = 0.5              # how far coding delays computing at the same time; 0: a core to spare; above 1: caches too
+    alone = "11ms"                # a step while the other workers, with whom it shares cores, stand still (of a host, or all)
+    ready = [[0.1, 0.5], [1, 1]]  # which share of the gradients is there after which share of a step; else two thirds are backward
     memory = "16GB"               # of one worker
 
     [coding]                      # to encode and decode a value once; a method left out takes the default (:data:`CODING`)
     topk = "20ns"
     sign = ["0.1ms", "3ns"]       # per exchange, and per value
+    gradients = ["0.2ms", "0s"]   # what a step takes more that exchanges gradients, the exchange left out
+    server = ["0.3ms", "1ns"]     # a worker's own part of a push and its answer
 
     [link]                        # of each worker and of each server, in each direction
     bandwidth = "1Gbit"           # per second
@@ -23,6 +29,8 @@
     pairs = "half"                # the same of messages between two workers, where it differs …
     pieces = 0.2                  # … and of large ones, which go in pieces
     jitter = 0.1                  # every exchange's time varies by a log-normal factor of this width
+    contention = 0.1              # how far bytes in flight delay computing, and computing delays them …
+    pairs_contention = 0.05       # … the same of messages between two workers, where it differs
     shared = true                 # the workers of a host share its link …
     count = 2                     # … or so many of them
 
@@ -30,6 +38,11 @@
     size = 4
     bandwidth = "50Gbit"
     latency = "10us"
+
+    [servers]
+    place = "workers"             # shards run on the workers' machines, in turn; without it, on machines of their own
+    message = "0.2ms"             # what a shard needs to handle a worker's message, one after another, with its update …
+    byte = "0.5ns"                # … and each byte that it receives or sends
 
     [trunk]                       # hosts behind one switch, and what joins it with the others
     hosts = 16
@@ -47,9 +60,18 @@
     every = "30d"                 # of one worker, on average
     restart = "5min"
 
+    [storage]                     # where training data lie, for `hocket predict --sample-bytes`
+    bandwidth = "10Gbit"          # of all workers together
+    latency = "5ms"               # of each open
+    cache = "200GB"               # what a host keeps of what it has read
+
     [price]
     hour = 2.5                    # of one worker
     currency = "USD"
+
+    [sources]                     # where figures are from: by table, or by key
+    link = "measured by hocket probe"
+    "link.latency" = "assumed"
 
 Presets (:mod:`hocket.cluster.presets`) are such files by name. The seconds of a virtual run are a prediction for the cluster that
 is described. The equations stand in :mod:`hocket.cluster.cost`.
@@ -60,6 +82,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +92,8 @@ from torch import Tensor
 from hocket.errors import HocketError
 from hocket.noise import bits, fold, uniform
 
+BACKWARD = 2 / 3
+"""The share of a step's time that the backward pass takes, where nothing else is known."""
 REFERENCE_FLOPS = 50e9
 """The speed of the worker on which :data:`CODING` was measured: one CPU core."""
 CODING: dict[str, float] = {
@@ -77,6 +102,12 @@ CODING: dict[str, float] = {
 }  # fmt: skip
 """Seconds per value of one coded exchange of a million values between four workers, on one CPU core, error feedback included, as
 :func:`hocket.prediction.probe.probe` measures it. A worker of other ``flops`` needs as many times less."""
+
+
+UNCODED = frozenset({"gossip", "weights", "gradients", "server"})
+"""What a ``[coding]`` table may name beside codes: the mixing of messages as they are, the copying of weights to and from an
+exchange (by the name of the synchronisation, such as ``diloco``, or ``weights``), what hooks and buckets of gradients take, and a
+worker's own part of a push. They cost nothing where they are not named."""
 
 
 @dataclass(frozen=True)
@@ -119,21 +150,49 @@ class ClusterSpec:
     restart_s: float = 0.0
     price: float = 0.0
     currency: str = "USD"
+    storage_bandwidth: float = math.inf
+    storage_latency_s: float = 0.0
+    cache_bytes: float = 0.0
+    contention: float = 0.0
+    """How far what a worker does for an exchange delays its computing meanwhile, and the reverse: 0 not at all, 1 wholly, more
+    where they also take each other's caches."""
+    link_contention: float = 0.0
+    """The same of bytes in flight."""
+    pairs_contention: float | None = None
+    servers_on_workers: bool = False
+    """Whether shard ``s`` runs on the machine of worker ``s`` (modulo the workers), as jobs start them."""
+    fixed_s: float = 0.0
+    """Of a step's seconds, those that do not depend on the number of samples."""
+    alone_s: float | None = None
+    """A step while the workers that share its cores stand still; ``step_s`` is with all of them."""
+    ready: tuple[tuple[float, float], ...] = ()
+    """Pairs: a share of the gradients, in the order of buckets, and the share of a step after which it is there."""
+    server_message_s: float = 0.0
+    """What a shard needs for each message of a worker, update included, beside its bytes. Without it an update as a worker's."""
+    server_byte_s: float = 0.0
+    """The same for each byte of tensors that it receives or sends."""
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
+    """Where figures are from, by ``table`` or ``table.key`` of the file."""
 
     def __post_init__(self) -> None:
-        for name in ("flops", "bandwidth", "host_bandwidth", "trunk_bandwidth", "memory_bytes", *_EVERY):
+        for name in ("flops", "bandwidth", "host_bandwidth", "trunk_bandwidth", "memory_bytes", "storage_bandwidth", *_EVERY):
             self._at_least(name, 0.0, above=True)
         if self.step_s is not None:
             self._at_least("step_s", 0.0, above=True)
         for name in _NOT_NEGATIVE:
             self._at_least(name, 0.0)
-        for name in ("stragglers", "half_duplex", "pairs_half_duplex", "pieces_half_duplex"):
+        for name in _SHARES:
             if (getattr(self, name) or 0.0) > 1:
                 raise HocketError(f"cluster: {name} = {getattr(self, name):g} is a share; it lies between 0 and 1.")
         if not self.straggle >= 1 or self.straggle == math.inf:
             raise HocketError(f"cluster: straggle = {self.straggle:g}: a straggling step takes at least as long as any other.")
         if not self.slowdown or not all(0 < s < math.inf for s in self.slowdown):
             raise HocketError(f"cluster: slowdown = {list(self.slowdown)} needs at least one number, all of them above 0.")
+        steps = [(0.0, 0.0), *self.ready]
+        if any(not 0 <= a <= b <= 1 for pair in pairwise(steps) for a, b in zip(*pair, strict=True)):
+            raise HocketError(
+                f"cluster: ready = {[list(r) for r in self.ready]}: both shares of the pairs rise, from 0 to at most 1."
+            )
 
     def _at_least(self, name: str, low: float, above: bool = False) -> None:
         value = getattr(self, name)
@@ -146,6 +205,29 @@ class ClusterSpec:
         """One undisturbed step of ``flops`` floating point operations, of a worker without slowdown."""
         return self.step_s if self.step_s is not None else flops / self.flops
 
+    def unready(self, produced: float) -> float:
+        """Which share of a step is left when the backward pass has ``produced`` this share of the gradients.
+
+        >>> ClusterSpec().unready(0.25), ClusterSpec(ready=((0.1, 0.5), (0.9, 0.75), (1.0, 1.0))).unready(0.5)
+        (0.5, 0.375)
+        """
+        if not self.ready:
+            return (1 - produced) * BACKWARD
+        points = [(0.0, self.ready[0][1]), *self.ready, (1.0, 1.0)]
+        (a, begun), (b, ended) = next(pair for pair in pairwise(points) if pair[1][0] >= produced - 1e-6)
+        return 1 - (ended if b <= a else begun + (ended - begun) * (min(produced, b) - a) / (b - a))
+
+    def crowding(self, computing: int, workers: int) -> float:
+        """How many times as long a step takes while ``computing`` of the ``workers`` that share cores compute as with all of them.
+
+        >>> spec = ClusterSpec(step_s=1.0, alone_s=0.5)
+        >>> [spec.crowding(k, 4) for k in (1, 2, 3, 4)], ClusterSpec().crowding(1, 4)
+        ([0.5, 0.5, 0.75, 1.0], 1.0)
+        """
+        if self.alone_s is None or self.step_s is None:
+            return 1.0
+        return min(1.0, max(self.alone_s / self.step_s, computing / workers))
+
     def coding_s(self, methods: Sequence[str], values: float) -> float:
         """One coded exchange of ``values`` values: ``a + b·values``, of the first of ``methods`` that is known.
 
@@ -155,7 +237,8 @@ class ClusterSpec:
         >>> spec.coding_s(["topk(0.01)", "topk"], 1e6), ClusterSpec(flops=5e12).coding_s(["cast"], 1e6) == CODING["cast"] * 1e4
         (0.003, True)
         """
-        for method in (*methods, "other"):
+        others = () if set(methods) & UNCODED else ("other",)
+        for method in (*methods, *others):
             if method in self.coding:
                 fixed, each = self.coding[method]
                 return fixed + each * values
@@ -248,15 +331,18 @@ class ClusterSpec:
     def describe(self) -> dict[str, Any]:
         """Plain data for run.json; of what not every description has, only what this one has."""
         usual = {f.name: f.default for f in fields(self)}
-        kept = {k: v for k, v in vars(self).items() if k in _ALWAYS or (v and v != usual[k])}
+        kept = {k: v for k, v in vars(self).items() if k in _ALWAYS or (v and v != usual[k] and k != "sources")}
         return {k: _plain(v) for k, v in kept.items()}
 
 
-_EVERY = ("checkpoint_every_s", "failure_every_s", "links", "host_size", "trunk_hosts", "workers")
+_EVERY = ("alone_s", "checkpoint_every_s", "failure_every_s", "links", "host_size", "trunk_hosts", "workers")
 _NOT_NEGATIVE = (
     "jitter", "stragglers", "latency_s", "host_latency_s", "update_s", "load_s", "exchange_s", "message_s", "half_duplex",
-    "pairs_half_duplex", "pieces_half_duplex", "link_jitter", "trunk_latency_s", "checkpoint_s", "restart_s", "price",
+    "pairs_half_duplex", "pieces_half_duplex", "link_jitter", "contention", "link_contention", "pairs_contention", "fixed_s",
+    "trunk_latency_s", "checkpoint_s", "restart_s", "price", "storage_latency_s", "cache_bytes", "server_message_s",
+    "server_byte_s",
 )  # fmt: skip
+_SHARES = ("stragglers", "link_contention", "pairs_contention", "half_duplex", "pairs_half_duplex", "pieces_half_duplex")
 _ALWAYS = (
     "name", "flops", "step_s", "slowdown", "jitter", "stragglers", "straggle", "bandwidth", "latency_s", "host_size",
     "host_bandwidth", "host_latency_s",

@@ -51,6 +51,9 @@ def spec_of(content: Mapping[str, Any], name: str = "custom", where: str = "clus
                 k: _coding(v, f"{where}{_line(written, table, k)}: [coding] {k} = {v!r}") for k, v in entries.items()
             }
             continue
+        if table == "sources":
+            values["sources"] = {k: _source(k, v, f"{where}{_line(written, table, k)}: [sources] {k}") for k, v in entries.items()}
+            continue
         for key, value in entries.items():
             at = f"{where}{_line(written, table, key)}"
             if key not in FIELDS[table]:
@@ -93,6 +96,8 @@ def text_of(spec: ClusterSpec, comments: Mapping[str, str] | None = None) -> str
         own = [(key, entry.write(getattr(spec, entry.field))) for key, entry in entries.items() if _differs(spec, entry, usual)]
         if table == "coding":
             own = [(_key(name), f'["{_time(fixed)}", "{_time(each)}"]') for name, (fixed, each) in spec.coding.items()]
+        if table == "sources":
+            own = [(_key(name), f'"{text}"') for name, text in spec.sources.items()]
         if not own:
             continue
         lines += [f"[{table}]" + (f"  # {comments[table]}" if table in comments else "")]
@@ -186,6 +191,18 @@ def _coding(value: Any, where: str) -> tuple[float, float]:
     return fixed, each
 
 
+def _source(name: str, value: Any, where: str) -> str:
+    table, _, key = name.partition(".")
+    if table not in FIELDS or (key and table != "coding" and key not in FIELDS[table]):
+        known = [*FIELDS, *(f"{t}.{k}" for t, keys in FIELDS.items() for k in keys)]
+        raise HocketError(
+            f"{where}: there is no such table or key{nearest(name, known) or '.'} Write for example link or link.latency."
+        )
+    if not isinstance(value, str) or not value.strip() or '"' in value:
+        raise HocketError(f"{where}: expected where the figure is from, in words without quotation marks, or 'assumed'.")
+    return value
+
+
 def _slowdown(value: Any, where: str) -> tuple[float, ...]:
     return tuple(_plain(v, where) for v in (value if isinstance(value, list) else [value]))
 
@@ -204,6 +221,12 @@ def _duplex(value: Any, where: str) -> float:
     return _plain(value, where)
 
 
+def _pairs(value: Any, where: str) -> tuple[tuple[float, float], ...]:
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise HocketError(f"{where}: expected pairs of shares such as [[0.1, 0.5], [1, 1]].")
+    return tuple((_plain(a, where), _plain(b, where)) for a, b in value)
+
+
 def _switch(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise HocketError(f"{where}: expected true or false.")
@@ -214,6 +237,12 @@ def _word(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise HocketError(f"{where}: expected a word.")
     return value
+
+
+def _place(value: Any, where: str) -> bool:
+    if value not in ("own", "workers"):
+        raise HocketError(f"{where}: expected own (machines of their own) or workers (the workers' machines).")
+    return bool(value == "workers")
 
 
 def _scaled(value: float, units: Sequence[tuple[str, float]]) -> str:
@@ -270,6 +299,7 @@ FIELDS: dict[str, dict[str, Field]] = {
     "compute": {
         "flops": Field("flops", amount, _quoted(_size)),
         "step": _times("step_s"),
+        "fixed": _times("fixed_s"),
         "slowdown": Field("slowdown", _slowdown, _list),
         "jitter": _numbers("jitter"),
         "stragglers": _numbers("stragglers"),
@@ -277,6 +307,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         "update": _times("update_s"),
         "load": _times("load_s"),
         "exchange": _times("exchange_s"),
+        "contention": _numbers("contention"),
+        "alone": _times("alone_s"),
+        "ready": Field("ready", _pairs, lambda value: "[" + ", ".join(_list(pair) for pair in value) + "]"),
         "memory": Field("memory_bytes", amount, _quoted(_size)),
     },
     "coding": {},
@@ -288,19 +321,32 @@ FIELDS: dict[str, dict[str, Field]] = {
         "pairs": _numbers("pairs_half_duplex", _duplex),
         "pieces": _numbers("pieces_half_duplex", _duplex),
         "jitter": _numbers("link_jitter"),
+        "contention": _numbers("link_contention"),
+        "pairs_contention": _numbers("pairs_contention"),
         "shared": Field("shared_links", _switch, lambda value: str(value).lower()),
         "count": _numbers("links", _whole),
     },
     "host": {"size": _numbers("host_size", _whole), "bandwidth": _rates("host_bandwidth"), "latency": _times("host_latency_s")},
+    "servers": {
+        "place": Field("servers_on_workers", _place, lambda value: '"workers"' if value else '"own"'),
+        "message": _times("server_message_s"),
+        "byte": _times("server_byte_s"),
+    },
     "trunk": {
         "hosts": _numbers("trunk_hosts", _whole),
         "bandwidth": _rates("trunk_bandwidth"),
         "oversubscription": _numbers("oversubscription", lambda value, where: _positive(value, where, _plain)),
         "latency": _times("trunk_latency_s"),
     },
+    "storage": {
+        "bandwidth": _rates("storage_bandwidth"),
+        "latency": _times("storage_latency_s"),
+        "cache": Field("cache_bytes", amount, _quoted(_size)),
+    },
     "checkpoints": {"every": _times("checkpoint_every_s"), "takes": _times("checkpoint_s")},
     "failures": {"every": _times("failure_every_s"), "restart": _times("restart_s")},
     "price": {"hour": _numbers("price"), "currency": Field("currency", _word, lambda value: f'"{value}"')},
+    "sources": {},
 }
 """The tables of a file and their keys."""
 _REQUIRED: dict[str, dict[str, str]] = {

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.clock import Clock
-from hocket.cluster.message import Message, framed, ordered_mean, ring_bytes, summed_bytes
+from hocket.cluster.message import LENGTH_BYTES, Message, framed, on_wire, ordered_mean, ring_bytes, summed_bytes
+from hocket.cluster.relay import gather_trips, payloads, scatter_trips, sources
 from hocket.cluster.spec import ClusterSpec
 
 
@@ -21,6 +22,10 @@ class ClockedCluster(Cluster):
 
     def code(self, methods: Sequence[str], values: int) -> None:
         self._on_clock("code", methods, values)
+
+    def apply(self, methods: Sequence[str], values: int) -> None:
+        if self.clock is not None:
+            self.clock.apply(methods, values)
 
     def _priced_mean(self, rows: Tensor, subgroups: Subgroups) -> None:
         self._count_mean(rows, subgroups)
@@ -33,9 +38,10 @@ class ClockedCluster(Cluster):
         self._on_clock("summed", own, self.world)
 
     def _priced_flags(self, flags: Tensor) -> None:
-        sent_bytes = ring_bytes(flags.shape[1], self.size)
-        self.ledger.sent += sent_bytes
-        self._on_clock("ring", sent_bytes, self.world)
+        sizes = torch.full((self.size,), framed(flags.shape[1]))
+        for trip in self._flag_trips:
+            self.ledger.sent += len(trip.shifts) * framed(flags.shape[1])
+            self._on_clock("neighbor_exchange", sizes, sources(trip, self.world), False)
 
     def _priced_broadcast(self, rows: Tensor, source: int) -> None:
         self._count_broadcast(rows, source)
@@ -50,6 +56,24 @@ class ClockedCluster(Cluster):
         sizes = self._count_messages(message, copies)
         if self.clock is not None:
             self._on_clock(verb, self._of_all(sizes), where, message.lengths is not None)
+
+    def _priced_relay(self, message: Message, subgroups: Subgroups, radix: int, gather: bool) -> None:
+        """An all-gather or an all-to-all by way of others."""
+        varying, trips = message.lengths is not None, (gather_trips if gather else scatter_trips)(subgroups.size, radix)
+
+        def find() -> tuple[list[Tensor], Tensor]:
+            blocks = self._of_all(message.payload_bytes())
+            blocks = blocks if len(blocks) == self.size else blocks.view(self.size, -1)
+            found = payloads(trips, blocks, subgroups, varying)
+            sizes = [on_wire(payload + LENGTH_BYTES if varying else payload, varying) for payload in found]
+            return sizes, torch.cat(sizes)[:, self.workers.start : self.workers.stop].sum(0)
+
+        key = ("relay", self.workers, message.fixed_bytes, message.rows, radix, gather)
+        sizes, own = find() if varying else subgroups.table(key, find)
+        self._count_sent(own, varying)
+        if self.clock is not None:
+            for trip, each in zip(trips, sizes, strict=True):
+                self._on_clock("neighbor_exchange", each, sources(trip, subgroups), varying)
 
     def _on_clock(self, verb: str, *arguments: Any) -> None:
         """Let the clock, if there is one, take the time of what it calls ``verb``."""
@@ -110,15 +134,27 @@ class VirtualCluster(ClockedCluster):
         own = torch.arange(self.size).expand_as(sources)
         return message.select(torch.where(sources < 0, own, sources).flatten())
 
-    def all_to_all(self, message: Message, subgroups: Subgroups) -> Message:
-        self._priced_messages(message, self._to_others(subgroups), subgroups, "all_to_all")
-        place = subgroups.place_of.unsqueeze(1)
-        senders = subgroups.members[subgroups.group_of]  # [workers, size]: who sends to worker i, in group order
-        return message.select((senders * subgroups.size + place).flatten())
+    def all_to_all(self, message: Message, subgroups: Subgroups, usual_bytes: int | None = None) -> Message:
+        if radix := self._radix(message, subgroups, False, usual_bytes):
+            self._priced_relay(message, subgroups, radix, False)
+        else:
+            self._priced_messages(message, subgroups.others(self.workers), subgroups, "all_to_all")
 
-    def all_gather(self, message: Message, subgroups: Subgroups) -> Message:
-        self._priced_messages(message, subgroups.size - 1, subgroups, "all_gather")
-        return message.select(subgroups.members.flatten())
+        def find() -> Tensor:
+            place = subgroups.place_of.unsqueeze(1)
+            senders = subgroups.members[subgroups.group_of]  # [workers, size]: who sends to worker i, in group order
+            return (senders * subgroups.size + place).flatten().to(self.device)
+
+        return message.select(subgroups.table(("dealt", self.device), find))
+
+    def all_gather(self, message: Message, subgroups: Subgroups, usual_bytes: int | None = None) -> Message:
+        if radix := self._radix(message, subgroups, True, usual_bytes):
+            self._priced_relay(message, subgroups, radix, True)
+        else:
+            self._priced_messages(message, subgroups.size - 1, subgroups, "all_gather")
+        if subgroups.whole:
+            return message
+        return message.select(subgroups.table(("members", self.device), lambda: subgroups.members.flatten().to(self.device)))
 
     def all_reduce_any(self, flags: Tensor) -> Tensor:
         self._priced_flags(flags)

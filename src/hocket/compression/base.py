@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hocket.cluster.layout import Bucket
 from hocket.cluster.message import Message
-from hocket.compression.indices import put, read_indices, with_indices
+from hocket.compression.indices import put_sent, with_indices
 from hocket.errors import HocketError
-from hocket.noise import bits, fold
+from hocket.noise import fold, worker_keys
 from hocket.notation import write
 
 State = dict[str, Any]
@@ -45,10 +45,10 @@ class Context:
     residual_stays: bool = False
     """Whether the residual of exchanged weights stays in them, not in the compressor's state."""
 
-    def keys(self, salt: int = 0) -> Tensor:
-        """One random key per row, a hash of (seed, worker, step, bucket, salt), on the CPU, which is faster for so few values."""
-        common = torch.tensor([fold(self.seed, self.step, self.bucket, salt)])
-        return bits(common, self.world)[0].to(torch.int64)[self.workers]
+    def keys(self, salt: int = 0, slices: int = 0, device: torch.device = torch.device("cpu")) -> Tensor:  # noqa: B008 - frozen
+        """One random key per row, a hash of (seed, worker, step, bucket, salt), or one per (row, slice), flattened; not to be
+        changed."""
+        return worker_keys(self.seed, self.step, self.bucket, salt, self.workers, slices, device)
 
     def common_key(self, salt: int = 0) -> int:
         """A random key that all workers share."""
@@ -73,8 +73,8 @@ class MeanChannel(Protocol):
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         """Plain mixing of rows (in place where possible)."""
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
-        """Mixing of coded rows."""
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
+        """Mixing of coded rows; without ``wants_sent`` the rows as others decode them may be left out."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class Selection(Codec):
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         if message.parts[0].is_meta:
             return torch.empty(message.rows, size, device="meta")
-        return put(read_indices(message, size, self.rice)[0], message.parts[2], size)
+        return put_sent(message, size, self.rice, lambda width, counts: message.parts[2])
 
 
 def _column(counts: Tensor | None) -> Tensor | None:
@@ -273,7 +273,11 @@ def _column(counts: Tensor | None) -> Tensor | None:
 
 def peaks(rows: Tensor) -> Tensor:
     """The largest magnitude of each row ``[rows, 1]``; 0 for rows without values."""
-    return rows.abs().amax(1, keepdim=True) if rows.shape[1] else rows.new_zeros(rows.shape[0], 1)
+    if not rows.shape[1]:
+        return rows.new_zeros(rows.shape[0], 1)
+    if rows.is_cuda:  # one pass instead of two
+        return torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True)
+    return torch.maximum(rows.amax(1, keepdim=True), -rows.amin(1, keepdim=True))
 
 
 def check_density(value: float, name: str) -> None:

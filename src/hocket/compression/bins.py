@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from hocket.cluster.message import Message
 from hocket.compression.base import Context, Precision, State, check_feedback
 from hocket.compression.bitpack import pack, packed_size_padded, unpack
+from hocket.compression.kernels import block_kernels
 from hocket.errors import HocketError
 
 
@@ -48,6 +49,8 @@ class Bins(Precision):
 
     def encode_some(self, rows: Tensor, counts: Tensor | None, keys: Tensor, context: Context) -> Message:
         size = rows.shape[1]
+        if self.bits == 2 and (kernels := block_kernels(rows, size, self.block)):
+            return Message(kernels.bins(rows, counts, self.block))
         real = torch.arange(size, device=rows.device) < (size if counts is None else counts.unsqueeze(1))
         levels, codes = self._binned(self._blocks(rows.abs()), self._blocks(real.expand_as(rows)))
         codes = codes.flatten(1)[:, :size] * 2 + (rows < 0)
@@ -62,7 +65,7 @@ class Bins(Precision):
         low = torch.maximum(torch.where(real, unit, 1.0).amin(2, keepdim=True), mean - spread)
         high = torch.minimum(unit.amax(2, keepdim=True), mean + spread)
         count = 2 ** (self.bits - 1)
-        levels = low + (high - low) * ((torch.arange(count, device=unit.device) + 0.5) / count)
+        levels = low + (high - low) * ((torch.arange(count, dtype=unit.dtype, device=unit.device) + 0.5) / count)
         codes = torch.zeros_like(unit)
         for _ in range(2):
             edges = (levels[..., 1:] + levels[..., :-1]) / 2
@@ -75,6 +78,8 @@ class Bins(Precision):
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         levels, packed = message.parts
+        if self.bits == 2 and (kernels := block_kernels(packed, size, self.block)):
+            return kernels.bins_decode(levels, packed, size, self.block)
         codes = self._blocks(unpack(packed, self.bits, size))
         found = levels.unflatten(1, (-1, 2 ** (self.bits - 1))).gather(2, (codes >> 1).to(torch.int64))
         return torch.where(codes & 1 == 1, -found, found).flatten(1)[:, :size]

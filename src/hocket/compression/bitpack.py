@@ -9,6 +9,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 Count = TypeVar("Count", int, Tensor)
+_WIDE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of so many bytes, the lowest first in memory."""
+
+
+def _whole(values: Tensor, per: int) -> Tensor:
+    """Rows filled up with zeros to whole groups of ``per`` values, in memory that integers of ``per`` bytes can share."""
+    if values.shape[1] % per:
+        return pad(values, (0, -values.shape[1] % per))
+    return (
+        values.clone(memory_format=torch.contiguous_format)
+        if values.storage_offset() % per or not values.is_contiguous()
+        else values
+    )
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
@@ -20,23 +33,22 @@ def pack(values: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return values
     size = values.shape[1]
-    if values.is_meta:
+    if values.is_meta or not size:
         return values.new_empty(len(values), packed_size_padded(size, bits))
     if 8 % bits == 0:
+        # All values of a byte as one wide integer, whose lowest byte they are shifted into: neighbours, then pairs, then fours.
         per = 8 // bits
-        cells = pad(values, (0, -size % per)).view(values.shape[0], -1, per)
-        packed = cells[..., 0].clone()
-        for k in range(1, per):
-            packed |= cells[..., k] << (k * bits)
-        return packed
-    cells = pad(values, (0, -size % 8)).view(values.shape[0], -1, 8)
-    planes = []
-    for b in range(bits):
-        plane = (cells[..., 0] >> b) & 1
-        for k in range(1, 8):
-            plane = plane | (((cells[..., k] >> b) & 1) << k)
-        planes.append(plane)
-    return torch.stack(planes, 2).flatten(1)[:, : packed_size_padded(size, bits)]
+        wide = _whole(values, per).view(_WIDE[per])
+        for k in _halves(per)[::-1]:
+            wide = wide | wide >> (k * (8 - bits))
+        return wide.to(torch.uint8)
+    planes = [pack(values >> b & 1, 1) for b in range(bits)]
+    return torch.stack(planes, 2).flatten(1)
+
+
+def _halves(per: int) -> list[int]:
+    """``per``'s halves, the largest first: of 8 values 4, 2, 1."""
+    return [per >> k for k in range(1, per.bit_length())]
 
 
 def packed_size_padded(size: Count, bits: int) -> Count:
@@ -53,20 +65,20 @@ def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
     if bits == 8:
         return packed[:, :size]
     rows = packed.shape[0]
-    if packed.is_meta:
+    if packed.is_meta or not size:
         return packed.new_empty(rows, size)
     if 8 % bits == 0:
-        mask = (1 << bits) - 1
-        cells = [(packed >> (k * bits)) & mask for k in range(8 // bits)]
-        return torch.stack(cells, 2).view(rows, -1)[:, :size]
+        per = 8 // bits
+        wide = packed.to(_WIDE[per], memory_format=torch.contiguous_format)
+        for k in _halves(per):
+            wide = wide | wide << (k * (8 - bits))
+        wide &= sum(((1 << bits) - 1) << (8 * k) for k in range(per))
+        return wide.view(torch.uint8)[:, :size]
     planes = packed.view(rows, -1, bits)
-    cells = []
-    for k in range(8):
-        cell = (planes[..., 0] >> k) & 1
-        for b in range(1, bits):
-            cell = cell | (((planes[..., b] >> k) & 1) << b)
-        cells.append(cell)
-    return torch.stack(cells, 2).view(rows, -1)[:, :size]
+    found = unpack(planes[..., 0], 1, size)
+    for b in range(1, bits):
+        found |= unpack(planes[..., b], 1, size) << b
+    return found
 
 
 def pack_trits(values: Tensor) -> Tensor:

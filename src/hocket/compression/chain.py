@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hocket.cluster.message import Message
 from hocket.compression.base import Codec, Compressor, Context, Precision, Selection, State
-from hocket.compression.indices import put, read_indices, with_indices
+from hocket.compression.indices import put_sent, with_indices
 from hocket.compression.randomk import RandomK
 from hocket.compression.sign import Sign
 from hocket.errors import HocketError
@@ -95,11 +95,15 @@ class Chain(Codec):
             return self.first.put_values(self.second.decode(message, self.first.max_selected(size), context), size, context)
         if message.parts[0].is_meta:
             return torch.empty(message.rows, size, device="meta")
-        indices, counts = read_indices(message, size, self.first.rice)
-        values = self.second.decode(Message(message.parts[2:]), indices.shape[1], context)
-        if counts is not None:  # a precision may decode padding to values other than 0
-            values = values * (torch.arange(values.shape[1], device=values.device) < counts.unsqueeze(1))
-        return put(indices, values, size)
+
+        def values(width: int, counts: Tensor | None) -> Tensor:
+            found = self.second.decode(Message(message.parts[2:]), width, context)
+            if counts is None:
+                return found
+            # A precision may decode padding to values other than 0.
+            return found * (torch.arange(width, device=found.device) < counts.unsqueeze(1))
+
+        return put_sent(message, size, self.first.rice, values)
 
 
 def chained(links: Sequence[Compressor]) -> Compressor:

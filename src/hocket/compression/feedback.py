@@ -52,7 +52,9 @@ def with_feedback(
 def mean_with_feedback(compressor: Compressor, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
     """The compressor's mean of ``rows``, with error feedback where the compressor uses it."""
     if not compressor.uses_error_feedback:
-        return compressor.mean(rows, channel, state, context)
+        if compressor.codec is None:
+            return compressor.mean(rows, channel, state, context)
+        return channel.coded(compressor.codec, rows, state, context, wants_sent=False)  # nobody keeps a residual
 
     if compressor.sends_differences:
         own, common = state.get("own", 0.0), state.get("common", 0.0)

@@ -17,6 +17,8 @@ from torch.nn.functional import pad
 from hocket.cluster.message import Message
 from hocket.compression.base import Context, Precision, State
 from hocket.compression.bitpack import pack, packed_size_padded, unpack
+from hocket.compression.kernels import block_kernels
+from hocket.compression.tiles import decode_tiles, encode_tiles, times_blocks
 from hocket.errors import HocketError
 from hocket.noise import uniform
 
@@ -38,23 +40,34 @@ class QSGD(Precision):
             raise HocketError(f"qsgd(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
 
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
+        if kernels := block_kernels(rows, rows.shape[1], self.block):
+            return Message(kernels.qsgd(rows, keys, self.bits, self.block)), state
+        return Message(encode_tiles(rows, 8 * self.block, lambda columns, first: self._encode(columns, keys, first))), state
+
+    def _encode(self, rows: Tensor, keys: Tensor, first: int) -> tuple[Tensor, ...]:
         levels = 2 ** (self.bits - 1) - 1
         size = rows.shape[1]
         block = min(self.block, max(size, 1))
-        blocks = pad(rows, (0, -size % block)).view(rows.shape[0], -1, block)
+        blocks = (pad(rows, (0, -size % block)) if size % block else rows).unflatten(1, (-1, block))
         norms = blocks.abs().amax(2)
         # Divide first: levels / norm overflows for the smallest norms.
-        scaled = blocks / norms.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2) * levels
-        rounded = torch.floor(scaled.view(rows.shape[0], -1)[:, :size] + uniform(keys, size))
-        codes = rounded.clamp_(-levels, levels).add_(levels).to(torch.uint8)
-        return Message((norms, pack(codes, self.bits))), state
+        scaled = (blocks / norms.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).mul_(levels)
+        rounded = uniform(keys, size, first).add_(scaled.flatten(1)[:, :size]).floor_()
+        return norms, pack(rounded.clamp_(-levels, levels).add_(levels).to(torch.uint8), self.bits)
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         levels = 2 ** (self.bits - 1) - 1
         norms, packed = message.parts
-        codes = unpack(packed, self.bits, size).to(torch.float32).sub_(levels)
-        scale = (norms / levels).repeat_interleave(min(self.block, max(size, 1)), 1)[:, :size]
-        return codes * scale
+        if kernels := block_kernels(packed, size, self.block):
+            return kernels.qsgd_decode(norms, packed, size, self.bits, self.block)
+        block, scale = min(self.block, max(size, 1)), norms / levels
+
+        def decode(first: int, end: int) -> Tensor:
+            own = packed[:, first * self.bits // 8 : packed_size_padded(end, self.bits)]
+            codes = unpack(own, self.bits, end - first).to(torch.float32).sub_(levels)
+            return times_blocks(codes, scale[:, first // block : -(-end // block)], block)
+
+        return decode_tiles(packed, size, 8 * block, decode)
 
     def lengths(self, counts: Tensor) -> Tensor:
         return torch.stack([-(-counts // self.block), packed_size_padded(counts, self.bits)], 1)

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hocket.cluster.message import Message, ordered_mean, there
+from hocket.cluster.message import Message, ordered_mean
 from hocket.compression.base import Context, Precision, State, check_feedback, flag
 from hocket.compression.bitpack import pack, unpack
+from hocket.compression.kernels import block_kernels
+from hocket.compression.tiles import decode_tiles, encode_tiles, times_blocks
 from hocket.errors import HocketError
 from hocket.noise import bits
 
@@ -53,20 +55,31 @@ class Sign(Precision):
         return self.encode_some(rows, None, keys, context), state
 
     def encode_some(self, rows: Tensor, counts: Tensor | None, keys: Tensor, context: Context) -> Message:
+        if kernels := block_kernels(rows, rows.shape[1], self.block):
+            return Message(kernels.sign(rows, counts, self.block))
         # The mean over the real values alone: padding depends on which workers this process hosts.
-        blocks = self._blocks(rows.abs())
+        sums, packed = encode_tiles(
+            rows, 8 * self.block, lambda columns, _: (self._blocks(columns.abs()).sum(2), pack((columns >= 0).view(torch.uint8), 1))
+        )
         real = torch.full((rows.shape[0], 1), rows.shape[1], device=rows.device) if counts is None else counts.unsqueeze(1)
-        starts = torch.arange(blocks.shape[1], device=rows.device) * self.block
-        scale = blocks.sum(2) / (real - starts).clamp(1, self.block)
-        return Message((scale, pack((rows >= 0).to(torch.uint8), 1)))
+        starts = torch.arange(sums.shape[1], device=rows.device) * self.block
+        return Message((sums / (real - starts).clamp(1, self.block), packed))
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         scale, packed = message.parts
-        return unpack(packed, 1, size).to(torch.float32).mul_(2).sub_(1).mul_(self._spread(scale, size))
+        if kernels := block_kernels(packed, size, self.block):
+            return kernels.sign_decode(scale, packed, size, self.block)
+
+        def decode(first: int, end: int) -> Tensor:
+            signs = unpack(packed[:, first // 8 : -(-end // 8)], 1, end - first).to(torch.float32).mul_(2).sub_(1)
+            return times_blocks(signs, scale[:, first // self.block : -(-end // self.block)], self.block)
+
+        return decode_tiles(packed, size, 8 * self.block, decode)
 
     def _blocks(self, rows: Tensor) -> Tensor:
         """Rows cut into blocks, ``[rows, blocks, block]``, the last one filled up with zeros."""
-        return pad(rows, (0, -rows.shape[1] % self.block)).view(rows.shape[0], -1, self.block)
+        over = -rows.shape[1] % self.block
+        return (pad(rows, (0, over)) if over else rows).unflatten(1, (-1, self.block))
 
     def _spread(self, scale: Tensor, size: int) -> Tensor:
         """Each block's scale at each of its values."""
@@ -82,6 +95,6 @@ class Sign(Precision):
         scale, packed = message.parts
         signs = unpack(packed, 1, size).to(torch.float32).mul_(2).sub_(1).view(-1, senders, size).sum(1)
         if senders % 2 == 0:
-            chance = bits(there(context.keys(3), signs), size)  # of the slice's owner, so the same whoever hosts it
+            chance = bits(context.keys(3, device=signs.device), size)  # of the slice's owner, so the same whoever hosts it
             signs = torch.where(signs == 0, chance, signs)
         return torch.where(signs >= 0, 1.0, -1.0) * self._spread(scale.view(-1, senders, scale.shape[1]).mean(1), size)

@@ -15,6 +15,8 @@ from torch import Tensor
 from hocket.cluster.message import Message
 from hocket.compression.base import Context, Precision, State, peaks
 from hocket.compression.bitpack import pack_trits, unpack_trits
+from hocket.compression.kernels import elementwise_kernels
+from hocket.compression.tiles import decode_tiles, encode_tiles
 from hocket.noise import uniform
 
 
@@ -30,12 +32,27 @@ class Ternary(Precision):
 
     def encode(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Message, State]:
         scale = peaks(rows)
-        hit = uniform(keys, rows.shape[1]) * scale < rows.abs()
-        return Message((scale, pack_trits((rows.sign() * hit).add_(1).to(torch.uint8)))), state
+        if kernels := elementwise_kernels(rows, rows.shape[1]):
+            return Message((scale, kernels.ternary(rows, keys, scale))), state
+
+        def encode(columns: Tensor, first: int) -> tuple[Tensor, ...]:
+            hit = uniform(keys, columns.shape[1], first).mul_(scale) < columns.abs()
+            return (pack_trits(columns.sign().mul_(hit).add_(1).to(torch.uint8)),)
+
+        return Message((scale, *encode_tiles(rows, 5, encode))), state
 
     def decode(self, message: Message, size: int, context: Context) -> Tensor:
         scale, packed = message.parts
-        return unpack_trits(packed, size).to(torch.float32).sub_(1).mul_(scale)
+        if kernels := elementwise_kernels(packed, size):
+            return kernels.ternary_decode(scale, packed, size)
+        return decode_tiles(
+            packed,
+            size,
+            5,
+            lambda first, end: (
+                unpack_trits(packed[:, first // 5 : -(-end // 5)], end - first).to(torch.float32).sub_(1).mul_(scale)
+            ),
+        )
 
     def lengths(self, counts: Tensor) -> Tensor:
         return torch.stack([torch.ones_like(counts), -(-counts // 5)], 1)

@@ -26,6 +26,7 @@ from hocket.compression.base import (
     check_indices,
 )
 from hocket.compression.indices import ones
+from hocket.compression.kernels import select_kernels
 from hocket.errors import HocketError
 
 STATIC_KEEPS = 0.05
@@ -79,22 +80,22 @@ class Threshold(Selection):
         return size
 
     def select(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Selected, State]:
-        magnitude = rows.abs()
+        kernels = select_kernels(rows, rows.shape[1])
         if self.lossless or not rows.shape[1]:
             level = rows.new_full((rows.shape[0], 1), 0.0)
         elif self.t is not None:
             level = rows.new_full((rows.shape[0], 1), float(self.t))
         else:
-            level = state["level"] if "level" in state else _level_keeping(magnitude, self.keep or 1.0)
+            level = state["level"] if "level" in state else _level_keeping(rows, self.keep or 1.0)
         if rows.is_meta:
             return _expected(rows, 1.0 if self.lossless else self.keep or STATIC_KEEPS), state
-        mask = magnitude > level
-        chosen = compact(rows, mask)
+        chosen = Selected(*kernels.above(rows, level.flatten())) if kernels else compact(rows, rows.abs() > level)
         if self.keep is None or chosen.counts is None or self.lossless or not rows.shape[1]:
             return chosen, state
         kept = chosen.counts.to(torch.float32).unsqueeze(1) / rows.shape[1]
         # Where most values were zero t is zero; when more values are nonzero, it restarts from the mean magnitude.
-        start = torch.where((level == 0) & (kept > self.keep), magnitude.mean(1, keepdim=True), level)
+        empty = (level == 0) & (kept > self.keep)
+        start = torch.where(empty, rows.abs().mean(1, keepdim=True), level) if bool(empty.any()) else level
         # The exponent compensates for how steeply the kept share falls with t (exactly ln(1/keep) for exponential tails); a larger
         # one, such as ½, overshoots from exchange to exchange. Half a value on both sides helps rows that often send none.
         size = rows.shape[1]
@@ -116,7 +117,10 @@ def _expected(rows: Tensor, keep: float) -> Selected:
     return Selected(indices, rows.new_empty(len(rows), width), indices.new_empty(len(rows)))
 
 
-def _level_keeping(magnitude: Tensor, keep: float) -> Tensor:
+def _level_keeping(rows: Tensor, keep: float) -> Tensor:
     """Each row's threshold that keeps about this share of it."""
-    size = magnitude.shape[1]
-    return magnitude.kthvalue(max(1, min(size, round((1 - keep) * size))), dim=1, keepdim=True).values
+    size = rows.shape[1]
+    smaller = max(1, min(size, round((1 - keep) * size)))
+    if kernels := select_kernels(rows, size):
+        return kernels.kth_largest(rows, size + 1 - smaller)[0].unsqueeze(1)
+    return rows.abs().kthvalue(smaller, dim=1, keepdim=True).values

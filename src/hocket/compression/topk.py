@@ -24,6 +24,7 @@ from hocket.compression.base import (
     check_feedback,
     check_indices,
 )
+from hocket.compression.kernels import select_kernels
 from hocket.notation import Ratio
 
 
@@ -69,10 +70,16 @@ class TopK(Selection):
 
     def select(self, rows: Tensor, keys: Tensor, state: State, context: Context) -> tuple[Selected, State]:
         size = rows.shape[1]
+        if not isinstance(self.density, Ratio) and (kernels := select_kernels(rows, size)):
+            indices, values = kernels.largest(rows, self.max_selected(size))
+            return Selected(indices, values, None), state
         chunk = self.density.of if isinstance(self.density, Ratio) else max(1, size)
         whole = size // chunk * chunk
-        chunks = rows[:, :whole].unflatten(1, (-1, chunk)) if whole else rows.new_zeros(len(rows), 0, chunk)
-        indices = (self._largest(chunks) + torch.arange(0, whole, chunk, device=rows.device).unsqueeze(1)).flatten(1)
+        if whole and (kernels := select_kernels(rows, size, chunk)):
+            indices = kernels.largest_of_chunks(rows, chunk, self.max_selected(chunk))
+        else:
+            chunks = rows[:, :whole].unflatten(1, (-1, chunk)) if whole else rows.new_zeros(len(rows), 0, chunk)
+            indices = (self._largest(chunks) + torch.arange(0, whole, chunk, device=rows.device).unsqueeze(1)).flatten(1)
         if whole < size:
             indices = torch.cat([indices, self._largest(rows[:, whole:]) + whole], 1)
         return Selected(indices, rows.gather(1, indices), None), state

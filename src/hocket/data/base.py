@@ -58,6 +58,10 @@ class Samples(Protocol):
         """The order to take them in; None: any."""
         ...
 
+    def labels(self) -> Tensor | None:
+        """The class of every sample; None where there are none."""
+        ...
+
     def figures(self) -> dict[str, float]:
         """What reading took since the last call; nothing of what lies in memory."""
         ...
@@ -88,6 +92,10 @@ class InMemory:
 
     def order(self, seed: int) -> Order | None:
         return None
+
+    def labels(self) -> Tensor | None:
+        targets = self.pair[1]
+        return targets.cpu() if targets.dim() == 1 and not targets.is_floating_point() else None
 
     def figures(self) -> dict[str, float]:
         return {}

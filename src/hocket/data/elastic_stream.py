@@ -10,13 +10,14 @@ Workers may be some mini-batches apart when they learn of a change; all go over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hocket.data.partition import Partition, Round
+from hocket.errors import HocketError
 
 
 class Position(NamedTuple):
@@ -162,8 +163,30 @@ class SampleStream:
 
     def state_dict(self) -> dict[str, Any]:
         """What a worker that joins must know."""
-        return {"epoch": self._epoch, "history": self._history, "taken": self._taken, "sound": self._sound, "workers": self.workers}
+        place = {"epoch": self._epoch, "history": self._history, "taken": self._taken, "sound": self._sound}
+        return {**place, "workers": self.workers, "worker": self.worker}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._epoch, self._taken, self._sound, self.workers = (state[k] for k in ("epoch", "taken", "sound", "workers"))
         self._history, self._changes, self._rounds = [list(one) for one in state["history"]], {}, None
+
+    def go_on(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on behind what all workers of a run that has ended computed, by their :meth:`state_dict`.
+
+        >>> saved = [{"epoch": 2, "history": [], "taken": 3, "sound": 3, "workers": 2, "worker": worker} for worker in (0, 1)]
+        >>> now = SampleStream(3, 1)
+        >>> now.go_on(saved)
+        >>> now.position, now.workers, now.worker
+        (Position(epoch=2, segment=1, taken=0, sound=0), 3, 1)
+        """
+        if len({repr((state["epoch"], state["history"], state["workers"])) for state in states}) > 1:
+            raise HocketError("its workers stand at different places in the data")
+        workers, worker, begun = self.workers, self.worker, self._changes
+        taken = {int(state["worker"]): int(state["taken"]) for state in states}
+        at = max(taken.values())
+        self.load_state_dict({**states[0], "taken": at})
+        # Some may have computed fewer mini-batches than others: what they have not is dealt to others.
+        again = [[count, slot] for slot, count in sorted(taken.items()) if count < at]
+        self._changes[self._epoch, len(self._history)] = _Change(at, again, workers, worker)
+        self._changes |= {key: change for key, change in begun.items() if key not in self._changes}  # somebody was lost meanwhile
+        self.turn()

@@ -5,6 +5,9 @@ Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``
 possible (``last="even"``), so that sizes differ by at most one, or dropped: always under ``last="drop"``, and when fewer samples
 than workers are left. So all workers have the same number of rounds.
 
+With ``owners`` every sample belongs to one worker (:mod:`hocket.data.label_skew`), and a round takes the next ``batch_size`` of
+each worker's own; the last one takes all that are left.
+
 Where workers differ in speed, rounds can be divided in other proportions: of the same size, with at least one sample per worker.
 """
 
@@ -68,6 +71,7 @@ class Partition:
         *,
         shuffle: bool = True,
         order: Order | None = None,
+        owners: Tensor | None = None,
     ) -> None:
         if workers < 1 or batch_size < 1:
             raise HocketError(
@@ -83,10 +87,16 @@ class Partition:
                 f"all: use a batch_size of at most {samples // workers} or last='even'."
             )
         self.samples, self.workers, self.batch_size, self.seed = samples, workers, batch_size, seed
-        self.last, self.shuffle, self.order = last, shuffle, order
+        self.last, self.shuffle, self.order, self.owners = last, shuffle, order, owners
+        self._owned = None if owners is None else int(owners.bincount(minlength=workers).min())
+        if self._owned == 0:
+            raise HocketError(f"{samples} samples divided by label leave a worker without any: use fewer workers or more data.")
 
     def __len__(self) -> int:
         """Rounds in an epoch."""
+        if self._owned is not None:
+            full, rest = divmod(self._owned, self.batch_size)
+            return full + (rest > 0 and (self.last == "even" or not full))
         return self._count(self.samples)
 
     def _count(self, samples: int) -> int:
@@ -112,6 +122,8 @@ class Partition:
         >>> sorted(int(i) for r in seen for part in r.indices for i in part) == list(range(20))
         True
         """
+        if self.owners is not None:
+            return self._owned_rounds(epoch)
         size = self.workers * self.batch_size
         spans = [(first, min(self.samples, first + size)) for first in range(used, self.samples, size)]
         spans = spans[: self._count(self.samples - used)]
@@ -127,6 +139,16 @@ class Partition:
             raise HocketError(f"Shares are {self.workers} numbers above 0, one for each worker; got {list(shares)}: correct them.")
         sizes = {count: proportional(count, shares) for count in map(len, dealt)}
         return [Round(list(samples.split(sizes[len(samples)]))) for samples in dealt]
+
+    def _owned_rounds(self, epoch: int) -> list[Round]:
+        """Each worker takes its own samples, in the order of the epoch; the last round takes all that are left."""
+        assert self.owners is not None
+        order, size, count = self.permutation(epoch), self.batch_size, len(self)
+        own = [order[self.owners[order] == worker] for worker in range(self.workers)]
+        ends = [(r + 1) * size for r in range(count)]
+        if self.last == "even":
+            ends[-1] = self.samples
+        return [Round([part[r * size : end] for part in own]) for r, end in enumerate(ends)]
 
 
 def proportional(samples: int, speeds: Sequence[float]) -> list[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -25,7 +26,7 @@ from hocket.programs.elastic.member import RENDEZVOUS, Abandon, Member
 from hocket.transport import Caller, Keys
 
 _REDIAL_S = 3.0
-_LEAVE_S, _LINGER_S = 4.0, 0.2
+_LEAVE_S, _SAVE_S, _LOOK_S, _LINGER_S = 4.0, 0.8, 0.05, 0.2
 
 
 class MemberDriver(ThreadedDriver):
@@ -33,12 +34,24 @@ class MemberDriver(ThreadedDriver):
 
     program: Member
 
-    def __init__(self, address: str, job: bytes, keys: Keys | None = None, uid: int | None = None) -> None:
-        """``uid``: the number that whoever started this process knows it by."""
-        program = Member(secrets.randbits(30) + 2**30 if uid is None else uid)
+    def __init__(
+        self, address: str, job: bytes, keys: Keys | None = None, uid: int | None = None, part: int = 0, parts: int = 1
+    ) -> None:
+        """``uid``: the number that whoever started this process knows it by. ``part``, of ``parts``: see :class:`Member`."""
+        program = Member(secrets.randbits(30) + 2**30 if uid is None else uid, part=part, parts=parts)
         super().__init__(program, callers={RENDEZVOUS: Caller(address, job, keys, redial_s=_REDIAL_S)})
         self.on_abandon: Callable[[Generation], None] = lambda _: None
         """Called, in the thread, when what is under way with others cannot be completed."""
+        self.is_saving = False
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """This worker writes a checkpoint before it leaves: it may take somewhat longer."""
+        self.is_saving = True
+        try:
+            yield
+        finally:
+            self.is_saving = False
 
     def carry_out(self, effects: Effects) -> None:
         for effect in effects:
@@ -49,21 +62,21 @@ class MemberDriver(ThreadedDriver):
 
 class GenerationStore(dist.Store):
     """What members of generation ``number`` tell each other when they build their process group; it fails once the generation is
-    over, so nobody waits for a member that is lost."""
+    over, so nobody waits for a member that is lost, or when a value does not come ``within_s`` seconds."""
 
-    def __init__(self, driver: MemberDriver, number: int) -> None:
+    def __init__(self, driver: MemberDriver, number: int, within_s: float = math.inf) -> None:
         super().__init__()
-        self._driver, self._number = driver, number
+        self._driver, self._number, self._within_s = driver, number, within_s
 
     def set(self, key: str, value: bytes | str) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._call(self._driver.program.put, key, torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def get(self, key: str) -> bytes:
-        return bytes(self._call(self._driver.program.get, [key])[0].tolist())
+        return bytes(self._call(self._driver.program.get, [key], within_s=self._within_s)[0].tolist())
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._call(self._driver.program.get, list(keys))
+        self._call(self._driver.program.get, list(keys), within_s=self._within_s)
 
     def add(self, key: str, value: int) -> int:
         return int(self._call(self._driver.program.put, key, torch.tensor([value]), adds=True)[0])
@@ -72,7 +85,7 @@ class GenerationStore(dist.Store):
         self._driver.call(method, self._number, *arguments, **named)
         values = self._driver.program.values
         if values is None:
-            raise RuntimeError(f"Generation {self._number} is over.")
+            raise RuntimeError(f"Generation {self._number} is over, or one of its members has not come.")
         return values
 
 
@@ -84,7 +97,10 @@ def leave_on_signals(driver: MemberDriver) -> None:
 
     def late() -> None:
         time.sleep(_LEAVE_S)
-        with contextlib.suppress(HocketError, RuntimeError):
+        end = time.monotonic() + _SAVE_S
+        while driver.is_saving and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        with contextlib.suppress(HocketError, RuntimeError, OSError):  # OSError: the driver is closed already
             driver.begin(driver.program.say_goodbye, 0)
             time.sleep(_LINGER_S)
         os._exit(0)

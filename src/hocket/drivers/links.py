@@ -3,10 +3,12 @@
 Every node (a worker, a shard, a coordinator) has a link. What it sends leaves one message after another, and so does what reaches
 it: a server's link is shared by all its workers, and a host's by all of its. A message takes ``o + α + bytes/B`` (the cost of a
 message, the latency, its bytes at the link's rate), the bytes on both ends at once; on a link that is not full duplex the share
-``h`` of it keeps the other direction busy. A shard updates its weights with one push after another.
+``h`` of it keeps the other direction busy. A shard handles one message after another, also where the worker is on the same machine:
+a time for the message, and one for each byte that comes in or goes out; where the spec has neither, a worker's update.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from hocket.cluster.message import framed
 from hocket.cluster.spec import ClusterSpec
@@ -25,10 +27,13 @@ class LinkModel:
     def __init__(self, spec: ClusterSpec, ends: int) -> None:
         self.spec = spec
         self.out, self.into, self.sent = [0.0] * ends, [0.0] * ends, [0] * ends
-        self.working = [0.0] * ends
+        self.handling: list[list[tuple[float, float]]] = [[] for _ in range(ends)]
+        """When the shards on each link handle what has been sent to them."""
+        self.worked = [0.0] * ends
+        """Seconds that the shards on each link have worked."""
 
-    def send(self, now: float, source: int, target: int, size: int, work_s: float = 0.0) -> float:
-        """When ``size`` bytes that ``source`` sends now have reached ``target``, and it has worked on them for ``work_s``."""
+    def send(self, now: float, source: int, target: int, size: int) -> float:
+        """When ``size`` bytes that ``source`` sends now have reached ``target``."""
         spec = self.spec
         moving = size / (spec.bandwidth * spec.links)
         begun = max(now, self.out[source]) + spec.message_s
@@ -39,32 +44,56 @@ class LinkModel:
             self.into[source] = max(self.into[source], begun) + spec.half_duplex * moving
             self.out[target] = max(self.out[target], reached) + spec.half_duplex * moving
         self.sent[source] += size
-        if not work_s:
-            return reached + moving
-        self.working[target] = max(self.working[target], reached + moving) + work_s
-        return self.working[target]
+        return reached + moving
 
-    def state_dict(self) -> dict[str, list[float] | list[int]]:
-        return {"out": list(self.out), "into": list(self.into), "sent": list(self.sent), "working": list(self.working)}
+    def work(self, now: float, arrives: float, end: int, seconds: float) -> float:
+        """When a shard at ``end`` has handled for ``seconds`` what is sent ``now`` and ``arrives`` then: in the first gap that is
+        long enough, since what was sent before may arrive later."""
+        if not seconds:
+            return arrives
+        self.worked[end] += seconds
+        spans, begun = [span for span in self.handling[end] if span[1] > now], arrives
+        for first, last in spans:
+            if begun + seconds <= first:
+                break
+            begun = max(begun, last)
+        self.handling[end] = sorted([*spans, (begun, begun + seconds)])
+        return begun + seconds
 
-    def load_state_dict(self, state: dict[str, list[float] | list[int]]) -> None:
-        self.out, self.into, self.working = ([float(t) for t in state[name]] for name in ("out", "into", "working"))
+    def state_dict(self) -> dict[str, Any]:
+        handling = [[list(span) for span in spans] for spans in self.handling]
+        return {"out": list(self.out), "into": list(self.into), "sent": list(self.sent), "handling": handling}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.out, self.into = ([float(t) for t in state[name]] for name in ("out", "into"))
         self.sent = [int(n) for n in state["sent"]]
+        if "handling" in state:
+            self.handling = [[(float(a), float(b)) for a, b in spans] for spans in state["handling"]]
 
 
 class LinkNetwork:
     """The links as a network of a :class:`~hocket.drivers.simulation.Simulation`; ``ends`` says on which link each node is.
 
-    Nodes on the same link are on one machine: what they send each other takes no time. ``free``: nothing does (while workers join).
-    ``scale``: messages are thought to have so many times as many bytes as they have.
+    Nodes on the same link are on one machine: what they send each other need not travel. ``free``: nothing takes time (while
+    workers join). ``scale``: messages are thought to have so many times as many bytes as they have.
     """
 
     def __init__(self, links: LinkModel, ends: Mapping[Key, int]) -> None:
         self.links, self.ends, self.free, self.scale = links, ends, False, 1.0
 
     def arrivals(self, now: float, source: Key, target: Key, message: Envelope) -> list[float]:
-        if self.free or self.ends[source] == self.ends[target]:
+        if self.free:
             return [now]
+        spec, links = self.links.spec, self.links
         payload = round(message.tensor_bytes * self.scale)
-        work_s = self.links.spec.update_s * payload / 4 if target[0] == "shard" else 0.0  # of float32 values
-        return [self.links.send(now, self.ends[source], self.ends[target], framed(payload), work_s)]
+        arrives = now
+        if source[0] == "shard":
+            links.work(now, now, self.ends[source], spec.server_byte_s * payload)
+            arrives += spec.server_byte_s * payload  # it answers at once; what comes next waits
+        if self.ends[source] != self.ends[target]:
+            arrives = links.send(arrives, self.ends[source], self.ends[target], framed(payload))
+        if target[0] == "shard":
+            known = spec.server_message_s or spec.server_byte_s
+            each = spec.server_byte_s if known else spec.update_s / 4  # of float32 values
+            arrives = links.work(now, arrives, self.ends[target], spec.server_message_s + each * payload)
+        return [arrives]

@@ -5,6 +5,8 @@ this process is interrupted (Ctrl-C, SIGTERM, SIGHUP), no process and no folder 
 """
 
 import contextlib
+import ctypes
+import gc
 import json
 import os
 import shutil
@@ -24,6 +26,8 @@ from typing import Any, NoReturn, Self
 from hocket.errors import HocketError
 
 MAX_RESTARTS = 10
+"""In a row, of processes of a role that were younger than ``YOUNG_S``."""
+YOUNG_S = 60.0
 SHARD = "shard"
 """The role of a parameter server's shards."""
 _GRACE_S = 5.0
@@ -53,6 +57,8 @@ class Supervisor:
         self.restarts: Counter[str] = Counter()
         """How often processes of each role were started again."""
         self.incarnations: Counter[tuple[str, int]] = Counter()
+        self._young: Counter[str] = Counter()
+        self._begun: dict[tuple[str, int], float] = {}
         self._processes: dict[str, dict[int, Any]] = {role.name: {} for role in roles}
         self._folder: Path | None = None
         self._signals = contextlib.ExitStack()
@@ -79,7 +85,9 @@ class Supervisor:
     def restart(self, role: str, number: int) -> None:
         """Start another process in the place of one that has ended."""
         self.restarts[role] += 1
-        if self.restarts[role] > self.max_restarts:
+        young = time.monotonic() - self._begun[role, number] < YOUNG_S
+        self._young[role] = self._young[role] + 1 if young else 0  # a long run may lose many, one that cannot go on loses all
+        if self._young[role] > self.max_restarts:
             raise HocketError(
                 f"{role.capitalize()} {number} died, after {self.max_restarts} restarts of {role}s; see their own output above."
             )
@@ -93,6 +101,10 @@ class Supervisor:
     def codes(self, role: str) -> dict[int, int | None]:
         """The exit codes of a role's processes; None: it runs."""
         return {number: process.poll() for number, process in self._processes[role].items()}
+
+    def running(self, role: str) -> dict[int, Any]:
+        """The processes that have not ended."""
+        return {number: process for number, process in self._processes[role].items() if process.poll() is None}
 
     def ended(self, role: str) -> dict[int, int]:
         """The exit codes of those that have ended."""
@@ -120,6 +132,7 @@ class Supervisor:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, role: str, number: int) -> None:
+        self._begun[role, number] = time.monotonic()
         self._processes[role][number] = self.roles[role].start(number, self.incarnations[role, number])
 
 
@@ -147,7 +160,7 @@ def how_ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def error_told(process: subprocess.Popen[str]) -> dict[str, str] | None:
+def error_told(process: Any) -> dict[str, str] | None:
     """The error that a process told in a line of JSON before it ended: ``error``, and the ``kind`` of exception."""
     assert process.stdout is not None
     for line in process.stdout:
@@ -165,6 +178,14 @@ def say(text: str) -> None:
     print(f"hocket: {text}.", file=sys.stderr, flush=True)
 
 
+def release_memory() -> None:
+    """Give back what is not needed any more: errors keep all that their tracebacks reach, in cycles, and the C library keeps what
+    threads that have ended had allocated (tens of megabytes each)."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc's alone
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def quit_at_once(code: int) -> None:
     """Leave without exit handlers: threads of links and peers that are gone must not hold a process up."""
     sys.stdout.flush()
@@ -173,13 +194,13 @@ def quit_at_once(code: int) -> None:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP (a closed terminal) count as Ctrl-C, in the main thread: no process may be left behind."""
+def interruptible(*more: signal.Signals) -> Iterator[None]:
+    """SIGTERM, SIGHUP (a closed terminal) and ``more`` count as Ctrl-C, in the main thread: no process may be left behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     # What is ignored stays so: nohup asks for it.
-    polite = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    polite = [n for n in (signal.SIGTERM, signal.SIGHUP, *more) if signal.getsignal(n) is not signal.SIG_IGN]
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         for each in polite:

@@ -65,7 +65,8 @@ def start_serving(
 
 def check_snapshot(server: ShardServer, state: dict[str, Any]) -> None:
     """Refuse a snapshot of another structure: a server that is thrown away tries it, and must hold what the snapshot holds."""
-    tried = copy.deepcopy(server)
+    # Not a copy of the server: its driver, which has threads and sockets, would be copied with it.
+    tried = ShardServer(server.place, server.liveness_timeout_s, server.snapshot_s, server.stays)
     tried.start(0.0, copy.deepcopy(state))
     found = tried.state_dict()
     if (place := unlike(found, state) or unlike(state, found)) is not None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ import torch
 
 from hocket.cluster.join import store_host
 from hocket.cluster.store import LOOPBACK, address_towards
+from hocket.drivers.machines import start_here
 from hocket.errors import HocketError
 from hocket.programs.server.wire import job_id
 
@@ -31,21 +33,22 @@ _LOOK_S = 0.5
 # --- for the process that starts one -----------------------------------------------------------------------------------------
 
 
-def start_server(module: str, job: bytes, *flags: str, **options: Any) -> subprocess.Popen[str]:
+Start = Callable[[Sequence[str], Mapping[str, str]], Any]
+"""Starts ``python ARGUMENTS`` with variables beside those of its machine, as :func:`~hocket.drivers.machines.start_here` does."""
+
+
+def start_server(module: str, job: bytes, *flags: str, start: Start = start_here, **options: Any) -> Any:
     """``python -m module``; :func:`address_of` tells where it listens. It ends when its input closes, so keep the handle.
 
     Options are named as in Python, and left out where they are None.
     """
-    environ = {**os.environ, JOB: job.hex()}
     given = [part for name, value in options.items() if value is not None for part in (f"--{name.replace('_', '-')}", str(value))]
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *flags, *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
-    )
+    return start(["-m", module, *flags, *given], {JOB: job.hex()})
 
 
 def start_shard(
     place: int, job: bytes, bind: str, keys: Path | None, liveness_timeout_s: float, stays: bool = False, **others: Any
-) -> subprocess.Popen[str]:
+) -> Any:
     """Shard ``place`` of a job; ``others`` are options of :mod:`hocket.drivers.shard_process`, which has their defaults."""
     options = {"place": place, "bind": bind, "keys": keys, "liveness_timeout": liveness_timeout_s, **others}
     return start_server("hocket.drivers.shard_process", job, "--child", *["--stay"] * stays, **options)

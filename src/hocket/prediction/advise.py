@@ -25,7 +25,9 @@ from hocket.errors import HocketError
 from hocket.models import build, loss_for
 from hocket.prediction.api import predict
 from hocket.prediction.goal import Goal
+from hocket.prediction.outlook import Outlook, outlook
 from hocket.prediction.race import FACTORS, FINALISTS, Curve, Entrant, Race
+from hocket.prediction.tables import advice_html, shown
 from hocket.strategy import Strategy
 from hocket.train.settings import RunSettings
 from hocket.train.simulate import seeded
@@ -35,7 +37,7 @@ CANDIDATES = (
     "local(4) + sign", "diloco(16) + sign", "local(4) + gossip",
 )  # fmt: skip
 CLOCK_ERROR = 0.25
-"""By how much predicted seconds may be wrong: an assumption. Labs on a busy machine had mean errors of 8 to 22 %."""
+"""By how much predicted seconds may be wrong: 45 of 52 measured configurations were within (docs/results/prediction.md)."""
 SIMPLER = 1.1
 """Plain DDP is advised unless another strategy is so many times better."""
 MOST_EPOCHS, FEWEST_EPOCHS = 16, 4
@@ -96,6 +98,19 @@ class Advice:
     cluster: ClusterSpec
     about: str
     """What was trained, and for how long."""
+    outlooks: tuple[Outlook, ...] = ()
+    """Longer trainings, or with more workers, of the best strategies and of bulk, where they were asked for."""
+
+    @property
+    def legend(self) -> str:
+        """What the figures rest on."""
+        return (
+            f"{self.about}. Goal: {self.goal}. seconds: until then on {self.cluster.name}, predicted; the range over seeds, "
+            f"± {CLOCK_ERROR:.0%} for the clock. exchange: its share of a step. Longer trainings may rank strategies otherwise."
+        )
+
+    def _repr_html_(self) -> str:
+        return advice_html(self)
 
     def __str__(self) -> str:
         return "\n".join([self.answer, *(f"  {reason}" for reason in self.reasons), *([f"  {self.command}"] * bool(self.command))])
@@ -115,6 +130,8 @@ def advise(
     momentum: float = 0.9,
     seeds: int = 2,
     minutes: float = 4.0,
+    later_epochs: int | None = None,
+    later_workers: int | None = None,
     step_s: float | None = None,
     device: torch.device | str = "cpu",
     data_dir: Path | None = None,
@@ -126,6 +143,9 @@ def advise(
     words. Without ``lr`` three learning rates are tried for every strategy. Where ``minutes`` are few, fewer samples are trained
     on; ``about`` of the result says what was trained.
 
+    ``later_epochs`` and ``later_workers`` ask for a longer training or more workers: for the two best strategies and bulk a law is
+    fitted to more short trainings (:mod:`hocket.prediction.outlook`), which take about as long again.
+
     >>> found = advise("mlp", "digits", "10gbit", workers=2, strategies=["local(4)"], lr=0.1, batch_size=20, seeds=1, minutes=1e-6)
     >>> sorted(contender.strategy for contender in found.contenders)
     ['bulk + allreduce', 'local(4) + allreduce']
@@ -134,10 +154,9 @@ def advise(
     spec = ClusterSpec.parse(cluster)
     spec = spec if step_s is None else replace(spec, step_s=step_s)
     dataset = load(data, data_dir) if isinstance(data, str) else data
-    _check(spec, workers, goal, dataset)
+    _check(spec, workers, goal, dataset, later_epochs, later_workers)
     parsed = list(dict.fromkeys([str(Strategy()), *(str(Strategy.parse(s)) for s in strategies)]))
-    usual = 1e-3 if optimizer.startswith("adam") else 0.1
-    rates = [float(f"{usual * f:.2g}") for f in FACTORS] if lr is None else [lr]
+    rates = _rates(optimizer) if lr is None else [lr]
     settings = RunSettings.of(
         workers=workers, virtual=True, data=dataset.name, model=model, optimizer=optimizer, batch_size=batch_size,
         momentum=momentum if optimizer == "sgd" else 0.0, lr_schedule="cosine", epochs=MOST_EPOCHS, augment=False,
@@ -147,19 +166,42 @@ def advise(
     runs = {entrant.strategy: _with_seeds(race, entrant, seeds) for entrant in race.run()}
     built = build(model, dataset)
     sizes: dict[str, Any] = {"batch": _few(dataset), "batch_size": batch_size, "optimizer": settings.optimizer_for(built)}
-    rows = predict(built, spec, parsed, workers, **sizes).rows
-    costs = {row.strategy: row for row in rows}
+    costs = {row.strategy: row for row in predict(built, spec, parsed, workers, **sizes).rows}
     about = (
         f"{model} on {len(part.train[0]):,} of {len(dataset.samples):,} samples of {dataset.name}, {workers} virtual workers × "
         f"{batch_size}, {settings.epochs} epochs, {seeds} seed{'s' * (seeds > 1)}"
     )
     contenders = [_contender(race, s, runs.get(s, []), goal, spec, workers, costs[s]) for s in parsed]
-    return _answer(contenders, goal, spec, settings, about)
+    found = _answer(contenders, goal, spec, settings, about)
+    later = later_epochs, later_workers, len(dataset.samples)
+    return replace(found, outlooks=_outlooks(race, [c for c in found.contenders if c.strategy in runs], built, sizes, *later))
 
 
-def _check(spec: ClusterSpec, workers: int, goal: Goal, data: DataSet) -> None:
+def _rates(optimizer: str) -> list[float]:
+    """Learning rates to try."""
+    usual = 1e-3 if optimizer.startswith("adam") else 0.1
+    return [float(f"{usual * f:.2g}") for f in FACTORS]
+
+
+def _outlooks(
+    race: Race, ended: Sequence[Contender], model: Any, sizes: dict[str, Any], epochs: int | None, workers: int | None, samples: int
+) -> tuple[Outlook, ...]:
+    """Of the two best strategies and of bulk, where another length or number of workers is asked for."""
+    if epochs is None and workers is None:
+        return ()
+    epochs, workers = epochs or race.settings.epochs, workers or race.settings.workers.count
+    chosen = {c.strategy: c.lr for k, c in enumerate(ended) if k < 2 or c.strategy == race.strategies[0]}
+    rows = predict(model, race.spec, list(chosen), workers, **sizes).rows
+    return tuple(outlook(race, row.strategy, chosen[row.strategy], epochs, workers, samples, row.step_s) for row in rows)
+
+
+def _check(spec: ClusterSpec, workers: int, goal: Goal, data: DataSet, later_epochs: int | None, later_workers: int | None) -> None:
     """Refuse questions without an answer."""
-    spec.check_workers(workers)
+    spec.check_workers(max(workers, later_workers or 0))
+    if (later_epochs or 1) < 1 or (later_workers or 2) < 2 or 0 in (later_epochs, later_workers):
+        raise HocketError(
+            f"later_epochs={later_epochs}, later_workers={later_workers}: ask for one epoch or more, and two workers or more."
+        )
     if workers < 2:
         raise HocketError(f"workers={workers}: one worker exchanges nothing; ask for 2 or more.")
     if goal.cheapest and not spec.price:
@@ -313,13 +355,3 @@ def _explained(one: Contender, goal: Goal, bulk: Contender, winner: Contender | 
         return replace(one, why="does not fit")
     assert winner is not None
     return replace(one, why=f"{one.value(goal) / winner.value(goal):.2f} times {'the cost' if goal.cheapest else 'as long'}")
-
-
-def shown(quality: Interval | None) -> str:
-    """Accuracy in percent, or a test loss, with its range."""
-    if quality is None:
-        return "–"
-    if quality.mean < 0:
-        low, high = sorted((-quality.low, -quality.high))
-        return f"test loss {-quality.mean:.3f}" + (f" ({low:.3f}–{high:.3f})" if high > low else "")
-    return f"{quality.mean:.1%}" + (f" ({quality.low:.1%}–{quality.high:.1%})" if quality.high > quality.low else "")

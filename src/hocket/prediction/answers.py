@@ -30,7 +30,7 @@ def answers(rows: Sequence[Prediction], spec: ClusterSpec, again: Callable[[Pred
         own = [row for row in rows if (row.strategy, row.mesh) == key and row.refused is None]
         if own:
             label = f"{key[0]} ({key[1]})" if key[1] else key[0]
-            found.append(f"{label}: {_overtakes(own)}; {_pays(own)}{_because(own[-1], spec, again)}.")
+            found.append(f"{label}: {_overtakes(own)}; {_pays(own)}{_because(own[-1], spec, again)}{_stands_still(own)}.")
     return found
 
 
@@ -49,6 +49,14 @@ def _pays(rows: Sequence[Prediction]) -> str:
             who = "one worker" if row.workers == 1 else f"{row.workers} workers"
             return f"more than {who} bring less than {PAYS - 1:.0%} more samples per second"
     return f"{rows[-1].workers} workers still pay"
+
+
+def _stands_still(rows: Sequence[Prediction]) -> str:
+    """From how many workers on failures leave no time to train."""
+    first = next((row.workers for row in rows if row.samples_per_s == 0), None)
+    return (
+        "" if first is None else f"; with {first} workers failures come so often that a run that starts again at each gets nowhere"
+    )
 
 
 def _because(row: Prediction, spec: ClusterSpec, again: Callable[[Prediction, ClusterSpec], Prediction]) -> str:

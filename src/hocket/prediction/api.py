@@ -21,12 +21,16 @@ from torch import Tensor, nn
 from hocket.cluster.spec import ClusterSpec
 from hocket.errors import HocketError
 from hocket.models.registry import cross_entropy
+from hocket.prediction import storage
 from hocket.prediction.answers import answers
 from hocket.prediction.events import step_apart
 from hocket.prediction.mesh import step_split
 from hocket.prediction.model import ModelSize, of_module, of_name, of_size
 from hocket.prediction.steps import Prediction, step_together
+from hocket.prediction.storage import Reading
+from hocket.prediction.tables import predictions_html
 from hocket.split.mesh import Mesh
+from hocket.split.options import DEFAULT_SCHEDULE, Pipeline, refuse_split_options
 from hocket.strategy import Strategy
 from hocket.train.adaptive import with_exchange
 from hocket.train.checks import Factory, check_job, layout_for
@@ -48,10 +52,16 @@ class Predictions:
     rows: tuple[Prediction, ...]
     again: Callable[[Prediction, ClusterSpec], Prediction]
     """The same prediction for another cluster."""
+    reading: Reading | None = None
+    """The data that are read, where their size is known."""
 
     def answers(self) -> list[str]:
         """Where communication overtakes computing, where more workers stop paying, and what the bottleneck is: a sentence each."""
-        return answers(self.rows, self.cluster, self.again)
+        of_data = [] if self.reading is None else storage.answers(self.reading, self.rows, self.cluster)
+        return answers(self.rows, self.cluster, self.again) + of_data
+
+    def _repr_html_(self) -> str:
+        return predictions_html(self)
 
     def csv(self) -> str:
         text = io.StringIO()
@@ -63,7 +73,9 @@ class Predictions:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        about = {"model": self.model.name, "parameters": self.model.parameters, "batch_size": self.model.batch_size}
+        about: dict[str, Any] = {"model": self.model.name, "parameters": self.model.parameters, "batch_size": self.model.batch_size}
+        if self.reading is not None:
+            about["data"] = [self.reading.figures(self.cluster, row) for row in self.rows if row.refused is None]
         return {**about, "cluster": self.cluster.describe(), "answers": self.answers(), "rows": [row.plain() for row in self.rows]}
 
 
@@ -81,9 +93,14 @@ def predict(
     data: str | None = None,
     optimizer: str | Factory = "momentum",
     meshes: Iterable[str | Mesh] = (),
+    schedule: str = DEFAULT_SCHEDULE,
+    num_microbatches: int | None = None,
+    stages_per_rank: int | None = None,
     sharding: str | None = None,
     steps: int | None = None,
     seed: int = 0,
+    sample_bytes: float | None = None,
+    samples: float | None = None,
 ) -> Predictions:
     """Predict what each of ``strategies`` costs on ``cluster`` with each number of ``workers`` (1 to 4096, as far as it has them).
 
@@ -91,8 +108,12 @@ def predict(
     of a few samples to count operations on; or give the number of its ``parameters``. A step takes ``step_s`` seconds of a worker,
     or what the cluster says, or its operations at the worker's speed.
 
-    ``meshes`` split every worker's model further (``"pipeline=4,tensor=2"``; then ``workers`` counts processes), ``sharding`` is
-    ``"zero1"`` or ``"fsdp"``. ``steps``: of the first so many steps, instead of those when the strategy has settled.
+    ``meshes`` split every worker's model further (``"pipeline=4,tensor=2"``; then ``workers`` counts processes); ``schedule``,
+    ``num_microbatches`` and ``stages_per_rank`` are those of :func:`hocket.parallelize`. ``sharding`` is ``"zero1"`` or ``"fsdp"``.
+    ``steps``: of the first so many steps, instead of those when the strategy has settled.
+
+    With ``sample_bytes`` (and the number of ``samples``, for the cache) the answers say when reading data from storage, not
+    exchanging gradients, is the limit, and what packing or caching would give.
 
     >>> found = predict(parameters=1e6, step_s=0.01, cluster="1gbit", strategies=["bulk", "local(8)"], workers=[1, 16])
     >>> [(row.strategy, row.workers, round(row.efficiency, 1)) for row in found.rows if row.workers > 1]
@@ -101,17 +122,26 @@ def predict(
     spec = ClusterSpec.parse(cluster)
     size = _size(model, parameters, step_s, batch_size, batch, loss, data)
     parsed = [Strategy.parse(s) for s in strategies]
+    pipeline = Pipeline(schedule, num_microbatches, stages_per_rank)
     counts = _counts(workers, spec)
     ways: list[Mesh | None] = [Mesh.parse(m) for m in meshes] or [None]
+    refuse_split_options(next((way for way in ways if way is not None and way.pipeline > 1), ways[0]), pipeline)
     if not parsed:
         raise HocketError("A prediction needs at least one strategy, such as 'local(16)'.")
 
     def one(row: Prediction, on: ClusterSpec) -> Prediction:
         mesh = Mesh.parse(row.mesh) if row.mesh else None
-        return _row(Strategy.parse(row.strategy), mesh, row.workers, size, on, optimizer, sharding, steps, seed)
+        return _row(Strategy.parse(row.strategy), mesh, pipeline, row.workers, size, on, optimizer, sharding, steps, seed)
 
     wanted = [Prediction(str(s), n, mesh="" if m is None else str(m)) for s in parsed for m in ways for n in counts]
-    return Predictions(size, spec, tuple(one(row, spec) for row in wanted), one)
+    reading = None if sample_bytes is None else Reading(_positive("sample_bytes", sample_bytes), batch_size, samples)
+    return Predictions(size, spec, tuple(one(row, spec) for row in wanted), one, reading)
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise HocketError(f"{name}={value:g}: it must be above 0.")
+    return value
 
 
 def _size(
@@ -147,8 +177,8 @@ def _counts(workers: Iterable[int] | int | None, spec: ClusterSpec) -> list[int]
 
 
 def _row(
-    strategy: Strategy, mesh: Mesh | None, workers: int, size: ModelSize, spec: ClusterSpec, optimizer: str | Factory,
-    sharding: str | None, steps: int | None, seed: int,
+    strategy: Strategy, mesh: Mesh | None, pipeline: Pipeline, workers: int, size: ModelSize, spec: ClusterSpec,
+    optimizer: str | Factory, sharding: str | None, steps: int | None, seed: int,
 ) -> Prediction:  # fmt: skip
     """One prediction; a combination that cannot be says why."""
     template = size.optimizer(optimizer)
@@ -156,7 +186,7 @@ def _row(
         check_job(size.module, template, strategy, 1, "raise")
         chosen = with_exchange(strategy, template, tell=False)
         if mesh is not None or sharding is not None:
-            found, state = step_split(chosen, mesh or Mesh(), sharding, size, spec, workers, steps, seed, template)
+            found, state = step_split(chosen, mesh or Mesh(), pipeline, sharding, size, spec, workers, steps, seed, template)
         elif workers == 1 or chosen.runtime == "collective":
             plain = Strategy() if workers == 1 else chosen
             layout = layout_for(size.module, template, plain)

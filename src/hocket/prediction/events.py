@@ -4,10 +4,10 @@ A small model stands for the one in question: its messages are thought to have a
 parameters, and its gradients are noise, so that nothing is computed. Of three epochs the middle one counts: workers have begun, and
 none has ended.
 
-Beyond :data:`MOST` workers the bottleneck decides (the utilisation law, Denning 1978): with ``u`` seconds of the busiest server's
-link per worker and step, ``N`` workers need at least ``N·u`` for a step; otherwise a step goes on growing as it did between the
-last two sizes that were simulated. Where each worker's machine hosts a shard, or workers talk in pairs, more of them load no link
-more, and a step takes as long as the last.
+Beyond :data:`MOST` workers the bottleneck decides (the utilisation law, Denning 1978): with ``u`` seconds of the busiest server, or
+of its link, per worker and step, ``N`` workers need at least ``N·u`` for a step; otherwise a step goes on growing as it did between
+the last two sizes that were simulated. Where each worker's machine hosts a shard, or workers talk in pairs, more of them load no
+link more, and a step takes as long as the last.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ def step_apart(strategy: Strategy, parameters: int, spec: ClusterSpec, workers: 
 def _simulated(
     strategy: Strategy, parameters: int, spec: ClusterSpec, workers: int, step_s: float, seed: int
 ) -> tuple[Prediction, float]:
-    """The prediction, and the seconds of the busiest server's link per worker and step."""
+    """The prediction, and the seconds of the busiest server, or of its link, per worker and step."""
     period = strategy.sync.expected_period(step_s)
     rounds = -(-_ROUNDS // period) * period
     samples = torch.zeros(workers * rounds, _SIDE), torch.zeros(workers * rounds, dtype=torch.int64)
     data = DataSet("noise", samples, None, 2, identity)
     plan = TrainingPlan(3, 1, seed, evaluate=False, evaluate_last=False, worst=False)
-    cluster = VirtualCluster(workers, spec=replace(spec, step_s=step_s), seed=seed)
+    alone_s = None if spec.alone_s is None or spec.step_s is None else spec.alone_s * step_s / spec.step_s
+    cluster = VirtualCluster(workers, spec=replace(spec, step_s=step_s, alone_s=alone_s), seed=seed)
     sgd = lambda params: torch.optim.SGD(params, 0.1)  # noqa: E731
     training = train_rows(_small, nn.functional.cross_entropy, sgd, data, strategy, cluster, plan, engine=Noise)
     assert isinstance(training, AsyncSimulation)
@@ -68,11 +69,13 @@ def _simulated(
     protocol.network.scale = parameters / protocol.replicas.layout.parameters
     epochs = training.run()
     next(epochs)
-    before = list(protocol.links.sent)
+    links = protocol.links
+    before = torch.tensor([links.sent, links.worked], dtype=torch.float64)
     entry = next(epochs)
-    sent = [after - b for after, b in zip(protocol.links.sent, before, strict=True)]
+    sent, worked = (torch.tensor([links.sent, links.worked], dtype=torch.float64) - before).tolist()
     own, servers = sum(sent[:workers]), sent[workers:]
-    busiest = max([own / len(servers), *servers]) / (spec.bandwidth * spec.links) if servers else 0.0
+    busiest = max(own / len(servers), *servers) / (spec.bandwidth * spec.links) if servers else 0.0
+    busiest = max(busiest, *worked)
     seconds, compute, wait, transfer, hidden = (
         entry[name] / rounds for name in ("seconds", "compute_s", "wait_s", "transfer_s", "transfer_hidden_s")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import statistics
@@ -18,7 +19,7 @@ from hocket.data.base import identity
 from hocket.errors import HocketError
 from hocket.models.registry import build, cross_entropy
 from hocket.train.checks import Factory, optimizer_for
-from hocket.train.flops import step_flops
+from hocket.train.flops import on_meta, step_flops
 
 LAYERS = 12
 """Matrices of a model of which only the number of parameters is known."""
@@ -98,21 +99,13 @@ def of_module(
         sizes = [size * batch_size / len(batch[0]) for size in _outputs(built, batch[0])]
     return ModelSize(
         name or type(built).__name__,
-        _on_meta(built),
+        on_meta(built),
         flops,
         batch_size,
         layers=max(1, sum(p.dim() > 1 for p in built.parameters()) // 2),
         activation_bytes=statistics.median(sizes) if sizes else None,
         kept_bytes=sum(sizes),
     )
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy without values; parameters that are tied stay so, which ``to("meta")`` would part."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    return copy.deepcopy(model, memo)
 
 
 def reads_text(name: str) -> bool:
@@ -123,6 +116,7 @@ def reads_text(name: str) -> bool:
 def _outputs(model: nn.Module, inputs: Tensor) -> list[int]:
     """Bytes of what each innermost module of the model gives for ``inputs``."""
     found: list[int] = []
+    device = next(model.parameters()).device
 
     def hook(module: nn.Module, given: Any, out: Any) -> None:
         if isinstance(out, Tensor):
@@ -134,7 +128,7 @@ def _outputs(model: nn.Module, inputs: Tensor) -> list[int]:
             if not list(module.children()):
                 module.register_forward_hook(hook)
         with torch.no_grad(), torch.random.fork_rng():
-            twin(inputs)
+            twin(inputs.to(device))
     except Exception:  # nothing is known of a model that cannot be copied or does not run on a CPU
         return []
     return found
@@ -143,7 +137,9 @@ def _outputs(model: nn.Module, inputs: Tensor) -> list[int]:
 def of_name(name: str, batch_size: int, data: str | None = None) -> ModelSize:
     """A model by its name or ``module:factory``, for a data set or, without one, for images of 32 × 32 or texts of 256 bytes."""
     dataset = load(data) if data is not None else made_up(text=reads_text(name))
-    built = build(name, dataset)
+    own = ":" not in name or name.startswith("gpt:")
+    with torch.device("meta") if own else contextlib.nullcontext():  # no values are needed, which take seconds to draw
+        built = build(name, dataset)
     x, y = (t[:2] for t in dataset.train)
     return of_module(built, (dataset.prepare(x), y), cross_entropy, batch_size, name)
 

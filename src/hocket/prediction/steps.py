@@ -17,6 +17,7 @@ from hocket.cluster.layout import Layout
 from hocket.cluster.one_row import OneRowCluster
 from hocket.cluster.spec import ClusterSpec
 from hocket.programs.collective import CollectiveProgram
+from hocket.programs.two_stage import program_for
 from hocket.strategy import Strategy
 
 MEASURED = 8
@@ -70,7 +71,7 @@ def step_together(
     assert clock is not None
     clock.step_s = step_s
     weights, grads = ([b.empty(1) for b in layout.buckets] for _ in range(2))
-    program = CollectiveProgram(strategy, layout, cluster, weights, seed)
+    program = program_for(strategy, layout, cluster, weights, seed)
     program.momentum = _Momentum(program) if strategy.exchanged == "momentum" else None
     program.moments = _Moments(weights)
     period = strategy.sync.period
@@ -88,7 +89,8 @@ def step_together(
     seconds, wait, transfer, hidden = (clock.take().mean(0) / measured).tolist()
     sent = float(cluster.ledger.bytes_sent[0]) / measured
     state = _bytes([program.gradient_state, program.weight_state, program.outer_state])
-    state += layout.bytes if strategy.weights and workers > 1 else 0  # the copy that travels
+    if workers > 1:  # the copy that travels; under acco gradients of two halves, what travels, and the weights to go back to
+        state += layout.bytes * (4 if strategy.sync.predicts else int(strategy.weights))
     found = Prediction(str(strategy), workers, seconds, seconds - wait - transfer, wait, transfer, hidden, sent)
     return found, state
 

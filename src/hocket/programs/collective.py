@@ -62,8 +62,7 @@ class CollectiveProgram(RepeatableExchange):
     def __init__(self, strategy: Strategy, layout: Layout, cluster: Cluster, weights: list[Tensor], seed: int = 0) -> None:
         self.strategy, self.layout, self.cluster, self.seed = strategy, layout, cluster, seed
         self.alone = cluster.size == 1
-        self.step = 0
-        self.exchanges = 0
+        self.step = self.exchanges = 0
         # One worker exchanges nothing, whatever the topology.
         topology = AllReduce() if self.alone else strategy.topology
         self.channel = topology.bind(cluster, cluster.world, seed)
@@ -74,10 +73,8 @@ class CollectiveProgram(RepeatableExchange):
         self._mixed: list[Tensor] | None = None
         self._sent: list[Tensor] | None = None  # the weights that workers had when they sent, where they go on meanwhile
         self._plain = not strategy.compression.compresses
-        self.momentum: Momentum | None = None
-        """Set by the owner of the rows, where momentum is exchanged."""
-        self.moments: Moments | None = None
-        """The same, of moments that are averaged."""
+        self.momentum: Momentum | None = None  # set by the owner of the rows, where momentum is exchanged
+        self.moments: Moments | None = None  # the same, of moments that are averaged
         self.gradient_state: list[State] = [{} for _ in layout.buckets]
         self._discards = False  # whether the loop has discarded mixed gradients
         self._kept: list[State] | None = None
@@ -89,7 +86,7 @@ class CollectiveProgram(RepeatableExchange):
     @property
     def linear(self) -> bool:
         """Whether an exchange is a plain mean over all workers."""
-        return self._plain and self.channel.uniform and self.momentum is None
+        return self._is_mean
 
     @property
     def keeps_residuals(self) -> bool:
@@ -113,20 +110,18 @@ class CollectiveProgram(RepeatableExchange):
         if not self.mixes_gradients:
             return
         if self._exchange is None:
+            self.cluster.apply(["gradients"], self.layout.parameters)
             self._begin()
             if self._kept is None and (self._discards or self.step < _WATCHED):
                 self._kept = list(self.gradient_state)
         name = f"gradients of bucket {bucket}, {rows.shape[1]} values"
         coded = self.momentum is None or self.momentum.enter(bucket, rows)
-        self._submit(partial(self._mix_gradients, bucket, rows, coded), rows, name, self._produced[bucket])
-
-    def flags_ready(self, flags: Tensor) -> None:
-        """Bool flags ``[rows, k]`` to be combined over all workers, as the last part of the exchange of gradients."""
-        self._submit(lambda: self.cluster.all_reduce_any(flags))
+        self._offer(bucket, partial(self._mix_gradients, bucket, rows, coded), rows, name)
 
     def gradients_done(self) -> list[Any]:
         """Wait until the gradients handed in are mixed, in place; the exchange's results, combined flags last."""
         results: list[Any] = []
+        self._submit_last()
         if self._exchange is not None and not self._in_flight:
             results = self._complete()
             self._wait_on_clock()
@@ -141,10 +136,10 @@ class CollectiveProgram(RepeatableExchange):
         if self._kept is not None:
             self.gradient_state, self._kept = self._kept, None
 
-    def _mix_gradients(self, bucket: int, rows: Tensor, coded: bool) -> Any:
-        if self.linear or not coded:
-            return self._mix_plain(bucket, rows)
-        context = self.context(bucket)
+    def _mix_gradients(self, bucket: int, rows: Tensor, coded: bool, when: tuple[int, int] | None = None) -> Any:
+        context = self.context(bucket, when)
+        if self._is_mean or not coded:
+            return self.channel.mean_later(rows, context)
         rows, compression, state = real(rows), self.strategy.compression, self.gradient_state[bucket]
         sent = rows if self._plain else rows.to(torch.float32)
         if self._last_gradients:
@@ -176,8 +171,11 @@ class CollectiveProgram(RepeatableExchange):
             self._apply(weights, self.step - sync.delay)
         if self.strategy.exchanges_after(self.step):
             own = self._part(weights, self.step)
-            self._launch([sync.outgoing(weights[k], self.outer_state[k]) for k in own], own)
-            self._sent = [weights[k].clone() for k in own] if sync.delay else None
+            outgoing = [sync.outgoing(weights[k], self.outer_state[k]) for k in own]
+            self._launch(outgoing, own)
+            # Coded weights are left as they are, so what was sent need not be copied again.
+            unchanged = sync.sends_weights and self.strategy.topology.one_mean and not (self._plain or self.alone)
+            self._sent = (outgoing if unchanged else [weights[k].clone() for k in own]) if sync.delay else None
             if not sync.delay:
                 self._apply(weights, self.step)
         if sync.rebases(self.step) and self.channel.uniform:
@@ -223,7 +221,7 @@ class CollectiveProgram(RepeatableExchange):
         if self.alone:
             self._mixed = outgoing
             return
-        self._begin(long=self.strategy.sync.delay > 0)
+        self._begin(long=self.strategy.sync.delay > 0, weights=True)
         self._in_flight = True
         when = self.step, self.exchanges // self.strategy.sync.parts  # each part counts its own exchanges
         for bucket, rows in zip(range(len(outgoing)) if buckets is None else buckets, outgoing, strict=True):
@@ -235,10 +233,12 @@ class CollectiveProgram(RepeatableExchange):
     def _landed(self) -> list[Tensor]:
         """The mix, which the step needs now."""
         self.drain()
-        if not self.alone:
-            self._wait_on_clock()
         mixed, self._mixed = self._mixed, None
         assert mixed is not None
+        if not self.alone:
+            self._wait_on_clock()
+            values = sum(rows.shape[1] for rows in mixed if rows.dim() > 1)  # not of flags
+            self.cluster.apply([self.strategy.sync.name, "weights"], values)
         return mixed
 
     def _apply(self, weights: list[Tensor], step: int) -> None:
@@ -248,7 +248,7 @@ class CollectiveProgram(RepeatableExchange):
             rows = weights[k]
             result, state = sync.apply(mixed, self.outer_state[k])
             if state and self.channel.uniform:  # displacements are measured from the outer weights, rounded as the workers' are
-                self.weight_state[k] = self.channel.rebase(self.weight_state[k], wide(result.to(rows.dtype)))
+                self.weight_state[k] = self.channel.rebase(self.weight_state[k], wide(result.to(rows.dtype)), own=True)
             if sent is not None:
                 result, state = sync.merge(result, rows, sent[place], state, self.cluster.size)
             rows.copy_(result)
@@ -259,7 +259,7 @@ class CollectiveProgram(RepeatableExchange):
         context = self.context(bucket, when)
         if self.strategy.sync.weighs_displacements:
             self.outer_state[bucket] = _weigh(self.strategy.sync, self.cluster, rows, self.outer_state[bucket])
-        if self.linear:
+        if self._is_mean:
             return self.channel.mean_later(rows, context)
         mixed, self.weight_state[bucket] = self.channel.weights(
             self.strategy.compression, real(rows) if self._plain else wide(rows), self.weight_state[bucket], context

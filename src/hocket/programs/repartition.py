@@ -27,6 +27,7 @@ from hocket.cluster.layout import Layout
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression.base import State
 from hocket.programs.collective import CollectiveProgram, real, wide
+from hocket.programs.two_stage import program_for
 from hocket.strategy import Strategy
 
 _HELD = ("outer", "velocity")
@@ -86,10 +87,11 @@ def merge(
     """Merge the workers of all ``states`` (:meth:`CollectiveProgram.state_dict`), whose weights are the rows of ``weights``."""
     workers = weights[0].shape[0]
     cluster = VirtualCluster(workers, host_size=host_size)
-    program = CollectiveProgram(strategy, layout, cluster, weights, seed)
+    program = program_for(strategy, layout, cluster, weights, seed)
     states = [{**state, "clock": None, "workers": [0, workers, workers]} for state in states]
     copies = ("weight_state",) if not program.channel.uniform else ()  # public copies have their rows elsewhere, and begin anew
-    whole = joined([{name: value for name, value in state.items() if name not in copies} for state in states])
+    left_out = (*copies, "samples")  # of elastic runs, whose workers may stand at different places in the data
+    whole = joined([{name: value for name, value in state.items() if name not in left_out} for state in states])
     program.load_state_dict({**{name: program.state_dict()[name] for name in copies}, **whole})
     held = _settled(program, weights)
     sizes = [real(rows).shape[1] for rows in held]
@@ -112,7 +114,7 @@ def take_over(program: CollectiveProgram, weights: list[Tensor], merged: Merged)
     cluster, strategy, layout = program.cluster, program.strategy, program.layout
     for rows, mean in zip(weights, merged.weights, strict=True):
         rows.copy_(mean.to(rows.device).expand_as(rows))
-    fresh = CollectiveProgram(strategy, layout, cluster, weights, program.seed)
+    fresh = program_for(strategy, layout, cluster, weights, program.seed)
     outer_state = [
         {**state, **{name: _rows(value, cluster) for name, value in held.items()}}
         for state, held in zip(fresh.outer_state, merged.outer, strict=True)
@@ -135,7 +137,7 @@ def _settled(program: CollectiveProgram, weights: list[Tensor]) -> list[Tensor]:
     if program._mixed is not None and program._sent is not None:
         begun = next(step for step in range(program.step, -1, -1) if program.strategy.exchanges_after(step))
         program._apply(weights, begun)
-    elif program._mixed is not None:
+    elif program._mixed is not None and not program.strategy.sync.predicts:  # gradients under way are left out
         weights = program._landed()
     return [rows.clone() for rows in program.whole(weights)]
 

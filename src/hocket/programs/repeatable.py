@@ -1,16 +1,19 @@
 """The exchange under way of a collective program, which may have to be repeated: with fewer workers, after one was lost.
 
-State is returned by exchanges, not changed in them, so what an exchange began with is a few references and a copy of its rows.
+State is returned by exchanges, not changed in them, so what an exchange began with is a few references, and its rows: a copy of
+them where the exchange may change some before all results are there.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hocket.cluster.base import Cluster, Exchange
+from hocket.cluster.ending import Ending
 from hocket.cluster.layout import Layout
 from hocket.compression.base import Context, State
 from hocket.strategy import Strategy
@@ -23,10 +26,15 @@ class Undo:
     """What an exchange began with."""
 
     long: bool
+    ending: Ending
     states: list[list[State]]
     """Of gradients, of weights, and the outer one."""
     works: list[tuple[Callable[[], Any], str, Tensor | None, Tensor | None]] = field(default_factory=list)
-    """What was submitted, its name, the rows that it changes, and a copy of them."""
+    """What was submitted, its name, the rows that it changes, and what they were before: a copy, or they themselves."""
+
+    @property
+    def rows(self) -> list[Tensor]:
+        return [rows for _, _, rows, _ in self.works if rows is not None]
 
 
 class Regrouped(NamedTuple):
@@ -54,9 +62,16 @@ class RepeatableExchange:
     outer_state: list[State]
     _workers: Tensor
     _shapes: list[tuple[tuple[int, ...], ...]]
+    momentum: Any
+    samples: float = 1.0
+    """Of all workers in the step now under way, as far as the owner of the rows says so: what its gradients count."""
+    _plain: bool
     _exchange: Exchange | None = None
     _in_flight = False
     _undo: Undo | None = None
+    _last: tuple[Callable[[], Any], Tensor, str] | None = None
+    """What waits for flags: the mixing of the last bucket, its rows and its name."""
+    _produced: list[float]
 
     def context(self, bucket: int, when: tuple[int, int] | None = None) -> Context:
         """``when``: the step and the number of the exchange, by which topologies choose partners (by default the present ones)."""
@@ -64,24 +79,73 @@ class RepeatableExchange:
         where = (self.seed, step, exchange, bucket, self._workers, self.cluster.size, self._shapes[bucket])
         return Context(*where, residual_stays=self.strategy.sync.residual_stays)
 
+    @property
+    def _is_mean(self) -> bool:
+        """Whether what is exchanged is averaged over all workers as it is."""
+        return self._plain and self.channel.uniform and self.momentum is None
+
     def _mix_plain(self, bucket: int, rows: Tensor) -> Any:
         return self.channel.mean_later(rows, self.context(bucket))
 
-    def _begin(self, long: bool = False) -> None:
-        self._exchange = self.cluster.exchange(long)
+    def _begin(self, long: bool = False, weights: bool = False) -> None:
+        ending = self._ending(weights) if self.cluster.elastic and not long else Ending.ACKNOWLEDGED
+        self._exchange = self.cluster.exchange(long, ending)
         if self.cluster.elastic:
-            self._undo = Undo(long, [list(self.gradient_state), list(self.weight_state), list(self.outer_state)])
+            self._undo = Undo(long, ending, [list(self.gradient_state), list(self.weight_state), list(self.outer_state)])
+
+    def _ending(self, weights: bool) -> Ending:
+        """Codes have state on both sides of an exchange, so they know for sure whether it counts before they go on."""
+        sync, topology = self.strategy.sync, self.strategy.topology
+        if not self._plain or self.strategy.exchanged == "momentum" or self.cluster.exact or sync.weighs_displacements:
+            return Ending.ACKNOWLEDGED
+        if self.cluster.acknowledges:
+            return Ending.ACKNOWLEDGED
+        if topology.one_mean:
+            return Ending.SHARED
+        return Ending.OWN if weights and topology.peer_to_peer and sync.period == 1 else Ending.ACKNOWLEDGED
 
     def _submit(self, work: Callable[[], Any], rows: Tensor | None = None, name: str = "flags", produced: float = 1.0) -> None:
         """Add to the exchange under way; ``rows`` are what the work changes in place."""
         assert self._exchange is not None
         if self._undo is not None:
-            self._undo.works.append((work, name, rows, None if rows is None else rows.clone()))
+            copied = rows is not None and self._undo.ending is Ending.ACKNOWLEDGED
+            self._undo.works.append((work, name, rows, rows.clone() if rows is not None and copied else rows))
         self._exchange.submit(work, produced, name)
+
+    def _offer(self, bucket: int, work: Callable[[], Any], rows: Tensor, name: str) -> None:
+        """Submit the mixing of a bucket's gradients; that of the last one waits for flags, which travel inside its messages."""
+        if bucket < len(self.layout.buckets) - 1 or self.cluster.elastic:  # there flags are part of the acknowledgement
+            self._submit(work, rows, name, self._produced[bucket])
+        else:
+            self._last = work, rows, name
+
+    def _submit_last(self, flags: Tensor | None = None) -> None:
+        """Submit what waits for flags."""
+        if self._last is not None:
+            (work, rows, name), self._last = self._last, None
+            self._submit(work if flags is None else partial(self._with_flags, work, flags), rows, name)
+
+    def flags_ready(self, flags: Tensor) -> None:
+        """Bool flags ``[rows, k]`` to be combined over all workers, as the last part of the exchange of gradients."""
+        self._submit_last(flags)
+        self._submit(partial(self._agreed, flags))
+
+    def _with_flags(self, work: Callable[[], Any], flags: Tensor) -> Any:
+        """Do ``work``; its last all-gather among all workers, if it has one, takes the flags along."""
+        self.cluster.waiting_flags, self.cluster.agreed_flags = flags, None
+        try:
+            return work()
+        finally:
+            self.cluster.waiting_flags = None
+
+    def _agreed(self, flags: Tensor) -> Any:
+        """The flags of all workers, which other messages may have brought."""
+        agreed, self.cluster.agreed_flags = self.cluster.agreed_flags, None
+        return self.cluster.all_reduce_any(flags) if agreed is None else agreed.to(flags.device)
 
     def _complete(self) -> list[Any]:
         assert self._exchange is not None
-        results = self.cluster.complete(self._exchange, self._repeat)
+        results = self.cluster.complete(self._exchange, self._repeat, self._undo.rows if self._undo is not None else ())
         self._exchange = self._undo = None
         self.exchanges += 1
         return results
@@ -89,10 +153,10 @@ class RepeatableExchange:
     def _repeat(self) -> Exchange:
         """Begin the exchange under way again."""
         assert self._undo is not None
-        undo, self._exchange = self._undo, self.cluster.exchange(self._undo.long)
+        undo, self._exchange = self._undo, self.cluster.exchange(self._undo.long, self._undo.ending)
         undo.states = [list(self.gradient_state), list(self.weight_state), list(self.outer_state)]
         for work, name, rows, kept in undo.works:
-            if rows is not None and kept is not None:
+            if rows is not None and kept is not None and kept is not rows:
                 rows.copy_(kept)
             self._exchange.submit(work, name=name)
         return self._exchange

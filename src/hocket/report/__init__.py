@@ -5,18 +5,21 @@
 """
 
 import errno
+import html
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hocket.errors import HocketError
+from hocket.errors import HocketError, nearest
+from hocket.extras import require
+from hocket.picture import Chart
 from hocket.report import charts
 from hocket.report.answers import WITHIN, Answer, answers_of, basis
 from hocket.report.page import make_page
 from hocket.report.read import read
 from hocket.report.rows import Facet, Row, make_rows
-from hocket.report.table import as_csv, as_markdown
+from hocket.report.table import as_csv, as_html, as_markdown
 
 __all__ = ["build", "Report", "Row"]
 
@@ -31,6 +34,25 @@ class Report:
     """What could not be read or made."""
     by_facet: dict[Facet, list[Answer]] = field(default_factory=dict)
 
+    def plot(self, chart: str = "accuracy", facet: Facet | None = None) -> Chart:
+        """One of the charts, to show in a notebook or to save: accuracy, frontier, bars, staleness or workers.
+
+        ``facet`` is one of ``by_facet``, the first unless it is given. Needs matplotlib (``hocket[plot]``).
+        """
+        require("matplotlib", "plot")
+        if chart not in charts.NAMES:
+            raise HocketError(f"There is no chart '{chart}'{nearest(chart, charts.NAMES)}; there are {', '.join(charts.NAMES)}.")
+        chosen = next(iter(self.by_facet)) if facet is None else facet
+        picture = charts.one(self.rows, chosen, chart)
+        if picture is None:
+            raise HocketError(f"The runs of {chosen} recorded nothing for the chart '{chart}'; take another.")
+        return Chart(picture)
+
+    def _repr_html_(self) -> str:
+        head, body = as_html(self.rows)
+        said = "".join(f"<p>{html.escape(answer)}</p>" for answer in self.answers)
+        return f"<div>{said}<table><thead>{head}</thead><tbody>{body}</tbody></table></div>"
+
     @property
     def answers(self) -> list[str]:
         """Plain sentences; where there are several facets each begins with its own."""
@@ -38,11 +60,17 @@ class Report:
         return [f"{heads[facet]}{answer}" for facet, found in self.by_facet.items() for answer in found]
 
 
-def build(folders: Sequence[Path], out: Path, title: str | None = None, png: bool = True) -> Report:
+def build(
+    folders: Sequence[Path],
+    out: Path,
+    title: str | None = None,
+    png: bool = True,
+    predicted: Callable[[Sequence[Row]], str] = lambda _: "",
+) -> Report:
     """Write ``report.html``, ``table.csv``, ``table.md`` and ``charts/*.png`` into ``out`` from the runs under ``folders``.
 
     ``title`` defaults to the study's own. Without matplotlib (the extra ``hocket[plot]``) the PNG files are left out, and the page
-    says so.
+    says so. ``predicted`` makes a section of predictions, as HTML (:func:`hocket.prediction.whatif.what_if`).
     """
     reading, out = read([Path(f) for f in folders]), Path(out)
     rows = make_rows(reading.runs)
@@ -56,7 +84,7 @@ def build(folders: Sequence[Path], out: Path, title: str | None = None, png: boo
     title = title or (" and ".join(titles) if len(titles) <= 2 else f"{len(titles)} studies") or "Hocket report"
     files = {"table.csv": as_csv(rows).encode(), "table.md": as_markdown(rows).encode()}
     files |= {f"charts/{name}": content for name, content in pictures.items()}
-    files["report.html"] = make_page(title, rows, answers, reading, bool(pictures)).encode()
+    files["report.html"] = make_page(title, rows, answers, reading, bool(pictures), predicted(rows)).encode()
     _write(out, files)
     for chart in (out / "charts").glob("*.png") if pictures else ():
         if charts.ours(chart.name) and chart.name not in pictures:  # charts of runs that no longer exist

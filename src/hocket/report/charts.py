@@ -6,12 +6,12 @@ colour of the text.
 """
 
 import importlib.util
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hocket.picture import COLOURS, DASHES, INK, LEGEND, QUIET, png, style
 from hocket.report.answers import basis
 from hocket.report.figures import percent, seconds
 from hocket.report.measure import measure_of
@@ -20,12 +20,8 @@ from hocket.report.split import LOOKS, MOST_TIMELINES
 from hocket.report.staleness import column_edges, column_of, place_of
 from hocket.split.pipeline.timeline import KINDS
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B07A00", "#3A9AD9", "#7A5195")
-_INK, _QUIET = "#1b1e24", "#5b6270"
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P")
-_LEGEND: dict[str, Any] = {"loc": "upper left", "frameon": False, "fontsize": 8, "labelcolor": _INK, "handlelength": 3}
-_LEGEND |= {"borderaxespad": 0, "title_fontsize": 8, "alignment": "left"}
+_LEGEND: dict[str, Any] = {**LEGEND, "loc": "upper left", "borderaxespad": 0, "title_fontsize": 8, "alignment": "left"}
 _MOST_BARS = 24
 _LONG = 62
 """Names longer than this take a whole row of the legend."""
@@ -53,7 +49,7 @@ def styles(rows: Sequence[Row]) -> dict[str, Style]:
     colour = 0
     for place, label in enumerate(labels):
         other, _, sync = kinds[label]
-        found[label] = Style(place + 1, colour % len(_COLOURS), syncs.index(sync), sync, not other)
+        found[label] = Style(place + 1, colour % len(COLOURS), syncs.index(sync), sync, not other)
         colour += other
     return found
 
@@ -84,6 +80,14 @@ def draw(rows: Sequence[Row]) -> dict[str, bytes]:
         if picture is not None:
             files[_unused(name, files)] = picture
     return files
+
+
+def one(rows: Sequence[Row], facet: Facet, name: str) -> bytes | None:
+    """One chart of a facet, by the name that :data:`NAMES` has; None where there is nothing to draw."""
+    looks = styles(rows)
+    if name == "workers":
+        return _workers([r for r in rows if replace(r.facet, workers=0) == replace(facet, workers=0)], looks)
+    return _CHARTS[name]([r for r in rows if r.facet == facet], looks)
 
 
 def _stem(facet: Facet) -> str:
@@ -164,7 +168,7 @@ def _frontier(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
             label=_legend(row, looks, named),
         )
     if floor > min(map(_place, drawn)):
-        axes.set_xlabel("MB sent per worker (log scale); ▽ further down", color=_QUIET)
+        axes.set_xlabel("MB sent per worker (log scale); ▽ further down", color=QUIET)
     axes.set_xscale("log")
     axes.margins(0.08)
     axes.minorticks_off()
@@ -193,7 +197,7 @@ def _number(axes: Any, names: dict[str, tuple[float, float]], points: list[tuple
             continue
         taken.append(free[0])
         offset = ((free[0][0] - x) / scale, (free[0][1] - y) / scale)
-        axes.annotate(name, point, offset, textcoords="offset points", fontsize=8, color=_QUIET, zorder=5, ha="center", va="center")
+        axes.annotate(name, point, offset, textcoords="offset points", fontsize=8, color=QUIET, zorder=5, ha="center", va="center")
 
 
 def _bars(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
@@ -209,7 +213,7 @@ def _bars(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
         axes.barh(range(len(drawn)), widths, 0.65, left=left, color=colour, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, (end, row) in enumerate(zip(left, drawn, strict=True)):
-        axes.annotate(f" {seconds(row.seconds.mean if row.seconds else None)}", (end, place), va="center", fontsize=8, color=_QUIET)
+        axes.annotate(f" {seconds(row.seconds.mean if row.seconds else None)}", (end, place), va="center", fontsize=8, color=QUIET)
     axes.set_yticks(range(len(drawn)), [_plain(f"{looks[r.label].number}  {r.label}") for r in drawn])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -232,7 +236,7 @@ def _staleness(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
         filled = {column: max(0.04, 0.75 * count / max(counts)) for column, count in enumerate(counts) if count}
         colours = [(_look(looks[row.label], True)["color"], 1 if column == middle else 0.5) for column in filled]
         axes.bar(filled.keys(), [-size for size in filled.values()], min(0.85, len(edges) / 30), bottom=place + 0.4, color=colours)
-        axes.annotate(str(row.staleness), (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize=8, color=_QUIET)
+        axes.annotate(str(row.staleness), (1.01, place), xycoords=axes.get_yaxis_transform(), va="center", fontsize=8, color=QUIET)
         axes.axhline(place + 0.4, color="#e6e8ec", linewidth=0.8, zorder=1)
     axes.set_yticks(range(len(drawn)), [_plain(f"{looks[r.label].number}  {r.label}") for r in drawn])
     axes.set_ylim(len(drawn) - 0.6, -0.6)
@@ -244,6 +248,7 @@ def _staleness(rows: list[Row], looks: dict[str, Style]) -> bytes | None:
 
 
 _CHARTS = {"accuracy": _epochs, "frontier": _frontier, "bars": _bars, "staleness": _staleness}
+NAMES = (*_CHARTS, "workers")
 
 
 def _staleness_ticks(edges: list[int]) -> list[int]:
@@ -308,12 +313,12 @@ def _timeline(row: Row) -> bytes:
                 place = {"xy": (start + length / 2, process), "ha": "center", "va": "center"}
                 axes.annotate(str(span.action.microbatch), **place, fontsize=6, color="white")
     for (process, later, kind), places in bars.items():
-        colour = _COLOURS[LOOKS[kind][1]]
+        colour = COLOURS[LOOKS[kind][1]]
         axes.broken_barh(
             places, (process - 0.4, 0.8), color=colour, alpha=max(0.4, 1 - 0.35 * later), edgecolor="white", linewidth=0.4
         )
     for kind in sorted({kind for _, _, kind in bars}, key=KINDS.index):
-        axes.broken_barh([], (0, 1), color=_COLOURS[LOOKS[kind][1]], label=LOOKS[kind][0])
+        axes.broken_barh([], (0, 1), color=COLOURS[LOOKS[kind][1]], label=LOOKS[kind][0])
     axes.set_yticks(range(processes), [f"process {process}" for process in range(processes)])
     axes.set_ylim(processes - 0.5, -0.5)
     axes.set_xlim(0, timeline.length * scale)
@@ -330,17 +335,12 @@ def _canvas(title: str, rows: list[Row], ylabel: str, xlabel: str, height: float
     place = str(facet) if all(row.facet == facet for row in rows) else several
     figure = Figure(figsize=(7.2, height), dpi=144)
     axes = figure.add_subplot()
-    axes.set_title(f"{title}\n{_plain(place).strip()} ({basis(rows, facet)})", loc="left", fontsize=10, color=_INK)
-    axes.set_xlabel(xlabel, color=_QUIET)
-    axes.set_ylabel(ylabel, color=_QUIET)
-    axes.grid(color="#e6e8ec", linewidth=0.8)
-    axes.set_axisbelow(True)
+    axes.set_title(f"{title}\n{_plain(place).strip()} ({basis(rows, facet)})", loc="left", fontsize=10, color=INK)
+    axes.set_xlabel(xlabel, color=QUIET)
+    axes.set_ylabel(ylabel, color=QUIET)
+    style(axes)
     if ylabel and facet.by_loss:
         axes.yaxis.set_major_formatter(lambda value, _: f"{-value:g}")
-    axes.tick_params(colors=_QUIET, length=0)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color("#c3c8d0")
     return figure, axes
 
 
@@ -365,16 +365,14 @@ def _finish(figure: Any, axes: Any, left_out: int, columns: int = 2) -> bytes:
     if labels or title:
         columns = 1 if any(len(label) > _LONG for label in labels) else columns
         axes.legend(handles, labels, bbox_to_anchor=below, ncols=columns, title=title, **_LEGEND)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", bbox_inches="tight", pad_inches=0.15, facecolor="white", metadata={"Software": None})
-    return out.getvalue()
+    return png(figure)
 
 
 def _look(style: Style, named: bool) -> dict[str, Any]:
     if not named:
         return {"color": "#d3d7dd", "linestyle": "-"}
-    colour = _INK if style.baseline else _COLOURS[style.colour % len(_COLOURS)]
-    return {"color": colour, "linestyle": _DASHES[style.mark % len(_DASHES)]}
+    colour = INK if style.baseline else COLOURS[style.colour % len(COLOURS)]
+    return {"color": colour, "linestyle": DASHES[style.mark % len(DASHES)]}
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,7 @@
 "use strict";
 // Draws the charts from the embedded data and makes the table sortable. Text is only ever written as text.
 (() => {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const { facets, series, rows } = data;
+  let { live, facets, series, rows } = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const DASHES = ["", "7 3", "2 2.5", "8 3 2 3", "4 2 1 2 1 2"];
   const MANY = 14; // series in one plot from which lines get thin and only the best are labelled
@@ -21,6 +20,7 @@
     element.append(...children);
     return element;
   }
+  const drawn = (row) => row.ranked || (live && row.state === "unfinished"); // of a live page also what goes on
   const colour = (s) => (s.baseline ? "var(--ink)" : `var(--c${s.colour})`);
 
   function marker(kind, x, y, r) {
@@ -166,9 +166,16 @@
     axisY(plot, (v) => at(v / 100), marks, (v) => `${short(v)} %`);
     return at;
   }
+  function lossAxis(plot, values) {
+    const low = Math.min(...values), high = Math.max(...values), pad = Math.max((high - low) * 0.06, Math.abs(high) * 0.01);
+    const bottom = low >= 0 ? Math.max(0, low - pad) : low - pad;
+    const at = linear(bottom, high + pad, plot.area.bottom, plot.area.top);
+    axisY(plot, at, ticks(bottom, high + pad, 5), short);
+    return at;
+  }
   function group(plot, row, extra = "") {
     const s = series[row.series];
-    const names = `mark ${s.baseline ? "baseline" : ""} ${row.ranked ? "" : "unranked"} ${extra}`;
+    const names = `mark ${s.baseline ? "baseline" : ""} ${drawn(row) ? "" : "unranked"} ${extra}`;
     const element = svg("g", { class: names, "data-series": row.series, style: `--c:${colour(s)}`, tabindex: -1, role: "img", "aria-label": describe(row) });
     plot.root.append(element);
     plot.groups.push(element);
@@ -238,17 +245,19 @@
   }
 
   // Lines: scores against epochs, seconds or MB ----------------------------------------------------------------------------
-  const EPOCH = 0, SCORE = 1, SPREAD = 2, SECONDS = 3, MB = 4;
+  const EPOCH = 0, SCORE = 1, SPREAD = 2, SECONDS = 3, MB = 4, LOSS = 5;
 
   function lines(figure, chosen, x, options) {
+    const of = options.of ?? SCORE;
     const tracks = chosen
-      .map((row) => ({ row, points: row.curve.filter((p) => p[SCORE] !== null && p[x] !== null && (!options.log || p[x] > 0)) }))
+      .map((row) => ({ row, points: row.curve.filter((p) => p[of] !== null && p[x] !== null && (!options.log || p[x] > 0)) }))
       .filter((track) => track.points.length);
     if (!tracks.length) return say(figure, options.empty);
     const many = tracks.length > MANY;
     const plot = begin(figure, innerWidth < 560 ? 300 : 380, { left: 46, right: 34, top: 10, bottom: 46 });
     plot.root.classList.toggle("many", many);
-    const y = scoreAxis(plot, tracks.flatMap((t) => t.points.map((p) => p[SCORE])), true);
+    const heights = tracks.flatMap((t) => t.points.map((p) => p[of]));
+    const y = of === LOSS ? lossAxis(plot, heights) : scoreAxis(plot, heights, true);
     const xs = tracks.flatMap((t) => t.points.map((p) => p[x]));
     let low = Math.min(...xs), high = Math.max(...xs);
     const count = Math.max(3, Math.floor(plot.w / 90));
@@ -268,8 +277,8 @@
     for (const track of tracks) {
       const s = series[track.row.series];
       const element = group(plot, track.row);
-      const places = track.points.map((p) => [at(p[x]), y(p[SCORE])]);
-      if (!many && x === EPOCH && track.points.every((p) => p[SPREAD])) {
+      const places = track.points.map((p) => [at(p[x]), y(p[of])]);
+      if (!many && x === EPOCH && of === SCORE && track.points.every((p) => p[SPREAD])) {
         const inside = (v) => Math.max(plot.area.top, Math.min(plot.area.bottom, v));
         const edge = (sign) => track.points.map((p) => `${at(p[x]).toFixed(1)} ${inside(y(p[SCORE] + sign * p[SPREAD])).toFixed(1)}`);
         element.append(svg("path", { class: "band", d: `M${edge(1).join("L")}L${edge(-1).reverse().join("L")}Z` }));
@@ -292,7 +301,7 @@
 
   // Numbers at line ends, keyed to the legend and pushed apart; at many lines only for the best and the baseline.
   function endLabels(plot, tracks, many) {
-    let named = tracks.filter((t) => t.row.ranked).sort((a, b) => b.row.score - a.row.score);
+    let named = tracks.filter((t) => drawn(t.row)).sort((a, b) => b.row.score - a.row.score);
     if (many) named = named.filter((t, i) => i < 3 || series[t.row.series].baseline);
     named.sort((a, b) => a.end[1] - b.end[1]);
     const ys = apart(named.map((t) => t.end[1]), 12, plot.area.top, plot.area.bottom);
@@ -324,6 +333,7 @@
   // Frontier -----------------------------------------------------------------------------------------------------------------
   function frontier(chosen) {
     const shown = chosen.filter((row) => row.ranked && row.mb > 0);
+    byId("frontier").hidden = live && shown.length < 2;
     if (!shown.length) return say("frontier", "There is nothing to draw: no finished run here sent anything.");
     const plot = begin("frontier", innerWidth < 560 ? 340 : 440, { left: 46, right: 18, top: 14, bottom: 46 });
     const best = shown.filter((row) => row.frontier).sort((a, b) => a.mb - b.mb);
@@ -353,7 +363,7 @@
   // Lines that end in different places: a number beside the end where there is room, for the best first.
   function nearLabels(plot, tracks) {
     const taken = plot.targets.map((t) => ({ x: t.x - 3, y: t.y - 3, w: 6, h: 6 }));
-    for (const track of [...tracks].filter((t) => t.row.ranked).sort((a, b) => b.row.score - a.row.score)) {
+    for (const track of [...tracks].filter((t) => drawn(t.row)).sort((a, b) => b.row.score - a.row.score)) {
       const text = String(series[track.row.series].number);
       const target = { x: track.end[0], y: track.end[1] };
       const box = nearby(target, width(text, 11) + 3, 12, [7], (b) => !taken.some((t) => overlap(t, b)));
@@ -412,8 +422,8 @@
   // Bars ---------------------------------------------------------------------------------------------------------------------
   function bars(chosen) {
     const facet = facets[state.facet];
-    caption("bars", "Where the seconds went", `Seconds of the whole run, mean over workers${origin(facet)}. Wait and transfer together are synchronisation; transfer is communication.`);
-    const timed = chosen.filter((row) => row.ranked && row.compute !== null && row.wait !== null && row.transfer !== null).sort((a, b) => a.seconds - b.seconds);
+    caption("bars", "Where the seconds went", `Seconds of ${live ? "all epochs so far" : "the whole run"}, mean over workers${origin(facet)}. Wait and transfer together are synchronisation; transfer is communication.`);
+    const timed = chosen.filter((row) => drawn(row) && row.compute !== null && row.wait !== null && row.transfer !== null).sort((a, b) => a.seconds - b.seconds);
     if (!timed.length) {
       return say("bars", facet.kind === "virtual" ? "Virtual workers have no clock without --cluster: their bytes are counted, their seconds are not known." : "No finished run here recorded seconds.");
     }
@@ -444,6 +454,36 @@
     }
     place.prepend(key);
     foldButton("bars", timed.length, "Show the fastest only");
+  }
+
+  // Step times: a dot per worker, so that those whom the others wait for stand apart -------------------------------------------
+  function steps(chosen) {
+    const facet = facets[state.facet];
+    const found = chosen.filter((row) => row.steps).sort((a, b) => b.steps.workers[0][1] - a.steps.workers[0][1]);
+    byId("steps").hidden = !found.length;
+    if (!found.length) return;
+    caption("steps", "Who is slow", `What a step computes on each worker, in the middle (p50) since the start${origin(facet)}. Where workers wait for each other, all wait for the dot on the right.`);
+    const shown = folded("steps", found);
+    const aside = Math.max(...shown.map((row) => width(row.steps.text))) + 14;
+    const { plot, narrow, line } = roster("steps", shown, { thick: 16, right: aside, aside });
+    const high = Math.max(...shown.map((row) => row.steps.workers[0][1]));
+    const [scale, unit] = high < 1 ? [1000, "ms"] : [1, "seconds"];
+    const x = linear(0, high * scale * 1.03 || 1, plot.area.left, plot.area.right);
+    const values = ticks(0, high * scale * 1.03 || 1, Math.max(3, Math.floor((plot.area.right - plot.area.left) / 90)));
+    for (const value of values) plot.root.append(svg("line", { class: "grid", x1: x(value), x2: x(value), y1: plot.area.top, y2: plot.area.bottom }));
+    axisX(plot, x, values, short, `${unit} of a step${facet.cluster ? `, predicted for ${facet.cluster}` : ""}`);
+    shown.forEach((row, i) => {
+      const { element, top, middle, band } = line(row, i);
+      const ring = halo(element);
+      [...row.steps.workers].reverse().forEach(([worker, p50, p99], k, all) => {
+        const place = { x: x(p50 * scale), y: middle };
+        element.append(marker(0, place.x, place.y, k === all.length - 1 ? 5 : 3.4));
+        plot.targets.push({ ...place, band, row, group: element, halo: ring, at: `worker ${worker}: p50 ${digits(p50 * scale)}, p99 ${digits(p99 * scale)} ${unit}` });
+      });
+      element.append(svg("text", { x: plot.w - 2, y: narrow ? top - 5 : middle + 4, "text-anchor": "end" }, row.steps.text));
+    });
+    finish(plot);
+    foldButton("steps", found.length, "Show the slowest only");
   }
 
   // Staleness of gradients: a small histogram per strategy, all on one axis -----------------------------------------------------
@@ -583,11 +623,12 @@
   }
 
   // Table --------------------------------------------------------------------------------------------------------------------
-  const body = byId("table").tBodies[0];
-  const heads = [...byId("table").tHead.rows[0].cells];
+  let sorted = null; // the column's name, and the direction
+  const tableLines = () => [...byId("table").tBodies[0].rows];
+  const heads = () => [...byId("table").tHead.rows[0].cells];
 
   function sortable() {
-    heads.forEach((head, column) => {
+    heads().forEach((head) => {
       const button = html("button", { type: "button" }, ...head.childNodes);
       head.replaceChildren(button);
       button.addEventListener("click", () => {
@@ -595,25 +636,34 @@
         const first = numeric && head.dataset.name !== "workers" ? "descending" : "ascending";
         const other = first === "descending" ? "ascending" : "descending";
         const direction = head.getAttribute("aria-sort") === first ? other : first;
-        for (const each of heads) each.removeAttribute("aria-sort");
-        head.setAttribute("aria-sort", direction);
-        sortBy(column, numeric, direction === "ascending" ? 1 : -1);
+        sorted = [head.dataset.name, direction];
+        sort();
       });
     });
+    for (const line of tableLines()) {
+      line.addEventListener("pointerenter", () => highlight(rows[line.dataset.row].series));
+      line.addEventListener("pointerleave", () => highlight(null));
+    }
+    sort();
   }
-  function sortBy(column, numeric, sign) {
+  function sort() {
+    const column = sorted ? heads().findIndex((head) => head.dataset.name === sorted[0]) : -1;
+    if (column < 0) return;
+    for (const each of heads()) each.removeAttribute("aria-sort");
+    heads()[column].setAttribute("aria-sort", sorted[1]);
+    const numeric = heads()[column].classList.contains("number"), sign = sorted[1] === "ascending" ? 1 : -1;
     const key = (line) => line.cells[column].dataset.v;
-    const sorted = [...body.rows].sort((a, b) => {
+    const inOrder = tableLines().sort((a, b) => {
       const [left, right] = [key(a), key(b)];
       if (left === "" || right === "") return (left === "") - (right === ""); // what is not known comes last either way
       return sign * (numeric ? left - right : left.localeCompare(right, "en", { numeric: true }));
     });
-    body.append(...sorted);
+    byId("table").tBodies[0].append(...inOrder);
   }
   function filter() {
     byId("table").classList.toggle("one", facets.length > 1 && !state.all); // the heading names the facet
     let shown = 0, possible = 0;
-    for (const line of body.rows) {
+    for (const line of tableLines()) {
       const row = rows[line.dataset.row];
       const inFacet = state.all || row.facet === state.facet;
       line.hidden = !inFacet || !matches(row);
@@ -632,7 +682,7 @@
 
   function selectors() {
     const form = byId("choose");
-    form.addEventListener("submit", (event) => event.preventDefault());
+    form.replaceChildren();
     for (const [axis, title] of AXES) {
       const values = [...new Set(facets.map((f) => f[axis]))];
       if (values.length < 2) continue;
@@ -673,6 +723,11 @@
     caption("workers", "Worker counts side by side", `Final ${measure} of each strategy; lines join the same strategy.${reversed}`);
     caption("frontier", `Traffic against ${measure}`, `Up and to the left is better; nothing beats the strategies on the line in both. Bytes ${facet.kind === "virtual" ? "of virtual workers, counted" : "measured"}.`);
     lines("epochs", chosen, EPOCH, { title: "epoch", empty: "No run here recorded an accuracy or a test loss.", at: (p) => `epoch ${p[EPOCH]}: ${scored(p[SCORE])}` });
+    byId("loss").hidden = !live;
+    if (live) {
+      caption("loss", "Training loss per epoch", "Mean over the epoch's mini-batches of all workers.");
+      lines("loss", chosen, EPOCH, { of: LOSS, title: "epoch", empty: "No epoch has ended yet.", at: (p) => `epoch ${p[EPOCH]}: training loss ${digits(p[LOSS])}` });
+    }
     const timed = chosen.some((row) => row.curve.some((p) => p[SECONDS] !== null));
     if (timed) {
       caption("cost", `${Measure} against seconds`, `Seconds since the start, mean over workers${origin(facet)}.`);
@@ -684,9 +739,10 @@
     }
     frontier(chosen);
     bars(chosen);
+    steps(chosen);
     staleness(chosen);
     workers();
-    for (const line of body.rows) line.dataset.series = rows[line.dataset.row].series;
+    for (const line of tableLines()) line.dataset.series = rows[line.dataset.row].series;
     filter();
     rest();
   }
@@ -695,6 +751,7 @@
     const most = facets.map((_, i) => [rows.filter((row) => row.facet === i && row.ranked).length, i]);
     state.facet = most.sort((a, b) => b[0] - a[0] || a[1] - b[1])[0][1];
     document.documentElement.classList.add("js");
+    byId("choose").addEventListener("submit", (event) => event.preventDefault());
     byId("charts").hidden = false;
     byId("table-tools").hidden = false;
     selectors();
@@ -708,10 +765,6 @@
       });
     }
     byId("all").addEventListener("change", (event) => { state.all = event.target.checked; filter(); });
-    for (const line of body.rows) {
-      line.addEventListener("pointerenter", () => highlight(rows[line.dataset.row].series));
-      line.addEventListener("pointerleave", () => highlight(null));
-    }
     let wide = innerWidth;
     new ResizeObserver(() => {
       if (innerWidth === wide) return;
@@ -722,5 +775,22 @@
     document.addEventListener("pointerdown", (event) => event.target.closest(".plot svg") || hideTip());
     draw();
   }
+
+  // Newer figures of the same runs: what was chosen, pinned, sorted and focused stays.
+  function adopt(data) {
+    const named = (f) => AXES.map(([name]) => f[name]).join("\n");
+    const [facet, pinned] = [named(facets[state.facet]), state.pinned === null ? null : series[state.pinned].label];
+    const mark = document.activeElement?.closest?.(".mark");
+    const focused = mark && { figure: mark.closest("figure").id, label: series[mark.dataset.series].label };
+    ({ live, facets, series, rows } = data);
+    const labels = series.map((s) => s.label);
+    state.facet = Math.max(0, facets.findIndex((f) => named(f) === facet));
+    state.pinned = labels.includes(pinned) ? labels.indexOf(pinned) : null;
+    selectors();
+    sortable();
+    draw();
+    if (focused) document.querySelector(`#${focused.figure} .mark[data-series="${labels.indexOf(focused.label)}"]`)?.focus({ preventScroll: true });
+  }
   start();
+  document.addEventListener("hocket-data", (event) => adopt(event.detail));
 })();

@@ -13,42 +13,62 @@ from typing import Any
 
 from hocket.report.answers import Answer, basis
 from hocket.report.charts import styles
-from hocket.report.figures import lr_text, percent, plain, times, whole
+from hocket.report.figure import Figure
+from hocket.report.figures import NONE, lr_text, percent, plain, times, whole
 from hocket.report.read import FAILED, FINISHED, Reading, number
-from hocket.report.rows import NOT_CONFIGURATION, Facet, Figure, Row
+from hocket.report.rows import NOT_CONFIGURATION, Facet, Row
 from hocket.report.split import split_section
 from hocket.report.staleness import Staleness, column_edges, column_of
+from hocket.report.stragglers import Stragglers
 from hocket.report.table import as_html, columns
 from hocket.version import __version__
 
 _MOST_POINTS = 200
+_MOST_WORKERS = 256
 _SHOWN = NOT_CONFIGURATION | {"strategy", "workers", "virtual", "data", "model", "lr", "cluster", "spec"}
 """Settings that the table shows, or that mean nothing to a reader."""
 
 
-def make_page(title: str, rows: Sequence[Row], answers: Mapping[Facet, list[Answer]], reading: Reading, pictures: bool) -> str:
-    facets = list(answers)
-    head, body = as_html(rows)
-    parts = {
-        "title": html.escape(title),
-        "summary": html.escape(_summary(rows, reading)),
-        "version": html.escape(__version__),
-        "css": _source("page.css"),
-        "js": _source("page.js"),
-        "data": _safe_json(_data(rows, facets)),
-        "answers": "\n".join(_facet_answers(i, f, answers[f], rows) for i, f in enumerate(facets)),
+def make_page(
+    title: str, rows: Sequence[Row], answers: Mapping[Facet, list[Answer]], reading: Reading, pictures: bool, predicted: str = ""
+) -> str:
+    more = {
+        "eyebrow": "Hocket report",
+        "policy": "",
+        "progress": "",
         "noscript": "The charts need scripts; answers and tables do not."
         + (" The same charts are PNG files in charts/, beside this page." if pictures else ""),
+        "predicted": predicted,
+        "footer": "This page is one file and asks nothing of the network.",
+        "live_js": "",
+    }
+    return fill({**parts_of(title, rows, answers, reading), **more}, page_data(rows, list(answers)))
+
+
+def parts_of(title: str, rows: Sequence[Row], answers: Mapping[Facet, list[Answer]], reading: Reading) -> dict[str, str]:
+    """The parts of the page that depend on the runs, as HTML."""
+    head, body = as_html(rows)
+    return {
+        "title": html.escape(title),
+        "summary": html.escape(_summary(rows, reading)),
+        "answers": "\n".join(_facet_answers(i, f, found, rows) for i, (f, found) in enumerate(answers.items())),
         "split": split_section(rows),
         "table_head": head,
         "table_body": body,
         "table_note": _table_note(rows),
         "provenance": _provenance(rows, reading),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _source("page.html"))
 
 
-def _source(name: str) -> str:
+def fill(parts: Mapping[str, str], data: Mapping[str, Any]) -> str:
+    """The page of all its parts."""
+    own = {"version": html.escape(__version__), "css": source("page.css"), "js": source("page.js"), "data": _safe_json(data)}
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: {**parts, **own}[match[1]], source("page.html"))
+    return page.encode(errors="replace").decode()  # names of folders may hold what is no UTF-8
+
+
+def source(name: str) -> str:
+    """A file of this package."""
     return files("hocket.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -109,7 +129,8 @@ def _answer(answer: Answer) -> str:
     )
 
 
-def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
+def page_data(rows: Sequence[Row], facets: list[Facet], live: bool = False) -> dict[str, Any]:
+    """What the charts are drawn from; of ``live`` runs also those that are not finished, and training losses."""
     looks = styles(rows)
     labels = sorted(looks, key=lambda label: looks[label].number)
     place = {label: i for i, label in enumerate(labels)}
@@ -117,6 +138,7 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
     edges = {f: column_edges(row.staleness for row in rows if row.facet == f) for f in facets}
     names = ("data", "model", "workers", "kind", "study", "cluster", "by_loss")
     return {
+        "live": live,
         "facets": [{**{name: getattr(f, name) for name in names}, "staleness": edges[f]} for f in facets],
         "series": [{"label": label, **vars(looks[label])} for label in labels],
         "rows": [
@@ -129,8 +151,9 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
                 "score": row.score and row.score.mean,
                 "mb": row.mb_per_worker,
                 **{name: figure and figure.mean for name, figure in row.clock.items()},
-                "curve": _curve(row),
+                "curve": _curve(row, live),
                 "staleness": _staleness(row.staleness, edges[row.facet]),
+                "steps": _steps(row.stragglers),
                 "tip": _tip(row),
                 "text": " ".join(c.text(row) for c in shown if not c.numeric).lower(),
             }
@@ -139,14 +162,22 @@ def _data(rows: Sequence[Row], facets: list[Facet]) -> dict[str, Any]:
     }
 
 
-def _curve(row: Row) -> list[list[float | None]]:
-    """By epoch: its number, score, spread, seconds, MB per worker; at most as many epochs and digits as a plot can show."""
+def _curve(row: Row, loss: bool = False) -> list[list[float | None]]:
+    """By epoch: its number, score, spread, seconds, MB per worker, and with ``loss`` that of training; at most as many epochs and
+    digits as a plot can show."""
     last, points = len(row.curve) - 1, []
     places = {round(i * last / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)} if last >= _MOST_POINTS else range(last + 1)
     for point in (row.curve[place] for place in sorted(places)):
         score = row.score_of(point)
         sent = None if point.bytes_sent is None else point.bytes_sent / max(1, row.facet.workers) / 1e6
-        figures = (point.epoch, score and score.mean, score and score.spread, point.seconds, sent)
+        figures = (
+            point.epoch,
+            score and score.mean,
+            score and score.spread,
+            point.seconds,
+            sent,
+            *[point.loss and point.loss.mean] * loss,
+        )
         points.append([None if f is None else float(f"{f:.7g}") for f in figures])
     return points
 
@@ -156,6 +187,16 @@ def _staleness(found: Staleness | None, edges: list[int]) -> dict[str, Any] | No
         return None
     middle = column_of(found.middle, edges)
     return {"counts": found.columns(edges), "middle": middle, "mean": found.mean, "text": str(found)}
+
+
+def _steps(found: Stragglers | None) -> dict[str, Any] | None:
+    """Step times of the slowest workers, slowest first: each worker's number, p50 and p99."""
+    if found is None or len(found.p50_s) < 2:
+        return None
+    slowest = sorted(range(len(found.p50_s)), key=lambda worker: -found.p50_s[worker])[:_MOST_WORKERS]
+    workers = [[worker, *(float(f"{of[worker]:.4g}") for of in (found.p50_s, found.p99_s))] for worker in slowest]
+    times_median = times(found.p50_s[found.slowest] / found.median_s) if found.median_s else NONE
+    return {"workers": workers, "text": f"worker {found.slowest}: {times_median} the median"}
 
 
 def _tip(row: Row) -> list[list[str]]:
@@ -168,6 +209,8 @@ def _tip(row: Row) -> list[list[str]]:
         pairs.append(["worst replica", share(row.worst)])
     pairs += [[name, f"{figure.text()} s"] for name, figure in row.clock.items() if figure]
     pairs += [["tokens/s", row.tokens_per_s.text()]] if row.tokens_per_s else []
+    pairs += [["waited for data", f"{row.data_wait.text()} s"]] if row.data_wait else []
+    pairs += [["data read", f"{row.data_bytes.scaled(1e-6).text()} MB"]] if row.data_bytes else []
     pairs.append(["sent per worker", "–" if row.mb_per_worker is None else f"{plain(row.mb_per_worker)} MB"])
     if row.times_fewer is not None:
         pairs.append(["fewer bytes", times(row.times_fewer)])
@@ -256,11 +299,14 @@ def swept(rows: Sequence[Row], what: str) -> list[tuple[Row, dict[str, Any]]]:
 
 
 def _sweep(found: dict[str, Any]) -> str:
-    tried, losses = (part if isinstance(part := found.get(name), dict) else {} for name in ("tried", "losses"))
+    names = ("tried", "losses", "longer")
+    tried, losses, longer = (part if isinstance(part := found.get(name), dict) else {} for name in names)
     shown = []
     for name in dict.fromkeys((*losses, *tried)):
-        loss, accuracy = number(losses.get(name)), number(tried.get(name))
-        figures = ([f"loss {plain(loss)}"] if loss is not None else []) + ([percent(accuracy)] if accuracy is not None else [])
+        loss, late, accuracy = number(losses.get(name)), number(longer.get(name)), number(tried.get(name))
+        figures = [f"loss {plain(loss)}"] if loss is not None else []
+        figures += [f"{plain(late)} in twice as long"] if late is not None else []
+        figures += [percent(accuracy)] if accuracy is not None else []
         shown.append(f"{name} ({', '.join(figures) or 'diverged'})")
     length = f", {found['epochs']} epochs each" if number(found.get("epochs")) else ""
     lost = given if isinstance(given := found.get("given_up"), dict) else {}

@@ -103,6 +103,8 @@ class RunRecord:
     reason: str = ""
     """Why it failed or is unfinished."""
     measured: Measured | None = None
+    written: float = 0.0
+    """When an epoch, or run.json, was last written, in seconds since 1970."""
 
     @property
     def last_epoch(self) -> int:
@@ -129,11 +131,11 @@ class Study:
     """Points of accuracy that may be given up for fewer bytes, if the study names any."""
 
 
-def read(folders: Sequence[Path]) -> Reading:
-    """All runs under ``folders``, each once, in the order of their paths."""
+def read(folders: Sequence[Path], live: bool = False) -> Reading:
+    """All runs under ``folders``, each once, in the order of their paths; of ``live`` runs a last line may be half written."""
     if not folders:
         raise HocketError("There is no folder to report on; name at least one that holds runs.")
-    reading = Reading()
+    reading = Reading(live=live)
     for folder in folders:
         if not folder.is_dir():
             what = "is a file, not a folder" if folder.exists() else "does not exist"
@@ -168,6 +170,7 @@ class Reading:
     runs: list[RunRecord] = field(default_factory=list)
     studies: list[Study] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    live: bool = False
     _seen: dict[Path, Study | None] = field(default_factory=dict)
 
     def walk(self, top: Path) -> None:
@@ -217,7 +220,7 @@ class Reading:
         measured = self._read_timeline(place / "timeline.json", name) if "mesh" in settings else None
         failure = settings.get("failure")
         state, reason = (FAILED, str(failure)) if failure else (FINISHED, "")
-        self.runs.append(RunRecord(name, settings, lines, study, state, reason, measured))
+        self.runs.append(RunRecord(name, settings, lines, study, state, reason, measured, _written(place)))
 
     def _read_timeline(self, path: Path, name: str) -> Measured | None:
         if not path.exists():
@@ -240,12 +243,15 @@ class Reading:
             self.notes.append(f"{name}/metrics.jsonl cannot be read ({error.strerror}).")
             return ()
         lines: dict[int, dict[str, Any]] = {}
-        for count, text_line in enumerate(text.split("\n"), 1):
+        texts = text.split("\n")
+        for count, text_line in enumerate(texts, 1):
             if not text_line.strip():
                 continue
             line = None
             with suppress(ValueError, RecursionError):
                 line = json.loads(text_line)
+            if line is None and self.live and count == len(texts):
+                continue  # it is being written
             if not isinstance(line, dict) or not isinstance(line.get("epoch"), int) or not 1 <= line["epoch"] <= _LARGEST:
                 self.notes.append(f"{name}/metrics.jsonl: line {count} is damaged or unfinished; it was left out.")
             else:
@@ -263,6 +269,14 @@ class Reading:
             self.notes.append(f"{name}/{path.name} is not a JSON object; it was left out.")
             return None
         return content
+
+
+def _written(place: Path) -> float:
+    times = [0.0]
+    for name in ("run.json", "metrics.jsonl"):
+        with suppress(OSError):
+            times.append((place / name).stat().st_mtime)
+    return max(times)
 
 
 def _entries(content: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -318,4 +332,4 @@ def _name(place: Path, top: Path) -> str:
     """A folder's name for display: relative to the folder that the user named."""
     root = top.resolve().name or str(top)
     inner = os.path.relpath(place, top)
-    return root if inner == "." else f"{root}/{inner}"
+    return str(_clean(root if inner == "." else f"{root}/{inner}"))

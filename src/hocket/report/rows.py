@@ -8,15 +8,14 @@ never compared. The *spread* is the standard deviation over seeds.
 from __future__ import annotations
 
 import json
-import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from hocket.report.figures import around, lr_text, tokens_per_s
+from hocket.report.figure import Figure
+from hocket.report.figures import lr_text, tokens_per_s
 from hocket.report.read import FINISHED, Measured, RunRecord, number
 from hocket.report.staleness import Staleness
 from hocket.report.stragglers import Stragglers
@@ -63,34 +62,6 @@ class Facet:
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A mean over seeds, and their standard deviation where there are several."""
-
-    mean: float
-    spread: float | None = None
-
-    @classmethod
-    def of(cls, values: Sequence[float | None]) -> Figure | None:
-        """None where any of the values is missing.
-
-        >>> Figure.of([1.0, 3.0]), Figure.of([1.0]), Figure.of([1.0, None])
-        (Figure(mean=2.0, spread=1.4142135623730951), Figure(mean=1.0, spread=None), None)
-        """
-        known = [v for v in values if v is not None]
-        if not known or len(known) < len(values):
-            return None
-        return cls(math.fsum(known) / len(known), statistics.stdev(known) if len(known) > 1 else None)
-
-    def scaled(self, scale: float) -> Figure:
-        """The same in another unit."""
-        return Figure(self.mean * scale, None if self.spread is None else self.spread * scale)
-
-    def text(self, digits: int | None = None) -> str:
-        """Mean and spread."""
-        return around(self.mean, self.spread, digits)
-
-
-@dataclass(frozen=True)
 class Point:
     """The end of an epoch: means over seeds, costs since the start."""
 
@@ -99,6 +70,8 @@ class Point:
     test_loss: Figure | None
     seconds: float | None
     bytes_sent: float | None
+    loss: Figure | None = None
+    """Of training."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +121,10 @@ class Row:
     measured: Measured | None = None
     """The timeline of one of its runs."""
     stragglers: Stragglers | None = None
+    data_wait: Figure | None = None
+    """Seconds that steps waited for data that are read while training; mean over processes."""
+    data_bytes: Figure | None = None
+    """Bytes of samples that all processes read."""
     """Step times by worker, of the first seed that has them."""
     times_fewer: float | None = None
     """How many times fewer bytes than ``bulk + allreduce`` of the same facet."""
@@ -329,6 +306,8 @@ def _row(runs: list[RunRecord]) -> Row:
         comm_stats={axis: found for axis, found in axes.items() if found.bytes_sent or found.seconds},
         bubble=Figure.of([run.measured.bubble_share if run.measured else None for run in runs]),
         measured=next((run.measured for run in runs if run.measured), None),
+        data_wait=total("data_wait_s"),
+        data_bytes=total("data_bytes"),
         stragglers=next((found for run in runs if run.lines and (found := Stragglers.of(run.lines[-1]))), None),
     )
 
@@ -343,9 +322,9 @@ def _curve(runs: list[RunRecord]) -> tuple[Point, ...]:
         for name, before in sums.items():
             step = Figure.of([number(track[epoch].get(name)) for track in tracks])
             sums[name] = before + step.mean if before is not None and step is not None else None
-        names = ("accuracy", "test_loss")
-        accuracy, test_loss = (Figure.of([number(track[epoch].get(name)) for track in tracks]) for name in names)
-        curve.append(Point(epoch, accuracy, test_loss, sums["seconds"], sums["bytes_sent"]))
+        names = ("accuracy", "test_loss", "loss")
+        accuracy, test_loss, loss = (Figure.of([number(track[epoch].get(name)) for track in tracks]) for name in names)
+        curve.append(Point(epoch, accuracy, test_loss, sums["seconds"], sums["bytes_sent"], loss))
     return tuple(curve)
 
 

@@ -7,9 +7,10 @@ import html
 from collections.abc import Sequence
 from itertools import count
 
+from hocket.report.figure import Figure
 from hocket.report.figures import NONE, percent, plain
 from hocket.report.read import FINISHED, Measured
-from hocket.report.rows import Figure, Row
+from hocket.report.rows import Row
 from hocket.split.pipeline.timeline import KINDS, Timeline
 
 LOOKS = {"F": ("forward", 0), "B": ("backward", 2), "I": ("backward, inputs", 5), "W": ("backward, weights", 4)}

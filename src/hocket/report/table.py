@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hocket.report.figure import Figure
 from hocket.report.figures import NONE, lr_text, plain, times, whole
 from hocket.report.read import FINISHED
-from hocket.report.rows import Figure, Row
+from hocket.report.rows import Row
 
 _FACET = ("data", "model", "workers", "kind", "clock")
 _WORDS = ("strategy", "study", "data", "model", "kind", "clock", "seeds", "state", "slowest_worker")
@@ -96,6 +97,8 @@ _COLUMNS = (
     Column("compute_s", "compute", lambda r: r.compute, "s", scale=1),
     Column("wait_s", "wait", lambda r: r.wait, "s", scale=1),
     Column("transfer_s", "transfer", lambda r: r.transfer, "s", scale=1),
+    Column("data_wait_s", "data wait", lambda r: r.data_wait, "s", scale=1, needed=lambda r: r.data_wait),
+    Column("data_mb", "data read", lambda r: r.data_bytes, "MB", scale=1e-6, needed=lambda r: r.data_bytes),
     Column("step_p50_s", "step", _median_step, "p50, s", needed=_median_step),
     Column("slowest_worker", "slowest", lambda r: str(r.stragglers or ""), "p50 / p99, s", needed=lambda r: r.stragglers),
     Column("sent_mb_per_worker", "sent per worker", lambda r: r.mb_per_worker, "MB"),

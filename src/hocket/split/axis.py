@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.message import framed, ring_bytes
+from hocket.cluster.plain import all_gather_plain
 
 
 @dataclass
@@ -104,6 +105,10 @@ class Axis:
             for tensor, value in zip(some, values, strict=True):
                 tensor.copy_(value.view_as(tensor))
 
+    def gather_plain(self, own: Any) -> list[Any]:
+        """Plain data of all processes, in the order of the axis."""
+        return all_gather_plain(own, self.group) if self.size > 1 else [own]
+
     # --- one to one --------------------------------------------------------------------------------------------------------
 
     def send(self, values: Tensor, to: int, tag: int = 0) -> Any:
@@ -131,13 +136,16 @@ class Axis:
     def _blocked(self, work: Callable[[], object]) -> None:
         start = time.perf_counter()
         try:
-            if self.cluster is None:
-                work()
-            else:
-                self.cluster.watched(self.name, self.ranks, work)
+            self._wait_for(work)
         except RuntimeError as error:
             raise (error if self.cluster is None else self.cluster.explain(error)) from error
         self.comm_stats.seconds += time.perf_counter() - start
+
+    def _wait_for(self, work: Callable[[], object]) -> None:
+        if self.cluster is None:
+            work()
+        else:
+            self.cluster.watched(self.name, self.ranks, work)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.plain import all_gather_plain
 from hocket.cluster.virtual import VirtualCluster
 from hocket.errors import HocketError, nearest
 from hocket.split.axis import Axis
@@ -108,10 +109,16 @@ class MeshCoordinate:
     data: Axis
     pipeline: Axis
     tensor: Axis
+    apart = False
+    """Whether each replica acts by itself, since the number of replicas changes."""
 
     @property
     def axes(self) -> dict[str, Axis]:
         return {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}
+
+    def gather_plain(self, own: Any) -> list[Any]:
+        """Plain data of all processes of the job."""
+        return all_gather_plain(own)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ from hocket.errors import HocketError
 from hocket.split.parts import only
 from hocket.strategy import Strategy
 
-SEES_WHOLE = ("Adafactor", "Muon")
+SEES_WHOLE = ("Adafactor", "LAMB", "LARS", "Muon")
 """Optimisers that need a whole matrix to update a part of it."""
 
 
@@ -72,6 +72,8 @@ def _differs(strategy: Strategy) -> str | None:
         return "each worker's optimiser state is its own"
     if not strategy.topology.uniform:
         return "each worker averages with other partners"
+    if strategy.sync.predicts:
+        return "every second update is taken back"
     return f"{strategy.exchanged} are exchanged, not gradients" if strategy.exchanged != "gradients" else None
 
 

@@ -62,8 +62,9 @@ class SplitModel:
         served: bool = False,
         zero: int = 0,
         seed: int = 0,
+        place: MeshCoordinate | None = None,
     ) -> None:
-        self.place: MeshCoordinate = init_mesh(mesh, world.device.type, world)
+        self.place = init_mesh(mesh, world.device.type, world) if place is None else place
         self.mesh, self.loss, self.optimizer, self.world = mesh, pipeline.loss or loss_in, optimizer, world
         broadcast_tensors((*model.parameters(), *model.buffers()), world)
         self.whole_bytes = sum(p.nbytes for p in model.parameters())
@@ -125,7 +126,7 @@ class SplitModel:
         self.tied = Tied(held, {} if self.cut is None else self.cut.tied, self.place.pipeline)
         # Compression rounds a tied parameter differently in each stage that has it, and each part has shards of its own, which
         # receive pushes in an order of their own.
-        self._parts_drift = self.mesh.data > 1 and (served or strategy.compression.compresses)
+        self._parts_drift = (self.mesh.data > 1 or self.world.elastic) and (served or strategy.compression.compresses)
         self._alike = [p for name, p in held.items() if split and served and self.parts[name].whole]
         """Held by all processes along the tensor axis, of which each has its own shards."""
         self.apart: dict[str, str] = {}
@@ -151,6 +152,11 @@ class SplitModel:
     def asynchronous(self) -> bool:
         """Whether updates are made inside the pipe, so that only :meth:`train` makes sense."""
         return self.pipe is not None and self.pipe.update is not None
+
+    @property
+    def hooks_passes(self) -> bool:
+        """Whether autograd's hooks see the gradients of a pass."""
+        return self.pipe is None
 
     def backward(self, x: Inputs, y: Any = None) -> Tensor:
         """The mean loss, on all processes of the replica, which are given the same mini-batch."""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hocket.cluster.plain import all_gather_plain
 from hocket.errors import HocketError
 from hocket.split.axis import wire
 from hocket.split.mesh import MeshCoordinate
@@ -117,7 +116,7 @@ class SplitState:
         gathered = _gathered(tensors, parts, self.place)
         everyone: list[Any] = [plain]
         if self.place.mesh.splits:
-            everyone = all_gather_plain(plain)
+            everyone = self.place.gather_plain(plain)
         if gathered is None:
             return None
         order = [name for group in self.groups for name in group]
@@ -159,6 +158,19 @@ class SplitState:
         self.optimizer.load_state_dict({"state": filled, "param_groups": groups})
 
 
+def _gathered_plain(held: Mapping[str, Tensor], parts: Parts, place: MeshCoordinate) -> dict[str, Tensor] | None:
+    """The same by what the processes of one replica tell each other, whatever the other replicas do."""
+    everyone = place.gather_plain({n: (t.detach().cpu(), *vars(part_of(parts, n, t)).values()) for n, t in held.items()})
+    found: dict[str, Tensor] = {}
+    for some in everyone:
+        for name, (value, *part) in sorted(some.items()):
+            lies = Part(*part)
+            if not (lies.whole and name in found):
+                lies.put(value, found.setdefault(name, torch.zeros(lies.shape, dtype=value.dtype)))
+    first = place.pipeline.place == 0 and place.tensor.place == 0
+    return found if first else None
+
+
 def _numbered(groups: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> list[dict[str, Any]]:
     """Groups whose parameters are numbers, as in a ``state_dict()``."""
     ends = accumulate(counts)
@@ -172,7 +184,9 @@ def _gathered(held: Mapping[str, Tensor], parts: Parts, place: MeshCoordinate) -
     """
     if not place.mesh.splits:
         return {name: t.detach().clone() for name, t in held.items()}
-    told = all_gather_plain({n: (tuple(t.shape), t.dtype, *vars(part_of(parts, n, t)).values()) for n, t in held.items()})
+    if place.apart:
+        return _gathered_plain(held, parts, place)
+    told = place.gather_plain({n: (tuple(t.shape), t.dtype, *vars(part_of(parts, n, t)).values()) for n, t in held.items()})
     everyone = [{name: (shape, dtype, Part(*part)) for name, (shape, dtype, *part) in some.items()} for some in told]
     members = [place.mesh.rank(place.data.place, s, t) for s in range(place.pipeline.size) for t in range(place.tensor.size)]
     me, root = dist.get_rank(), members[0]

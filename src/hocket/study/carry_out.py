@@ -19,7 +19,17 @@ from hocket.data import DataSet, load
 from hocket.errors import HocketError, NonFiniteGradient, SettingError, WorkerLost
 from hocket.files import CannotWrite
 from hocket.study.folder import Folder, Outcome
-from hocket.study.lr_search import ENOUGH_STEPS, OUTER_EXCHANGES, best_lr, best_outer, next_lr, next_outer, search_steps, short
+from hocket.study.lr_search import (
+    ENOUGH_STEPS,
+    OUTER_EXCHANGES,
+    best_lr,
+    best_outer,
+    found_lr,
+    next_outer,
+    next_try,
+    search_steps,
+    short,
+)
 from hocket.study.plan import Planned, Study, rounds_of, start_lr, steps_of
 from hocket.train.loop import Progress
 from hocket.train.run import Engines, run
@@ -28,10 +38,6 @@ from hocket.train.trial import check_own
 
 _CLOCK = ("cluster", "slowdown", "share")
 """Settings that change how long a training takes, but not its result (except for rounding noise), where workers step together."""
-
-
-class Interrupted(Exception):
-    """The user interrupted the study; the message says how many runs have finished."""
 
 
 class Watch:
@@ -107,8 +113,7 @@ class Virtual:
             finally:
                 cluster.close()
         for text in (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)):
-            # The study has one note about the proven period. A try of a learning rate is short on purpose.
-            known = "convergence is proven up to" in text or (out is None and "sends each value" in text)
+            known = out is None and "sends each value" in text  # a try of a learning rate is short on purpose
             if not known and text not in self.noted:
                 self.noted.add(text)
                 watch.note(text)
@@ -141,17 +146,28 @@ def carry_out(
     watch = watch or Watch()
     outcomes, noted = [], set[str]()
     for number, planned in enumerate(study.runs):
-        outcome = folder.outcome(planned)
-        if outcome is not None and outcome.failure and retry:
-            outcome = None
+        outcome = ended_before(folder, planned, retry)
         watch.begin(number, planned, outcome)
         if outcome is None:
-            search = Search(folder, planned.settings, data, virtual, watch, noted) if planned.tuned else None
-            outer = partial(OuterSearch, folder, data=data, virtual=virtual, watch=watch) if planned.outer else None
-            outcome = _run(folder, planned, virtual if planned.settings.workers.virtual else real, search, outer, watch)
+            outcome = carry_out_run(folder, planned, data, virtual, real, watch, noted)
             watch.end(number, outcome)
         outcomes.append(outcome)
     return outcomes
+
+
+def ended_before(folder: Folder, planned: Planned, retry: bool) -> Outcome | None:
+    """The outcome of a run that need not be repeated."""
+    outcome = folder.outcome(planned)
+    return None if outcome is not None and outcome.failure and retry else outcome
+
+
+def carry_out_run(
+    folder: Folder, planned: Planned, data: Data, virtual: Train, real: Train, watch: Watch, noted: set[str]
+) -> Outcome:
+    """Do one run, with its searches."""
+    search = Search(folder, planned.settings, data, virtual, watch, noted) if planned.tuned else None
+    outer = partial(OuterSearch, folder, data=data, virtual=virtual, watch=watch) if planned.outer else None
+    return _run(folder, planned, virtual if planned.settings.workers.virtual else real, search, outer, watch)
 
 
 def finished(folder: Folder, study: Study) -> list[Outcome]:
@@ -215,11 +231,12 @@ class Search:
         self.folder, self.settings, self.data, self.virtual, self.watch = folder, settings, data, virtual, watch
         self.noted = set() if noted is None else noted
         self.what = self._what(replace(Planned("", settings), **{self.searched: True}).described())  # type: ignore[arg-type]
-        begun: dict[str, Any] = {"chosen": None, "tried": {}, "losses": {}, "given_up": {}, "epochs": None, "seed": settings.seed}
-        self.found = folder.lrs().get(self.what, begun)
+        begun: dict[str, Any] = {name: {} for name in ("tried", "losses", "longer", "given_up")}
+        begun |= {"chosen": None, "epochs": None, "seed": settings.seed}
+        self.found = {**begun, **folder.lrs().get(self.what, {})}
 
     def _keep(self) -> None:
-        self.folder.write_lrs({**self.folder.lrs(), self.what: self.found})
+        self.folder.keep_lrs(self.what, self.found)
 
     def _what(self, described: dict[str, Any]) -> str:
         """The name of the search in rates.json: trainings that differ in the seed or in the seconds they take share it."""
@@ -236,16 +253,17 @@ class Search:
 
     def run(self) -> dict[str, Any]:
         """What was tried and what was chosen, for run.json."""
-        found = self.found
-        while (lr := next_lr(self._losses(), start_lr(self.settings.optimizer.name))) is not None:
+        found, start = self.found, start_lr(self.settings.optimizer.name)
+        while not found["given_up"] and (planned := next_try(self._losses(), self._losses("longer"), start)) is not None:
+            lr, times = planned
             self.watch.trying(lr)
-            loss, accuracy = self._try(lr)
-            found["losses"][str(lr)] = loss
+            loss, accuracy = self._try(lr, times)
+            found["losses" if times == 1 else "longer"][str(lr)] = loss
             found["tried"][str(lr)] = accuracy
             self._keep()
         if found["chosen"] is None:
             self._check_short_tries()
-        found["chosen"] = best_lr(self._losses(), min(map(float, found["given_up"]), default=math.inf))
+        found["chosen"] = self._best()
         if found["chosen"] is None:
             raise SettingError(
                 f"No learning rate trained without NaN or Inf ({', '.join(found['losses'])} were tried); give <lr> a number."
@@ -253,13 +271,20 @@ class Search:
         self._keep()
         return {**found, "by": "lowest training loss in the last epoch of a short training"}
 
+    def _best(self) -> float | None:
+        """What the search has found, or the best of the short tries below what was given up."""
+        if self.found["given_up"]:
+            return best_lr(self._losses(), min(map(float, self.found["given_up"])))
+        return found_lr(self._losses(), self._losses("longer"))
+
     def give_up(self, loss: float | None) -> bool:
         """Given the training loss of the whole training (None: it diverged), whether to train again with a lower learning rate.
 
         Only the seed of the search decides, so that all seeds have the same one.
         """
         found, lr = self.found, self.found["chosen"]
-        holds = loss is not None and loss <= found["losses"][str(lr)]
+        tried = found["longer"] if str(lr) in found["longer"] else found["losses"]
+        holds = loss is not None and loss <= tried[str(lr)]
         if holds or found["seed"] != self.settings.seed or best_lr(self._losses(), lr) is None:
             return False
         found["given_up"][str(lr)] = loss
@@ -280,7 +305,7 @@ class Search:
             self.noted.add(note)
             self.watch.note(note)
         whole: dict[float, float | None] = {}
-        best = best_lr(self._losses(), min(map(float, found["given_up"]), default=math.inf))
+        best = self._best()
         while best is not None and (lower := best_lr(self._losses(), best)) is not None:
             for lr in (best, lower):
                 if lr not in whole:
@@ -291,14 +316,14 @@ class Search:
             found["given_up"][str(best)] = of_best
             best = lower
 
-    def _losses(self) -> dict[float, float]:
-        return {float(lr): math.inf if loss is None else loss for lr, loss in self.found["losses"].items()}
+    def _losses(self, of: str = "losses") -> dict[float, float]:
+        return {float(lr): math.inf if loss is None else loss for lr, loss in self.found[of].items()}
 
-    def _try(self, lr: float) -> tuple[float | None, float | None]:
+    def _try(self, lr: float, times: int) -> tuple[float | None, float | None]:
         """Training loss and accuracy of a short training; None: it diverged."""
         data = self.data(self.settings.data.name)
-        settings = short(self.settings, lr, rounds_of(self.settings, data), steps_of(self.settings, data))
-        self.found["epochs"] = settings.epochs
+        settings = short(self.settings, lr, rounds_of(self.settings, data), steps_of(self.settings, data), times=times)
+        self.found["epochs"] = settings.epochs if times == 1 else self.found["epochs"]
         return self._trained(settings)
 
     def _trained(self, settings: RunSettings) -> tuple[float | None, float | None]:

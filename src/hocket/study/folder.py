@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lrs = threading.Lock()  # runs of a study may go on side by side
 
     @contextmanager
     def taken(self) -> Iterator[int]:
@@ -138,9 +140,10 @@ class Folder:
         path = self.path / "rates.json"
         return self._load(path) if path.exists() else {}
 
-    def write_lrs(self, lrs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Save the learning rates tried, so that no search is repeated."""
-        _write(self.path / "rates.json", lrs)
+    def keep_lrs(self, what: str, found: Mapping[str, Any]) -> None:
+        """Save the learning rates tried for ``what``, so that no search is repeated."""
+        with self._lrs:
+            _write(self.path / "rates.json", {**self.lrs(), what: found})
 
     def _load(self, path: Path) -> dict[str, Any]:
         try:

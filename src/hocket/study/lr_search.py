@@ -1,10 +1,15 @@
 """The learning rate ``auto``: a short search for the learning rate of a strategy.
 
-The ladder has steps of about √10 (… 0.01, 0.03, 0.1, 0.3, 1 …). Three learning rates are tried around the optimiser's default;
-while the best is the lowest or the highest, the next beyond it is tried, seven in all at most. A try is a short training with the
-same schedule. The one with the lowest mean *training* loss in the last epoch of its try is taken, so that test accuracy has no
-influence. One that diverges (NaN or Inf) is never taken, nor is any above it: a higher one that did not diverge did so by chance,
-or learned nothing.
+It goes from coarse and short to fine and long, as successive halving does (Jamieson, Talwalkar 2016, arXiv:1502.07943):
+
+1. A ladder with steps of about √10 (… 0.01, 0.03, 0.1, 0.3, 1 …). Three learning rates are tried around the optimiser's default;
+   while the best is the lowest or the highest, the next beyond it is tried, seven in all at most.
+2. The best of these times and divided by 10^¼ = 1.78.
+3. The two best of these three, and the one in the middle between them, in trainings twice as long.
+
+A try is a short training with the same schedule. The one with the lowest mean *training* loss in the last epoch of the longest
+tries is taken, so that test accuracy has no influence. One that diverges (NaN or Inf) is never taken, nor is any above it: a higher
+one that did not diverge did so by chance, or learned nothing.
 
 Short trainings tolerate higher learning rates than long ones: very short tries choose some at which whole trainings diverge. So a
 try has at least a hundred steps (but at most half of the training), and the choice is checked: if the whole training diverges, or
@@ -22,6 +27,10 @@ from collections.abc import Mapping
 from hocket.train.settings import RunSettings
 
 MOST = 7
+"""Of the coarse ladder."""
+FINE = 10**0.25
+LONGER = 2
+"""How many times as long the last tries are."""
 ENOUGH_STEPS = 100
 """A try with fewer steps is short: its choice is checked in whole trainings."""
 _STEPS = tuple(float(f"{digit}e{power}") for power in range(-6, 3) for digit in (1, 3))
@@ -54,6 +63,45 @@ def best_lr(losses: Mapping[float, float], below: float = math.inf) -> float | N
     limit = min([below, *(lr for lr, loss in losses.items() if not math.isfinite(loss))])
     sound = [(loss, lr) for lr, loss in losses.items() if lr < limit]
     return min(sound)[1] if sound else None
+
+
+def next_try(losses: Mapping[float, float], longer: Mapping[float, float], start: float) -> tuple[float, int] | None:
+    """The learning rate to try next, and how many times as long as a short try; None: the search is complete.
+
+    ``losses`` are those of short tries, ``longer`` those of tries :data:`LONGER` times as long.
+
+    >>> next_try({0.1: 1.0, 0.03: 2.0, 0.3: 1.5}, {}, 0.1)
+    (0.056, 1)
+    >>> losses = {0.1: 1.0, 0.03: 2.0, 0.3: 1.5, 0.056: 1.4, 0.18: 0.9}
+    >>> [next_try(losses, longer, 0.1) for longer in ({}, {0.1: 1.0}, {0.1: 1.0, 0.13: 0.8}, {0.1: 1.0, 0.13: 0.8, 0.18: 0.9})]
+    [(0.1, 2), (0.13, 2), (0.18, 2), None]
+    """
+    ladder = {*_STEPS, start}
+    coarse = {lr: loss for lr, loss in losses.items() if lr in ladder}
+    if (lr := next_lr(coarse, start)) is not None:
+        return lr, 1
+    best = best_lr(coarse)
+    if best is None:
+        return None
+    near = (_round(best / FINE), best, _round(best * FINE))
+    for lr in near:
+        if lr not in losses:
+            return lr, 1
+    limit = min((lr for lr, loss in losses.items() if not math.isfinite(loss)), default=math.inf)
+    two = sorted((losses[lr], lr) for lr in near if lr < limit)[:2]
+    last = {lr for _, lr in two} | ({_round(math.sqrt(two[0][1] * two[1][1]))} if len(two) == 2 else set())
+    return next(((lr, LONGER) for lr in sorted(last) if lr not in longer), None)
+
+
+def found_lr(losses: Mapping[float, float], longer: Mapping[float, float]) -> float | None:
+    """The learning rate that the search has found: the best of the longest tries; None: all diverged."""
+    limit = min((lr for lr, loss in (*losses.items(), *longer.items()) if not math.isfinite(loss)), default=math.inf)
+    best = best_lr(longer, limit)
+    return best_lr(losses, limit) if best is None else best
+
+
+def _round(lr: float) -> float:
+    return float(f"{lr:.2g}")
 
 
 Pair = tuple[float, float]
@@ -91,13 +139,13 @@ def search_steps(rounds: int, steps: int) -> int:
     return min(max(min(steps // 10, 5 * rounds), 2 * rounds, ENOUGH_STEPS), max(1, steps // 2))
 
 
-def short(settings: RunSettings, lr: float, rounds: int, steps: int, least: int = 0) -> RunSettings:
-    """A try, with the warm-up shortened likewise; ``least``: so many steps, where half of the training has them.
+def short(settings: RunSettings, lr: float, rounds: int, steps: int, least: int = 0, times: int = 1) -> RunSettings:
+    """A try, with the warm-up shortened likewise; ``least``: so many steps, where half of the training has them; ``times`` as long.
 
     >>> tried = short(RunSettings.of(epochs=50, warmup=5.0), 0.3, rounds=32, steps=1600)
     >>> tried.epochs, tried.optimizer.warmup, tried.optimizer.lr
     (5, 0.5, 0.3)
     """
-    wanted = min(max(search_steps(rounds, steps), least), max(1, steps // 2))
+    wanted = times * min(max(search_steps(rounds, steps), least), max(1, steps // 2))
     epochs = -(-wanted // rounds)
     return settings.changed(epochs=epochs, warmup=settings.optimizer.warmup * wanted / steps, lr=lr, max_steps=wanted)

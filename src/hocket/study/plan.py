@@ -25,6 +25,7 @@ EACH = ("strategy", "workers", "seed")
 """Settings in which the runs of a study differ; the other settings are common to all."""
 AUTO = "auto"
 _START_LRS = {"sgd": 0.1, "asgd": 0.1, "adagrad": 0.03, "adadelta": 1.0, "rprop": 0.01, "adafactor": 0.01, "muon": 0.01}
+_START_LRS |= {"lars": 1.0, "lamb": 0.003}
 
 
 def start_lr(optimizer: str) -> float:
@@ -218,12 +219,6 @@ def _notes(runs: Sequence[Planned]) -> list[str]:
         notes.append(
             "Rate and momentum of outer optimisers were searched for in the same way: momenta at the strategy's own outer rate, "
             "then outer rates at the best momentum."
-        )
-    syncs = (r.settings.strategy.sync for r in runs if r.settings.workers.count > 1)
-    if any(s.period > 1 and s.proven_period(1, 1) is not None for s in syncs):
-        notes.append(
-            "Convergence with local steps is proven up to a period of T^(1/4)/N^(3/4) for T steps and N workers; "
-            "that is sufficient, not necessary."
         )
     return notes
 

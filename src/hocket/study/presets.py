@@ -6,6 +6,7 @@ A preset is plain data, except for strategies with a number of steps or hosts (`
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from hocket.errors import HocketError, nearest
 from hocket.study.plan import AUTO, Entry, Outline
@@ -45,7 +46,7 @@ def _dgc(density: float, warmup: int, precision: str = "") -> Entry:
 
 
 def _axes(workers: int, steps: int) -> list[Entry]:
-    sync = [f"{s} + allreduce" for s in ("local(4)", "local(16)", f"postlocal(16, {steps // 2})", "diloco(16)")]
+    sync = [f"{s} + allreduce" for s in ("local(4)", "local(16)", f"postlocal(16, {steps // 2})", "diloco(16)", "acco")]
     topology = ["gossip", "gossip(ring)", "gossip(exponential)", "gossip(random)"]
     size = _host_size(workers)
     if 1 < size < workers:
@@ -89,6 +90,22 @@ def _llm(workers: int, steps: int) -> list[Entry]:
     adamw = ("bulk + allreduce", "bulk + sign", "local(8)", "diloco(30, 0.7, 0.6)", f"diloco(4, 0.9, 0.5) + {_CODE}")
     muon = [Entry(strategy.strip(), {"optimizer": "muon"}) for strategy in _MUON.split(";")]
     return [*(Entry(strategy) for strategy in adamw), *muon]
+
+
+_RECIPE: dict[str, dict[str, Any]] = {
+    "plain": {"scale_lr": "none", "warmup": 0.0},
+    "linear": {"scale_lr": "linear", "warmup": 0.0},
+    "linear, warm-up": {"scale_lr": "linear"},
+    "square root, warm-up": {"scale_lr": "sqrt"},
+    "linear, warm-up, norms and biases do not decay": {"scale_lr": "linear", "decay": "matrices"},
+    "LARS, linear, warm-up": {"scale_lr": "linear", "optimizer": "lars", "lr": 1.0},
+    "LAMB, square root, warm-up": {"scale_lr": "sqrt", "optimizer": "lamb", "lr": 0.003, "momentum": 0.0},
+}
+"""The ingredients of training with large batches: what each adds."""
+
+
+def _large_batch(workers: int, steps: int) -> list[Entry]:
+    return [Entry("bulk + allreduce", own) for own in _RECIPE.values()]
 
 
 _SHORT = {"data": "digits", "model": "cnn", "batch_size": 20, "epochs": 10, "augment": False}
@@ -137,5 +154,13 @@ PRESETS["llm"] = Outline(
     workers=(8,),
     lr=AUTO,
     about="test loss of a GPT against bytes: AdamW and Muon, from all of the traffic to less than a thousandth",
+)
+PRESETS["large-batch"] = Outline(
+    "Large batches",
+    _large_batch,
+    settings={**_SHORT, "epochs": 20, "momentum": 0.9, "weight_decay": 1e-4, "lr_schedule": "cosine", "warmup": 5.0},
+    workers=(1, 4, 16, 64),
+    lr=0.01,
+    about="bulk with more and more workers, so with larger batches: scaling, warm-up, decay, LARS and LAMB, each with and without",
 )
 PRESETS = {name: replace(outline, preset=name) for name, outline in PRESETS.items()}

@@ -1,4 +1,4 @@
-"""Runs of several processes on this machine that talk by messages: started, watched, evaluated and recorded by this process.
+"""Runs of several processes that talk by messages: started, watched, evaluated and recorded by this process.
 
 >>> from hocket.supervisor import FaultPolicy, prepare
 >>> from hocket.train.settings import RunSettings
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from hocket.drivers.machines import Machines
 from hocket.drivers.processes import Role, Supervisor
 from hocket.errors import HocketError
 from hocket.supervisor.gossip import GossipRun
@@ -34,13 +35,15 @@ def prepare(
     policy: FaultPolicy = FaultPolicy(),  # noqa: B008 - it is frozen
     evaluate: Evaluate | None = None,
     keeping: Keeping = Keeping(),  # noqa: B008 - it is frozen
+    machines: Machines | None = None,
 ) -> SupervisedRun:
     """A run of ``settings``, whose strategy has servers or gossip; no process is started before ``train()``.
 
     ``out`` is the folder for run.json and metrics.jsonl. ``evaluate`` is called with the global weights after every epoch (default:
     test loss and accuracy). ``keeping``: whether the run leaves checkpoints there, and whether it goes on from one.
+    ``machines``: where processes are started (default: here).
     """
     strategy = settings.strategy
     if strategy.runtime not in _KINDS:
         raise HocketError(f"{strategy} is collective: start it with torchrun, or with `hocket train`.")
-    return _KINDS[strategy.runtime](settings, torch.device(device), data_dir, out, policy, evaluate, keeping)
+    return _KINDS[strategy.runtime](settings, torch.device(device), data_dir, out, policy, evaluate, keeping, machines)

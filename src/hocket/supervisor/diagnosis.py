@@ -39,7 +39,7 @@ def diagnose(facts: Mapping[int, Facts], processes: int, pairs: Pairs, exchange:
     """All findings. ``facts`` are those of the processes that have come, ``exchange`` what a mean of all over Gloo met with: an
     error, nothing where it worked; None where none was tried."""
     found = [_present(facts, processes), _versions(facts), _files(facts, processes), _memory(facts), *_folder(facts)]
-    found += [_devices(facts), _cores(facts), _ports(facts)]
+    found += [_devices(facts), _cores(facts), _compiler(facts), _ports(facts)]
     if processes > 1:
         found += [_interface(facts), _reachable(facts, pairs), _clocks(pairs), _exchange(exchange)]
     return found
@@ -132,6 +132,14 @@ def _cores(facts: Mapping[int, Facts]) -> Finding:
             return Finding(WARN, "cores", text, f"OMP_NUM_THREADS={max(one['cores'] // one['per_host'], 1)}")
     own = facts[min(facts)]
     return Finding(OK, "cores", f"{own['cores']} cores, {own['per_host']} processes of {own['threads']} threads per host")
+
+
+def _compiler(facts: Mapping[int, Facts]) -> Finding:
+    lacking = [rank for rank, one in facts.items() if not one["compiler"] and not one["gpus"]]
+    if lacking:
+        text = f"no C++ compiler on {_ranks(lacking)}: codes such as qsgd and topk take several times as long on a CPU"
+        return Finding(WARN, "compiler", text, "install g++ or clang++, or name one in CXX, if you use codes")
+    return Finding(OK, "compiler", "codes are compiled when they first run on a CPU")
 
 
 def _ports(facts: Mapping[int, Facts]) -> Finding:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.join import LaunchInfo
+from hocket.compression.kernels.build import compiler
 from hocket.supervisor.diagnosis import FAIL, Facts, Finding, diagnose
 from hocket.train.record import versions
 
@@ -79,6 +80,7 @@ def gather(environ: Mapping[str, str], per_host: int, folder: Any = None) -> dic
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "per_host": per_host,
+        "compiler": compiler() is not None,
         "ports": _ports(),
         "folder": folder,
     }

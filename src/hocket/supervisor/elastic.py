@@ -55,11 +55,14 @@ class ElasticRun:
         bind: str = "tcp://127.0.0.1:0",
         keys: Path | None = None,
         on_start: Callable[[int, int], None] = lambda number, pid: None,
+        parts: int = 1,
     ) -> None:
-        """``replace``: start another worker for one that died. ``bind``: where workers of other machines find the rendezvous."""
+        """``parts``: processes of a worker, where the model is split. ``replace``: start another worker for one that died.
+        ``bind``: where workers of other machines find the rendezvous."""
+        self.program = Rendezvous(elastic.least, elastic.most, workers, liveness_timeout_s)
+        workers *= parts
         self.command, self.workers, self.replace, self.bind = list(command), workers, replace, bind
         self.keys = None if keys is None else Keys.read(keys)
-        self.program = Rendezvous(elastic.least, elastic.most, workers, liveness_timeout_s)
         self.job, self.elastic, self.on_start = secrets.token_bytes(16), elastic, on_start
         self.supervisor = Supervisor([Role(WORKER, workers, self._start, _GRACE_S)], MAX_RESTARTS)
         self._ended: set[tuple[int, int]] = set()
@@ -69,20 +72,40 @@ class ElasticRun:
 
     def run(self, watch: Callable[[], None] = lambda: None) -> None:
         """Until all workers have ended; ``watch`` is called some times a second."""
-        with self.supervisor, Listener(self.bind, self.job, self.keys) as listener:
+        with interruptible(signal.SIGUSR1), self.supervisor, Listener(self.bind, self.job, self.keys) as listener:
             self._address = listener.address
             driver = SocketDriver(self.program, listener=listener)
             driver.begin(self.program.start)
             self.supervisor.start(WORKER)
-            looked = 0.0
-            while len(self.supervisor.ended(WORKER)) < self.workers or self._restarts():
-                driver.poll(0.05)
-                if time.monotonic() - looked > 0.1:
-                    looked = time.monotonic()
-                    self._look(driver)
-                    watch()
+            try:
+                self._serve(driver, watch)
+            except KeyboardInterrupt:
+                self._see_off(driver)
+                watch()
+                raise
+            watch()
         if not self.program.over:
-            raise HocketError("No worker is left, and the run has not ended; see the workers' own output above.")
+            raise HocketError(
+                "No worker is left, and the run has not ended; see the workers' own output above. Where it has written a "
+                "checkpoint, it goes on with --resume."
+            )
+
+    def _serve(self, driver: SocketDriver, watch: Callable[[], None]) -> None:
+        looked = 0.0
+        while len(self.supervisor.ended(WORKER)) < self.workers or self._restarts():
+            driver.poll(0.05)
+            if time.monotonic() - looked > 0.1:
+                looked = time.monotonic()
+                self._look(driver)
+                watch()
+
+    def _see_off(self, driver: SocketDriver) -> None:
+        """Let all workers leave, which need the rendezvous for it: with nobody to hand over to they write a checkpoint."""
+        for process in self.supervisor.running(WORKER).values():
+            process.terminate()
+        end = time.monotonic() + _GRACE_S
+        while self.supervisor.running(WORKER) and time.monotonic() < end:
+            driver.poll(0.05)
 
     def uid(self, number: int) -> int:
         """The number by which the rendezvous knows the present process of a worker."""

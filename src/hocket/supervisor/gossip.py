@@ -42,7 +42,7 @@ class GossipRun(SupervisedRun):
     def _train(self, watch: Watch, on_epoch: OnEpoch) -> None:
         # One thread asks the workers, another evaluates: neither waits for the other, and the coordinator for none of them.
         asking, evaluating = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        with Listener("tcp://127.0.0.1:0", self.job, self.keys, self.max_bytes) as listener:
+        with Listener(self.machines.bind_here(), self.job, self.keys, self.max_bytes) as listener:
             self.addresses = [listener.address]
             self._dispatch = SocketDriver(self.coordinator, listener=listener)
             self._dispatch.begin(self.coordinator.start)

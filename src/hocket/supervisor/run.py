@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import secrets
-import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.cluster.join import without_launcher
 from hocket.cluster.layout import Layout
 from hocket.data import DataSet, load
+from hocket.drivers.machines import Machines, ThisMachine
 from hocket.drivers.processes import Role, Supervisor, error_told, how_ended, say
 from hocket.drivers.replay import describe_recording
 from hocket.errors import HocketError, NonFiniteGradient, SettingError
-from hocket.models import build, loss_for
+from hocket.models import loss_for
 from hocket.programs.account import entry_of, staleness_since, steps_of
 from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S, link_bytes
@@ -36,7 +34,6 @@ from hocket.train.record import Record
 from hocket.train.replicas import swapped_weights
 from hocket.train.run import describe_run, repeated
 from hocket.train.settings import RunSettings
-from hocket.train.simulate import seeded
 from hocket.train.trial import check_own
 from hocket.train.watch import check_weights
 from hocket.transport import Keys
@@ -132,7 +129,7 @@ class EpochMetrics:
 
 
 class SupervisedRun(ABC):
-    """A run on processes of this machine; :func:`~hocket.supervisor.prepare` says what the arguments mean."""
+    """A run on processes of one machine or several; :func:`~hocket.supervisor.prepare` says what the arguments mean."""
 
     def __init__(
         self,
@@ -143,11 +140,13 @@ class SupervisedRun(ABC):
         policy: FaultPolicy = FaultPolicy(),  # noqa: B008 - it is frozen
         evaluate: Evaluate | None = None,
         keeping: Keeping = Keeping(),  # noqa: B008 - it is frozen
+        machines: Machines | None = None,
     ) -> None:
+        self.machines = machines or ThisMachine()
         self.settings, self.device, self.data_dir, self.policy = settings, device, data_dir, policy
         self.strategy = settings.strategy
         data = load(settings.data.name, data_dir)
-        self.model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
+        self.model = settings.build(data).to(device)
         optimizer = settings.optimizer_for(self.model)(list(self.model.parameters()))
         buckets = settings.buckets
         self.layout = layout_for(self.model, optimizer, self.strategy, buckets.cap_bytes, buckets.first_cap_bytes)
@@ -223,11 +222,14 @@ class SupervisedRun(ABC):
             None if path is None else str(path)
             for path in (self.data_dir, self.policy.keys, self.policy.record_of(f"worker-{worker}"))
         )
-        device = f"cuda:{worker % max(torch.cuda.device_count(), 1)}" if self.device.type == "cuda" else str(self.device)
+        place = self.machines.of_worker(worker, self.settings.workers.count)
+        shared = self.device.type == "cuda" and not self.machines.assigns_gpus
+        device = f"cuda:{worker % max(torch.cuda.device_count(), 1)}" if shared else str(self.device)
         where = (self.addresses, self.job.hex(), device, data_dir, keys, self.policy.liveness_timeout_s)
         incarnation = self.supervisor.incarnations[WORKER, worker]
         weights = None if self._kept is None or incarnation else self._kept.weights  # a replacement takes them from the others
-        task = WorkerTask(self.settings.by_name(), worker, *where, incarnation, record, len(self.metrics.before), weights)
+        begun = (len(self.metrics.before), weights, self.machines.bind(place))
+        task = WorkerTask(self.settings.by_name(), worker, *where, incarnation, record, *begun)
         pipe = self.supervisor.process(WORKER, worker).stdin
         with contextlib.suppress(BrokenPipeError):  # it has died already; the next check says so
             pipe.write(json.dumps(task.describe()) + "\n")
@@ -255,11 +257,11 @@ class SupervisedRun(ABC):
         while time.monotonic() < deadline and None in self.supervisor.codes(WORKER).values():
             time.sleep(0.05)
 
-    def _start_worker(self, worker: int, incarnation: int) -> subprocess.Popen[str]:
-        environ = without_launcher(os.environ)
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.settings.workers.count)))
-        command = [sys.executable, "-m", "hocket.supervisor.worker_process"]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+    def _start_worker(self, worker: int, incarnation: int) -> Any:
+        workers = self.settings.workers.count
+        threads = str(max(1, (os.cpu_count() or 1) * self.machines.count // workers))
+        environ = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        return self.machines.start(self.machines.of_worker(worker, workers), ["-m", "hocket.supervisor.worker_process"], environ)
 
     def _write_run(self) -> None:
         if self.policy.record is not None:

@@ -4,9 +4,9 @@ A shard that dies is started again from its snapshot. After every epoch this pro
 records them.
 """
 
-import subprocess
 import time
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from hocket.drivers.processes import SHARD, Role, error_told, say
@@ -47,11 +47,18 @@ class ServerRun(SupervisedRun):
     def server_roles(self) -> list[Role]:
         return [Role(SHARD, self.slices.shards, self._start_shard, grace_s=0.0 if self.policy.record is None else _GRACE_S)]
 
-    def _start_shard(self, place: int, incarnation: int) -> subprocess.Popen[str]:
-        policy, bind = self.policy, "tcp://127.0.0.1:0" if incarnation == 0 else self.addresses[place]
-        kept: dict[str, Any] = {"snapshots": self.supervisor.folder, "snapshot": policy.snapshot_s, "most_bytes": self.max_bytes}
+    def _start_shard(self, place: int, incarnation: int) -> Any:
+        where = self.machines.of_shard(place)
+        policy, bind = self.policy, self._bind(place) if incarnation == 0 else self.addresses[place]
+        folder = self.machines.places[where].folder or self.supervisor.folder
+        kept: dict[str, Any] = {"snapshots": folder, "snapshot": policy.snapshot_s, "most_bytes": self.max_bytes}
+        kept["start"] = partial(self.machines.start, where)
         record = policy.record_of(f"shard-{place}")
         return start_shard(place, self.job, bind, policy.keys, policy.liveness_timeout_s, stays=True, record=record, **kept)
+
+    def _bind(self, place: int) -> str:
+        """Where a shard listens."""
+        return self.machines.bind(self.machines.of_shard(place))
 
     def _worker_gone(self, worker: int) -> None:
         assert self._observer is not None

@@ -1,5 +1,6 @@
 """When workers talk: one file per method."""
 
+from hocket.sync.acco import ACCO
 from hocket.sync.aedit import AEDiT
 from hocket.sync.asyncdiloco import AsyncDiLoCo
 from hocket.sync.asynchronous import Async
@@ -13,10 +14,11 @@ from hocket.sync.ssp import SSP
 from hocket.sync.stale import Stale
 
 METHODS: dict[str, type[Sync]] = {
-    s.name: s for s in (Bulk, Local, PostLocal, DiLoCo, Async, SSP, Downpour, Stale, AEDiT, AsyncDiLoCo)
+    s.name: s for s in (Bulk, Local, PostLocal, DiLoCo, ACCO, Async, SSP, Downpour, Stale, AEDiT, AsyncDiLoCo)
 }
 
 __all__ = [
+    "ACCO",
     "METHODS",
     "AEDiT",
     "SSP",

@@ -61,6 +61,8 @@ class Sync(ABC):
     """Whether every worker has its own part of an epoch; otherwise a worker that is ready takes the next mini-batch."""
     keeps_replicas_equal: ClassVar[bool] = False
     """Whether replicas are equal after every step if all workers receive the same mean of gradients."""
+    predicts: ClassVar[bool] = False
+    """Whether every second update only predicts the weights, and is taken back (:mod:`hocket.programs.two_stage`)."""
     accumulates_momentum: ClassVar[bool] = False
     """Whether ``exchange=momentum`` may exchange the momentum of ``period`` steps."""
     pushes_gradients: ClassVar[bool] = False
@@ -180,6 +182,11 @@ class Sync(ABC):
     def outgoing(self, rows: Tensor, state: dict[str, Tensor]) -> Tensor:
         """What is sent of a worker's weights: a copy, since the worker goes on meanwhile."""
         return rows.clone()
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether what is sent are the worker's weights as they are."""
+        return False
 
     @property
     def weighs_displacements(self) -> bool:

@@ -124,6 +124,10 @@ class DiLoCo(Sync):
         return rows.clone() if self.keep == 1 else (rows + state["held"]).to(rows.dtype)
 
     @property
+    def sends_weights(self) -> bool:
+        return self.keep == 1 and self.guard is None
+
+    @property
     def weighs_displacements(self) -> bool:
         return self.guard is not None
 
@@ -151,6 +155,6 @@ class DiLoCo(Sync):
             return torch.lerp(common, rows.to(common.dtype), self.mix), state
         progress = rows.to(common.dtype) - sent
         if self.keep == 1:
-            return common + progress, state
+            return progress.add_(common), state
         share = 1 / workers if self.keep == "eager" else float(self.keep)
         return common + share * progress, {**state, "held": (1 - share) * progress}

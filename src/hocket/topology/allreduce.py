@@ -4,7 +4,8 @@ Uncompressed rows use the backend's all-reduce, ``2(N−1)/N · M`` bytes per wo
 worker's traffic does not grow with N: each row is cut into N slices; a worker sends each slice, encoded, to its owner; the owner
 decodes and averages the slices, encodes the mean, and sends it to all. Where the codec compares values (top-k), slices are
 interleaved, so that each is a sample of all layers; otherwise a slice that holds one layer with large gradients would send too
-little of it. Slice owners keep a residual of their own where the codec uses error feedback.
+little of it. Slice owners keep a residual of their own where the codec uses error feedback. Small slices go by way of other workers
+(:mod:`hocket.cluster.relay`), which changes the number of messages and no result.
 
 Compressed weights are sent as displacement from the last common mean. The residual of error feedback is kept in the state or, with
 ``local(p, residual=weights)``, in the worker's own weights and so in its next displacement.
@@ -23,8 +24,12 @@ from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message, ordered_mean, there
 from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.feedback import mean_with_feedback, with_feedback, with_residual
+from hocket.compression.kernels import native_kernels
 from hocket.compression.sign import Sign
-from hocket.topology.base import Channel, Topology, narrowed, slice_keys, without_shapes
+from hocket.topology.base import Channel, Topology, narrowed, without_shapes
+
+LARGE = 1 << 20
+"""So many values are decoded at once on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class AllReduceChannel(Channel):
     def __init__(self, cluster: Cluster, subgroups: Subgroups) -> None:
         super().__init__(cluster, subgroups)
         self._members = subgroups.size
+        self._usual: dict[tuple[Codec, int], int] = {}
         self._places = subgroups.place_of[cluster.workers.start : cluster.workers.stop]
 
     def mean(self, rows: Tensor, context: Context) -> Tensor:
@@ -60,17 +66,21 @@ class AllReduceChannel(Channel):
     def mean_later(self, rows: Tensor, context: Context) -> Any:
         return self.cluster.mean_later(rows, self.subgroups)
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
         size = rows.shape[1]
         subgroups, cluster = self.subgroups, self.cluster
         width = -(-size // subgroups.size)
         context = without_shapes(context)
-        slices = _deal(pad(rows, (0, width * subgroups.size - size)), subgroups.size, codec.global_selection)
-        keys = there(slice_keys(context.keys(1), subgroups.size), rows)
+        over = width * subgroups.size - size
+        slices = _deal(pad(rows, (0, over)) if over else rows, subgroups.size, codec.global_selection)
+        keys = context.keys(1, subgroups.size, rows.device)
         message, sender = codec.encode(slices, keys, state.get("sender", {}), context)
-        sent = _gather(codec.decode(message, width, context), subgroups.size, codec.global_selection)[:, :size]
-        owned = _combine(codec, cluster.all_to_all(message, subgroups), subgroups.size, width, context)
-        second, second_keys = codec.second_phase, there(context.keys(2), rows)
+        sent = rows[:0]
+        if wants_sent:
+            sent = _gather(codec.decode(message, width, context), subgroups.size, codec.global_selection)[:, :size]
+        usual = message.fixed_bytes if message.lengths is None else self._usual_bytes(codec, width, context)
+        owned = _combine(codec, cluster.all_to_all(message, subgroups, usual), subgroups.size, width, context)
+        second, second_keys = codec.second_phase, context.keys(2, device=rows.device)
 
         def send(wanted: Tensor) -> tuple[tuple[Message, State], Tensor]:
             coded = second.encode(wanted, second_keys, state.get("owner", {}), context)
@@ -83,8 +93,17 @@ class AllReduceChannel(Channel):
         else:
             message, remembered["owner"] = second.encode(owned, second_keys, state.get("owner", {}), context)
         _, position = cluster.groups_here(subgroups)
-        shared = second.decode(cluster.all_gather(message, subgroups), width, context)
-        return Heard(_gather(shared, subgroups.size, codec.global_selection)[:, :size][there(position, shared)], sent, remembered)
+        shared = second.decode(cluster.all_gather_flagged(message, subgroups, usual), width, context)
+        heard = _gather(shared, subgroups.size, codec.global_selection)[:, :size]
+        # Of one group all rows are the same: no copies of a whole model.
+        return Heard(heard.expand(len(rows), -1) if len(heard) == 1 else heard[there(position, shared)], sent, remembered)
+
+    def _usual_bytes(self, codec: Codec, width: int, context: Context) -> int:
+        """The bytes to be expected of a slice whose message varies in size: the same on all workers."""
+        if (codec, width) not in self._usual:
+            row, key = torch.empty(1, width, device="meta"), torch.zeros(1, dtype=torch.int64, device="meta")
+            self._usual[codec, width] = codec.encode(row, key, {}, context)[0].fixed_bytes
+        return self._usual[codec, width]
 
     def whole_gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> Tensor:
         owned = state.get("inner", {}).get("error")
@@ -135,14 +154,16 @@ class AllReduceChannel(Channel):
             heard, sent, inner = compressor.mean(narrowed(rows - reference), self, inner, context)
             return rows + (heard - sent), {"reference": reference + heard, "inner": inner}
         heard, _, inner = mean_with_feedback(compressor, narrowed(rows - reference), self, inner, context)
-        mixed = reference + heard
+        # What EF21 has heard is also its state; elsewhere it is new, and nobody else reads it, but several rows may be one.
+        new = compressor.codec is not None and not compressor.sends_differences and heard.dtype == reference.dtype
+        mixed = heard.add_(reference) if new and len(heard) == 1 else reference + heard
         return mixed, {"reference": mixed, "inner": inner}  # shared: nobody writes into either
 
     def init_state(self, compressor: Compressor, rows: Tensor) -> State:
         return {} if not compressor.compresses else {"reference": rows.clone()}
 
-    def rebase(self, state: State, rows: Tensor) -> State:
-        return {**state, "reference": rows.clone()} if "reference" in state else state
+    def rebase(self, state: State, rows: Tensor, own: bool = False) -> State:
+        return {**state, "reference": rows if own else rows.clone()} if "reference" in state else state
 
 
 def _deal(rows: Tensor, slices: int, interleaved: bool) -> Tensor:
@@ -164,4 +185,18 @@ def _combine(codec: Codec, got: Message, senders: int, width: int, context: Cont
     """The mean of the slices that each owner received, ``[rows, width]``."""
     if isinstance(codec, Sign):
         return codec.combine(got, senders, width, context)
-    return ordered_mean(codec.decode(got, width, context).reshape(-1, senders, width).transpose(0, 1))
+    owners = got.rows // senders
+    if owners == 1 or got.parts[0].device.type != "cpu" or got.rows * width < LARGE:
+        return _means(codec.decode(got, width, context), senders)
+    means = torch.empty(owners, width, dtype=torch.float32)
+    for k in range(owners):  # all decoded messages together would not fit into a cache
+        means[k] = _means(codec.decode(got.part(k * senders, (k + 1) * senders), width, context), senders)[0]
+    return means
+
+
+def _means(rows: Tensor, senders: int) -> Tensor:
+    """The mean of each ``senders`` consecutive rows."""
+    if rows.dtype == torch.float32 and (kernels := native_kernels(rows, rows.shape[1])):
+        found: Tensor = kernels.ordered_mean(rows, senders)
+        return found
+    return ordered_mean(rows.reshape(-1, senders, rows.shape[1]).transpose(0, 1))

@@ -111,7 +111,7 @@ class Channel(ABC):
         """Plain mixing (may work in place)."""
 
     @abstractmethod
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
         """Mixing of coded rows; a worker's own value enters as the others decode it."""
 
     def mean_later(self, rows: Tensor, context: Context) -> Any:
@@ -120,9 +120,13 @@ class Channel(ABC):
         return rows if mixed is rows else rows.copy_(mixed)
 
     def price(self, compressor: Compressor, rows: Tensor) -> None:
-        """Tell the cluster that workers encode these rows, and decode what they hear."""
-        if self.cluster.clock is not None and compressor.compresses:
-            self.cluster.code(compressor.methods, rows.shape[1])
+        """Tell the cluster that workers encode these rows, decode what they hear and mix it."""
+        if self.cluster.clock is not None and (methods := self.methods(compressor)):
+            self.cluster.code(methods, rows.shape[1])
+
+    def methods(self, compressor: Compressor) -> list[str]:
+        """The names of a worker's own part of an exchange in a table of costs, from the exact to the general."""
+        return compressor.methods if compressor.compresses else []
 
     def gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         """Mix gradients through a compressor, with its error feedback."""
@@ -151,8 +155,9 @@ class Channel(ABC):
         """The state without what belongs to a worker's place among the others of this channel, for one of ``workers`` workers."""
         return state
 
-    def rebase(self, state: State, rows: Tensor) -> State:
-        """The state after all workers have the same ``rows``: displacements are measured from these."""
+    def rebase(self, state: State, rows: Tensor, own: bool = False) -> State:
+        """The state after all workers have the same ``rows``: displacements are measured from these. ``own``: nobody will write
+        into them, so that no copy is needed."""
         return state
 
     # --- other workers -------------------------------------------------------------------------------------------------------
@@ -168,13 +173,6 @@ class Channel(ABC):
     def with_residuals(self, residuals: dict[str, Tensor]) -> State:
         """The inverse of :meth:`residuals`, where they are equal on all workers."""
         return dict(residuals)
-
-
-def slice_keys(keys: Tensor, slices: int) -> Tensor:
-    """One key per (row, slice), flattened."""
-    from hocket.noise import bits
-
-    return bits(keys, slices).to(torch.int64).flatten()
 
 
 def narrowed(rows: Tensor) -> Tensor:

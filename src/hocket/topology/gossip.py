@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.base import Cluster, Subgroups
-from hocket.cluster.message import Message, there
+from hocket.cluster.message import Message
 from hocket.compression.base import Codec, Compressor, Context, Heard, State
 from hocket.compression.damped import Damped
 from hocket.compression.sign import Sign
@@ -175,22 +175,28 @@ class GossipChannel(Channel):
             self._tables[key] = Partners(sources, shares, local.own[place][here].to(device).unsqueeze(-1))
         return self._tables[key]
 
+    def methods(self, compressor: Compressor) -> list[str]:
+        own = super().methods(compressor)
+        return [f"gossip + {name}" for name in own] + own
+
     def mean(self, rows: Tensor, context: Context) -> Tensor:
+        if self.cluster.clock is not None:
+            self.cluster.code(["gossip"], rows.shape[1])
         table = self.partners(context.exchange)
         heard = self.cluster.neighbor_exchange(Message((rows,)), table.sources).parts[0]
         return _mixed(rows, heard.view(-1, *rows.shape), table).to(rows.dtype)
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
         size = rows.shape[1]
         table = self.partners(context.exchange)
-        message, state = codec.encode(rows, there(context.keys(1), rows), state, context)
+        message, state = codec.encode(rows, context.keys(1, device=rows.device), state, context)
         sent = codec.decode(message, size, context)
         heard = codec.decode(self.cluster.neighbor_exchange(message, table.sources), size, context)
         return Heard(_mixed(sent, heard.view(-1, *rows.shape), table), sent, state)
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         if not compressor.compresses:
-            return self.mean(rows, context), state
+            return self.mean(rows, context), state  # prices itself
         assert isinstance(compressor, Codec)
         self.price(compressor, rows)
         period = self.spec.period(self.subgroups.size, few=True)
@@ -200,7 +206,8 @@ class GossipChannel(Channel):
         slots, (count, size) = table.sources.shape[0], rows.shape
         codec = compressor if compressor.contracts else Damped(compressor)
         old = state.get(entry) or {"own": state["start"], "heard": state["start"].expand(slots, -1, -1), "codec": {}}
-        message, codec_memory = codec.encode(narrowed(rows - old["own"]), there(context.keys(1), rows), old["codec"], context)
+        keys = context.keys(1, device=rows.device)
+        message, codec_memory = codec.encode(narrowed(rows - old["own"]), keys, old["codec"], context)
         own = old["own"] + codec.decode(message, size, context)
         news = self.cluster.neighbor_exchange(message, table.sources)
         heard = old["heard"] + codec.decode(news, size, context).view(slots, count, size)

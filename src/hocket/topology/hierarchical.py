@@ -95,7 +95,7 @@ class HierarchicalChannel(Channel):
         mixed, _ = self._through(NoCompression(), rows, {}, context, weights=False)
         return mixed
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
         raise AssertionError("hierarchical channels compress on the outer links only; call gradients() or weights()")
 
     def gradients(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
@@ -119,7 +119,7 @@ class HierarchicalChannel(Channel):
     def without_slices(self, compressor: Compressor, state: State, size: int, workers: int) -> State:
         return {}
 
-    def rebase(self, state: State, rows: Tensor) -> State:
+    def rebase(self, state: State, rows: Tensor, own: bool = False) -> State:
         return self.outer.rebase(state, self._slice(rows))
 
     def residuals(self, compressor: Compressor, state: State, size: int, context: Context) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ class SumChannel(Channel):
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         return self.cluster.reduce_on_servers(self.servers, rows)
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
         raise HocketError("Servers with role=sum cannot sum compressed rows.")  # refused when the strategy was built
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:

@@ -54,6 +54,7 @@ def with_exchange(strategy: Strategy, optimizer: Optimizer, sharded: bool = Fals
     code, who = " | ".join(write(link) for link in compression.links), name or type(optimizer).__name__
     better = "momentum" if isinstance(optimizer, OneBitAdam) else "updates"
     possible = strategy.runtime == "collective" and strategy.keeps_replicas_equal and not compression.for_gradients_only
+    possible = possible and not strategy.sync.predicts
     chosen = possible and not sharded and strategy.exchange is None
     if tell and chosen:
         warnings.warn(

@@ -9,9 +9,7 @@ have left it, or with the process that started it.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import secrets
 import subprocess
 from dataclasses import dataclass
@@ -21,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from hocket.cluster.base import Cluster
-from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.layout import Layout
 from hocket.drivers.gossip_runtime import GossipRuntime
+from hocket.drivers.machines import own_network
 from hocket.drivers.processes import SHARD, Role, Supervisor
 from hocket.drivers.start import address_of, own_address, start_shard
 from hocket.errors import HocketError
@@ -62,18 +60,10 @@ def common_ground(cluster: Cluster) -> tuple[Any, bytes, str]:
     store: Any = dist.PrefixStore(f"hocket/servers/{_started}/{cluster.scope}", dist.distributed_c10d._get_default_store())
     if cluster.rank == 0:
         store.set("job", secrets.token_hex(16))
-    own = _network()
+    own = own_network()
     store.set(f"host/{cluster.rank}", own)
     here = all(store.get(f"host/{r}").decode() == own for r in range(cluster.processes))
     return store, bytes.fromhex(store.get("job").decode()), "tcp://127.0.0.1:0" if here else f"tcp://{own_address()}:0"
-
-
-def _network() -> str:
-    """Equal on two processes that reach each other on loopback: they share a kernel, and on it a network."""
-    network = ""
-    with contextlib.suppress(OSError):  # not Linux
-        network = os.readlink("/proc/self/ns/net")
-    return f"{boot_id()} {network}"
 
 
 def start_servers(strategy: Strategy, layout: Layout, cluster: Cluster, keys: Path | None, liveness_timeout_s: float) -> Servers:

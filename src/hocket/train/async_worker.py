@@ -17,11 +17,12 @@ from hocket.cluster.layout import Layout
 from hocket.data import DataSet, load
 from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.drivers.gossip_runtime import CoordinatorLink, GossipRuntime
+from hocket.drivers.machines import ANY_PORT
 from hocket.drivers.server_runtime import ServerRuntime
 from hocket.drivers.worker_runtime import WorkerRuntime
 from hocket.errors import HocketError
 from hocket.files import read_safetensors
-from hocket.models import build, loss_for
+from hocket.models import loss_for
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.server.requests import WorkerConfig
 from hocket.programs.server.wire import link_bytes
@@ -29,7 +30,6 @@ from hocket.train.engines.loop import draws_numbers, seeded_loss
 from hocket.train.job import Job
 from hocket.train.runtimes.messages import peer_runtime, server_runtime
 from hocket.train.settings import RunSettings
-from hocket.train.simulate import seeded
 from hocket.train.throttle import Throttle
 from hocket.transport import Keys
 
@@ -53,6 +53,8 @@ class WorkerTask:
     epochs_done: int = 0
     weights: str | None = None
     """A file of weights to begin with, in a run that goes on after so many epochs."""
+    bind: str = ANY_PORT
+    """Where a worker that others call listens."""
 
     def describe(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,9 +71,9 @@ def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] |
     device = torch.device(post.device)
     data = load(settings.data.name, None if post.data_dir is None else Path(post.data_dir))
     sequence, loss_of = batch_sequence(settings, data, post.epochs_done), loss_for(data)
-    model = seeded(lambda: build(settings.model, data), settings.seed).to(device)
+    model = settings.build(data).to(device)
     if post.weights is not None:
-        model.load_state_dict(read_safetensors(Path(post.weights).read_bytes()))
+        model.load_state_dict(read_safetensors(_content(Path(post.weights))))
     optimizer = settings.optimizer_for(model)(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
     plan = settings.plan()
@@ -133,7 +135,7 @@ def _connect_peer(post: WorkerTask, settings: RunSettings, layout: Layout, confi
     job, keys, record = _link_options(post)
     most = link_bytes(settings.strategy, layout)
     coordinator = CoordinatorLink(post.addresses[0], job, post.worker, keys, most, post.incarnation)
-    return GossipRuntime(config, job, most, coordinator=coordinator, keys=keys, record=record)
+    return GossipRuntime(config, job, most, coordinator=coordinator, bind=post.bind, keys=keys, record=record)
 
 
 def _server_config(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> WorkerConfig:
@@ -159,6 +161,15 @@ def _link_options(post: WorkerTask) -> tuple[bytes, Keys | None, Path | None]:
     """The id of the job, its keys and the file for the recording."""
     keys = None if post.keys is None else Keys.read(post.keys)
     return bytes.fromhex(post.job), keys, None if post.record is None else Path(post.record)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise HocketError(
+            f"Worker cannot read {path} ({error.strerror}): a run goes on from a folder that all machines see."
+        ) from None
 
 
 def _next(job: Job, link: WorkerRuntime, worker: int, sequence: BatchSequence) -> MiniBatch | None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from hocket.cluster.base import Cluster
+from hocket.data.label_skew import IID
 from hocket.data.partition import proportional
 from hocket.errors import SettingError, nearest
 from hocket.strategy import Strategy
@@ -27,8 +28,11 @@ _DIGITS = 6
 """Speeds are rounded to so many digits of the fastest: workers that are equally fast stay so whatever the last bits say."""
 
 
-def check_balance(balance: str, strategy: Strategy | None = None) -> None:
-    """Refuse a name that there is not, and a strategy whose workers do not go in step."""
+def check_balance(balance: str, strategy: Strategy | None = None, partition: str = IID) -> None:
+    """Refuse a name that there is not, and shares or samples of a worker's own where workers do not go in step."""
+    if partition != IID and strategy is not None and strategy.runtime != "collective":
+        text = f"<partition> with {strategy}: its workers take mini-batches one by one, whoever is ready; use iid."
+        raise SettingError(text, partition=partition)
     if balance not in get_args(Balance):
         hint = nearest(str(balance), get_args(Balance))
         text = f"<balance>: a worker's share of a round is even, or goes by its speed (speed){hint or '.'}"

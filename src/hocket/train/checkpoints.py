@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hocket.cluster.agreement import Agreement
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError, SettingError
 from hocket.files import CannotWrite, read_state, safetensors, sealed_json, state_bytes, sync_folder, unsealed_json, write_whole
@@ -37,6 +38,16 @@ _TOGETHER_S = 600.0
 _LEAVE_S = 10.0
 """How long a process that ends with an error waits for its files."""
 Note = Callable[[str], None]
+
+
+class SharedAgreement(Protocol):
+    """What processes that share a folder tell the first of them (:class:`~hocket.train.elastic_checkpoints.FolderAgreement`)."""
+
+    shared: bool
+    silent: str
+    rank: int
+
+    def gather(self, name: str, text: str, timeout_s: float) -> list[str | None]: ...
 
 
 def process_file(process: int) -> str:
@@ -122,7 +133,7 @@ class Checkpoints:
                 f"<keep:{keep}>: at least {LEAST_KEPT} checkpoints are kept, so that one is whole while another is written."
             )
         self.folder, self.keep, self.process = folder, keep, cluster.rank
-        self._agreement = cluster.agreement()
+        self._agreement: Agreement | SharedAgreement = cluster.agreement()
         self._note = note
         self._thread: threading.Thread | None = None
         self._good: list[int] = []
@@ -149,6 +160,16 @@ class Checkpoints:
         if not passed:
             raise SettingError(f"There is no checkpoint in {self.folder}; start without <resume>.")
         raise HocketError(f"No checkpoint in {self.folder} can be used. {' '.join(passed)} Start anew in another folder.")
+
+    @property
+    def next(self) -> int:
+        """The number of the next generation, as far as this process knows."""
+        return max([self._next, *(number + 1 for number in self._numbers())])
+
+    def meet(self, agreement: SharedAgreement, number: int) -> None:
+        """The next generation has this number, and is written by the processes of ``agreement``, which share the folder."""
+        self._agreement, self.process, self._next = agreement, agreement.rank, number
+        self._good = [n for n in self._numbers() if _attempt(partial(Generation.read, self.folder / str(n))) is None]
 
     def newest(self) -> Generation | None:
         """The newest generation with a manifest that this process can read."""
@@ -207,12 +228,15 @@ class Checkpoints:
         files: dict[str, tuple[int, int]] = {}
         problem = _attempt(lambda: files.update(_write_files(folder, states)))
         everyone = self._agreement.gather(f"written {number}", json.dumps([problem, files]), _TOGETHER_S)
-        told = [("has not told", {}) if text is None else json.loads(text) for text in everyone]
+        shared = self._agreement.shared
+        if shared and self.process > 0:
+            return  # the first process seals it
+        told = [(self._agreement.silent, {}) if text is None else json.loads(text) for text in everyone]
         problem = _named([said or "" for said, _ in told])
         if problem is None:
             manifest = {"files": {name: entry for _, own in told for name, entry in sorted(own.items())}, "facts": facts}
             write = lambda: write_whole(folder / MANIFEST, sealed_json(manifest), f"-{self.process}")  # noqa: E731
-            problem = self._agreed(f"sealed {number}", _attempt(write))
+            problem = _attempt(write) if shared else self._agreed(f"sealed {number}", _attempt(write))
         if problem is None:
             self._good.append(number)
             self._remove_old()
@@ -237,7 +261,7 @@ class Checkpoints:
     def _agreed(self, name: str, problem: str | None) -> str | None:
         """None where no process has a problem; otherwise the first one's."""
         everyone = self._agreement.gather(name, problem or "", _TOGETHER_S)
-        return _named(["has not told" if text is None else text for text in everyone])
+        return _named([self._agreement.silent if text is None else text for text in everyone])
 
     def _say(self, text: str) -> None:
         if self.process == 0:

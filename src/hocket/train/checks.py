@@ -89,6 +89,21 @@ def check_job(
         raise HocketError(f"{strategy}: {type(optimizer).__name__} has no moments that could be averaged; leave moments= out.")
 
 
+def refuse_prediction(strategy: Strategy, *, split: bool, scaled: bool, elastic: bool) -> None:
+    """Refuse a strategy that takes updates back where that cannot work."""
+    if not strategy.sync.predicts:
+        return
+    name = strategy.sync.name
+    if split:
+        raise HocketError(
+            f"{strategy}: {name} keeps a copy of whole weights and optimiser state, and this model is split; use bulk."
+        )
+    if scaled:
+        raise HocketError(f"{strategy}: a GradScaler skips updates that {name} takes back; use bfloat16, or bulk.")
+    if elastic:
+        raise HocketError(f"{strategy}: gradients of a lost worker would still be in flight; use bulk in an elastic run.")
+
+
 def refuse_clip(strategy: Strategy, clip: float | None) -> None:
     """Refuse to clip what is no gradient."""
     if clip is not None and strategy.compression.gives_signs:
@@ -117,8 +132,7 @@ FEWEST_SENDS = 2.0
 
 
 def mention_steps(strategy: Strategy, steps: int | None, workers: int) -> None:
-    """Warn where so many steps, if they are known, are few: for the period by theory, for the density by measurement. And warn of
-    one worker whose strategy holds the momentum."""
+    """Warn where so many steps, if they are known, are few for the density; and of one worker whose strategy has the momentum."""
     if workers == 1 and strategy.compression.carries_momentum:
         code = strategy.compression.name
         warnings.warn(
@@ -127,13 +141,6 @@ def mention_steps(strategy: Strategy, steps: int | None, workers: int) -> None:
         )
     if steps is None or workers == 1:
         return
-    period, proven = strategy.sync.period, strategy.sync.proven_period(steps, workers)
-    if proven is not None and period > 1:
-        warnings.warn(
-            f"{strategy.sync.name} with a period of {period}: convergence is proven up to T^(1/4)/N^(3/4) = "
-            f"{proven:.2f} steps for T = {steps} and N = {workers}; that is sufficient, not necessary.",
-            stacklevel=3,
-        )
     exchanges = _exchanges(strategy, steps)
     sends = strategy.compression.sends_per_value(exchanges)
     if sends is not None and sends < FEWEST_SENDS and exchanges > 0:

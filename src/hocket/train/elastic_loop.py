@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hocket.cluster.elastic import ElasticCluster
 from hocket.cluster.ledger import Entry
+from hocket.cluster.replica import ReplicaLost
 from hocket.data.base import DataSet
 from hocket.data.elastic_stream import SampleStream
 from hocket.data.partition import Round
@@ -22,7 +23,9 @@ from hocket.train.evaluate import Evaluation, Tally
 from hocket.train.job import Job
 from hocket.train.loop import Training, TrainingPlan, Watch
 from hocket.train.replicas import JobReplica, LiveReplica, Loss
-from hocket.train.runtimes.elastic import ElasticRuntime
+from hocket.train.runtimes.elastic import ElasticRuntime, Rejoined
+from hocket.train.runtimes.elastic_replica import ReplicaRuntime
+from hocket.train.split_replicas import MeshReplica
 from hocket.train.throttle import Throttle
 
 
@@ -43,6 +46,7 @@ class ElasticReplica(LiveReplica):
         **options: Any,
     ) -> None:
         JobReplica.__init__(self, model, loss, optimizer, clip, autocast)
+        self._runtime = runtime
         self._attach(Job(model, self.optimizer, strategy, runtime, **options))
         self.cluster, self._throttle = runtime.cluster, Throttle(slowdown)
 
@@ -52,7 +56,7 @@ class ElasticTraining(Training):
 
     cluster: ElasticCluster
 
-    def __init__(self, replica: LiveReplica, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
+    def __init__(self, replica: LiveReplica | MeshReplica, data: DataSet, loss: Loss, plan: TrainingPlan) -> None:
         runtime = replica.job.runtime
         assert isinstance(runtime, ElasticRuntime)
         self.runtime, self.stream = runtime, runtime.stream
@@ -69,7 +73,15 @@ class ElasticTraining(Training):
         return self.epoch >= self.plan.epochs or (self.plan.max_steps is not None and self.step >= self.plan.max_steps)
 
     def run(self, watch: Watch = lambda _: None) -> Iterator[dict[str, Any]]:
-        yield from super().run(watch)
+        while True:
+            try:
+                yield from super().run(watch)
+                break
+            except ReplicaLost:
+                assert isinstance(self.runtime, ReplicaRuntime)
+                self.runtime.rejoin()
+            except Rejoined:  # it was away while the others summed up an epoch; it has their state, and goes on with their epoch
+                continue
         self.runtime.end()
 
     def _train_epoch(self, watch: Watch) -> tuple[Entry, float]:
@@ -77,7 +89,8 @@ class ElasticTraining(Training):
         self.cluster.ledger.resume()
         self.stream.begin(self.batches.partition)
         while not self.over and (round_ := self.stream.next()) is not None:
-            losses.append(self._deal(round_, self.stream))
+            loss = self._deal(round_, self.stream)
+            losses += [loss] * bool(loss.numel())
             self._watch_step(watch)
         self.cluster.ledger.pause()
         entry = self.ledger.close_epoch()
@@ -106,6 +119,9 @@ class ElasticTraining(Training):
         """Every worker looks at a part of the test set; again, if one was lost meanwhile. All decide it by the same figures."""
         if self._test is None:
             return Evaluation()
+        if self.cluster.parts > 1:  # each replica looks at all of it: its processes may not know of the same generation
+            with self.averaged() as model:
+                return self.evaluator.evaluation(self.evaluator.tally(model, self._test))
         while True:
             (x, y), rank, size = self._test, self.cluster.rank, self.cluster.size
             part = slice(rank * len(x) // size, (rank + 1) * len(x) // size)
@@ -122,6 +138,24 @@ class ElasticTraining(Training):
         seconds = sum(event["seconds"] for event in new)
         further = super()._further_metrics(accuracy)
         return {**further, "workers": self.cluster.size, **figures, "regroup_s": seconds, "dealt_again": self.stream.dealt_again}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "step": self.runtime.step}  # also in the middle of a step
+
+    def go_on_after(self, states: Sequence[dict[str, Any]]) -> None:
+        """Of an epoch that was under way the samples go on behind the last one that was computed."""
+        jobs = [state["replicas"].get("job", {}) for state in states]
+        epoch = {"epoch": states[0]["epoch"], "history": [], "taken": 0, "sound": 0, "workers": 1, "worker": 0}
+        self.stream.go_on([job["samples"] for job in jobs] if all("samples" in job for job in jobs) else [epoch])
+        self.stream.begin(self.batches.partition)
+        self.epoch, self.step, self.metrics = states[0]["epoch"], self.runtime.step, list(states[0]["metrics"])
+        self.scheduler.last_epoch = self.step
+        self.set_rates()
+
+    def set_rates(self) -> None:
+        """The rates are those of the schedule here."""
+        for group, base in zip(self.replicas.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+            group["lr"] = base * self.scheduler.lr_lambdas[0](0)
 
 
 class Progress:
@@ -147,5 +181,4 @@ class Progress:
         training, scheduler = self._training, self._training.scheduler
         training._load_progress(state)
         self.base_lrs, scheduler.last_epoch = state["scheduler"]["base_lrs"], state["scheduler"]["last_epoch"]
-        for group, base in zip(training.replicas.optimizer.param_groups, scheduler.base_lrs, strict=True):
-            group["lr"] = base * scheduler.lr_lambdas[0](0)
+        training.set_rates()

@@ -25,6 +25,8 @@ from hocket.train.engines.loop import draws_numbers, forked
 Metric = Callable[[Any, Tensor], Tensor | float]
 """``metric(output, targets)``: a number for a batch, the mean over its samples."""
 
+LEAST_SAMPLE = 256
+"""Of the test set, on which the worst replica is found."""
 _BATCH, _TOKENS = 1000, 2**16
 _MOST_ON_CUDA, _ROOM = 10_000, 2**34
 
@@ -101,6 +103,19 @@ class Evaluator:
         test_loss = tally.loss / tally.samples
         metric = None if self.metric is None else tally.metric / tally.samples
         return Evaluation(tally.accuracy, test_loss, metric, perplexity(test_loss) if self.data.language else None)
+
+
+def spread(pair: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """``count`` samples from all over ``pair``; itself if it has no more.
+
+    >>> spread((torch.arange(8), torch.arange(8)), 4)[0]
+    tensor([0, 2, 4, 6])
+    """
+    x, y = pair
+    if count >= len(x):
+        return pair
+    chosen = torch.arange(count, device=y.device) * len(x) // count
+    return x[chosen], y[chosen]
 
 
 def perplexity(loss: float) -> float | None:

@@ -116,6 +116,11 @@ class BucketedGradients:
                 "late for what the loop does to them before the step, such as clipping; call job.exchange() after each backward()."
             )
 
+    def begin_step(self) -> None:
+        """The step under way was interrupted; nothing of it was exchanged with those who make the next one."""
+        self._binding.backwards, self._exchanged_at, self._launched, self._sent, self._pass = 0, -1, 0, 0, None
+        self._ready = [set() for _ in self._ready]
+
     def take_part(self) -> bool:
         """Give zeros to the others if nothing of this step was exchanged, and there is nothing; whether it was so."""
         if self._binding.backwards or self._exchanged_at == self._runtime.step or not self._runtime.mixes_gradients:
@@ -234,8 +239,11 @@ class BucketedGradients:
         sent, self._sent = self._sent, 0
         for bucket, (views, row, flags) in enumerate(zip(self._views, self._binding.params, used, strict=True)):
             for view, p, flag in zip(views, row, flags, strict=True):
-                if (p.grad is None or bucket < sent) and (flag or (residuals and bool(view.any()))):
+                arrived = flag or (residuals and bool(view.any()))
+                if (p.grad is None or bucket < sent) and arrived:
                     p.grad = view
+                elif not arrived and self._binding.strategy.sync.predicts:  # what this pass used arrives in the next one
+                    p.grad = None
         self._versions = [rows._version for rows in self._grads]
 
     def _fill_unused(self, bucket: int) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
 from hocket.programs.collective import CollectiveProgram
 from hocket.train.elastic import Stateful
@@ -95,6 +96,17 @@ def receive_state(donor: int) -> Tensor:
     return packed
 
 
+def pass_on(cluster: Cluster, donor: int, receivers: list[int], state: Callable[[], Any]) -> Any:
+    """Give ``state()`` of the process ``donor`` to other processes of the default group; what a receiver gets, None elsewhere."""
+    rank = dist.get_rank()
+    if rank == donor and receivers:
+        packed = pack_state(state())
+        cluster.start(lambda: send_state(packed, receivers))()
+    elif rank in receivers:
+        return unpack_state(cluster.start(lambda: receive_state(donor))())
+    return None
+
+
 def _others(binding: Binding) -> list[Tensor]:
     """Frozen parameters and buffers."""
     ours = {id(p) for own in binding.params for p in own}
@@ -116,9 +128,9 @@ def pack_state(state: Any) -> Tensor:
 
 def unpack_state(packed: Tensor) -> Any:
     """Back from :func:`pack_state`."""
-    (length,) = _LENGTH.unpack(bytes(packed[: _LENGTH.size].tolist()))
+    (length,) = _LENGTH.unpack(packed[: _LENGTH.size].numpy().tobytes())
     start = _LENGTH.size + length
-    return _value(json.loads(bytes(packed[_LENGTH.size : start].tolist())), packed[start:], [0])
+    return _value(json.loads(packed[_LENGTH.size : start].numpy().tobytes()), packed[start:], [0])
 
 
 def _plain(value: Any, tensors: list[Tensor]) -> Any:

@@ -31,6 +31,7 @@ from hocket.train.checks import (
     layout_for,
     mention_steps,
     refuse_newcomers,
+    refuse_prediction,
 )
 from hocket.train.gradients import BucketedGradients, call_closure, check_passes, gradients_for
 from hocket.train.job_state import JobState
@@ -68,6 +69,7 @@ class Job(JobState):
         tell = runtime.cluster.workers.start == 0 and not runtime.alone
         strategy = with_exchange(strategy, optimizer, bool(getattr(runtime, "zero", 0)), tell)
         runtime.refuse(strategy, scaler)
+        refuse_prediction(strategy, split=split is not None, scaled=scaler is not None, elastic=runtime.cluster.elastic)
         refuse_audit(check, runtime, whole=split is None)
         self.strategy, self.runtime, self.split = strategy, runtime, split
         self.on_detach: Callable[[Job], None] | None = None
@@ -75,7 +77,7 @@ class Job(JobState):
             check_device(model, runtime.cluster)
         apart = {} if split is None else split.apart
         self.layout = layout_for(model, optimizer, strategy, buckets.cap_bytes, buckets.first_cap_bytes, apart)
-        passes_hooked = split is None or split.pipe is None
+        passes_hooked = split is None or split.hooks_passes
         if not self.layout.buckets and passes_hooked:  # a stage of a pipeline may have none
             raise HocketError("The optimiser holds no trainable parameter of this model; build it from model.parameters().")
         check_optimizer(model, optimizer)
@@ -214,6 +216,11 @@ class Job(JobState):
         if self._gradients is not None:
             self._gradients.exchange()
 
+    def begin_step(self) -> None:
+        """Forget what was exchanged in the step under way, which was interrupted."""
+        if isinstance(self._gradients, BucketedGradients):
+            self._gradients.begin_step()
+
     def take_part(self) -> None:
         """Exchange zeros, where this step has made no exchange and the others wait for one."""
         if isinstance(self._gradients, BucketedGradients):
@@ -258,7 +265,7 @@ class Job(JobState):
             self._gradients.show()
         self._binding.backwards = 0
         self.runtime.after_update()
-        if self.split is not None:
+        if self.split is not None and self.split.world is not self.runtime.cluster:
             self.split.world.end_step(self.step)  # the cluster of the data axis may be this process alone
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.data.distribute import LoaderPositions
+from hocket.data.elastic_stream import SampleStream
 from hocket.errors import HocketError
 from hocket.programs.repartition import take_over
 from hocket.split.split_model import SplitModel
@@ -35,6 +36,8 @@ class JobState(JobView):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; with servers or peers, before the first step."""
+        if self.cluster.elastic:
+            raise HocketError("Workers of an elastic run come and go: give all workers' states to job.load_workers(…).")
         if self._entry not in state:
             raise HocketError(
                 f"The state has {', '.join(map(str, state)) or 'nothing'}, not {self._entry}: give each process the state that it "
@@ -65,13 +68,23 @@ class JobState(JobView):
 
         As many workers as there were go on exactly. Others begin with the mean of the weights, buffers and optimiser states, and
         share out the sum of the residuals (:mod:`hocket.programs.repartition`); an epoch under way goes on behind its last sample.
+        In an elastic run a worker that joins others has its state from them, and this does nothing.
         """
         states = [{**each, "job": next(iter(each["job"].values()))[0]} for each in saved]
-        if len(saved) == self.cluster.size:
-            own = saved[self.cluster.workers.start]
-            self.model.load_state_dict(own["model"])
-            self.optimizer.load_state_dict(own["optimizer"])
-            self.load_own_state(states[self.cluster.workers.start]["job"])
+        stream: SampleStream | None = getattr(self.runtime, "stream", None)
+        place, size = self.cluster.workers.start, self.cluster.size
+        if any(("samples" in state["job"]) != (stream is not None) for state in states):
+            saved_by, here = ("a run that is not elastic", "is") if stream is not None else ("an elastic run", "is not")
+            raise HocketError(f"The states were saved by {saved_by}, and this one {here} elastic; give elastic= as it was there.")
+        if stream is not None:
+            if self.runtime.began is None:  # type: ignore[attr-defined]
+                return
+            place, size = self.runtime.began  # type: ignore[attr-defined]
+            stream.go_on([state["job"]["samples"] for state in states])
+        if len(saved) == size:
+            self.model.load_state_dict(saved[place]["model"])
+            self.optimizer.load_state_dict(saved[place]["optimizer"])
+            self.load_own_state(states[place]["job"])
             return
         program = getattr(self.runtime, "program", None)
         if self.split is not None or program is None:

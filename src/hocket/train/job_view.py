@@ -41,6 +41,16 @@ class JobView:
     def weight(self, weight: float) -> None:
         self._binding.weight = weight
 
+    @property
+    def samples(self) -> float:
+        """Samples of all workers in the next exchange, where they differ from step to step: ``acco`` weighs the halves of a
+        mini-batch by them. Hocket's own loops set it."""
+        return self._binding.samples
+
+    @samples.setter
+    def samples(self, samples: float) -> None:
+        self._binding.samples = samples
+
     def share(self, **shared: Stateful) -> None:
         """A worker that joins an elastic run gets these states, too, such as that of ``scheduler=scheduler``; where this worker has
         just joined, it takes them. Elsewhere nothing happens."""

@@ -46,11 +46,13 @@ class MeshAxes:
             self.own[name] = _added(self.own.get(name, {}), taken)
             figures += [float(value) for value in taken.values()]
         everyone = self.world.all_gather_metrics(torch.tensor([figures], dtype=torch.float64))
+        if self.world.elastic:  # whose workers are replicas
+            everyone = torch.cat(self.place.gather_plain(everyone))
         sums, means = everyone.sum(0).tolist(), everyone.mean(0).tolist()
         for name, value in zip(_SECONDS, means, strict=False):
             setattr(entry, name, value)
         # Every process along a data axis knows the sum over it.
-        sent = sums[5] / self.place.data.size
+        sent = sums[5] * self.place.pipeline.size * self.place.tensor.size / len(everyone)
         synchronised = (entry.wait_s or 0.0) + (entry.transfer_s or 0.0)
         found: AxisFigures = {"data": {"bytes_sent": int(sent), "exchanges": entry.exchanges, "seconds": synchronised}}
         for k, name in ((6, "pipeline"), (9, "tensor")):

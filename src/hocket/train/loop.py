@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,13 +21,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
 from hocket.cluster.spec import ClusterSpec
+from hocket.data import label_skew
 from hocket.data.base import DataSet, Pair, Samples
 from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.data.partition import Last, Partition, Round
 from hocket.errors import SettingError, nearest
 from hocket.noise import step_keys
 from hocket.train.balance import by_speed, check_balance, check_speeds
-from hocket.train.evaluate import Evaluation, Evaluator, Metric, Tally
+from hocket.train.evaluate import LEAST_SAMPLE, Evaluation, Evaluator, Metric, Tally, spread
 from hocket.train.flops import step_flops
 from hocket.train.ledger_view import ClusterLedger, JobLedger
 from hocket.train.lr_schedule import factor
@@ -51,9 +52,13 @@ class TrainingPlan:
     evaluate_last: bool = True
     """Evaluate the mean model after the last epoch."""
     worst: bool = True
-    """After the last epoch evaluate every replica too, for the worst of them."""
+    """After the last epoch look for the worst replica, too, and evaluate that."""
     balance: str = "even"
     """A worker's share of a round: even, or by its speed in the epoch before."""
+    partition: str = label_skew.IID
+    """Which samples a worker may have: any (iid), or those that it owns by their labels."""
+    warmup_start: float = 0.0
+    """The share of the rate at which the warm-up starts."""
 
     def __post_init__(self) -> None:
         check_count("epochs", self.epochs)
@@ -64,6 +69,9 @@ class TrainingPlan:
         if not 0 <= self.warmup_epochs < math.inf:
             raise SettingError("<warmup>: the warm-up is a number of epochs, 0 for none.", warmup=self.warmup_epochs)
         check_balance(self.balance)
+        label_skew.check(self.partition)
+        if self.partition != label_skew.IID and self.balance != "even":
+            raise SettingError("<partition> gives each worker samples of its own; leave <balance> out.", partition=self.partition)
         if self.last not in get_args(Last):
             hint = nearest(str(self.last), get_args(Last))
             raise SettingError(
@@ -74,7 +82,9 @@ class TrainingPlan:
         """All mini-batches of the training, for ``workers`` workers, after those of the first ``epochs_done`` epochs."""
         samples = data.samples
         given = (len(samples), workers, self.batch_size, self.seed, cast(Last, self.last))
-        partition = Partition(*given, order=samples.order(self.seed))
+        labels = None if self.partition == label_skew.IID else samples.labels()
+        owners = label_skew.owners(self.partition, labels, workers, self.seed)
+        partition = Partition(*given, order=samples.order(self.seed), owners=owners)
         total = len(partition) * self.epochs
         steps = total if self.max_steps is None else min(total, self.max_steps)
         return BatchSequence(partition, steps, epochs_done * len(partition))
@@ -93,7 +103,8 @@ class TrainingPlan:
 
     def lr_factor(self, sequence: BatchSequence) -> Callable[[int], float]:
         """The rate at a step as a multiple of the base rate."""
-        return factor(self.lr_schedule, sequence.steps, round(self.warmup_epochs * len(sequence.partition)))
+        warmup = round(self.warmup_epochs * len(sequence.partition))
+        return factor(self.lr_schedule, sequence.steps, warmup, self.warmup_start)
 
     def step_s(self, spec: ClusterSpec, model: nn.Module, loss: Loss, data: DataSet) -> float:
         """How long a worker of ordinary speed computes the gradient of a mini-batch on the described cluster."""
@@ -161,7 +172,7 @@ class EpochLoop(ABC):
             wall = time.perf_counter() - begun
             found = self._evaluate() if self.plan.evaluate or (self.over and self.plan.evaluate_last) else Evaluation()
             metrics = {"epoch": self.epoch, **found.line(mean_loss), **vars(entry), "wall_s": wall}
-            metrics |= self.batches.tokens(self.epoch - 1, self.data)
+            metrics |= self.batches.tokens(self.epoch - 1, self.data) | self._data_figures()
             self.metrics.append({**metrics, **self._further_metrics(found.accuracy)})
             yield self.metrics[-1]
 
@@ -205,6 +216,16 @@ class EpochLoop(ABC):
         rows[: len(own)] = torch.tensor([list(vars(tally).values()) for tally in own], dtype=torch.float64)
         sums = [math.fsum(column) for column in self.cluster.all_gather_metrics(rows).T.tolist()]
         return self.evaluator.evaluation(Tally(*sums))
+
+    def _data_figures(self) -> dict[str, float]:
+        """What reading took: bytes and samples of all processes, seconds as their mean."""
+        own = self._train.figures()
+        if not own:
+            return {}
+        rows = torch.zeros(self.cluster.rows, len(own), dtype=torch.float64)
+        rows[0] = torch.tensor(list(own.values()), dtype=torch.float64)
+        sums = dict(zip(own, self.cluster.all_gather_metrics(rows).sum(0).tolist(), strict=True))
+        return {name: value / self.cluster.processes if name.endswith("_s") else int(value) for name, value in sums.items()}
 
     def _watch_step(self, watch: Watch) -> None:
         watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))
@@ -254,7 +275,6 @@ class Training(EpochLoop):
     def _further_metrics(self, accuracy: float | None) -> dict[str, Any]:
         metrics: dict[str, Any] = {"axes": self.ledger.last} if self.ledger.last else {}
         metrics |= {"step_times": steps} if (steps := self.ledger.step_times()) else {}
-        metrics |= self._data_figures()
         if self.shares is not None:
             metrics["shares"] = self.shares
             self.shares = by_speed(self.shares, self._samples, self.cluster.ledger.computed)
@@ -262,16 +282,6 @@ class Training(EpochLoop):
         if worst is not None and worst != accuracy:
             metrics["accuracy_worst"] = worst
         return metrics
-
-    def _data_figures(self) -> dict[str, float]:
-        """What reading took: bytes and samples of all processes, seconds as their mean."""
-        own = self._train.figures()
-        if not own:
-            return {}
-        rows = torch.zeros(self.cluster.rows, len(own), dtype=torch.float64)
-        rows[0] = torch.tensor(list(own.values()), dtype=torch.float64)
-        sums = dict(zip(own, self.cluster.all_gather_metrics(rows).sum(0).tolist(), strict=True))
-        return {name: value / self.cluster.processes if name.endswith("_s") else int(value) for name, value in sums.items()}
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         """The mean over steps and workers, summed exactly so that it does not depend on who hosts whom."""
@@ -309,7 +319,7 @@ class Training(EpochLoop):
             targets = [y for _, y in samples]
         if self.cluster.clock is not None:
             self.cluster.clock.compute(self.step, self._loads(index))
-        by_samples = self.shares is not None
+        by_samples, self.replicas.samples = self.shares is not None, float(sum(round_.sizes))
         losses = self.replicas.step(inputs, targets, keys, weights, always=by_samples)
         self.scheduler.step()
         self.step += 1
@@ -322,12 +332,23 @@ class Training(EpochLoop):
         return torch.tensor([len(i) / self.plan.batch_size for i in index], dtype=torch.float64)
 
     def _worst(self) -> float | None:
+        """The accuracy of the worst replica, which is found on a sample where the test set is larger than a worker's training."""
         if self.cluster.size == 1 or self._test is None or self._test[1].is_floating_point():
             return None
-        found = [self.evaluator.tally(model, self._test).accuracy for model in self.replicas.each()]
-        own = torch.tensor([math.nan if accuracy is None else accuracy for accuracy in found], dtype=torch.float64)
-        worst = float(self.cluster.all_gather_metrics(own.unsqueeze(1)).min())
-        return None if math.isnan(worst) else worst
+        sample = spread(self._test, max(LEAST_SAMPLE, self.steps * self.plan.batch_size))
+        found = self._accuracies(sample, range(self.cluster.size))
+        if sample is not self._test:
+            found = self._accuracies(self._test, [int(found.nan_to_num(math.inf).argmin())])
+        worst = float(found.nan_to_num(math.inf).min())
+        return worst if math.isfinite(worst) else None
+
+    def _accuracies(self, pair: Pair, workers: Sequence[int]) -> Tensor:
+        """Those of all workers' replicas; NaN for the workers that are not asked for."""
+        own = torch.full((self.cluster.rows, 1), math.nan, dtype=torch.float64)
+        for row, (worker, model) in enumerate(zip(self.cluster.workers, self.replicas.each(), strict=True)):
+            if worker in workers and (accuracy := self.evaluator.tally(model, pair).accuracy) is not None:
+                own[row] = accuracy
+        return self.cluster.all_gather_metrics(own).flatten()
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._progress(), "replicas": self.replicas.state_dict()}
@@ -363,6 +384,10 @@ class Training(EpochLoop):
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         scheduler._last_lr = rates
+
+    def go_on_after(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on where the workers of ``states`` stood; the replicas have their weights already."""
+        self.go_on_at(states[0])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._load_progress(state)

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from hocket.cluster.layout import Layout
 from hocket.optim import OneBitAdam, moment_name
 from hocket.programs.collective import CollectiveProgram
+from hocket.programs.two_stage import TwoStageProgram
 from hocket.train.checks import Factory
+from hocket.train.optimizer_copy import OptimizerCopy
 from hocket.train.runtimes.base import Binding
 
 
@@ -23,6 +25,10 @@ class StateRows(Protocol):
     @property
     def first(self) -> Optimizer:
         """The optimiser of the first row."""
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """All of them; one, where it serves all rows."""
 
     def rows_of(self, bucket: int, name: str) -> Tensor:
         """One kind of state of a bucket, ``[rows, values]``, a copy; zeros where there is none yet."""
@@ -40,6 +46,10 @@ class JobRows:
     @property
     def first(self) -> Optimizer:
         return self._binding.optimizer
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [self._binding.optimizer]
 
     def rows_of(self, bucket: int, name: str) -> Tensor:
         rows = self._binding.layout.buckets[bucket].empty(1)
@@ -114,6 +124,8 @@ def give_state(program: CollectiveProgram, rows: StateRows, momentum: bool) -> N
     """Let a program exchange what its strategy exchanges of this state; ``momentum``: instead of gradients."""
     program.momentum = MomentumRows(rows, program.layout) if momentum else None
     program.moments = MomentRows(rows, program.layout)
+    if isinstance(program, TwoStageProgram):
+        program.optimizer_state = OptimizerCopy(lambda: rows.optimizers)
 
 
 def take_momentum(optimizer: Optimizer, period: int) -> Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Collection, Mapping
@@ -17,7 +18,7 @@ from hocket.files import safetensors, write_whole
 from hocket.strategy import Strategy
 from hocket.version import __version__
 
-CHECKPOINTS, WEIGHTS = "checkpoints", "model.safetensors"
+CHECKPOINTS, METRICS, WEIGHTS = "checkpoints", "metrics.jsonl", "model.safetensors"
 MAY_CHANGE = ("epochs", "max_steps", "workers", "virtual", "mesh", "pipe", "micro", "cut", "virtual_stages", "measure", "plan")
 """How long a run is, how many workers it has, and how its model is split."""
 
@@ -40,22 +41,27 @@ class Record:
     def write_run(self, run: dict[str, Any]) -> None:
         """Everything needed to repeat the run."""
         if self.process == 0:
-            write_whole(self.folder / "run.json", (json.dumps(run, indent=2) + "\n").encode())
+            self._write("run.json", (json.dumps(run, indent=2) + "\n").encode())
 
     def write_metrics(self, metrics: list[dict[str, Any]]) -> None:
         """One line per epoch."""
         if self.process == 0:
-            write_whole(self.folder / "metrics.jsonl", "".join(json.dumps(m) + "\n" for m in metrics).encode())
+            self._write(METRICS, "".join(json.dumps(m) + "\n" for m in metrics).encode())
 
     def write_timeline(self, timeline: dict[str, Any] | None) -> None:
         """When every stage of a pipeline did what in the last mini-batch."""
         if self.process == 0 and timeline is not None:
-            write_whole(self.folder / "timeline.json", (json.dumps(timeline) + "\n").encode())
+            self._write("timeline.json", (json.dumps(timeline) + "\n").encode())
 
     def write_weights(self, weights: Mapping[str, Tensor]) -> None:
         """The mean model."""
         if self.process == 0:
-            write_whole(self.folder / WEIGHTS, safetensors(weights, {"format": "pt"}))
+            self._write(WEIGHTS, safetensors(weights, {"format": "pt"}))
+
+    def _write(self, name: str, content: bytes) -> None:
+        if not self.folder.is_dir():  # an elastic run that others start is recorded by whoever is its first worker now
+            self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / name, content, f".{os.getpid()}")  # after a loss two may be the first for a moment
 
     def read_run(self) -> dict[str, Any] | None:
         """run.json; None where it is missing or damaged."""

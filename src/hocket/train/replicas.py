@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Buckets, Layout
 from hocket.errors import HocketError, NonFiniteGradient
-from hocket.programs.collective import CollectiveProgram
 from hocket.programs.repartition import take_over
+from hocket.programs.two_stage import program_for
 from hocket.strategy import Strategy
 from hocket.train.adaptive import with_exchange
 from hocket.train.checks import Factory, check_equal, check_job, check_memory, layout_for, optimizer_for, refuse_clip
@@ -42,6 +42,8 @@ class Replicas(Protocol):
 
     layout: Layout
     model: nn.Module
+    samples: float
+    """Of all workers in the next step."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -78,6 +80,7 @@ class JobReplica(ABC):
     """A model, or a part of one, and an optimiser; a job on their hooks makes all exchanges."""
 
     job: Job
+    samples = 1.0
 
     def __init__(self, model: nn.Module, loss: Loss, optimizer: Factory, clip: float | None, autocast: torch.dtype | None) -> None:
         self.model, self.loss, self.clip, self.autocast = model, loss, clip, autocast
@@ -91,7 +94,7 @@ class JobReplica(ABC):
     def step(
         self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
     ) -> Tensor:
-        self.job.weight = weights[0]
+        self.job.weight, self.job.samples = weights[0], self.samples
         loss = self._step(inputs[0], targets[0], keys[0], weights[0] if always else 1.0)
         return torch.empty(0) if loss is None else loss.detach().view(1)
 
@@ -138,7 +141,7 @@ class LiveReplica(JobReplica):
     ) -> None:
         """``zero=1``: it keeps a part of the optimiser's state; worker 0's checkpoint has all of it."""
         super().__init__(model, loss, optimizer, clip, autocast)
-        self._runtime = CollectiveRuntime(cluster, zero)
+        self._runtime: CollectiveRuntime = CollectiveRuntime(cluster, zero)
         self._attach(Job(model, self.optimizer, strategy, self._runtime, **options))
         self.cluster, self._throttle = cluster, Throttle(slowdown)
 
@@ -181,6 +184,8 @@ class LiveReplica(JobReplica):
 
 class RowReplicas:
     """Workers as rows of weights, gradients and buffers, with a gradient engine; all begin with worker 0's model."""
+
+    samples = 1.0
 
     def __init__(
         self,
@@ -261,9 +266,10 @@ class StackedReplicas(RowReplicas):
         super().__init__(model, template, strategy, cluster, make, clip, nonfinite, seed, buckets)
         momentum = self.strategy.exchanged == "momentum" and cluster.size > 1
         optimizer = taking_momentum(optimizer, self.strategy.sync.period) if momentum else optimizer
-        names, granularity = [n for n, _ in model.named_parameters()], "buckets" if self.vectorised else "slots"
+        names, stable = [n for n, _ in model.named_parameters()], not self.strategy.sync.predicts
+        granularity = "buckets" if self.vectorised and stable else "slots"
         self._stacked = StackedOptimizer(optimizer, self.layout, self.weights, self.grads, granularity, names=names)
-        self.program = CollectiveProgram(self.strategy, self.layout, cluster, self.weights, seed)
+        self.program = program_for(self.strategy, self.layout, cluster, self.weights, seed)
         give_state(self.program, self._stacked, momentum)
         self._audits = self.vectorised and nonfinite == "raise"
 
@@ -275,7 +281,7 @@ class StackedReplicas(RowReplicas):
         self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
     ) -> Tensor:
         losses, used = self.engine.gradients(self.weights, self.buffers, inputs, targets, self.grads, keys)
-        mixing = self.program.mixes_gradients
+        mixing, self.program.samples = self.program.mixes_gradients, self.samples
         for b, rows in enumerate(self.grads):
             if self._watch is not None:
                 self._watch.look(b, rows, self.program.step + 1)

@@ -41,7 +41,7 @@ def mean_weights(settings: RunSettings, cluster: Cluster, training: EpochLoop) -
             found = None if whole is None else whole["model"]
         else:
             found = model.state_dict()
-        return copied(found) if cluster.rank == 0 else None
+        return copied(found) if cluster.process == 0 else None
 
 
 def facts_of(settings: RunSettings, cluster: Cluster, training: EpochLoop, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,16 +59,19 @@ class Resumption:
     training: EpochLoop
     run: dict[str, Any]
     """run.json as it will be."""
+    place: int
+    """This process among those that go on, and how many workers there are."""
+    workers: int
 
-    def load(self, kept: Checkpoints, record: Record, repeated: dict[str, Any], note: Callable[[str], None]) -> None:
-        """Load the newest checkpoint that all processes have whole; all must call it.
+    def load(self, kept: Checkpoints, record: Record, repeated: dict[str, Any], note: Callable[[str], None]) -> int:
+        """Load the newest checkpoint that all processes have whole, and give its number; all must call it.
 
         ``repeated``: what a run must have in common with the one it goes on with.
         """
         before = record.read_run()
         if before is None and (newest := kept.newest()) is not None:
             before = newest.facts["run"]
-            if self.cluster.rank == 0:
+            if self.place == 0:
                 note(f"{record.folder}/run.json is missing or damaged; its copy in checkpoint {newest.number} is used.")
         if before is None:
             raise SettingError(f"There is no run in {record.folder} to go on with; start without <resume>.")
@@ -78,13 +81,15 @@ class Resumption:
         self.run["resumed"] = list(before.get("resumed", []))
         if self._moved(generation.facts) and (done := self._done(generation.facts)):
             self.run["resumed"].append({"epoch": self.training.epoch, "step": self.training.step, "done": done})
-            if self.cluster.rank == 0:
+            if self.place == 0:
                 note(done)
+        return generation.number
 
     def _moved(self, facts: Mapping[str, Any]) -> bool:
-        """Whether the checkpoint is of other workers."""
-        here = (self.settings.workers.count, self.cluster.processes, self.run["virtual"])
-        return (facts["workers"], facts["processes"], facts["run"].get("virtual")) != here
+        """Whether the checkpoint is of other workers, or elastic workers are here or were there."""
+        here = (self.workers, self.workers if self.cluster.elastic else self.cluster.processes, self.run["virtual"])
+        there = (facts["workers"], facts["processes"], facts["run"].get("virtual"))
+        return there != here or self.cluster.elastic or "within" in facts
 
     def _resplit(self, facts: Mapping[str, Any]) -> bool:
         """Whether the model was split otherwise."""
@@ -111,6 +116,8 @@ class Resumption:
 
     def _load(self, generation: Generation) -> None:
         facts, training = generation.facts, self.training
+        if facts.get("within") and not self.cluster.elastic:
+            raise HocketError("it was saved in the middle of an epoch, and only an elastic run can go on there")
         if self._resplit(facts):
             self._load_whole(generation)
         elif self._moved(facts):
@@ -152,25 +159,30 @@ class Resumption:
         if self._sharded:
             buffers = {name: mean_of(rows) for name, rows in stacked_buffers(replicas).items()}
             training.replicas.load_state_dict({"whole": replicas[0]["whole"], "buffers": buffers})
+        elif self.cluster.elastic and self.workers == facts["workers"] == len(states) and not facts["run"].get("virtual"):
+            training.replicas.load_state_dict(replicas[self.place])
         else:
             given = (training.replicas.model, settings.optimizer_for(training.replicas.model), settings.resolved)
             common = one_for_all(replicas, *given, training.replicas.layout, settings.seed, facts.get("host_size"))
             training.replicas.take_over(common)  # type: ignore[attr-defined]
-        training.go_on_at(states[0])
+        training.go_on_after(states)
 
     def _done(self, facts: Mapping[str, Any]) -> str:
         """What was done to go on with other workers, in words."""
-        before, now = facts["workers"], self.settings.workers.count
+        before, now = facts["workers"], self.workers
+        where = f"epoch {self.training.epoch + 1} " + (
+            "goes on behind its last sample" if facts.get("within") else "begins at its first sample"
+        )
         if self._messages:
             return (
                 f"{before} workers become {now}: they begin with the global weights, residuals and optimiser states begin anew; "
-                f"epoch {self.training.epoch + 1} begins at its first sample."
+                f"{where}."
             )
         if before == now:
             return ""
         return (
             f"{before} workers become {now}: each begins with the mean of their weights, buffers and optimiser states and with one "
-            f"part of {now} of the sum of their residuals; epoch {self.training.epoch + 1} begins at its first sample."
+            f"part of {now} of the sum of their residuals; {where}."
         )
 
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from hocket.cluster.message import ring_bytes
 from hocket.data import DataSet, load
 from hocket.errors import SettingError
 from hocket.files import CannotWrite
-from hocket.models import build, loss_for
+from hocket.models import loss_for
+from hocket.split.mesh import Mesh
+from hocket.split.options import Pipeline
 from hocket.train.checkpoints import LEAST_KEPT, Checkpoints
 from hocket.train.checks import mention_steps
 from hocket.train.elastic import MOST_WORKERS, Elastic
@@ -31,7 +34,7 @@ from hocket.train.replicas import LiveReplica, Loss, Replicas
 from hocket.train.resume import Resumption, facts_of, mean_weights, states_of
 from hocket.train.setting_groups import SplitSettings
 from hocket.train.settings import RunSettings
-from hocket.train.simulate import seeded, train_rows
+from hocket.train.simulate import train_rows
 from hocket.train.trial import check_own
 
 Engines = dict[tuple[Any, ...], Engine]
@@ -41,7 +44,7 @@ def make_training(settings: RunSettings, cluster: Cluster, data: DataSet, engine
     """A training ready to run on the workers hosted here; ``engines`` keeps gradient engines from one training to the next."""
     strategy, workers, plan = settings.strategy, settings.workers, settings.plan()
     plan.sequence(data, workers.count)  # refuses too few samples
-    loss, model = loss_for(data), seeded(lambda: build(settings.model, data), settings.seed).to(cluster.device)
+    loss, model = loss_for(data), settings.build(data).to(cluster.device)
     optimizer = settings.optimizer_for(model)
     check_own(settings.model, data, settings.data.batch_size, model)
     options: dict[str, Any] = {
@@ -54,7 +57,7 @@ def make_training(settings: RunSettings, cluster: Cluster, data: DataSet, engine
     asynchronous = strategy.runtime != "collective" and (workers.virtual or cluster.size > 1)
     if asynchronous and cluster.rows != cluster.size:
         raise SettingError(f"{strategy}: its workers are processes of their own; leave <processes> out, or use <virtual:True>.")
-    if settings.split is not None and not asynchronous:
+    if settings.split is not None and not asynchronous and not cluster.elastic:
         return _on_mesh(settings, settings.split, cluster, data, model, loss, own)
     training: EpochLoop
     if cluster.elastic:
@@ -83,13 +86,16 @@ def _on_mesh(
     """Replicas that are split; the workers of the loop are the replicas."""
     from hocket.train.split_replicas import MeshReplica  # loaded only where a model is split
 
+    given = {"zero": settings.sharding.zero, **options}
+    optimizer, strategy = settings.optimizer_for(model), settings.strategy
+    replica = MeshReplica(model, loss, optimizer, strategy, world, *_split(settings, split, data, world), **given)
+    return Training(replica, replica.cluster, data, loss, settings.plan())
+
+
+def _split(settings: RunSettings, split: SplitSettings, data: DataSet, world: Cluster) -> tuple[Mesh, Pipeline]:
     first = torch.arange(min(settings.data.batch_size, len(data.samples)))
     sample = data.prepare(data.samples[first][0].to(world.device))
-    given = {"zero": settings.sharding.zero, **options}
-    mesh = replace(split.mesh, plan=split.kinds)
-    optimizer, strategy = settings.optimizer_for(model), settings.strategy
-    replica = MeshReplica(model, loss, optimizer, strategy, world, mesh, split.pipeline(sample), **given)
-    return Training(replica, replica.cluster, data, loss, settings.plan())
+    return replace(split.mesh, plan=split.kinds), split.pipeline(sample)
 
 
 def _elastic(
@@ -98,13 +104,21 @@ def _elastic(
     """A worker whose number of colleagues changes."""
     from hocket.train.elastic_loop import ElasticReplica, ElasticTraining  # sockets are loaded only where they are needed
     from hocket.train.runtimes.elastic import elastic_runtime
+    from hocket.transport import Keys
 
     assert isinstance(cluster, ElasticCluster)
     found = find_rendezvous(os.environ)
     assert found is not None
-    elastic = Elastic(1, MOST_WORKERS, settings.optimizer.scale_lr)
-    runtime, slowdown = elastic_runtime(cluster, found, elastic, None), settings.workers.slowdown_of(found.member or 0)
-    replica = ElasticReplica(model, loss, settings.optimizer_for(model), settings.strategy, runtime, slowdown=slowdown, **options)
+    elastic, strategy = Elastic(1, MOST_WORKERS, settings.optimizer.scale_lr, settings.workers.count), settings.strategy
+    if settings.split is not None:
+        from hocket.train.split_replicas import ElasticMeshReplica
+
+        mesh, pipeline = _split(settings, settings.split, data, cluster)
+        made = (model, loss, settings.optimizer_for(model), strategy, cluster, mesh, pipeline, found, elastic)
+        return ElasticTraining(ElasticMeshReplica(*made, **options), data, loss, settings.plan())
+    keys, slowdown = None if cluster.keys is None else Keys.read(cluster.keys), settings.workers.slowdown_of(found.member or 0)
+    runtime = elastic_runtime(cluster, found, elastic, keys)
+    replica = ElasticReplica(model, loss, settings.optimizer_for(model), strategy, runtime, slowdown=slowdown, **options)
     return ElasticTraining(replica, data, loss, settings.plan())
 
 
@@ -172,14 +186,14 @@ def run(
     ``briefly``: nothing is evaluated but the mean model at the end. ``note`` is told, on the first process, what people should
     know: who holds what of a split model, which checkpoint the run goes on from, which one could not be written.
     """
-    process = cluster.rank
+    process = cluster.process
     record = None if out is None else Record(out, int(cluster.elastic) or process, resume)
     data = load(settings.data.name, data_dir) if data is None else data
     with warnings.catch_warnings():
         if process:
             warnings.simplefilter("ignore")
         training = make_training(settings, cluster, data, engines)
-    if settings.split is not None:
+    if settings.split is not None and not cluster.elastic:
         picture = training.replicas.job.picture()
         if process == 0:
             note(picture)
@@ -191,14 +205,14 @@ def run(
         return training
     with Checkpoints(record.folder / CHECKPOINTS, cluster, keep, note) as kept:
         record.process, described = cluster.rank, describe(settings, cluster, training)
-        if resume:
-            Resumption(settings, cluster, training, described).load(kept, record, repeated(settings), note)
+        go_on = partial(_go_on, settings, cluster, training, described, kept, record, note)
+        save = _saver(settings, cluster, training, described, kept, go_on, resume, checkpoints)
         record.write_run(described)
         for metrics in training.run(watch):
-            record.process = cluster.rank  # elastic workers are numbered anew when one is lost
+            record.process = cluster.process  # elastic workers are numbered anew when one is lost
             _write_metrics(record, training, checkpoints, note)
-            if checkpoints and not cluster.elastic:  # there a worker that joins has its state from the others
-                kept.save(states_of(settings, cluster, training), facts_of(settings, cluster, training, described))
+            if checkpoints:
+                save()
             on_epoch(metrics)
     if checkpoints and (weights := mean_weights(settings, cluster, training)) is not None:
         record.write_weights(weights)
@@ -206,6 +220,42 @@ def run(
         timeline = training.replicas.job.timeline()  # type: ignore[attr-defined]
         record.write_timeline(None if timeline is None else timeline.to_dict())
     return training
+
+
+def _go_on(
+    settings: RunSettings,
+    cluster: Cluster,
+    training: EpochLoop,
+    described: dict[str, Any],
+    kept: Checkpoints,
+    record: Record,
+    note: Callable[[str], None],
+    place: int,
+    workers: int,
+) -> int:
+    """Go on from the newest checkpoint, as number ``place`` of ``workers``; its number."""
+    resumption = Resumption(settings, cluster, training, described, place, workers)
+    return resumption.load(kept, record, repeated(settings), note)
+
+
+def _saver(
+    settings: RunSettings,
+    cluster: Cluster,
+    training: EpochLoop,
+    described: dict[str, Any],
+    kept: Checkpoints,
+    go_on: Callable[[int, int], int],
+    resume: bool,
+    checkpoints: bool,
+) -> Callable[[], None]:
+    """What writes one more checkpoint; before that ``go_on`` is called, if this is to."""
+    if cluster.elastic:
+        from hocket.train.elastic_checkpoints import begun  # sockets are loaded only where they are needed
+
+        return begun(training, kept, described, go_on, resume, checkpoints)
+    if resume:
+        go_on(cluster.rank, settings.workers.count)
+    return lambda: kept.save(states_of(settings, cluster, training), facts_of(settings, cluster, training, described))
 
 
 def _write_metrics(record: Record, training: EpochLoop, goes_on: bool, note: Callable[[str], None]) -> None:
@@ -259,7 +309,8 @@ def bulk_bytes(training: EpochLoop) -> int:
     """What ``bulk + allreduce`` would send in the same number of steps, all workers together (computed, not measured)."""
     split = getattr(training.replicas, "split", None)
     if split is not None:  # as if each process had a whole model
-        return ring_bytes(split.whole_bytes, split.mesh.size) * training.step * split.mesh.size
+        processes = split.mesh.size * (training.cluster.size if training.cluster.elastic else 1)
+        return ring_bytes(split.whole_bytes, processes) * training.step * processes
     return bulk_bytes_of(training.replicas.layout, training.cluster.size, training.step)
 
 

@@ -14,20 +14,26 @@ from torch import Tensor, nn
 
 from hocket.cluster.spec import ClusterSpec
 from hocket.errors import SettingError, nearest
-from hocket.optim import Muon, hidden_matrices
+from hocket.optim import LAMB, LARS, Muon, decay_groups, hidden_matrices
 from hocket.split import Mesh
 from hocket.split.options import DEFAULT_SCHEDULE, Pipeline
 from hocket.split.pipeline.probe import MEASURES
 from hocket.split.pipeline.schedules import SCHEDULES, make
+from hocket.train.lr_schedule import lr_scale, scaling
 from hocket.train.plan_file import read_plan
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor")
-} | {"muon": Muon}
-MUON_MOMENTUM = 0.9
+} | {"lamb": LAMB, "lars": LARS, "muon": Muon}
+LAYERWISE = ("lamb", "lars")
+DECAYS = ("auto", "all", "matrices")
+USUAL_MOMENTUM = 0.9
+"""Of lars and muon, where none is given."""
 BATCH_OPTIMIZER = "sandblaster"
 """Goes over the whole batch: no optimiser of a step, but named in its place."""
+USUAL_LRS = {BATCH_OPTIMIZER: 1.0, "lars": 1.0, "lamb": 0.003}
+"""Of optimisers whose rate is of another size than SGD's."""
 AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -100,6 +106,8 @@ class DataSettings:
     balance: str = "even"
     """A worker's part of a round: even, or by its speed."""
     augment: bool = True
+    partition: str = "iid"
+    """Which samples a worker may have: any (iid), or those it owns by label: label(2), dirichlet(0.5)."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +121,14 @@ class OptimizerSettings:
     lr_schedule: str = "constant"
     warmup: float = 0.0
     """Epochs of linear warm-up."""
-    scale_lr: bool = False
-    """Multiply the rate by the number of workers (Goyal 2017)."""
+    scale_lr: str = "none"
+    """The rate is one worker's: multiply it by the number of workers (``linear``, Goyal 2017), or by its root (``sqrt``)."""
     clip: float | None = None
     """The largest norm of a gradient."""
     rest_lr: float | None = None
     """Of muon: the rate of embeddings, heads and vectors, which AdamW updates (None: the same)."""
+    decay: str = "auto"
+    """What weight decay is for: ``all`` parameters, or ``matrices``, not norms and biases; lars and lamb always do the latter."""
 
     def __post_init__(self) -> None:
         if self.name not in (*OPTIMIZERS, BATCH_OPTIMIZER):
@@ -126,6 +136,13 @@ class OptimizerSettings:
             raise SettingError(f"<optimizer>: unknown{hint or '.'} Use one of {', '.join(OPTIMIZERS)}.", optimizer=self.name)
         if not self.lr > 0:
             raise SettingError("<lr>: the rate must be above 0.", lr=self.lr)
+        object.__setattr__(self, "scale_lr", scaling(self.scale_lr))
+        if self.decay not in DECAYS:
+            raise SettingError("<decay>: use all, or matrices (no weight decay of norms and biases).", decay=self.decay)
+        if self.decay == "all" and self.name in LAYERWISE:
+            raise SettingError("<decay:all>: lars and lamb have no weight decay of norms and biases; leave it out.")
+        if self.decay == "matrices" and self.name in ("muon", "rprop"):
+            raise SettingError(f"<decay:matrices>: {self.name} has no groups for it; leave it out.")
         if self.rest_lr is not None and self.name != "muon":
             raise SettingError("<rest_lr>: only muon has two rates; use <optimizer:muon>, or leave it out.", rest_lr=self.rest_lr)
 
@@ -136,16 +153,20 @@ class OptimizerSettings:
                 f"<optimizer>: it goes over the whole batch, not step by step; use hocket.Sandblaster, or {', '.join(OPTIMIZERS)}.",
                 optimizer=self.name,
             )
-        scale = workers if self.scale_lr else 1
+        scale = lr_scale(self.scale_lr, workers)
         options: dict[str, Any] = {"lr": self.lr * scale}
         if self.name == "muon":
             rest = (self.lr if self.rest_lr is None else self.rest_lr) * scale
             params = [p for p in params if p.requires_grad]
-            options |= {"rest_lr": rest, "matrices": hidden_matrices(model), "momentum": self.momentum or MUON_MOMENTUM}
+            options |= {"rest_lr": rest, "matrices": hidden_matrices(model), "momentum": self.momentum or USUAL_MOMENTUM}
+        if self.name == "lars":
+            options["momentum"] = self.momentum or USUAL_MOMENTUM
         if self.name in ("sgd", "rmsprop"):
             options["momentum"] = self.momentum
         if self.name != "rprop":
             options["weight_decay"] = self.weight_decay
+        if self.decay == "matrices" and self.name not in LAYERWISE:
+            return OPTIMIZERS[self.name](decay_groups(params, self.weight_decay), **options)
         return OPTIMIZERS[self.name](params, **options)
 
 

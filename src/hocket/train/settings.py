@@ -17,7 +17,10 @@ from torch import nn
 from hocket.cluster.layout import Buckets
 from hocket.cluster.spec import ClusterSpec
 from hocket.cluster.virtual import VirtualCluster
+from hocket.data import DataSet
 from hocket.errors import HocketError, SettingError, nearest
+from hocket.models import build
+from hocket.models.pretrained import load_weights, with_adapters
 from hocket.split import Mesh
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
@@ -26,6 +29,7 @@ from hocket.train.asynchronous import DEFAULT_CLUSTER
 from hocket.train.balance import check_balance
 from hocket.train.checks import needs_servers
 from hocket.train.loop import TrainingPlan
+from hocket.train.lr_schedule import warmup_start
 from hocket.train.setting_groups import (
     BATCH_OPTIMIZER,
     DataSettings,
@@ -36,6 +40,7 @@ from hocket.train.setting_groups import (
     WorkersSettings,
     split_settings,
 )
+from hocket.train.simulate import seeded
 
 FIELDS: dict[str, tuple[str, str]] = {
     "strategy": ("strategy", "strategy"),
@@ -43,6 +48,8 @@ FIELDS: dict[str, tuple[str, str]] = {
     "virtual": ("workers.virtual", "virtual"),
     "data": ("data.name", "data"),
     "model": ("model", "model"),
+    "pretrained": ("pretrained", "from"),
+    "lora": ("lora", "lora"),
     "optimizer": ("optimizer.name", "optimizer"),
     "lr": ("optimizer.lr", "lr"),
     "momentum": ("optimizer.momentum", "momentum"),
@@ -55,6 +62,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "max_steps": ("max_steps", "max_steps"),
     "clip": ("optimizer.clip", "clip"),
     "rest_lr": ("optimizer.rest_lr", "rest_lr"),
+    "decay": ("optimizer.decay", "decay"),
     "autocast": ("numerics.autocast", "autocast"),
     "augment": ("data.augment", "augment"),
     "last": ("data.last", "last"),
@@ -66,6 +74,7 @@ FIELDS: dict[str, tuple[str, str]] = {
     "cluster": ("workers.cluster", "cluster"),
     "slowdown": ("workers.slowdown", "slowdown"),
     "balance": ("data.balance", "share"),
+    "partition": ("data.partition", "partition"),
     "bucket_cap_bytes": ("buckets.cap_bytes", "bucket_bytes"),
     "first_bucket_cap_bytes": ("buckets.first_cap_bytes", "first_bucket_bytes"),
     "mesh": ("split.mesh", "mesh"),
@@ -95,6 +104,10 @@ class RunSettings:
 
     strategy: Strategy = field(default_factory=Strategy)
     model: str = "mlp"
+    pretrained: str | None = None
+    """A file or folder of weights to start from."""
+    lora: int | None = None
+    """The rank of adapters, which alone are trained."""
     workers: WorkersSettings = field(default_factory=WorkersSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -111,7 +124,12 @@ class RunSettings:
         self.plan()  # refuses what no training can have
         self._check_sharding()
         self._check_split()
-        check_balance(self.data.balance, self.strategy)
+        check_balance(self.data.balance, self.strategy, self.data.partition)
+        if self.data.partition != "iid" and self.optimizer.name == BATCH_OPTIMIZER:
+            raise SettingError("<partition>: sandblaster's batches are of all workers; use iid.", partition=self.data.partition)
+        if self.optimizer.name == BATCH_OPTIMIZER and (self.pretrained or self.lora):
+            name, value = ("pretrained", self.pretrained) if self.pretrained else ("lora", self.lora)
+            raise SettingError(f"<{name}>: sandblaster starts from the model's own weights; leave it out.", **{name: value})
         if self.workers.virtual and self.spec is None:
             if self.workers.slowdown is not None:
                 text = "<slowdown>: virtual workers have a clock only with <cluster>, such as 1gbit."
@@ -241,6 +259,16 @@ class RunSettings:
         """The virtual workers that these settings ask for."""
         return VirtualCluster(self.workers.count, device, self.workers.host_size, spec=self.spec, seed=self.seed)
 
+    def build(self, data: DataSet) -> nn.Module:
+        """The model at its start, the same on all workers: drawn from the seed, or read from a file."""
+        return seeded(lambda: self._built(data), self.seed)
+
+    def _built(self, data: DataSet) -> nn.Module:
+        model = build(self.model, data)
+        if self.pretrained is not None:
+            model = load_weights(model, self.pretrained)
+        return model if self.lora is None else with_adapters(model, self.lora)
+
     def plan(self) -> TrainingPlan:
         """The part that the loop needs."""
         data, optimizer = self.data, self.optimizer
@@ -254,6 +282,8 @@ class RunSettings:
             data.augment,
             data.last,
             balance=data.balance,
+            partition=data.partition,
+            warmup_start=warmup_start(optimizer.scale_lr, self.workers.count),
         )
 
     def optimizer_for(self, model: nn.Module) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:

@@ -19,13 +19,16 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.data.base import DataSet, identity
 from hocket.data.fields import Unpacking, as_packed
 from hocket.errors import HocketError
+from hocket.picture import Chart
 from hocket.strategy import Strategy
+from hocket.train import curves
 from hocket.train.asynchronous import DEFAULT_CLUSTER, AsyncReplicas, AsyncSimulation
 from hocket.train.balance import check_balance
 from hocket.train.checks import mention_steps
 from hocket.train.engines import Engine, engine_of
 from hocket.train.evaluate import Metric
 from hocket.train.loop import EpochLoop, Progress, Training, TrainingPlan, check_count
+from hocket.train.lr_schedule import lr_scale, warmup_start
 from hocket.train.replicas import Factory, Loss, StackedReplicas
 from hocket.train.trial import try_batch
 
@@ -39,6 +42,23 @@ class Run:
     ledger: Entry
     replicas: Any
     """The workers' rows, for those who want to look at them."""
+    strategy: str = ""
+    workers: int = 0
+    cluster: str = ""
+    """The described cluster that seconds are predicted for."""
+
+    def __repr__(self) -> str:
+        return f"Run({self.strategy}, {self.workers} virtual workers, {len(self.metrics)} epochs)"
+
+    def _repr_html_(self) -> str:
+        return curves.table_of(self)
+
+    def plot(self, *others: Run) -> Chart:
+        """This run, and others beside it: accuracy (or a loss) per epoch and against predicted seconds, or MB sent.
+
+        In a notebook the result is shown; ``.save("run.png")`` writes it. Needs matplotlib (``hocket[plot]``).
+        """
+        return curves.plot_of([self, *others])
 
     @property
     def accuracy(self) -> float | None:
@@ -76,6 +96,7 @@ def simulate(
     seed: int = 0,
     lr_schedule: str = "constant",
     warmup_epochs: float = 0.0,
+    scale_lr: str = "none",
     max_steps: int | None = None,
     clip: float | None = None,
     autocast: torch.dtype | None = None,
@@ -86,6 +107,7 @@ def simulate(
     cluster: str | Path | ClusterSpec | None = None,
     last: str = "even",
     balance: str = "even",
+    partition: str = "iid",
     evaluate: bool = True,
     bucket_cap_bytes: int | None = None,
     first_bucket_cap_bytes: int | None = None,
@@ -93,16 +115,14 @@ def simulate(
 ) -> Run:
     """Train ``model()`` with ``workers`` virtual workers and return metrics, mean model and ledger.
 
-    ``train_set`` and ``test_set`` are map-style data sets or pairs (inputs, targets); inputs are a tensor, a dict of tensors (the
-    model's keyword arguments) or a tuple (positional ones). Every worker steps with ``optimizer`` on its own ``batch_size``
-    samples; exchanges are those of ``strategy``, the same code that real processes run.
-
-    ``loss(model(inputs), targets)`` is one number, the mean over a batch; the output may be of any kind. After every epoch the mean
-    model is evaluated on ``test_set``: test loss, accuracy where the output is logits of classes or has them as ``logits``, and
-    ``metric(output, targets)``; without a ``test_set``, or with ``evaluate=False``, nothing is. One batch is tried first.
-
-    ``cluster`` describes where they would run (a preset such as ``"1gbit"``, a file, or a :class:`hocket.ClusterSpec`): seconds are
-    then predicted for it (else None), and ``balance="speed"`` deals rounds out by the workers' speeds in the epoch before.
+    ``train_set`` and ``test_set`` are map-style data sets or pairs (inputs, targets); inputs are a tensor, a dict of tensors
+    (the model's keyword arguments) or a tuple (positional ones). Every worker steps with ``optimizer`` on its own
+    ``batch_size`` samples; exchanges are those of ``strategy``. ``loss(model(inputs), targets)`` is one number, the mean over a
+    batch. After every epoch the mean model is evaluated on ``test_set`` (not with ``evaluate=False``): test loss, accuracy
+    where the output is logits of classes or has them as ``logits``, and ``metric(output, targets)``. One batch is tried first.
+    ``scale_lr`` multiplies all rates by the workers (``linear``) or their root (``sqrt``). ``cluster`` (preset, file, or
+    :class:`hocket.ClusterSpec`) is where they would run: seconds are predicted for it (else None), and ``balance="speed"``
+    deals rounds out by speed. ``partition="dirichlet(0.5)"`` or ``"label(2)"``: samples of each worker's own, by label.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",
@@ -111,24 +131,39 @@ def simulate(
     (True, True)
     """
     check_count("workers", workers)
-    check_balance(balance, parsed := Strategy.parse(strategy))
-    plan = TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, balance=balance)
-    plan = replace(plan, evaluate=evaluate, evaluate_last=evaluate)
-    buckets = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
+    check_balance(balance, parsed := Strategy.parse(strategy), partition)
+    plan = TrainingPlan(epochs, batch_size, seed, lr_schedule, warmup_epochs, max_steps, True, last, evaluate, evaluate)
+    plan = replace(plan, balance=balance, partition=partition, warmup_start=warmup_start(scale_lr, workers))
     options: dict[str, Any] = {"clip": clip, "autocast": autocast, "nonfinite": nonfinite, "engine": engine, "metric": metric}
     where = VirtualCluster(workers, device, host_size, spec=_spec(cluster, parsed), seed=seed)
-    data, made = _data(train_set, test_set, model)
-    training = train_rows(made, loss, optimizer, data, parsed, where, plan, buckets=buckets, **options)
+    (data, made), scaled = _data(train_set, test_set, model), _scaled(optimizer, lr_scale(scale_lr, workers))
+    buckets = Buckets(bucket_cap_bytes, first_bucket_cap_bytes)
+    training = train_rows(made, loss, scaled, data, parsed, where, plan, buckets=buckets, **options)
     mention_steps(parsed, training.steps, workers)
-    return _carry_out(training, watch)
+    return _carry_out(training, parsed, watch)
 
 
-def _carry_out(training: EpochLoop, watch: Callable[[Progress], None]) -> Run:
-    plan = training.plan
+def _scaled(optimizer: Factory, scale: float) -> Factory:
+    """The same with all rates multiplied."""
+    if scale == 1.0:
+        return optimizer
+
+    def made(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        built = optimizer(params)
+        for group in built.param_groups:
+            group["lr"] = group["lr"] * scale
+        return built
+
+    return made
+
+
+def _carry_out(training: EpochLoop, strategy: Strategy, watch: Callable[[Progress], None]) -> Run:
+    plan, clock = training.plan, training.cluster.clock
     try_batch(training.replicas.model, training.evaluator, plan.batch_size, plan.evaluate)
     for _ in training.run(watch):
         pass
-    return Run(training.metrics, mean_model(training), training.ledger.total(), training.replicas)
+    who = str(strategy), training.cluster.size, "" if clock is None else clock.spec.name
+    return Run(training.metrics, mean_model(training), training.ledger.total(), training.replicas, *who)
 
 
 def _spec(cluster: str | Path | ClusterSpec | None, strategy: Strategy) -> ClusterSpec | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.elastic import ElasticCluster
+from hocket.cluster.join import RendezvousInfo
 from hocket.split.mesh import Mesh
 from hocket.split.options import Pipeline
 from hocket.split.split_model import Facade
 from hocket.strategy import Strategy
+from hocket.train.elastic import Elastic
 from hocket.train.job import Job
 from hocket.train.replicas import Factory, JobReplica, Loss
 from hocket.train.runtimes.fsdp import FsdpRuntime
@@ -38,7 +42,10 @@ class MeshReplica(JobReplica):
         **options: Any,
     ) -> None:
         super().__init__(model, loss, optimizer, clip, autocast)
-        self._attach(split_job(model, self.optimizer, strategy, world, mesh, replace(pipeline, loss=loss), **options))
+        self._hold(split_job(model, self.optimizer, strategy, world, mesh, replace(pipeline, loss=loss), **options))
+
+    def _hold(self, job: Job) -> None:
+        self._attach(job)
         assert self.job.split is not None
         self.split = self.job.split
         self.model = Facade(self.split)
@@ -80,6 +87,39 @@ class MeshReplica(JobReplica):
         for name, tensor in self.split.state.held().items():
             tensor.data.copy_(state["model"][name])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+class ElasticMeshReplica(MeshReplica):
+    """The same where the number of replicas changes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Factory,
+        strategy: Strategy,
+        cluster: ElasticCluster,
+        mesh: Mesh,
+        pipeline: Pipeline,
+        found: RendezvousInfo,
+        elastic: Elastic,
+        *,
+        clip: float | None = None,
+        autocast: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        from hocket.train.elastic_split import elastic_split_job  # sockets are loaded only where they are needed
+
+        JobReplica.__init__(self, model, loss, optimizer, clip, autocast)
+        pipeline = replace(pipeline, loss=loss)
+        self._hold(
+            elastic_split_job(model, self.optimizer, strategy, cluster, mesh, pipeline, found, elastic, os.environ, **options)
+        )
+
+    def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
+        """A step that was made without a pass has no loss."""
+        loss = super()._step(x, y, key, factor)
+        return None if getattr(self.split, "skipped", False) else loss
 
 
 class FullReplica(JobReplica):

@@ -1,7 +1,8 @@
 """Optimisers on rows: the user's torch optimiser for every worker hosted here.
 
 An elementwise optimiser treats each value by itself, so one optimiser over stacked tensors ``[rows, *shape]`` does exactly what one
-optimiser per worker would, bit for bit; so does :class:`hocket.Muon`, which knows rows. Others that look at a whole tensor
+optimiser per worker would, bit for bit; so do :class:`hocket.Muon`, :class:`hocket.LARS` and
+:class:`hocket.LAMB`, which know rows. Others that look at a whole tensor
 (Adafactor), fused ones (silently wrong on strided slices) and classes we do not know run once per row, on views of the true shapes;
 so does every optimiser from the first step on which some rows used a parameter and others did not. LBFGS evaluates closures and is
 refused.
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from hocket.cluster.layout import Bucket, Layout
 from hocket.errors import HocketError
-from hocket.optim import Muon, OneBitAdam
+from hocket.optim import LAMB, LARS, Muon, OneBitAdam
 from hocket.train.checks import optimizer_for
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
@@ -39,7 +40,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 COUNTERS = ("step", "eta", "mu", "mu_product")
 """What torch's optimisers keep once for a whole parameter."""
-ROWWISE = (*ELEMENTWISE, Muon, OneBitAdam)
+ROWWISE = (*ELEMENTWISE, LAMB, LARS, Muon, OneBitAdam)
 
 
 class StackedOptimizer:
@@ -82,7 +83,7 @@ class StackedOptimizer:
             raise HocketError("LBFGS needs a closure and cannot run on virtual workers; use SGD, Adam or another one without.")
         self.stacked = type(template) in ROWWISE and not any(g.get("fused") for g in template.param_groups)
         if self.stacked:
-            shaped = {i for i, group in enumerate(template.param_groups) if group.get("matrices")}
+            shaped = {i for i, group in enumerate(template.param_groups) if group.get("matrices") or group.get("layerwise")}
             self._pieces = _pieces(layout, weights, grads, self._groups_of(template), granularity, shaped)
             self._all = [_stack(template, self._pieces)]
         else:
@@ -168,6 +169,11 @@ class StackedOptimizer:
 
     def _state_of(self, row: int, parameter: nn.Parameter) -> dict[str, Any]:
         return (self._all[0] if self.stacked else self._all[row]).state.get(parameter, {})
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimiser of all rows, or one for each."""
+        return self._all
 
     @property
     def first(self) -> Optimizer:
@@ -344,7 +350,7 @@ def _stack(template: Optimizer, pieces: list[_Piece]) -> Optimizer:
         groups.append({**options, "params": [p.parameter for p in pieces if p.group == i]})
     known = inspect.signature(type(template).__init__).parameters
     made = type(template)(groups, **{k: v for k, v in template.defaults.items() if k in known})
-    if isinstance(made, Muon):
+    if isinstance(made, (LAMB, LARS, Muon)):
         made.rows = True
     if isinstance(made, OneBitAdam):
         made.momentum_period = template.momentum_period  # type: ignore[attr-defined]

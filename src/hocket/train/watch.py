@@ -96,11 +96,10 @@ class NonFinite:
 
     def judge(self, found_by_any: bool) -> None:
         """Raise, if somebody found something and the policy says so."""
-        own, self.found = self.found, False
+        self.found = False  # where gradients travel during the next step, the sentence is of the last one
         if found_by_any and self.policy == "raise":
-            raise NonFiniteGradient(
-                self.sentence if own else "Another worker's gradient holds NaN or Inf; its message names the parameter."
-            )
+            own, self.sentence = self.sentence, ""
+            raise NonFiniteGradient(own or "Another worker's gradient holds NaN or Inf; its message names the parameter.")
 
     def _names(self, bucket: int, bad: Tensor) -> list[str]:
         return [s.name for s in self.layout.buckets[bucket].slots if bool(bad[s.offset : s.offset + s.size].any())]

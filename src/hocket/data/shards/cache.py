@@ -50,7 +50,10 @@ class Cache:
         part = target.with_name(f".{target.name}.part")
         with os.fdopen(os.open(part, os.O_CREAT | os.O_RDWR, 0o644), "r+b") as out:
             fcntl.flock(out, fcntl.LOCK_EX)
-            if target.exists() or not _same(out, part):  # another process was first; look again
+            if not _same(out, part):  # another process was first; look again
+                return
+            if target.exists():  # it was renamed before this file was made
+                part.unlink()
                 return
             self._evict(size)
             out.truncate(0)

@@ -20,7 +20,7 @@ from hocket.data.base import CropFlip, DataSet, Normalise, Pair, identity, norma
 from hocket.data.shards import decode
 from hocket.data.shards.index import FILE, Index
 from hocket.data.shards.order import ShardOrder
-from hocket.data.shards.reader import BadShard, ShardReader
+from hocket.data.shards.reader import BadShard, ShardReader, check_reading
 from hocket.data.shards.storage import Storage
 from hocket.data.shards.stream import announced, decoded, in_order
 from hocket.errors import HocketError, nearest
@@ -44,7 +44,13 @@ class Streamed:
         return sum(self.reader.index.counts)
 
     def __getitem__(self, index: Tensor) -> Pair:
-        examples = [decoded(self.reader, number, _example) for number in index.flatten().tolist()]
+        begun = time.perf_counter()
+        found = self._read(index)
+        self._wait_s += time.perf_counter() - begun
+        return found
+
+    def _read(self, index: Tensor) -> Pair:
+        examples = decoded(self.reader, index.flatten().numpy(), _example)
         good = [example for example in examples if example is not None]
         if not good:
             raise BadShard(f"No sample of a mini-batch of {self.reader.storage.url} can be read: copy its shards again.")
@@ -55,7 +61,7 @@ class Streamed:
             remedy = "pack pictures with --size, text as text:FOLDER"
             raise HocketError(f"Samples of {self.reader.storage.url} differ in shape ({error}): {remedy}.") from None
         x, y = (part.view(*index.shape, *part.shape[1:]) for part in pair)
-        return (x, y) if self.target is None else (x.to(self.target), y.to(self.target))
+        return (x, y) if self.target is None else (_moved(x, self.target), _moved(y, self.target))
 
     def on(self, device: torch.device) -> Streamed:
         return Streamed(self.reader, self.options, device)
@@ -64,7 +70,8 @@ class Streamed:
         items: Iterable[base.Index] = indices
         if self.reader.remote:
             items = announced(items, _numbers, _AHEAD, self.reader, _THREADS)
-        work = in_order(lambda i: self[i] if isinstance(i, Tensor) else [self[part] for part in i], items, _THREADS, _PREFETCH)
+        read = self._read
+        work = in_order(lambda i: read(i) if isinstance(i, Tensor) else [read(part) for part in i], items, _THREADS, _PREFETCH)
         while True:
             begun = time.perf_counter()
             found = next(work, None)
@@ -74,7 +81,11 @@ class Streamed:
             yield found
 
     def order(self, seed: int) -> ShardOrder:
-        return ShardOrder(self.reader.index.counts, seed, self.options.get("lanes"), self.options.get("window"))
+        return ShardOrder.of(self.reader.index, seed, self.options.get("lanes"), self.options.get("window"))
+
+    def labels(self) -> Tensor | None:
+        labels = self.reader.index.labels
+        return torch.from_numpy(labels.astype(np.int64)) if (labels >= 0).all() else None
 
     def figures(self) -> dict[str, float]:
         """Of this process: seconds waited for data, bytes of samples read, samples left out."""
@@ -99,12 +110,27 @@ def load(reference: str) -> DataSet:
     return DataSet(f"shards:{reference}", train, test, classes, _prepare(about, train), augment, source)
 
 
+def with_bad_shards(name: str, on_bad_shard: str | None) -> str:
+    """The name of a data set of shards with what is done about bad ones among its options.
+
+    >>> with_bad_shards("shards:/data", "skip"), with_bad_shards("shards:/data#cache=/tmp", "stop"), with_bad_shards("digits", None)
+    ('shards:/data#on_bad_shard=skip', 'shards:/data#cache=/tmp,on_bad_shard=stop', 'digits')
+    """
+    if on_bad_shard is None:
+        return name
+    if not name.startswith("shards:"):
+        raise HocketError(f"--on-bad-shard {on_bad_shard}: {name} has no shards; leave it out, or use --data shards:URL.")
+    check_reading(on_bad_shard)
+    return f"{name}{',' if '#' in name else '#'}on_bad_shard={on_bad_shard}"
+
+
 def _reader(url: str, index: Index, options: dict[str, Any]) -> ShardReader:
     given: dict[str, Any] = {name: options[name] for name in ("cache", "on_bad_shard", "retry_s") if name in options}
     if "cache_gb" in options:
         given["cache_bytes"] = int(options["cache_gb"] * 1e9)
-    order = ShardOrder(index.counts, 0, options.get("lanes"), options.get("window"))
-    return ShardReader(url, index, keep=order.open_shards(1) + _THREADS, **given)
+    order, reader = ShardOrder.of(index, 0, options.get("lanes"), options.get("window")), ShardReader(url, index, **given)
+    reader.keep = order.open_pieces(1, reader.pieces) + _THREADS
+    return reader
 
 
 def _test(url: str, options: dict[str, Any]) -> Pair | None:
@@ -118,6 +144,11 @@ def _test(url: str, options: dict[str, Any]) -> Pair | None:
     found = Streamed(reader, options)[torch.arange(sum(index.counts))]
     reader.close()
     return found
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device; to a GPU through pinned memory, so that the copy does not hold up what computes there."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _example(sample: dict[str, bytes]) -> Pair:

@@ -28,6 +28,8 @@ from hocket.data.shards.storage import OPEN_RETRY_S, Storage
 from hocket.errors import HocketError
 
 FILE, VERSION = "index.npz", 1
+RECORD = 512
+"""Bytes of a header in a tar file, and what contents are padded to."""
 
 
 @dataclass(frozen=True)

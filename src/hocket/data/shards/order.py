@@ -25,9 +25,10 @@ from torch import Tensor
 
 from hocket import noise
 from hocket.data.partition import proportional
+from hocket.data.shards.index import Index
 from hocket.errors import HocketError
 
-LANES = 16
+LANES, _SHUFFLED = 16, 8
 
 
 class ShardOrder:
@@ -63,11 +64,20 @@ class ShardOrder:
             start += len(part)
         return np.concatenate(parts)
 
-    def open_shards(self, workers: int, ahead: int = 0) -> int:
-        """How many shards a worker reads, or is about to read, at a time: in each lane those of a window and the next one,
-        and of ``ahead`` positions of all workers that are being decoded."""
+    @classmethod
+    def of(cls, index: Index, seed: int, lanes: int | None = None, window: int | None = None, shuffle: bool = True) -> ShardOrder:
+        """That of an index. Shards that were shuffled when they were packed get windows of an eighth of a shard, so that the first
+        batch needs an eighth of a shard per lane; others those of a whole shard."""
+        if window is None and index.about.get("shuffled"):
+            window = max(1, math.ceil(sum(index.counts) / len(index.counts) / _SHUFFLED))
+        return cls(index.counts, seed, lanes, window, shuffle)
+
+    def open_pieces(self, workers: int, pieces: int, ahead: int = 0) -> int:
+        """How many of all ``pieces`` that data are fetched in a worker reads, or is about to read, at a time: in each lane those of
+        a window and the next one, and of ``ahead`` positions of all workers that are being decoded."""
         own = self.lanes if workers == 1 else min(self.lanes, -(-self.lanes // workers) + 2)  # and those at the edges of its part
-        return min(len(self.counts), own * (2 + math.ceil((self.window + ahead / self.lanes) * len(self.counts) / self.samples)))
+        rows = min(2 * self.window, self.samples // self.lanes) + ahead / self.lanes
+        return min(pieces, own * (2 + math.ceil(rows * pieces / self.samples)))
 
     def lanes_of(self, start: int, stop: int) -> np.ndarray:
         """The lanes of positions ``start`` to ``stop``."""

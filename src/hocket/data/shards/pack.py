@@ -27,11 +27,11 @@ import torch
 
 from hocket import noise
 from hocket.data.files import replacing
-from hocket.data.shards.index import FILE, Index, Shard
+from hocket.data.shards.index import FILE, RECORD, Index, Shard
 from hocket.errors import HocketError
 
 SHARD_BYTES = 16 * 2**20
-_PARTS, _PLAN, _PROBED, _RECORD = ".parts", "plan.json", 64, 512
+_PARTS, _PLAN, _PROBED = ".parts", "plan.json", 64
 
 
 class Source(Protocol):
@@ -102,7 +102,7 @@ def pack(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    index = _join([parts / f"{shard:06}.npz" for shard in range(plan.shards)], source)
+    index = _join([parts / f"{shard:06}.npz" for shard in range(plan.shards)], source, shuffle)
     index.save(dest)
     shutil.rmtree(parts)
     return index
@@ -114,7 +114,7 @@ def _plan(source: Source, shard_bytes: int, seed: int, shuffle: bool) -> Plan:
     if shuffle:
         order = noise.bits(torch.tensor([noise.fold(seed, 0x9ACC)]), count)[0].argsort(dim=0, stable=True).tolist()
     probed = [source[number] for number in order[:_PROBED]]
-    mean = sum(_RECORD + _padded(len(content)) for sample in probed for content in sample.values()) / len(probed)
+    mean = sum(RECORD + _padded(len(content)) for sample in probed for content in sample.values()) / len(probed)
     return Plan(count, max(1, round(shard_bytes / mean)), order)
 
 
@@ -153,7 +153,7 @@ def _shard(source: Source, plan: Plan, shard: int, dest: Path) -> None:
                     content = sample[field]
                     entry = tarfile.TarInfo(f"{place:09}.{field}")
                     entry.size = len(content)
-                    starts[row, column], sizes[row, column] = tar.offset + _RECORD, len(content)
+                    starts[row, column], sizes[row, column] = tar.offset + RECORD, len(content)
                     tar.addfile(entry, io.BytesIO(content))
                     crc32[row] = zlib.crc32(content, int(crc32[row]))
                 if "cls" in sample:
@@ -180,7 +180,7 @@ def _verify(path: Path, shard: Shard, starts: np.ndarray, sizes: np.ndarray, crc
         raise HocketError(f"{path} was not written as it should be: check the disk and pack again.")
 
 
-def _join(parts: Sequence[Path], source: Source) -> Index:
+def _join(parts: Sequence[Path], source: Source, shuffled: bool) -> Index:
     shards, arrays = [], []
     for part in parts:
         try:
@@ -190,11 +190,11 @@ def _join(parts: Sequence[Path], source: Source) -> Index:
         except (OSError, ValueError, zipfile.BadZipFile):
             raise HocketError(f"{part} is damaged: delete it and pack again.") from None
     starts, sizes, crc32, labels = (np.concatenate(column) for column in zip(*arrays, strict=True))
-    return Index(source.fields, tuple(shards), starts, sizes, crc32, labels, source.about)
+    return Index(source.fields, tuple(shards), starts, sizes, crc32, labels, {**source.about, "shuffled": shuffled})
 
 
 def _padded(size: int) -> int:
-    return -(-size // _RECORD) * _RECORD
+    return -(-size // RECORD) * RECORD
 
 
 class _Hashing:

@@ -1,7 +1,8 @@
 """Samples of packed shards by their number, from a folder, a cache or memory; every sample is checked by its CRC-32.
 
-Shards on a path are read where they lie. Others are fetched whole and checked by their SHA-256: into the cache, or else into
-memory, where those that were not used for longest are dropped.
+Shards on a path are read where they lie. With a cache, others are fetched into it whole and checked by their SHA-256. Without one,
+pieces of about a MB are fetched into memory, by range, so that no two workers fetch the same bytes and the first batch need not
+wait for whole shards; pieces that were not used for longest are dropped.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ from typing import IO, Literal, get_args
 import numpy as np
 
 from hocket.data.shards.cache import Cache
-from hocket.data.shards.index import Index
+from hocket.data.shards.index import RECORD, Index
 from hocket.data.shards.storage import RETRY_S, Storage
 from hocket.errors import HocketError, nearest
 
+PIECE_BYTES = 1 << 20
 OnBad = Literal["stop", "skip"]
 Sample = dict[str, bytes]
 
 
 class BadShard(HocketError):
     """A shard, or a sample in it, that is not what its index says."""
+
+
+def check_reading(on_bad_shard: str = "stop", **_: object) -> None:
+    """Refuse what cannot be."""
+    if on_bad_shard not in get_args(OnBad):
+        raise HocketError(f"on_bad_shard is stop or skip, got '{on_bad_shard}'{nearest(on_bad_shard, get_args(OnBad)) or '.'}")
 
 
 class ShardReader:
@@ -45,14 +53,17 @@ class ShardReader:
         retry_s: float = RETRY_S,
         keep: int = 32,
     ) -> None:
-        if on_bad_shard not in get_args(OnBad):
-            raise HocketError(f"on_bad_shard is stop or skip, got '{on_bad_shard}'{nearest(on_bad_shard, get_args(OnBad)) or '.'}")
-        self.index, self.storage, self.on_bad_shard, self.keep = index, Storage(url, retry_s), on_bad_shard, keep
+        check_reading(on_bad_shard)
+        self.index, self.storage, self.on_bad_shard = index, Storage(url, retry_s), on_bad_shard
         self.cache = None if cache is None else Cache(cache, cache_bytes)
         self.bytes_read = self.bytes_fetched = self.skipped = 0
         """Bytes of samples, bytes fetched from elsewhere, and samples that were left out."""
         self._ends = np.cumsum(index.counts)
-        self._open: OrderedDict[int, _Shard] = OrderedDict()
+        by_piece = self.storage.path is None and cache is None and self.storage.knows_ranges()
+        self._pieces = _Pieces(index, PIECE_BYTES if by_piece else None)
+        self.keep = keep
+        """So many pieces are held open."""
+        self._open: OrderedDict[int, _Piece] = OrderedDict()
         self._lock = threading.Lock()
         self._told: set[str] = set()
 
@@ -69,12 +80,23 @@ class ShardReader:
 
     def sample(self, number: int) -> Sample | None:
         """The content of a sample by field; None if it is bad and may be left out."""
-        shard = int(self.shards_of(np.array(number)))
-        try:
-            return self._checked(number, shard)
-        except BadShard as error:
-            self.bad(error)
-            return None
+        return self.samples(np.array([number]))[0]
+
+    def samples(self, numbers: np.ndarray) -> list[Sample | None]:
+        """The content of each sample by field; None where it is bad and may be left out."""
+        index = self.index
+        pieces, crcs = self.pieces_of(numbers).tolist(), index.crc32[numbers].tolist()
+        wanted = zip(pieces, index.starts[numbers].tolist(), index.sizes[numbers].tolist(), crcs, strict=True)
+        found: list[Sample | None] = []
+        for piece, starts, sizes, crc in wanted:
+            try:
+                found.append(self._checked(piece, starts, sizes, crc))
+            except BadShard as error:
+                self.bad(error)
+                found.append(None)
+        with self._lock:
+            self.bytes_read += sum(len(content) for sample in found if sample is not None for content in sample.values())
+        return found
 
     def bad(self, error: BadShard) -> None:
         """Stop, or count a sample that is left out and say so once per shard."""
@@ -96,31 +118,45 @@ class ShardReader:
         """The shards of samples."""
         return np.searchsorted(self._ends, numbers, side="right")
 
-    def want(self, shard: int) -> None:
-        """Fetch a shard; what is wrong with it is said when it is read."""
-        with suppress(HocketError):
-            self._shard(shard)
+    @property
+    def pieces(self) -> int:
+        """How many pieces the data are fetched in: the number of shards, or more."""
+        return len(self._pieces)
 
-    def _checked(self, number: int, shard: int) -> Sample:
-        index = self.index
-        starts, sizes = index.starts[number], index.sizes[number]
-        there = sizes >= 0
-        first = int(starts[there].min())
-        size = int((starts + sizes)[there].max()) - first
-        content = self._shard(shard).read(first, size)
-        fields = zip(index.fields, (starts - first).tolist(), sizes.tolist(), strict=True)
-        sample = {name: content[at : at + length] for name, at, length in fields if length >= 0}
-        if len(content) < size or zlib.crc32(b"".join(sample.values())) != index.crc32[number]:
-            what = "is truncated" if len(content) < size else "is damaged"
-            raise BadShard(f"Shard {index.shards[shard].name} of {self.storage.url} {what} at byte {first:,}: {_REMEDY}")
-        with self._lock:
-            self.bytes_read += size
+    def pieces_of(self, numbers: np.ndarray) -> np.ndarray:
+        """What is fetched for these samples."""
+        return self._pieces.of(numbers)
+
+    def want(self, piece: int) -> None:
+        """Fetch a piece; what is wrong with it is said when it is read."""
+        with suppress(HocketError):
+            self._piece(piece)
+
+    def _checked(self, piece: int, starts: list[int], sizes: list[int], crc: int) -> Sample:
+        entry = self._piece(piece)
+        sample = self._cut(entry, starts, sizes, crc)
+        if sample is None and entry.content is not None and not entry.again:  # what arrived damaged is fetched once more
+            sample = self._cut(self._piece(piece, again=entry), starts, sizes, crc)
+        if sample is None:
+            name, first = self.index.shards[self._pieces.shards[piece]].name, min(starts)
+            raise BadShard(f"Shard {name} of {self.storage.url} is damaged or truncated at byte {first:,}: {_REMEDY}")
         return sample
 
-    def _shard(self, shard: int) -> _Shard:
+    def _cut(self, entry: _Piece, starts: list[int], sizes: list[int], crc: int) -> Sample | None:
+        """A sample's fields; None if they are not what the index says."""
+        sample, found = {}, 0
+        for name, start, size in zip(self.index.fields, starts, sizes, strict=True):
+            if size >= 0:
+                sample[name] = content = entry.read(start, size)
+                found = zlib.crc32(content, found)
+        return sample if found == crc else None
+
+    def _piece(self, piece: int, again: _Piece | None = None) -> _Piece:
         with self._lock:
-            entry = self._open.setdefault(shard, _Shard())
-            self._open.move_to_end(shard)
+            if again is not None and self._open.get(piece) is again:
+                self._open[piece] = _Piece(again=True)
+            entry = self._open.setdefault(piece, _Piece())
+            self._open.move_to_end(piece)
             while len(self._open) > self.keep:
                 self._open.popitem(last=False)  # whoever reads it still holds it
         with entry.lock:
@@ -128,47 +164,57 @@ class ShardReader:
                 raise entry.error
             if entry.file is None and entry.content is None:
                 try:
-                    entry.file, entry.content = self._opened(shard)
+                    self._fill(entry, piece)
                 except HocketError as error:
                     entry.error = error
                     raise
         return entry
 
-    def _opened(self, shard: int) -> tuple[IO[bytes] | None, bytes | None]:
+    def _fill(self, entry: _Piece, piece: int) -> None:
+        shard, begin, end = self._pieces.extent(piece)
         known = self.index.shards[shard]
         if not self.remote:
             assert self.storage.path is not None
             try:
-                return (self.storage.path / known.name).open("rb"), None
+                entry.file = (self.storage.path / known.name).open("rb")
             except OSError as error:
                 text = f"Shard {known.name} of {self.storage.url} cannot be opened ({error.strerror}): {_REMEDY}"
                 raise BadShard(text) from None
-        file = None if self.cache is None else self.cache.obtain(known.sha256, known.bytes, lambda out: self._fetch(shard, out))
-        return (file, None) if file is not None else (None, self._fetch(shard))
+            return
+        if self.cache is not None:
+            entry.file = self.cache.obtain(known.sha256, known.bytes, lambda out: self._fetch(shard, out))
+        if entry.file is None:
+            entry.begin, entry.content = begin, self._part(known.name, begin, end)
 
-    def _fetch(self, shard: int, out: IO[bytes] | None = None) -> bytes:
-        """Fetch a shard into ``out``, or into memory; a second time if its bytes are wrong."""
+    def _part(self, name: str, begin: int, end: int) -> bytes:
+        """These bytes of a shard."""
+        try:
+            content = b"".join(self.storage.blocks(name, begin, end))
+        except FileNotFoundError:
+            raise BadShard(f"Shard {name} of {self.storage.url} is missing: {_REMEDY}") from None
+        with self._lock:
+            self.bytes_fetched += len(content)
+        return content
+
+    def _fetch(self, shard: int, out: IO[bytes]) -> None:
+        """Fetch a shard for the cache; a second time if its bytes are wrong."""
         known, got = self.index.shards[shard], "nothing"
         for _ in range(2):
-            digest, content, count = hashlib.sha256(), [], 0
+            digest, count = hashlib.sha256(), 0
             try:
                 for block in self.storage.blocks(known.name):
                     digest.update(block)
                     count += len(block)
-                    if out is None:
-                        content.append(block)
-                    else:
-                        out.write(block)
+                    out.write(block)
             except FileNotFoundError:
                 break
             with self._lock:
                 self.bytes_fetched += count
             if digest.hexdigest() == known.sha256:
-                return b"".join(content)
+                return
             got = f"{count:,} bytes with SHA-256 {digest.hexdigest()[:12]}…"
-            if out is not None:
-                out.seek(0)
-                out.truncate(0)
+            out.seek(0)
+            out.truncate(0)
         expected = f"expected {known.bytes:,} bytes with SHA-256 {known.sha256[:12]}…, got {got}"
         raise BadShard(f"Shard {known.name} of {self.storage.url} is damaged ({expected}): {_REMEDY}")
 
@@ -176,17 +222,45 @@ class ShardReader:
 _REMEDY = "copy it again or pack again, or leave it out with on_bad_shard=skip."
 
 
-class _Shard:
-    """An open file, or content in memory."""
+class _Pieces:
+    """What is fetched at a time: whole shards (``most_bytes`` None), or runs of samples of about so many bytes of a shard."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: Index, most_bytes: int | None) -> None:
+        counts = np.asarray(index.counts, np.int64)
+        each = np.array([1 if most_bytes is None else min(s.samples, max(1, -(-s.bytes // most_bytes))) for s in index.shards])
+        self.shards = np.repeat(np.arange(len(counts)), each)
+        place = np.arange(len(self.shards)) - np.repeat(np.cumsum(each) - each, each)
+        self._firsts = (np.cumsum(counts) - counts)[self.shards] + place * counts[self.shards] // each[self.shards]
+        starts = np.where(index.sizes[self._firsts] >= 0, index.starts[self._firsts], np.iinfo(np.int64).max).min(1) - RECORD
+        self._begins = np.where(place == 0, 0, starts)
+        self._ends = np.where(
+            place == each[self.shards] - 1, [index.shards[s].bytes for s in self.shards], np.roll(self._begins, -1)
+        )
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def of(self, numbers: np.ndarray) -> np.ndarray:
+        """The pieces of samples."""
+        return np.searchsorted(self._firsts, numbers, side="right") - 1
+
+    def extent(self, piece: int) -> tuple[int, int, int]:
+        """The shard of a piece, its first byte there and the one behind its last."""
+        return int(self.shards[piece]), int(self._begins[piece]), int(self._ends[piece])
+
+
+class _Piece:
+    """An open file, or content in memory from byte ``begin`` of a shard on."""
+
+    def __init__(self, again: bool = False) -> None:
         self.lock = threading.Lock()
         self.file: IO[bytes] | None = None
         self.content: bytes | None = None
+        self.begin, self.again = 0, again
         self.error: HocketError | None = None
 
     def read(self, start: int, size: int) -> bytes:
         if self.content is not None:
-            return self.content[start : start + size]
+            return self.content[start - self.begin : start - self.begin + size]
         assert self.file is not None
         return os.pread(self.file.fileno(), size, start)

@@ -1,4 +1,4 @@
-"""What can be packed: class folders of pictures, folders of text, JSONL, CSV, and data sets by name or from a factory."""
+"""What can be packed: class folders of pictures, folders of text, JSONL, CSV, Parquet, and data sets by name or from a factory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hocket import noise
 from hocket.data.base import CropFlip, DataSet, Normalise
 from hocket.data.shards import decode
 from hocket.data.shards.pack import Source
+from hocket.data.shards.parquet import ParquetTable
 from hocket.errors import HocketError
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -229,13 +230,17 @@ def parts(name: str, data: DataSet | None = None, size: int | None = None) -> di
         return {"": Tensors(data, data.train), **({} if data.test is None else {"test": Tensors(data, data.test)})}
     path = Path(name).expanduser()
     if path.is_dir():
+        if (files := [file for file in path.iterdir() if file.is_file()]) and all(file.suffix == ".parquet" for file in files):
+            return {"": ParquetTable(path)}
         inner = {part: path / part for part in ("train", "test") if (path / part).is_dir()}
         if set(inner) == {"train", "test"}:
             return {"": _folder(inner["train"], size), "test": _folder(inner["test"], size)}
         return {"": _folder(path, size)}
-    kinds: dict[str, Any] = {".jsonl": Lines, ".ndjson": Lines, ".csv": Table}
+    kinds: dict[str, Any] = {".jsonl": Lines, ".ndjson": Lines, ".csv": Table, ".parquet": ParquetTable}
     if path.suffix.lower() not in kinds:
-        raise HocketError(f"'{name}' is not packed: give a folder, a .jsonl or .csv file, a known data set or module:factory.")
+        raise HocketError(
+            f"'{name}' is not packed: give a folder, a .jsonl, .csv or .parquet file, a known data set or module:factory."
+        )
     found: Source = kinds[path.suffix.lower()](path)
     if not len(found):
         raise HocketError(f"{path} has no samples: give one that has.")

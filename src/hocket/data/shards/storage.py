@@ -8,6 +8,7 @@ with the whole file, what is there already is skipped. Whatever may pass (a rese
 from __future__ import annotations
 
 import http.client
+import io
 import threading
 import time
 import urllib.error
@@ -21,6 +22,7 @@ from hocket.errors import HocketError
 
 RETRY_S, OPEN_RETRY_S = 60.0, 10.0
 _BLOCK, _TIMEOUT_S, _FIRST_S, _LONGEST_S = 1 << 20, 30.0, 0.1, 5.0
+_PROBED = "index.npz"
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -43,19 +45,22 @@ class Storage:
         """All bytes of a file."""
         return b"".join(self.blocks(name))
 
-    def blocks(self, name: str) -> Iterator[bytes]:
-        """The bytes of a file, block by block, however often it takes; ``FileNotFoundError`` where there is none."""
-        have, tries, since = 0, 0, time.monotonic()
+    def blocks(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """The bytes of a file from ``begin`` up to ``end``, block by block, however often it takes; fewer where it is shorter;
+        ``FileNotFoundError`` where there is none."""
+        have, tries, since = begin, 0, time.monotonic()
         while True:
             try:
-                with self._open(name, have) as (file, size):
-                    while block := file.read(_BLOCK):
+                with self._open(name, have, end) as (file, size):
+                    while block := file.read(_BLOCK if end is None else min(_BLOCK, end - have)):
                         have, tries, since = have + len(block), 0, time.monotonic()
                         yield block
-                if size is not None and have < size:
+                if size is not None and have < (size if end is None else min(size, end)):
                     raise ConnectionError(f"the connection ended after {have:,} of {size:,} bytes")
                 return
-            except (OSError, http.client.HTTPException) as error:
+            except Exception as error:
+                if getattr(error, "code", None) == 416 or "range is not satisfiable" in str(error):  # the file is shorter
+                    return
                 self._judge(name, error)
                 if self.path is not None or time.monotonic() - since > self.retry_s or self._closed.is_set():
                     raise HocketError(_unreadable(f"{self.url}/{name}", error, self.path is None and self.retry_s)) from None
@@ -63,34 +68,57 @@ class Storage:
                 tries, self.retries = tries + 1, self.retries + 1
 
     @contextmanager
-    def _open(self, name: str, have: int) -> Iterator[tuple[Any, int | None]]:
-        """A file from byte ``have`` on, and its size where that is known."""
+    def _open(self, name: str, have: int, end: int | None = None) -> Iterator[tuple[Any, int | None]]:
+        """A file from byte ``have`` on, up to ``end`` at least, and where it ends as far as that is known."""
         if self.path is not None:
             with (self.path / name).open("rb") as local:
                 local.seek(have)
                 yield local, None
         elif self.scheme in ("http", "https"):
-            request = urllib.request.Request(f"{self.url}/{name}", headers={"Range": f"bytes={have}-"} if have else {})
+            asked = f"bytes={have}-{'' if end is None else end - 1}"
+            request = urllib.request.Request(f"{self.url}/{name}", headers={"Range": asked} if have or end is not None else {})
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
                 partial = response.status == 206
                 length = response.headers.get("Content-Length")
                 if not partial:
-                    _skip(response, have)
+                    _skip(response, have if length is None else min(have, int(length)))
                 yield response, None if length is None else int(length) + have * partial
         else:
-            with _filesystem(self.url).open(name, "rb") as remote:
+            files = _filesystem(self.url)
+            if end is not None:
+                yield io.BytesIO(files.cat_file(name, start=have, end=end)), None
+                return
+            with files.open(name, "rb") as remote:
                 remote.seek(have)
                 yield remote, remote.size
+
+    def knows_ranges(self) -> bool:
+        """Whether the server answers a request for a part of a file with that part."""
+        if self.scheme not in ("http", "https"):
+            return True
+        request = urllib.request.Request(f"{self.url}/{_PROBED}", headers={"Range": "bytes=0-0"})
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+                return bool(response.status == 206)
+        except (OSError, http.client.HTTPException):
+            return True  # what is wrong will be said when a shard is read
 
     def _judge(self, name: str, error: Exception) -> None:
         """Raise what another try will not change."""
         address, code = f"{self.url}/{name}", getattr(error, "code", None)
+        if isinstance(error, HocketError) or not isinstance(error, (OSError, http.client.HTTPException, *_foreign(error))):
+            raise error
         if isinstance(error, FileNotFoundError) or code in (404, 410):
             raise FileNotFoundError(address) from None
-        if isinstance(error, PermissionError) or code in (401, 403):
+        if isinstance(error, PermissionError) or code in (401, 403) or "Credentials" in type(error).__name__:
             raise HocketError(f"{address} may not be read ({error}): give credentials that may, or another address.") from None
         if isinstance(code, int) and code not in _PASSING:
             raise HocketError(f"{address} cannot be read ({error}): check the address.") from None
+
+
+def _foreign(error: Exception) -> tuple[type[Exception], ...]:
+    """Errors of the clients behind fsspec that are no OSError: those of botocore, aiohttp and others that speak of the network."""
+    return (type(error),) if type(error).__module__.split(".")[0] in ("botocore", "aiobotocore", "aiohttp", "gcsfs") else ()
 
 
 def _skip(response: IO[bytes], count: int) -> None:

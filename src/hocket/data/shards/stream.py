@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hocket.data.shards import decode as decoding
 from hocket.data.shards.index import Index
 from hocket.data.shards.order import ShardOrder, check_division, parts, round_sizes
-from hocket.data.shards.reader import BadShard, OnBad, ShardReader
+from hocket.data.shards.reader import BadShard, OnBad, ShardReader, check_reading
 from hocket.data.shards.storage import OPEN_RETRY_S, RETRY_S
 from hocket.errors import HocketError
 
@@ -66,7 +67,7 @@ def stream(
     workers = (dist.get_world_size() if joined else 1) if workers is None else workers
     if shares is not None and batch_size is None:
         raise HocketError("shares divide rounds of batches: give batch_size, too.")
-    order = ShardOrder(index.counts, seed, lanes, window, shuffle)
+    order = ShardOrder.of(index, seed, lanes, window, shuffle)
     given: dict[str, Any] = {"cache": cache, "cache_bytes": cache_bytes, "on_bad_shard": on_bad_shard, "retry_s": retry_s}
     made = ShardStream(str(url), index, order, given, decode, collate, threads, prefetch)
     made.divide(workers, worker, batch_size, shares)
@@ -98,7 +99,7 @@ class ShardStream(IterableDataset[Any]):
         self.wait_s, self.bytes_read, self.bytes_fetched, self.skipped = 0.0, 0, 0, 0
         """Seconds that iterations waited for data; bytes of samples; bytes from elsewhere; samples left out as bad."""
         self._in_turn = False
-        ShardReader(url, index, **reading)  # refuses what cannot be
+        check_reading(**reading)
 
     def divide(self, workers: int, worker: int, batch_size: int | None = None, shares: Sequence[float] | None = None) -> None:
         """Be this worker of so many from the next iteration on."""
@@ -128,11 +129,11 @@ class ShardStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         size = self.workers * (self.batch_size or 1)
-        keep = self.order.open_shards(self.workers, self.prefetch * size) + self.threads
-        reader = ShardReader(self.url, self.index, keep=keep, **self.reading)
+        reader = ShardReader(self.url, self.index, **self.reading)
+        reader.keep = self.order.open_pieces(self.workers, reader.pieces, self.prefetch * size) + self.threads
         rounds = self._rounds()
-        if reader.remote:  # half a window ahead
-            ahead = self.order.lanes * self.order.window // (2 * size)
+        if reader.remote:  # a window ahead
+            ahead = self.order.lanes * min(self.order.window, self.order.samples // self.order.lanes) // size
             rounds = announced(rounds, lambda found: found[0], max(1, ahead), reader, self.threads)
         work = in_order(lambda found: (found, self._batch(reader, found[0])), rounds, self.threads, self.prefetch)
         last: list[Any] = []
@@ -181,30 +182,35 @@ class ShardStream(IterableDataset[Any]):
 
     def _batch(self, reader: ShardReader, numbers: np.ndarray) -> list[Any]:
         """What to yield for these samples: one batch, or single samples; nothing where all are bad."""
-        found = (decoded(reader, number, self.decode) for number in numbers.tolist())
-        samples = [sample for sample in found if sample is not None]
+        samples = [sample for sample in decoded(reader, numbers, self.decode) if sample is not None]
         return [self.collate(samples)] if samples and self.batch_size is not None else samples
 
 
-def decoded(reader: ShardReader, number: int, decode: Decode) -> Any:
-    """A sample as ``decode`` makes it, None if it is left out."""
-    sample = reader.sample(number)
-    if sample is None:
-        return None
-    try:
-        return decode(sample)
-    except HocketError:
-        raise
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        reader.bad(BadShard(f"The decoder fails on {reader.where(number)} ({text}): correct it, or leave the sample out."))
-        return None
+def decoded(reader: ShardReader, numbers: np.ndarray, decode: Decode) -> list[Any]:
+    """Samples as ``decode`` makes them, None where one is left out."""
+    found: list[Any] = []
+    for number, sample in zip(numbers.tolist(), reader.samples(numbers), strict=True):
+        try:
+            found.append(None if sample is None else decode(sample))
+        except HocketError:
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            reader.bad(BadShard(f"The decoder fails on {reader.where(number)} ({text}): correct it, or leave the sample out."))
+            found.append(None)
+    return found
+
+
+def _in_thread(info: Any) -> Callable[[], None] | None:
+    """In a loading process of a DataLoader each thread computes alone, as its main thread does: OpenMP's threads, which were not
+    forked along, would be waited for without end."""
+    return None if info is None else lambda: torch.set_num_threads(1)
 
 
 def in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Generator[R, None, None]:
     """``work(item)`` of each item in turn, up to ``ahead`` of them begun before they are asked for, by ``threads`` threads."""
     begun: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="hocket-data") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="hocket-data", initializer=_in_thread(get_worker_info())) as pool:
         try:
             for item in items:
                 begun.append(pool.submit(work, item))
@@ -220,22 +226,22 @@ def in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: in
 def announced(
     items: Iterable[T], samples_of: Callable[[T], np.ndarray], ahead: int, reader: ShardReader, threads: int
 ) -> Iterator[T]:
-    """The same items; the shards of those up to ``ahead`` later are being fetched meanwhile, as many as the reader keeps."""
+    """The same items; the pieces of those up to ``ahead`` later are being fetched meanwhile, as many as the reader keeps."""
     waiting: deque[tuple[T, list[int]]] = deque()
     live: Counter[int] = Counter()
     with ThreadPoolExecutor(threads, thread_name_prefix="hocket-fetch") as pool:
         try:
             for item in items:
-                shards = np.unique(reader.shards_of(samples_of(item))).tolist()
-                for shard in shards:
-                    if shard not in live:
-                        pool.submit(reader.want, shard)
-                    live[shard] += 1
-                waiting.append((item, shards))
+                pieces = np.unique(reader.pieces_of(samples_of(item))).tolist()
+                for piece in pieces:
+                    if piece not in live:
+                        pool.submit(reader.want, piece)
+                    live[piece] += 1
+                waiting.append((item, pieces))
                 while len(waiting) > ahead or len(live) > reader.keep - threads:
-                    item, shards = waiting.popleft()
+                    item, pieces = waiting.popleft()
                     yield item
-                    live -= Counter(shards)
+                    live -= Counter(pieces)
             yield from (item for item, _ in waiting)
         finally:
             pool.shutdown(cancel_futures=True)

@@ -11,8 +11,12 @@ from typing import Any, NamedTuple
 class Generation:
     """One membership. ``members`` are in the order of their ranks: whoever was there before comes before newcomers.
 
+    Where a model is split, ``parts`` processes are a replica: they are neighbours, in the order of the parts that they hold.
+
     >>> Generation(3, (7, 9, 12)).rank(9)
     1
+    >>> Generation(3, (7, 9, 12, 8), parts=2).replicas
+    ((7, 9), (12, 8))
     """
 
     number: int = 0
@@ -21,17 +25,53 @@ class Generation:
     """It begins after the exchange in progress, at the end of a step; otherwise members abandon that exchange at once."""
     hold: bool = False
     """There are too few members: they end the exchange in progress, and wait for more at the end of the step."""
+    since: tuple[int, ...] = ()
+    """For each member the number of the first generation from which on it has been in all of them."""
+    parts: int = 1
+
+    @classmethod
+    def after(cls, last: Generation, members: Sequence[int], planned: bool, hold: bool, parts: int = 1) -> Generation:
+        """The generation that follows ``last``.
+
+        >>> Generation.after(Generation(3, (7, 9), since=(1, 3)), [9, 12], False, False)
+        Generation(number=4, members=(9, 12), planned=False, hold=False, since=(3, 4), parts=1)
+        """
+        since = dict(zip(last.members, last.since, strict=True))
+        begun = tuple(since.get(m, last.number + 1) for m in members)
+        return cls(last.number + 1, tuple(members), planned, hold, begun, parts)
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.members[k : k + self.parts] for k in range(0, len(self.members), self.parts))
+
+    def replica(self, member: int) -> tuple[int, ...]:
+        """The members of its replica, itself included; none where it is no member."""
+        return next((replica for replica in self.replicas if member in replica), ())
 
     def rank(self, member: int) -> int:
         return self.members.index(member)
 
+    def known(self, member: int, number: int) -> bool:
+        """Whether a member that was given weights in generation ``number`` has those of the others: none can have completed an
+        exchange in a later generation without it, because it has been in all of them."""
+        return self.since[self.rank(member)] <= number
+
     def described(self) -> dict[str, Any]:
-        return {"generation": self.number, "members": list(self.members), "planned": self.planned, "hold": self.hold}
+        return {
+            "generation": self.number,
+            "members": list(self.members),
+            "planned": self.planned,
+            "hold": self.hold,
+            "since": list(self.since),
+            "parts": self.parts,
+        }
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> Generation:
         members = tuple(int(member) for member in metadata["members"])
-        return cls(int(metadata["generation"]), members, bool(metadata["planned"]), bool(metadata["hold"]))
+        since = tuple(int(number) for number in metadata["since"])
+        flags = bool(metadata["planned"]), bool(metadata["hold"])
+        return cls(int(metadata["generation"]), members, *flags, since, int(metadata.get("parts", 1)))
 
 
 class Position(NamedTuple):
@@ -41,20 +81,25 @@ class Position(NamedTuple):
     """Exchanges that it has completed; −1: a newcomer, which has no weights yet."""
     held: bool = False
     """It has the result of the next one, too, but does not know whether all others have theirs."""
+    kept: bool = False
+    """It can give the result of the last one that it has completed to others."""
 
 
 def agreed(positions: Sequence[Position]) -> int:
     """The number of exchanges that count, for members of a new generation that were at these positions.
 
-    A member completes an exchange once it knows that all members have its result: after the exchange comes a small all-reduce,
-    which no member leaves before all have entered it. So where one has completed an exchange, every other holds its result, and
-    takes it; where none has, all begin it again from what they had before it.
+    Members are one exchange apart at most. Where one has completed an exchange, every other takes its result, too: it holds it (no
+    member completes such an exchange before all have told that they do), or whoever has completed it gives it to those that lack
+    it. Where none has, all begin it again from what they had before it.
 
     >>> agreed([Position(4), Position(3, held=True), Position(-1)]), agreed([Position(3, held=True), Position(3)])
     (4, 3)
+    >>> agreed([Position(4, kept=True), Position(3)])
+    4
     """
     known = [position for position in positions if position.done >= 0]
     count = max((position.done for position in known), default=0)
-    behind = [p for p in known if p.done < count and not (p.held and p.done == count - 1)]
+    given = any(p.kept for p in known if p.done == count)
+    behind = [p for p in known if p.done < count and not ((p.held or given) and p.done == count - 1)]
     assert not behind, f"{behind} cannot follow members that have completed {count} exchanges"
     return count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,14 @@ class Abandon:
 
 
 class Member(Client):
-    """The member ``uid``; ``terms`` say what all members must have in common."""
+    """The member ``uid``; ``terms`` say what all members must have in common. Where a model is split, it holds ``part`` of
+    ``parts``, and is a member together with processes that hold the others."""
 
     peer_kind = "The rendezvous"
 
-    def __init__(self, uid: int, give_up_s: float = 60.0) -> None:
+    def __init__(self, uid: int, give_up_s: float = 60.0, part: int = 0, parts: int = 1) -> None:
         super().__init__()
+        self.part, self.parts = part, parts
         self.uid, self.give_up_s, self.terms = uid, give_up_s, ""
         self.latest = Generation()
         self.formed = 0
@@ -43,7 +46,7 @@ class Member(Client):
         self.leaving = self.finished = self.over = False
         """It asks to leave; its training is complete; that of all members is."""
         self.values: tuple[Tensor, ...] | None = None
-        """What the last request to the store gave; None: the generation is over."""
+        """What the last request to the store gave; None: the generation is over, or the time for it is."""
         self._attempt, self._failed, self._beats = -1, 0, 0
         self._heard = self._beaten = 0.0
         self._link = Link(RENDEZVOUS)
@@ -58,8 +61,10 @@ class Member(Client):
 
     @event
     def join(self, terms: str, now: float) -> Task:
-        """Become a member, also again; ends when there is a generation with this member, or the run is :attr:`over`."""
+        """Become a member, also again; ends when there is a generation with this member, or the run is :attr:`over`. One that is a
+        member gives up its place."""
         self.terms, self._heard, before = terms, now, -1
+        self.excluded |= self.inside
         while not self.over and not (self.inside and self.latest.number > before):
             self._attempt, self.excluded, self.formed = self._attempt + 1, False, 0
             before = self.latest.number if self._attempt else -1
@@ -107,15 +112,17 @@ class Member(Client):
         return self._ask(generation, Envelope(Kind.PUSH, self.uid, metadata=metadata, tensors=(value,)))
 
     @event
-    def get(self, generation: int, names: Sequence[str], now: float) -> Task:
-        """Read values from the store of a generation, once all are there."""
+    def get(self, generation: int, names: Sequence[str], now: float, within_s: float = math.inf) -> Task:
+        """Read values from the store of a generation, once all are there; after ``within_s`` seconds there are none."""
         metadata = {"generation": generation, "names": list(names)}
-        return self._ask(generation, Envelope(Kind.FETCH, self.uid, metadata=metadata))
+        return self._ask(generation, Envelope(Kind.FETCH, self.uid, metadata=metadata), now + within_s)
 
-    def _ask(self, generation: int, message: Envelope) -> Task:
+    def _ask(self, generation: int, message: Envelope, until: float = math.inf) -> Task:
         self.values = None
         self._request([message])
-        yield Until(lambda: self._answered() or self.latest.number > generation or self.excluded)
+        self._link.asked = self.now
+        over = None if math.isinf(until) else until
+        yield Until(lambda: self._answered() or self.latest.number > generation or self.excluded, over)
         reply, self._link.request, self._link.reply = self._link.reply, None, None
         self.values = None if reply is None else reply.tensors
 
@@ -155,10 +162,14 @@ class Member(Client):
     def _beat(self) -> None:
         self._beaten, self._beats = self.now, self._beats + 1
         told: dict[str, Any] = {"attempt": self._attempt, "formed": self.formed, "failed": self._failed, "leaving": self.leaving}
-        told |= {"finished": self.finished, "terms": self.terms}
+        told |= {"finished": self.finished, "terms": self.terms, "part": self.part, "parts": self.parts}
         message = Envelope(Kind.BEAT, self.uid, number=self._beats, metadata=told)
         self._send(RENDEZVOUS, message)
         self._set_timer(_BEAT, self.now + BEAT_S)
+        link = self._link
+        if link.request is not None and link.reply is None and self.now - link.asked > self.silence_s:
+            link.asked = self.now  # orders show that the rendezvous lives, not that the request or its reply has arrived
+            self._ask_again(link)
 
     def describe_peer(self, peer: int) -> str:
         address = self.addresses.get(peer)

@@ -14,6 +14,10 @@ GOODBYE                                                                    (none
 =========  ==============================================================  ===================================================
 
 The store is where members of a generation exchange the addresses of their process group.
+
+Where a model is split, each member holds one of its parts, as its BEAT says. A replica is one process for each part: it becomes a
+member, is counted, leaves and is lost as a whole. Processes of a lost replica that live are newcomers: they wait for processes that
+hold the other parts.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ CHECK_EVERY_S = 0.25
 _CHECK = "check"
 _MOST_VALUES = 4096
 """Values in the store of a generation."""
+_MOST_PARTS = 4096
+"""Processes of a replica."""
 _SILENT_S = 1.5
 """After an exchange has failed, a member that was silent for so long is the one that is lost."""
 
@@ -42,11 +48,14 @@ class _Member:
     peer: bytes
     attempt: int
     heard: float
+    part: int = 0
     last: int = -1
     """The number of its latest BEAT."""
     formed: int = 0
     failed: int = 0
     leaving: bool = False
+    dropped: bool = False
+    """Its replica leaves because of another process; it joins again."""
     finished: bool = False
     answered: int = -1
     """Its last request to the store, and the answer."""
@@ -56,7 +65,7 @@ class _Member:
 
 
 class Rendezvous(Service):
-    """Of ``least`` to ``most`` members; the run begins with ``expected`` ones, or after ``gather_s`` with fewer."""
+    """Of ``least`` to ``most`` replicas; the run begins with ``expected`` ones, or after ``gather_s`` with fewer."""
 
     role = "The rendezvous"
 
@@ -66,7 +75,7 @@ class Rendezvous(Service):
         self.liveness_timeout_s, self.gather_s = liveness_timeout_s, gather_s
         self.generation = Generation()
         self.lost = 0
-        """Members that died or were silent."""
+        """Replicas of which a process died or was silent."""
         self.over = False
         """All members have finished."""
         self._members: dict[int, _Member] = {}
@@ -74,6 +83,7 @@ class Rendezvous(Service):
         """The attempt of members that are no longer there: a late BEAT does not bring them back."""
         self._formed = self.generation
         self._announced = {self.generation.number: self.generation}
+        self._parts = 1
         self._terms: str | None = None
         self._store: dict[str, Tensor] = {}
         self._checked, self._first, self._broken = 0.0, 0.0, 0.0
@@ -123,9 +133,10 @@ class Rendezvous(Service):
                 self._answer(peer, Kind.ORDER, message.number, {**self.generation.described(), "known": False})
                 return
             self._check_terms(str(told["terms"]))
+            part = self._check_part(int(told.get("part", 0)), int(told.get("parts", 1)))
             if member is not None:
                 self._remove([uid])
-            member = self._members[uid] = _Member(peer, attempt, self.now)
+            member = self._members[uid] = _Member(peer, attempt, self.now, part)
             self._first = self._first or self.now
         if attempt < member.attempt or message.number <= member.last:
             return
@@ -155,48 +166,70 @@ class Rendezvous(Service):
         if terms != self._terms:
             raise Rejected("terms", f"This run has {self._terms}, but a worker that joins has {terms}: start it as the others.")
 
+    def _check_part(self, part: int, parts: int) -> int:
+        if not self._members and 1 <= parts <= _MOST_PARTS:
+            self._parts = parts
+        if parts != self._parts or not 0 <= part < parts:
+            raise Rejected("parts", f"A replica of this run has {self._parts} parts; part {part} of {parts} is none of them.")
+        return part
+
     # --- generations ---------------------------------------------------------------------------------------------------------
 
     def _remove(self, gone: Sequence[int], in_order: bool = False) -> None:
-        """``in_order``: it has left at the end of a step, before a generation without it; the others do not wait for it."""
+        """``in_order``: it has left at the end of a step, before a generation without it; the others do not wait for it. The
+        replicas of those that are lost are lost with them: what lives of them joins again."""
         found = [uid for uid in gone if uid in self._members]
+        # Until a planned generation is formed, its members exchange with those of the one before.
+        exchanging = (self.generation, self._formed) if self.generation.planned else (self.generation,)
+        hit = [one.replica(uid) for uid in found for one in exchanging]
+        missing = list(dict.fromkeys(replica for replica in hit if replica))
+        if not in_order and not self.over:
+            found += [uid for replica in missing for uid in replica if uid in self._members and uid not in found]
         for uid in found:
             self._removed[uid] = self._members.pop(uid).attempt
-        # Until a planned generation is formed, its members exchange with those of the one before.
-        missing = [uid for uid in found if uid in self.generation.members or uid in self._formed.members]
         if missing and not in_order and not self.over:
             self.lost += len(missing)
             left = self._standing()
-            self._effects.append(Say(f"worker {missing[0]} is lost; {len(left)} go on"))
+            whom = f"worker {found[0]}" + ", and with it its replica," * (self._parts > 1)
+            self._effects.append(Say(f"{whom} is lost; {len(left)} go on"))
             self._announce(left, planned=False)
 
-    def _standing(self) -> list[int]:
+    def _standing(self) -> list[tuple[int, ...]]:
         """Those of the latest generation that live and have weights for sure: newcomers may not, before anybody has formed it."""
         base = self.generation if self._formed == self.generation or not self._formed.members else self._formed
-        return [uid for uid in base.members if uid in self._members and uid in self.generation.members]
+        return [one for one in base.replicas if one in self.generation.replicas and all(uid in self._members for uid in one)]
 
     def _let_in(self) -> None:
         """A planned generation, where all members have formed the latest one and somebody waits or leaves; or the first."""
         current, members = self.generation, self._members
         if self.over or any(member.finished for member in members.values()):
             return
-        staying = [uid for uid in current.members if uid in members and not members[uid].leaving]
-        waiting = [uid for uid, m in members.items() if uid not in current.members and not m.leaving]
-        joined = [*staying, *waiting[: max(self.most - len(staying), 0)]]
+        staying = [one for one in current.replicas if all(uid in members and not members[uid].leaving for uid in one)]
+        waiting = [uid for uid, m in members.items() if uid not in current.members and not m.leaving and not m.dropped]
+        complete = list(zip(*([uid for uid in waiting if members[uid].part == part] for part in range(self._parts)), strict=False))
+        if not staying and complete:  # whoever leaves last hands over first
+            staying = [one for one in current.replicas if all(uid in members for uid in one)][:1]
+        joined = [*staying, *complete[: max(self.most - len(staying), 0)]]
         if not current.members:
             if len(joined) >= min(self.expected, self.most) or (
                 len(joined) >= self.least and self.now - self._first > self.gather_s
             ):
                 self._announce(joined, planned=False)
-        elif tuple(joined) != current.members and all(members[uid].formed == current.number for uid in current.members):
-            self._announce(joined, planned=True)
+        elif tuple(joined) != current.replicas and all(members[uid].formed == current.number for uid in current.members):
+            if joined or self._parts == 1:
+                self._announce(joined, planned=True)
+            else:  # nobody is left to whom the last replica could hand over
+                self._remove(current.members)
 
-    def _announce(self, members: Sequence[int], planned: bool) -> None:
-        number = self.generation.number + 1
-        self.generation = Generation(number, tuple(members), planned, hold=len(members) < self.least)
-        self._announced = {n: g for n, g in self._announced.items() if n >= self._formed.number} | {number: self.generation}
+    def _announce(self, replicas: Sequence[tuple[int, ...]], planned: bool) -> None:
+        before, members = self.generation, tuple(uid for replica in replicas for uid in replica)
+        new = self.generation = Generation.after(before, members, planned, len(replicas) < self.least, self._parts)
+        self._announced = {n: g for n, g in self._announced.items() if n >= self._formed.number} | {new.number: new}
         if not members:
             self._formed, self._first = self.generation, 0.0  # nobody has the weights any more
+        for uid in before.members if planned else ():
+            if uid in self._members and uid not in members:
+                self._members[uid].dropped = True
         self._broken, self._store = 0.0, {}
         for member in self._members.values():
             member.fetch = None

@@ -24,7 +24,6 @@ from hocket.compression.base import Codec, Context, State
 from hocket.compression.feedback import with_feedback
 from hocket.errors import HocketError
 from hocket.strategy import Strategy
-from hocket.topology.base import slice_keys
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class PushEncoder:
 
     def _encoded(self, codec: Codec, bucket: int, values: Tensor, context: Context) -> list[Message]:
         """The message of each shard for a bucket's flat ``values``."""
-        keys, memory = slice_keys(context.keys(1), self.slices.shards), self.memory[bucket]
+        keys, memory = context.keys(1, self.slices.shards), self.memory[bucket]
         messages = []
         for s, part in enumerate(self.slices.cut(bucket, values)):
             row = part.reshape(1, -1)

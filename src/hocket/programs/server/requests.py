@@ -129,8 +129,13 @@ class ShardRequests(Client):
         self.pushed = max(steps)
         for link, step in zip(self.links, steps, strict=True):
             if step < self.pushed:
-                yield from self._greet(link, False)
+                yield from self._greet_with_step(link)
         return self.pushed
+
+    def _greet_with_step(self, link: ShardLink) -> Task:
+        """Say hello until the shard counts from this worker's step; a late answer to an earlier hello does not show that."""
+        while (yield from self._greet(link, False)).step < self.pushed:
+            pass
 
     def _greet(self, link: ShardLink, brings: bool) -> Task:
         """Say hello until it is answered."""

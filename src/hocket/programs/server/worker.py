@@ -236,7 +236,7 @@ class ServerWorker(ShardRequests):
             self.step, self._sums = reached, []
             behind = [link for link in asked if link.reply is not None and link.reply.step < reached]
             for link in behind:  # all shards must count its steps from there
-                yield from self._greet(link, False)
+                yield from self._greet_with_step(link)
             if behind and then != "final":  # and it must wait there for workers that are too far behind that step
                 self._fetch(0)
                 yield from self._apply(then)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hocket.cluster.plain import all_gather_plain
 from hocket.errors import HocketError
 from hocket.split.axis import Axis
 from hocket.split.inputs import Inputs, first_tensor, joined, micro_batches
@@ -130,7 +129,7 @@ class PipelineRunner:
         if not isinstance(wire, Wire):
             if self.axis.size > 1:
                 own = tree_map_only(Tensor, Tensor.cpu, dict(output) if isinstance(output, Mapping) else output)
-                heard = all_gather_plain(own, self.axis.group)[source]
+                heard = self.axis.gather_plain(own)[source]
                 if output is None:  # a mapping of the model's own class, as it is there
                     output = type(wire)(**heard) if isinstance(wire, Mapping) else heard
             return tree_map_only(Tensor, lambda t: t.to(device), output)

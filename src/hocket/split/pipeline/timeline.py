@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from hocket.cluster.plain import all_gather_plain
 from hocket.errors import HocketError
 from hocket.split.axis import Axis
 from hocket.split.pipeline.schedules import Action, Kind, Schedule, before
@@ -114,7 +113,7 @@ def gather(axis: Axis, spans: Collection[Span]) -> Timeline:
     """
     axis.all_reduce(torch.zeros(1))
     own = time.perf_counter(), [(*span.action, span.start, span.end) for span in spans]
-    told = all_gather_plain(own, axis.group) if axis.size > 1 else [own] * axis.size
+    told = axis.gather_plain(own)
     everyone = [(now, [Span(Action(*action), a, b) for *action, a, b in row]) for now, row in told]
     shifts = [now - everyone[0][0] if abs(now - everyone[0][0]) > _ANOTHER_CLOCK_S else 0.0 for now, _ in everyone]
     origin = min((span.start - shift for shift, (_, row) in zip(shifts, everyone, strict=True) for span in row), default=0.0)

@@ -20,13 +20,14 @@ from hocket.train.asynchronous.replicas import AsyncReplicas
 
 
 class ServerProtocol(AsyncProtocol):
-    """Shards on links of their own where servers are named; otherwise every worker's machine hosts one."""
+    """Shards on links of their own where servers are named, unless the cluster has them on workers' machines; without servers every
+    worker's machine hosts one."""
 
     def __init__(self, replicas: AsyncReplicas, spec: ClusterSpec, seed: int, batches: BatchSequence) -> None:
         strategy, workers = replicas.strategy, replicas.rows
         self.strategy, self.sync = strategy, strategy.sync
         shards = strategy.topology.num_shards(workers)
-        own_links = strategy.topology.has_servers
+        own_links = strategy.topology.has_servers and not spec.servers_on_workers
         super().__init__(replicas, spec, batches, workers + shards * own_links)
         self.optimizer = shard_optimizer(strategy, replicas.optimizer)
         self.servers = [ShardServer(s) for s in range(shards)]
@@ -34,7 +35,7 @@ class ServerProtocol(AsyncProtocol):
         configs = [WorkerConfig(strategy, replicas.layout, w, workers, seed, **options) for w in range(workers)]
         self.workers = [ServerWorker(config) for config in configs]
         self.network.ends = self.ends(workers)
-        self.network.ends |= {("shard", s): own_links * workers + s for s in range(shards)}
+        self.network.ends |= {("shard", s): workers + s if own_links else s % workers for s in range(shards)}
         for s, server in enumerate(self.servers):
             self.simulation.add(("shard", s), server, b"s" + s.to_bytes(4, "big"), {})
         routes = {s: ("shard", s) for s in range(shards)}
@@ -74,7 +75,7 @@ class ServerProtocol(AsyncProtocol):
         spec, values = self.spec, self.values
         action, compression = self.sync.server_action(self.workers[worker].step + 1), self.strategy.compression
         coding_s = spec.coding_s(compression.methods, values) if compression.compresses else 0.0
-        pushing_s = (coding_s + spec.exchange_s) if action.push else 0.0
+        pushing_s = (coding_s + spec.coding_s(["server"], values) + spec.exchange_s) if action.push else 0.0
         return spec.load_s * share + pushing_s + (spec.update_s * values if action.local else 0.0)
 
     def steps_locally(self, worker: int) -> bool:

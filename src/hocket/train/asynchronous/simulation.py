@@ -23,6 +23,7 @@ from hocket.data.batches import MiniBatch
 from hocket.drivers.simulation import Alarm, Call, Delivery, Key
 from hocket.programs.account import steps_of
 from hocket.programs.base import from_plain, to_plain
+from hocket.train.asynchronous.cores import SharedCores
 from hocket.train.asynchronous.gossip import GossipProtocol
 from hocket.train.asynchronous.replicas import AsyncReplicas
 from hocket.train.asynchronous.servers import ServerProtocol
@@ -81,6 +82,7 @@ class AsyncSimulation(EpochLoop):
         self._before: dict[str, Any] = {"wait": 0.0, "hidden": 0.0, "sent": 0, "exchanges": 0, "staleness": {}}
         self.protocol = PROTOCOLS[replicas.strategy.runtime](replicas, self.spec, self.plan.seed, self.batches)
         self.simulation = self.protocol.simulation
+        self.cores = SharedCores(self.spec, size, self.simulation, _COMPUTED)
         self.simulation.on_call = self._computed
         self.protocol.start()
         self.simulation.on_idle = self._idle
@@ -142,12 +144,14 @@ class AsyncSimulation(EpochLoop):
         seconds += self.protocol.beside_s(worker, share) * self._slowdown[worker]
         self._begun[worker] += 1
         self._computing[worker] = now
-        self.simulation.put(now + seconds, Call(_COMPUTED, worker))
+        self.cores.begin(worker, seconds)
 
     def _computed(self, call: Call) -> None:
         """A worker's gradient is there."""
         worker = call.node
         assert isinstance(worker, int)
+        if not self.cores.ended(worker):
+            return
         begun = self._computing[worker]
         assert begun is not None
         self._compute_s[worker] += self.simulation.now - max(begun, self._epoch_begun)
@@ -260,6 +264,7 @@ class AsyncSimulation(EpochLoop):
             "begun": list(self._begun),
             "numbers": list(self._numbers),
             "computing": list(self._computing),
+            "cores": self.cores.state_dict(),
             "compute_s": list(self._compute_s),
             "losses": list(self._losses),
             "before": dict(self._before),
@@ -278,6 +283,7 @@ class AsyncSimulation(EpochLoop):
         self.phases, self._begun, self._numbers = list(state["phases"]), list(state["begun"]), list(state["numbers"])
         self._computing, self._compute_s = list(state["computing"]), list(state["compute_s"])
         self._losses, self._before = list(state["losses"]), dict(state["before"])
+        self.cores.load_state_dict(state["cores"])
         if len(self.batches) <= state["batches"]:
             return
         for worker, phase in enumerate(self.phases):  # the training was made longer: those who had ended go on

@@ -43,8 +43,14 @@ def _over_rows(
         whole = _rows_first(mask, in_dims[3], rows)
         whole = whole.view(rows, *(1,) * (len(lead) + 3 - whole.dim()), *whole.shape[1:])
         mask = whole.expand(*lead, *whole.shape[-3:]).reshape(-1, *whole.shape[-3:])
-    out = _plain(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+    with _outside_vmap():
+        out = _plain(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     return out.view(*lead, *out.shape[-3:]), 0
+
+
+def _outside_vmap() -> Any:
+    """A rule runs inside ``vmap``, which would refuse dropout's random numbers for tensors that hold all rows already."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode))
 
 
 def _rows_first(tensor: Tensor, dim: int | None, rows: int) -> Tensor:
@@ -63,6 +69,11 @@ def _attention(
 ) -> Tensor:
     if query.dim() < 3:
         return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if torch.is_autocast_enabled(query.device.type):  # which does not know an operation of our own
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
     out: Tensor = _row_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return out
 

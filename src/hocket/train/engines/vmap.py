@@ -7,20 +7,23 @@ slowly; see :mod:`hocket.train.engines.convolution` for what runs instead.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_map
 
 from hocket.cluster.layout import Layout
 from hocket.errors import HocketError
 from hocket.train.engines.attention import row_attention
 from hocket.train.engines.base import Batches, Buffers, Loss, Rows
-from hocket.train.engines.convolution import with_row_convolutions
+from hocket.train.engines.compiling import said_while_compiling
 from hocket.train.engines.loop import LoopEngine, forked
+from hocket.train.engines.recurrent import has_row_recurrence
+from hocket.train.engines.twin import row_twin
 
 SPARSE_GRADIENTS = "sparse gradients"
 
@@ -28,10 +31,12 @@ SPARSE_GRADIENTS = "sparse gradients"
 class VmapEngine:
     """All workers at once: ``vmap`` of the loss over the flat rows, ordinary autograd around it, compiled on CUDA.
 
-    Rounds with batches of different sizes go to the loop. ``chunk`` computes that many rows at a time, which bounds memory.
-    Random numbers (dropout, ``torch.randn_like``) differ from row to row and step to step, are repeatable for the same keys, but do
-    not equal the loop's.
-    With ``fall_back`` a model that vmap cannot do is noted once and computed by the loop; otherwise it is refused.
+    Rounds with batches of different sizes go to the loop. ``chunk`` computes that many rows at a time, which bounds memory; where
+    memory is short in the first round, it is halved until there is enough, and then activations are recomputed. ``recompute``: the
+    compiled backward pass computes most activations again instead of keeping them. Random numbers (dropout, ``torch.randn_like``)
+    differ from row to row and step to step, are repeatable for the same keys, but do not equal the loop's.
+    What cannot be compiled runs as it is, with a warning. A model that vmap cannot do is noted once and computed by the loop with
+    ``fall_back``; otherwise it is refused.
     """
 
     def __init__(
@@ -46,14 +51,18 @@ class VmapEngine:
         autocast: torch.dtype | None = None,
         accumulate: int = 1,
         fall_back: bool = False,
+        recompute: bool = False,
     ) -> None:
-        if chunk is not None and chunk < 1:
-            raise HocketError(f"chunk must be at least 1 row, got {chunk}.")
+        if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+            raise HocketError(f"chunk must be a whole number of at least 1 row, got {chunk}.")
         self.loop = LoopEngine(model, loss, layout, autocast=autocast, accumulate=accumulate)
-        self.loss, self.layout, self.rows, self.chunk = loss, layout, rows, chunk or rows
-        self.autocast, self.accumulate, self.fall_back = autocast, accumulate, fall_back
-        self._compile, self._graph = compile, compile
-        self._take(model if autocast else with_row_convolutions(model))
+        self.loss, self.layout, self.rows, self.chunk = loss, layout, rows, min(chunk or rows, rows)
+        self.autocast, self.accumulate, self.fall_back, self.recompute = autocast, accumulate, fall_back, recompute
+        self._graph = compile
+        twin = row_twin(model, autocast)
+        ways = [(twin, compile), (model, compile), (twin, False), (model, False)]
+        self._ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
+        self._take(*self._ways.pop(0))
         self._used: Tensor | None = None
         self._refused = False
 
@@ -70,40 +79,76 @@ class VmapEngine:
             return self._first(weights, buffers, x, y, grads, keys)
         return self._all(weights, buffers, x, y, grads, keys), self._used
 
-    def _take(self, model: nn.Module) -> None:
+    def _take(self, model: nn.Module, compile: bool) -> None:
         """Computes with this module tree from now on."""
-        self._model = model
+        self._model, self._compile = model, compile
         self._captured: dict[tuple[Any, ...], _Captured | None] = {}
         losses = vmap(self._loss_of_one, randomness="different")
-        self._losses = torch.compile(losses, dynamic=False) if self._compile else losses
+        # Whole or not at all: what dynamo cannot read it would otherwise run uncompiled, without a word.
+        self._losses = torch.compile(losses, dynamic=False, fullgraph=True) if compile else losses
 
     def _first(self, weights: Rows, buffers: Buffers, x: Tensor, y: Tensor, grads: Rows, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The first round: finds the unused slots with one eager backward, and learns whether vmap can do this model."""
+        """The first round: finds the unused slots with one eager backward, and learns how vmap can do this model."""
         before = {name: b.clone() for name, b in buffers.items()}
         alone = {name: b[:1].clone() for name, b in buffers.items()}
         scratch = [torch.empty_like(g[:1]) for g in grads]
         _, used = self.loop.gradients([w[:1] for w in weights], alone, x[:1], y[:1], scratch, keys[:1])
-        try:
-            losses = self._all(weights, buffers, x, y, grads, keys)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, NotImplementedError) as error:
+        failure: Exception | None = None
+        while True:
+            try:
+                with said_while_compiling(self._compile):
+                    losses = self._all(weights, buffers, x, y, grads, keys)
+                break
+            except torch.OutOfMemoryError:
+                if not self._shrink():
+                    raise
+            except (RuntimeError, TypeError, NotImplementedError) as error:
+                failure = failure or error
+                if self._ways:
+                    self._take(*self._ways.pop(0))
+                else:
+                    self._refuse(failure, len(x))
             for name, b in buffers.items():
                 b.copy_(before[name])
-            if self._model is not self.loop.model:  # once more with torch's own convolutions
-                self._take(self.loop.model)
-                return self._first(weights, buffers, x, y, grads, keys)
-            self._refuse(error)
-            return self.loop.gradients(weights, buffers, x, y, grads, keys)
+            if self._refused:
+                return self.loop.gradients(weights, buffers, x, y, grads, keys)
+        if failure is not None:
+            self._note(failure)
         self._used = used.expand(len(x), -1)
         return losses, self._used
 
-    def _refuse(self, error: Exception) -> None:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    def _shrink(self) -> bool:
+        """Takes less memory from now on, at the price of time; whether it can."""
+        if self.chunk > 1:
+            self.chunk = smaller_chunk(self.rows, self.chunk)
+            done = f"{self.chunk} of {self.rows} workers are computed at a time"
+        elif self._compile and not self.recompute:
+            self.recompute, done = True, "activations are computed again in the backward pass"
+            self._captured.clear()
+        else:
+            return False
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        warnings.warn(f"The device's memory is too small for all workers at once: {done}, which takes longer.", stacklevel=5)
+        return True
+
+    def _refuse(self, error: Exception, rows: int) -> None:
         if not self.fall_back:
-            raise HocketError(f"vmap cannot compute this model ({reason}); use engine='loop' or 'auto'.") from error
-        warnings.warn(f"vmap cannot compute this model ({reason}): its workers are computed one after another.", stacklevel=4)
+            text = f"vmap cannot compute this model ({_reason(error)}); use engine='loop' or 'auto'."
+            raise HocketError(text) from error
+        warnings.warn(
+            f"vmap cannot compute this model ({_reason(error)}): its workers are computed one after another, so that a step takes "
+            f"{rows} times as long as that of one worker.",
+            stacklevel=4,
+        )
         self._refused = True
+
+    def _note(self, error: Exception) -> None:
+        """Says that it goes on in a slower way."""
+        how = "with PyTorch's own layers, whose convolutions are slow for many workers"
+        if self._graph and not self._compile:
+            how = "uncompiled, which launches every operation by itself and takes a multiple of the time and of the memory"
+        warnings.warn(f"The workers of this model are computed {how} ({_reason(error)}).", stacklevel=4)
 
     def _all(self, weights: Rows, buffers: Buffers, x: Tensor, y: Tensor, grads: Rows, keys: Tensor) -> Tensor:
         if self._graph and x.is_cuda and not self.loop.draws():  # a recorded graph draws the same numbers again
@@ -130,8 +175,10 @@ class VmapEngine:
         if captured is None:
             try:
                 captured = self._captured[key] = _Captured(lambda a, b: self._chunks(weights, buffers, a, b, grads), x, y)
-            except RuntimeError:  # the model waits for the device somewhere: it runs as it is
+            except RuntimeError as error:  # the model waits for the device somewhere, or memory is short: it runs as it is
                 self._graph = False
+                how = "every kernel of a step is launched by itself, which takes longer where there are few workers"
+                warnings.warn(f"No CUDA graph of this model can be recorded ({_reason(error)}): {how}.", stacklevel=5)
                 return self._chunks(weights, buffers, x, y, grads)
         return captured(x, y)
 
@@ -147,7 +194,7 @@ class VmapEngine:
         total = None
         n = min(self.accumulate, x.shape[1])
         for i, (xi, yi) in enumerate(zip(x[part].tensor_split(n, 1), y[part].tensor_split(n, 1), strict=True)):
-            with row_attention(), _unlimited() if self._compile else nullcontext():
+            with row_attention(), _compiling(self.recompute) if self._compile else nullcontext():
                 losses = self._losses(leaves, own, xi, yi)
             scale = torch.full_like(losses, xi.shape[1] / x.shape[1])
             for g, new in zip(grads, torch.autograd.grad(losses, leaves, scale, allow_unused=True), strict=True):
@@ -158,6 +205,7 @@ class VmapEngine:
         return total
 
     def _loss_of_one(self, flats: Rows, buffers: Buffers, x: Tensor, y: Tensor) -> Tensor:
+        assert self.recompute in (False, True)  # read here, so that torch compiles anew for each
         values = dict(buffers)
         for bucket, flat in zip(self.layout.buckets, flats, strict=True):
             # One split, not one slice per slot: its backward is a single concatenation.
@@ -166,7 +214,8 @@ class VmapEngine:
         if self.autocast is None:
             return self.loss(functional_call(self._model, values, (x,)), y)
         with torch.autocast(x.device.type, self.autocast):
-            return self.loss(functional_call(self._model, values, (x,)), y)
+            output = functional_call(self._model, values, (x,))
+            return self.loss(tree_map(_single, output), y)  # as autocast has losses, but not under vmap
 
 
 _GRAPHS = 4  # shapes and storages recorded at a time; each keeps its activations
@@ -188,9 +237,35 @@ class _Captured:
         return self.losses.clone()
 
 
-def _unlimited() -> Any:
-    """All engines share one code object: torch would stop compiling after a few shapes of it, and go on slowly without a word."""
-    return torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000)
+@contextmanager
+def _compiling(recompute: bool) -> Iterator[None]:
+    """All engines share one code object: torch would refuse to compile after a few shapes of it."""
+    limits = torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000)
+    with limits, torch._functorch.config.patch(activation_memory_budget=_KEPT if recompute else 1.0):
+        yield
+
+
+_KEPT = 0.2  # of the activations' memory, where they are computed again
+
+
+def smaller_chunk(rows: int, chunk: int) -> int:
+    """About half as many rows at a time; equal chunks where that can be, since each size is compiled by itself.
+
+    >>> [smaller_chunk(60, 60), smaller_chunk(60, 20), smaller_chunk(7, 7), smaller_chunk(7, 2)]
+    [30, 10, 3, 1]
+    """
+    half = chunk // 2
+    return next((n for n in range(half, half // 2, -1) if rows % n == 0), half)
+
+
+def _single(value: Any) -> Any:
+    low = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if low else value
+
+
+def _reason(error: Exception) -> str:
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(said[: 2 if said[0].endswith(":") else 1]).rstrip(".") if said else type(error).__name__
 
 
 def _stack(batches: Batches) -> Tensor | None:
@@ -210,10 +285,8 @@ def _put(storage: Tensor, new: Tensor | None, first: bool) -> None:
 def obstacle(model: nn.Module) -> str | None:
     """What in the model is known not to work under vmap."""
     for m in model.modules():
-        if isinstance(m, nn.RNNBase):
-            return f"a {type(m).__name__} layer"
-        if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats and m.momentum is None:
-            return f"a {type(m).__name__} layer with momentum=None"
+        if isinstance(m, nn.RNNBase) and not has_row_recurrence(m):
+            return f"a {type(m).__name__} layer of a class of its own or with projections"
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse:
             return SPARSE_GRADIENTS
     return None

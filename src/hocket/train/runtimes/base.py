@@ -52,6 +52,8 @@ class Binding:
     seed: int = 0
     weight: float = 1.0
     """This worker's share of the next exchange: its samples × N / all samples."""
+    samples: float = 1.0
+    """Of all workers in the next exchange, where the loop says so."""
     backwards: int = 0
     """Backward passes since the last step, where they are counted."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
-from hocket.programs.collective import CollectiveProgram
+from hocket.programs.two_stage import program_for
 from hocket.split.sharded import ShardedState, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import ClusterLedger, MeshAxes
@@ -50,7 +50,7 @@ class CollectiveRuntime:
             from hocket.drivers.summation import serve_sums  # its sockets are loaded only where they are needed
 
             serve_sums(strategy, self.cluster)
-        self.program = CollectiveProgram(strategy, binding.layout, self.cluster, binding.weights, binding.seed)
+        self.program = program_for(strategy, binding.layout, self.cluster, binding.weights, binding.seed)
         if momentum := strategy.exchanged == "momentum" and not self.alone:
             take_momentum(binding.optimizer, strategy.sync.period)
         give_state(self.program, JobRows(binding), momentum)
@@ -96,6 +96,7 @@ class CollectiveRuntime:
         self.program.flags_ready(torch.tensor([flags], device=self.cluster.device))
 
     def gradients_done(self) -> list[bool]:
+        self.program.samples = self.binding.samples
         results, flagged = self.program.gradients_done(), self._flagged
         self._flagged = False
         return results[-1].tolist() if flagged else []

@@ -9,80 +9,70 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hocket.cluster.elastic import ElasticCluster
+from hocket.cluster.elastic_exchange import Kept, tell_flags
 from hocket.cluster.join import RendezvousInfo
+from hocket.cluster.replica import ReplicaLost
 from hocket.data.elastic_stream import Position as DataPosition
 from hocket.data.elastic_stream import SampleStream
 from hocket.drivers.elastic import GenerationStore, MemberDriver, leave_on_signals
-from hocket.drivers.processes import say
+from hocket.drivers.processes import release_memory, say
 from hocket.errors import HocketError, WorkerLost
 from hocket.programs.elastic.generation import Generation, Position, agreed
-from hocket.strategy import Strategy
 from hocket.train.elastic import Elastic, Stateful
-from hocket.train.handover import Shared, load_state, pack_state, receive_state, send_state, state_of, unpack_state
+from hocket.train.handover import Shared, load_state, pass_on, state_of
 from hocket.train.runtimes.base import Binding
-from hocket.train.runtimes.collective import CollectiveRuntime
+from hocket.train.runtimes.elastic_view import AWAY, ElasticView, Rejoined
 from hocket.transport import Keys
 
-_BUILD_S = 20.0
+BUILD_S = 20.0
 """How long members of a generation wait for each other's connections; longer than a rendezvous takes to find a lost one."""
 _MOST_TRIES = 50
-_AWAY = "This worker was away, and the others went on without it; start it again to join them."
-
-
-class Rejoined(Exception):
-    """This worker was away; it has the others' state now, and what it was about to do is void."""
+_PLACE = 8
+"""Where a process tells its place in the data, after seven figures."""
 
 
 class Left(SystemExit):
     """This worker has handed over and left; the others go on."""
 
 
-class ElasticRuntime(CollectiveRuntime):
+class ElasticRuntime(ElasticView):
     """The worker of this process, whose group ``driver`` learns of."""
 
     def __init__(self, cluster: ElasticCluster, driver: MemberDriver, elastic: Elastic) -> None:
         super().__init__(cluster)
         self.alone = False
-        self.cluster: ElasticCluster = cluster
         self.driver, self.member, self.elastic = driver, driver.program, elastic
-        self.events: list[dict[str, Any]] = []
-        """What happened: one entry per generation."""
-        self.stream = SampleStream()
-        """Which samples this worker computes."""
+        self.events: list[dict[str, Any]] = []  # what happened: one entry per generation
+        self.stream = SampleStream()  # which samples this worker computes
         self.shared = Shared(samples=self.stream)
         self._rescaled = 1.0  # since the state of another worker was taken
-        self._newcomer, self._hold, self._members = True, False, tuple[int, ...]()
-        self._tried = tuple[int, ...]()
-        self._given: list[tuple[int, Tensor]] = []
-        self._flags: list[bool] = []
+        self._newcomer, self._hold, self._meanwhile, self._members, self.common = True, False, False, tuple[int, ...](), ""
+        self._given, self._flags = list[tuple[int, Tensor]](), list[bool]()
+        self._tried, self._untidy, self._given_in, self._hold_from = tuple[int, ...](), False, 0, 0
+        self.began: tuple[int, int] | None = None  # its place and the number of workers, where the run began with it
+        self.on_last: Callable[[], None] = lambda: None  # called where all leave, at the end of a step
         cluster.latest_generation = lambda: self.member.latest.number
         cluster.abandoned = lambda: (
             self.member.excluded or (self.member.latest.number > self.cluster.generation and not self.member.latest.planned)
         )
         cluster.on_change = self._interrupted
-        driver.on_abandon = lambda generation: cluster.abort(
-            generation.number if not self.member.excluded else cluster.generation + 1
-        )
+        driver.on_abandon = self._abandon
 
     # --- as a runtime ----------------------------------------------------------------------------------------------------------
-
-    def refuse(self, strategy: Strategy, scaler: Any) -> None:
-        super().refuse(strategy, scaler)
-        if strategy.topology.sums_on_servers:
-            raise HocketError(f"{strategy}: servers that sum know a fixed number of workers; use allreduce with elastic.")
 
     def join(self, binding: Binding) -> None:
         super().join(binding)
         self.cluster.drain = self.program.drain
-        self._terms = f"{binding.strategy}, seed {binding.seed}, layout {binding.layout.digest()[:16]}"
+        self._terms = f"{binding.strategy}, seed {binding.seed}, {self.common or f'layout {binding.layout.digest()[:16]}'}"
 
     def hooked(self) -> None:
         self._join()
@@ -132,17 +122,8 @@ class ElasticRuntime(CollectiveRuntime):
                 self.stream.count()
             self._end_of_step()
 
-    def any_worker(self, flag: bool) -> bool:
-        with self._in_step():
-            return super().any_worker(flag)
-
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[nn.Module]:
-        with self._in_step(), super().averaged() as model:
-            yield model
-
     def finish(self) -> nn.Module:
-        with self._in_step():
+        with self.in_step():
             model = super().finish()
             self.end()
             return model
@@ -156,12 +137,6 @@ class ElasticRuntime(CollectiveRuntime):
             if not self.member.over and not self.member.latest.planned:
                 self._form()
 
-    def figures(self) -> dict[str, Any]:
-        """How many workers there are now, and what has happened to others so far."""
-        counts = {name: sum(event[name] for event in self.events) for name in ("lost", "left", "joined")}
-        data = {"dealt_again": self.stream.dealt_again, "skipped": self.stream.skipped}
-        return {"workers": self.cluster.size, **counts, "regroup_s": sum(event["seconds"] for event in self.events), **data}
-
     def leave(self) -> None:
         super().leave()
         with contextlib.suppress(HocketError, RuntimeError):
@@ -169,29 +144,24 @@ class ElasticRuntime(CollectiveRuntime):
         self.driver.close()
         self.cluster.close()
 
-    def _mean(self, rows: Tensor) -> None:
-        self.cluster.transact(lambda: self.cluster.mean(rows, self.cluster.world), rows)
-
-    @contextlib.contextmanager
-    def _in_step(self) -> Iterator[None]:
-        try:
-            yield
-        except Rejoined:
-            raise WorkerLost(_AWAY) from None
-
     def _skip(self) -> None:
         """The step under way is that of the round that the others compute next."""
         if not self.stream.skip():
-            raise WorkerLost(_AWAY)
+            raise WorkerLost(AWAY)
 
     # --- generations -----------------------------------------------------------------------------------------------------------
 
     def _end_of_step(self) -> None:
         """Where workers join and leave; with too few, wait for more."""
-        alone = self.cluster.size == 1 and self.member.latest.number > self.cluster.generation
-        while self.cluster.change or self._hold or alone:
+        if self._untidy:
+            release_memory()
+            self._untidy = False
+        alone = self.cluster.size == 1 and self._heard() > self.cluster.generation
+        while self.cluster.change or (self._hold and self.program.step >= self._hold_from) or alone:
             alone = False
             self.program.drain()
+            if self.cluster.change and not self.cluster.assemble():
+                continue
             self.driver.call(self.member.wait_newer, self.cluster.generation)
             self._form()
 
@@ -203,6 +173,13 @@ class ElasticRuntime(CollectiveRuntime):
         self.driver.call(self.member.wait_newer, number)
         return self._form()
 
+    def _heard(self) -> int:
+        """The latest generation that this worker has heard of."""
+        return self.member.latest.number
+
+    def _abandon(self, new: Generation) -> None:
+        self.cluster.abort(self.cluster.generation + 1 if self.member.excluded else new.number)
+
     def _join(self) -> None:
         self.driver.call(self.member.join, self._terms)
         if self.member.over:
@@ -210,15 +187,21 @@ class ElasticRuntime(CollectiveRuntime):
             self.driver.close()
             raise Left(0)
 
-    def _form(self) -> bool:
+    def _form(self, lost: bool = False) -> bool:
         begun, again = time.monotonic(), False
         for _ in range(_MOST_TRIES):
-            if self.member.excluded or not self.member.inside:
-                if self.member.leaving:
+            if lost or self.member.excluded or not self.member.inside:
+                if self._meanwhile:
+                    raise ReplicaLost(AWAY)
+                if self.member.leaving and not (lost or self.member.latest.members or self.member.excluded or self._newcomer):
+                    with self.driver.saving():
+                        self.on_last()
+                if not lost and (self.member.leaving or not self.member.excluded):  # it leaves, or another one of its replica
                     self.driver.begin(self.member.say_goodbye, self.member.latest.number)
+                if self.member.leaving:
                     self.driver.close()
                     raise Left(0)
-                again = self._newcomer = True
+                again, lost, self._newcomer = True, False, True
                 self.program.abandon()
                 self._join()
             generation = self.member.latest
@@ -237,69 +220,110 @@ class ElasticRuntime(CollectiveRuntime):
         raise WorkerLost(f"The workers could not form a group in {_MOST_TRIES} tries; see the rendezvous' output.")
 
     def _form_one(self, generation: Generation, begun: float) -> bool:
-        cluster, before = self.cluster, self._members
-        rank, size = generation.rank(self.member.uid), len(generation.members)
-        cluster.form(generation.number, GenerationStore(self.driver, generation.number), rank, size, _BUILD_S)
-        own = [-1.0 if self._newcomer else cluster.done, cluster.held, self.binding.weight, len(before), *self.stream.position]
-        table = self._gathered(torch.tensor([own], dtype=torch.float64))
-        begins = bool((table[:, 0] < 0).all())
-        if begins:
-            table[0, 0] = 0.0  # with the first one's weights
-        count = agreed([Position(int(done), bool(held)) for done, held in table[:, :2].tolist()])
-        donor = int((table[:, 0] == count).nonzero()[0])
-        joins = self._newcomer and donor != rank
-        self._hand_over(donor, [r for r in range(size) if table[r, 0] < 0])
-        counts = not self._newcomer and cluster.done < count
-        known = table[:, 0] >= 0
-        places = [DataPosition(*map(int, row)) for row in table[known, 4:].tolist()]
+        if self._given_in:  # the others may have gone on since it was given weights
+            self._newcomer |= not generation.known(self.member.uid, self._given_in)
+        cluster, newcomer = self.cluster, self._newcomer
+        rank, size, parts = generation.rank(self.member.uid), len(generation.members), cluster.parts
+        replicas, place = size // parts, rank // parts
+        # Newcomers wait for the end of the others' step, however long; the others wait for newcomers that are there already.
+        store = GenerationStore(self.driver, generation.number, math.inf if newcomer else BUILD_S)
+        cluster.form(generation.number, store, rank, size, BUILD_S)
+        own = [-1.0 if newcomer else cluster.done, cluster.held, cluster.kept is not None]
+        own += [self.binding.weight, len(self._members), *self._told(), *self.stream.position]
+        table = cluster.gather_everybody([float(value) for value in own])
+        count, donor, known, lacks, begins = _agree(table, rank % parts, parts)
+        joins = newcomer and donor != rank
+        self.began = (rank, size) if begins else None if newcomer else self.began
+        self._hand_over(donor, [r for r in range(rank % parts, size, parts) if not known[r]])
+        self._form_replica(generation.number, store, place, table[place * parts : (place + 1) * parts])
+        result = pass_on(cluster, donor, (lacks | ~known).nonzero().flatten().tolist() if lacks.any() else [], cluster.result)
+        counts = not newcomer and cluster.done < count
+        if newcomer:  # no longer one: others may go on from here where this one fails before it knows that all have the weights
+            cluster.done, cluster.held, self._newcomer = count, False, False
+            cluster.kept = None if result is None else Kept(result, 1)
+        before, self._given_in = self._members, generation.number if newcomer or self._given_in else 0
+        table[lacks, -1] = table[lacks, -2]  # an exchange counts that includes all they have computed
+        places = [DataPosition(*map(int, row)) for row in table[known, _PLACE:].tolist()]
         if self.stream.missed(places):  # others have formed the generation before, in which this worker failed at the last moment
             self.stream.confirm()
             before = self._tried
-        lost = tuple(r for r, uid in enumerate(before) if uid not in generation.members)
-        self.stream.propose(places, [] if generation.planned else lost, size, rank)
+        lost = tuple(r for r in range(len(before) // parts) if before[r * parts : (r + 1) * parts] not in generation.replicas)
+        self.stream.propose(places, [] if generation.planned else lost, replicas, place)
         self._tried = generation.members
         found = self.program.regrouped(counts, self.binding.weights)
-        if ((table[:, 0] >= 0) & (table[:, 0] < count)).any():
-            cluster.tell_flags(donor)
+        if parts == 1 and ((table[:, 0] >= 0) & (table[:, 0] < count)).any():  # otherwise each has those of its part
+            tell_flags(cluster, donor)
         cluster.wait_here()  # all have the weights
-        # --- from here on this generation is formed ---
-        scale = 1.0 if joins else float(size / table[known, 2].sum().clamp(min=1e-9)) * (float(known.sum()) / size)
+        scale = 1.0 if joins else float(size / table[known, 3].sum().clamp(min=1e-9)) * (float(known.sum()) / size)
         self.program.adopt(found, scale if abs(scale - 1.0) > 1e-9 else 1.0)
-        was = int(table[donor if joins else rank, 3])
-        self._rescaled *= size / was if was else 1.0
-        self.elastic.rescale(self.binding.optimizer, self.shared.all, size / was if was else 1.0)
-        cluster.done, cluster.held, self._newcomer = count, False, False
-        self._hold, self._members = generation.hold, generation.members
+        was = int(table[donor if joins else rank, 4]) // parts
+        self._rescaled *= (times := self.elastic.change(replicas, was))
+        self.elastic.rescale(self.binding.optimizer, self.shared.all, times)
+        cluster.kept = Kept(result, 1) if result is not None else cluster.kept
+        cluster.done, cluster.held, self._given_in = count, False, 0
+        self._hold, self._members, self._untidy = generation.hold, generation.members, True
+        self._hold_from = 0 if parts == 1 else int((table[:, 6] + table[:, 7])[known].max())
         self.stream.confirm()
         self.driver.begin(self.member.has_formed, generation.number)
         seconds = time.monotonic() - begun
-        entry = {"generation": generation.number, "workers": size, "step": self.program.step, "seconds": seconds}
-        went, came = len(lost), 0 if begins else int((~known).sum())
+        entry = {"generation": generation.number, "workers": replicas, "step": self.program.step, "seconds": seconds}
+        went, came = 0 if newcomer else len(lost), 0 if begins else int((~known).view(-1, parts).any(1).sum())
         self.events.append({**entry, "lost": 0 if generation.planned else went, "left": went * generation.planned, "joined": came})
         return counts
-
-    def _gathered(self, values: Tensor) -> Tensor:
-        return self.cluster.start(lambda: self.cluster.all_gather_metrics(values))()
 
     # --- the state of a worker that joins --------------------------------------------------------------------------------------
 
     def _hand_over(self, donor: int, newcomers: list[int]) -> None:
-        if self.cluster.rank == donor and newcomers:
-            packed = pack_state(state_of(self.binding, self.program, self.shared))
-            self.cluster.start(lambda: send_state(packed, newcomers))()
-        elif self.cluster.rank in newcomers:
-            packed = self.cluster.start(lambda: receive_state(donor))()
-            load_state(self.binding, self.program, self.shared, unpack_state(packed))
-            self._rescaled = 1.0
+        parts = self.binding, self.program, self.shared
+        given = pass_on(self.cluster, donor, newcomers, lambda: {**state_of(*parts), "members": self._members})
+        if given is not None:
+            load_state(*parts, given)
+            self._rescaled, self._members = 1.0, tuple(given["members"])
+
+    def _told(self) -> list[float]:
+        """What processes of a split model tell of themselves."""
+        return [0.0, 0.0, 0.0]
+
+    def _form_replica(self, number: int, store: GenerationStore, place: int, mates: Tensor) -> None:
+        """Where a model is split, connect with the other processes of the replica ``place``, whose rows are ``mates``."""
 
     def share(self, name: str, one: Stateful) -> None:
         """Give a worker that joins this state, too; where this worker has just joined, take it."""
+        optimizer = self.binding.optimizer
+        if self._rescaled != 1.0 and getattr(one, "optimizer", None) is optimizer and hasattr(one, "base_lrs"):
+            # A scheduler that was made before the job has the rates from before they followed the number of workers.
+            one.base_lrs = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
         self.shared.add(name, one, lambda: self.elastic.rescale(None, [one], self._rescaled))
+
+
+def _agree(table: Tensor, part: int, parts: int) -> tuple[int, int, Tensor, Tensor, bool]:
+    """The number of exchanges that count, who gives its state, who has one, who lacks the result of the last exchange, and whether
+    the training begins; by rows of all members: exchanges done (−1: a newcomer), whether it holds and keeps a result, and more.
+    Where models are split, the donor is of the same part."""
+    begins = bool((table[:, 0] < 0).all())
+    for k in range(parts if table[:, 0].max() <= 0 else 0):
+        if (table[k::parts, 0] < 0).all():
+            table[k, 0] = 0.0  # with the first one's weights
+    count = agreed([Position(int(done), bool(held), bool(kept)) for done, held, kept in table[:, :3].tolist()])
+    known = table[:, 0] >= 0
+    lacks = known & (table[:, 0] < count) & (table[:, 1] == 0)
+    able = (table[:, 0] == count) & ((table[:, 2] > 0) | ~lacks.any()) & (torch.arange(len(table)) % parts == part)
+    if not able.any() and known[part::parts].all():
+        return count, -1, known, lacks, begins  # all hold what they need
+    if not able.any():
+        raise RuntimeError(f"Nobody has completed the last exchange of part {part}.")
+    donor = int(able.nonzero()[0])
+    return count, donor, known, lacks, begins
 
 
 def elastic_runtime(cluster: ElasticCluster, found: RendezvousInfo, elastic: Elastic, keys: Keys | None) -> ElasticRuntime:
     """A worker of the elastic run whose rendezvous was ``found``."""
-    driver = MemberDriver(found.address, found.job, keys, found.member)
+    return ElasticRuntime(cluster, member_driver(found, keys), elastic)
+
+
+def member_driver(found: RendezvousInfo, keys: Keys | None, part: int = 0, parts: int = 1) -> MemberDriver:
+    """The link to the rendezvous; signals make this worker leave."""
+    driver = MemberDriver(found.address, found.job, keys, found.member, part, parts)
     driver.start()
     leave_on_signals(driver)
-    return ElasticRuntime(cluster, driver, elastic)
+    return driver

@@ -1,0 +1,96 @@
+"""Shards in S3-compatible storage: a real server (moto's) over HTTP, read by s3fs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hocket.data import load, stream
+from hocket.data.shards import sources
+from hocket.data.shards.pack import pack
+from hocket.errors import HocketError
+
+s3fs = pytest.importorskip("s3fs")
+boto3 = pytest.importorskip("boto3")
+moto_server = pytest.importorskip("moto.server")
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("shards")
+    for name, part in sources.parts("digits", load("digits")).items():
+        pack(part, made / name, shard_bytes=300_000)
+    return made
+
+
+@pytest.fixture(scope="module")
+def bucket(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A bucket with the shards, and an environment that leads to its server."""
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    patch = pytest.MonkeyPatch()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "HOME": str(tmp_path_factory.mktemp("home")),
+    }.items():
+        patch.setenv(name, value)
+    try:
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="data")
+        for file in folder.rglob("*"):
+            if file.is_file():
+                client.upload_file(str(file), "data", f"set/{file.relative_to(folder)}")
+        yield "s3://data/set"
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+        patch.undo()
+        server.stop()
+
+
+def sums(batches: Any) -> Counter[bytes]:
+    return Counter(bytes(x.numpy()) for images, _ in batches for x in images)
+
+
+def test_a_bucket_is_read_as_a_folder_is(bucket: str, folder: Path, tmp_path: Path) -> None:
+    whole = sums(stream(folder, batch_size=100))
+    own = stream(bucket, batch_size=100)
+    assert sums(own) == whole
+    assert own.bytes_fetched == own.index.bytes
+    parts = [stream(bucket, batch_size=50, workers=3, worker=k, cache=tmp_path) for k in range(3)]
+    assert sum((sums(part) for part in parts), Counter()) == whole
+    assert sum(part.bytes_fetched for part in parts) == own.index.bytes  # each shard once, through the cache
+    data = load(f"shards:{bucket}#cache={tmp_path}")
+    assert (data.classes, len(data.samples), data.test is not None) == (10, sum(own.index.counts), True)
+
+
+def test_what_is_wrong_with_a_bucket_is_said_in_one_sentence(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in (f"{bucket}/nothing", "s3://no-such-bucket/set"):
+        with pytest.raises(HocketError, match="no packed shards"):
+            stream(url)
+    client = boto3.client("s3")
+    client.put_object(Bucket="data", Key="bad/index.npz", Body=b"no index")
+    with pytest.raises(HocketError, match="damaged"):
+        stream("s3://data/bad")
+    s3fs.S3FileSystem.clear_instance_cache()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises(HocketError, match=r"may not be read .*credentials") as refused:
+        stream(bucket)
+    assert "\n" not in str(refused.value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(HocketError, match=r"could not be read for 0.1 s .*check the address"):
+        stream(bucket, retry_s=0.1)
+    s3fs.S3FileSystem.clear_instance_cache()
