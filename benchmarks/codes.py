@@ -3,22 +3,34 @@
 python benchmarks/codes.py              bytes of a message of 4 million values, by code, and its relative squared error
 python benchmarks/codes.py --indices    bits per index in Rice's code, by density
 python benchmarks/codes.py --bins       relative squared error of bins(2) beside other codes of two bits
+python benchmarks/codes.py --exchange   operator calls and time of one exchange of 16 virtual workers (--device cuda)
+python benchmarks/codes.py --speed      time to encode and decode, in copies of the row (--device cuda --values 100000000)
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Laplace, StudentT
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket import Strategy
+from hocket.cluster.layout import layout_of
+from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import Codec
 from hocket.compression.base import Context
+from hocket.models import cnn
+from hocket.programs.two_stage import program_for
 
 SIZE = 1 << 22
+Key = TypeVar("Key")
 CODES = ["cast(bf16)", "cast(fp8)", "cast(e3m0)", "qsgd(4)", "bins(2)", "sign", "topk(0.015625)", "topk(64/4096)"]
 CODES += ["topk(64/4096, indices=plain) | bins(2)", "topk(64/4096) | bins(2)"]
 HERE = Context(0, 0, 0, 0, torch.arange(1))
@@ -85,12 +97,129 @@ def bins() -> None:
             print(f"| {name}{', 64 largest of 4,096' if chosen else ''} | {cells} |")
 
 
+SPEED = [
+    "cast(bf16)",
+    "cast(fp8)",
+    "cast(e3m0)",
+    "qsgd(2)",
+    "qsgd(3)",
+    "qsgd(4)",
+    "qsgd(8)",
+    "ternary",
+    "natural",
+    "sign",
+    "bins(2)",
+]
+SPEED += ["topk(0.01)", "topk(64/4096)", "threshold(keep=0.01)", "randomk(0.01)", "topk(0.01) | qsgd(4)"]
+
+
+def seconds(work: Callable[[], object], device: str, repeats: int) -> float:
+    """The shortest of several times, after one that does not count; on CUDA of ten calls in a row, as the device sees them."""
+    found = []
+    for _ in range(repeats + 1):
+        if device == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(10):
+                work()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) / 10_000)
+        else:
+            begun = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - begun)
+    return min(found[1:])
+
+
+def speed(device: str, values: int, count: int) -> None:
+    """In copies of the rows: into memory that is there, and into new memory, which encoding and decoding need as well."""
+    torch.set_num_threads(1)
+    rows, keys = torch.randn(count, values, device=device), torch.arange(count, device=device)
+    there = torch.empty_like(rows)
+    works: dict[tuple[str, str], Callable[[], object]] = {("copy", ""): lambda: there.copy_(rows), ("clone", ""): rows.clone}
+    for text in SPEED:
+        code = codec(text)
+        message, state = code.encode(rows, keys, {}, HERE)
+        works[text, "encode"] = partial(code.encode, rows, keys, state, HERE)
+        works[text, "decode"] = partial(code.decode, message, values, HERE)
+    took = shortest(works, device)
+    copy, clone = took["copy", ""], took["clone", ""]
+    print(f"{count} rows of {values:,} values, {device}: a copy takes {1e3 * copy:.2f} ms, into new memory {1e3 * clone:.2f} ms")
+    print("| | encode, ms | copies | new copies | decode, ms | copies | new copies |\n|---|---|---|---|---|---|---|")
+    for text in SPEED:
+        parts = (f"{1e3 * t:.2f} | {t / copy:.1f} | {t / clone:.1f}" for t in (took[text, "encode"], took[text, "decode"]))
+        label = text.replace("|", r"\|")
+        print(f"| `{label}` | {' | '.join(parts)} |", flush=True)
+
+
+def shortest(works: dict[Key, Callable[[], object]], device: str, rounds: int = 5) -> dict[Key, float]:
+    """The shortest time of each work, in rounds of all: others may use this machine, too."""
+    found = [{key: seconds(work, device, 3) for key, work in works.items()} for _ in range(rounds)]
+    return {key: min(each[key] for each in found) for key in works}
+
+
+EXCHANGES = ["bulk", "bulk + qsgd(4)", "bulk + ternary", "bulk + sign", "bulk + topk(0.01)", "bulk + topk(0.01) | qsgd(4)"]
+EXCHANGES += ["bulk + topk(64/4096)", "bulk + threshold(keep=0.01)", "bulk + dgc(0.01)", "local(1) + qsgd(4)"]
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of PyTorch's operators, but for those that only give another view of a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges(device: str, values: int, count: int) -> None:
+    """Gradients (or weights) of ``count`` virtual workers in, their mean out: what the small CNN's training does once per step."""
+    torch.set_num_threads(1)
+    model = cnn((3, 32, 32), 10) if not values else nn.Linear(values, 1, bias=False)
+    workers = {}
+    for text in EXCHANGES:
+        layout, cluster = layout_of(model.to(device).named_parameters()), VirtualCluster(count, device)
+        weights, grads = ([b.empty(count).normal_() for b in layout.buckets] for _ in range(2))
+        program = program_for(Strategy.parse(text), layout, cluster, weights)
+
+        def step(program: Any = program, weights: Any = weights, grads: Any = grads) -> None:
+            for b, rows in enumerate(grads):
+                program.gradient_ready(b, rows)
+            program.gradients_done()
+            program.before_update(weights)
+            program.after_update(weights)
+
+        for _ in range(3):
+            step()
+        with Calls() as calls:
+            step()
+        workers[text] = step, calls.count
+    size = layout.parameters
+    print(f"{count} workers of {size:,} parameters in {len(layout.buckets)} buckets, {device}")
+    print("| | operator calls | ms |\n|---|---|---|")
+    took = shortest({text: step for text, (step, _) in workers.items()}, device)
+    for text, (_, calls) in workers.items():
+        label = text.replace("|", r"\|")
+        print(f"| `{label}` | {calls} | {1e3 * took[text]:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--indices", action="store_true")
     parser.add_argument("--bins", action="store_true")
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--exchange", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="for --speed, --exchange")
+    parser.add_argument("--values", type=int, help="of a row, for --speed (4,194,304) and --exchange (those of the small CNN)")
+    parser.add_argument("--rows", type=int, help="for --speed (1) and --exchange (16)")
     options = parser.parse_args()
     torch.manual_seed(0)
+    if options.speed:
+        return speed(options.device, options.values or SIZE, options.rows or 1)
+    if options.exchange:
+        return exchanges(options.device, options.values or 0, options.rows or 16)
     (indices if options.indices else bins if options.bins else sizes)()
 
 

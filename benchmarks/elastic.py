@@ -1,13 +1,16 @@
-"""A worker is killed while others train: how long until their next step, until another has joined, and what it costs.
+"""A worker is killed or stopped while others train: how long they pause, until it is back, and what it costs.
 
-    python benchmarks/elastic.py                   faults: kill -9 of 1 of 4 under bulk, local(16) and gossip
-    python benchmarks/elastic.py --overhead        steps with and without elastic, in turn, without faults
-    python benchmarks/elastic.py --json OUT.json   the figures as JSON, too
+    python benchmarks/elastic.py                     faults of 1 of 4 workers under bulk, local(16) and gossip, beside torchft
+    python benchmarks/elastic.py --faults kill       kill -9 alone (or stop)
+    python benchmarks/elastic.py --overhead          steps with and without elastic, in turn, without faults, by step length
+    python benchmarks/elastic.py --json OUT.json     the figures as JSON, too
 
 Every run is `hocket launch` of this very file: a small convolutional network on the embedded digits. Workers write the time of each
-step to a file; "next step" is the longest time from the fault to the next step of one of the others, "rejoined" the time from the
-fault to the first step of the new process (which has to import PyTorch first). The accuracy is that of the mean model on the test
-set.
+step to a file. "Pause" is the longest time between two steps of one of the others after the fault, also where the worker comes back
+and gets its state from them; "rejoined" is the time until the first step of the worker that is back: after kill -9 from the fault
+on, with the start of a new process, which imports PyTorch; after a stop, which lasts longer than the liveness timeout, from its
+end on. The accuracy is that of the mean model on the test set. torchft, if torchft-nightly is installed, trains the same
+model with as many steps; its lighthouse is in this process, which starts a killed worker again, as `hocket launch` does.
 """
 
 from __future__ import annotations
@@ -21,16 +24,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 STRATEGIES = ("bulk", "local(16)", "local(1) + gossip")
-WORKERS, EPOCHS, BATCH = 4, 30, 16
+FAULTS = ("kill", "stop")
+WORKERS, BATCH, SAMPLES = 4, 16, 1437
+EPOCHS = {"bulk": 60, "local(16)": 160}
+"""Of runs with faults, by strategy: long enough that a worker is back before the end (100 for others)."""
+LIVENESS_S, AWAY_S = 3.0, 4.0
+STEPS = {16: 320, 64: 96, 192: 48, 1024: 24}
+"""Of --overhead: how many steps of each batch size, which makes steps short or long."""
+TORCHFT = {"bulk": "torchft DDP", "local(16)": "torchft LocalSGD(16)"}
+HOCKET = [sys.executable, "-m", "hocket.cli.main"]
 
 
-def work(strategy: str, folder: Path, epochs: int, elastic: bool) -> None:
-    """One worker."""
+def work(strategy: str, folder: Path, epochs: int, elastic: bool, seed: int, batch: int = BATCH, samples: int = 0) -> None:
+    """One worker; ``samples``: so many, the same ones again and again, instead of the data set's."""
     import torch
     from torch.nn import functional as F
     from torch.utils.data import DataLoader, TensorDataset
@@ -40,13 +53,14 @@ def work(strategy: str, folder: Path, epochs: int, elastic: bool) -> None:
     from hocket.models import build
 
     torch.set_num_threads(1)
-    hocket.init(device="cpu")
+    hocket.init(device="cpu", seed=seed)
     digits = load("digits", None)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = build("cnn", digits)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     job = hocket.parallelize(model, optimizer, strategy, elastic="2:8" if elastic else None)
-    loader = DataLoader(TensorDataset(*digits.train), batch_size=BATCH, shuffle=True)
+    given = torch.arange(samples or len(digits.train[0])) % len(digits.train[0])
+    loader = DataLoader(TensorDataset(*(t[given] for t in digits.train)), batch_size=batch, shuffle=True)
     with open(folder / f"{os.getpid()}.steps", "w", buffering=1) as steps:
         for _ in hocket.epochs(epochs):
             for x, y in hocket.distribute(loader):
@@ -58,93 +72,197 @@ def work(strategy: str, folder: Path, epochs: int, elastic: bool) -> None:
     assert digits.test is not None
     with torch.no_grad():
         right = (model.eval()(digits.prepare(digits.test[0])).argmax(1) == digits.test[1]).float().mean()
-    found = {
-        "accuracy": float(right),
-        **{k: v for k, v in job.summary().items() if k in ("lost", "joined", "dealt_again", "seconds")},
-    }
-    (folder / f"{os.getpid()}.json").write_text(json.dumps({**found, "steps": job.step}))
+    figures = {k: v for k, v in job.summary().items() if k in ("lost", "joined", "dealt_again", "skipped", "unmixed")}
+    (folder / f"{os.getpid()}.json").write_text(json.dumps({"accuracy": float(right), **figures}))
 
 
-def command(strategy: str, folder: Path, epochs: int, elastic: bool, workers: int = WORKERS) -> list[str]:
-    own = [__file__, "--work", strategy, str(folder), str(epochs), str(int(elastic))]
+def command(strategy: str, folder: Path, epochs: int, elastic: bool, workers: int, *more: int) -> list[str]:
+    own = [__file__, "--work", strategy, str(folder), str(epochs), str(int(elastic)), *map(str, more)]
     if elastic:
-        return [sys.executable, "-m", "hocket.cli.main", "launch", "--elastic", "2:8", "--workers", str(workers), *own]
+        limits = ["--elastic", "2:8", "--workers", str(workers), "--liveness-timeout", str(LIVENESS_S)]
+        return [*HOCKET, "launch", *limits, *own]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), *own]
 
 
-def run(strategy: str, elastic: bool, kill: bool, epochs: int = EPOCHS) -> dict[str, Any]:
-    """A run, in which the first worker is killed once all have made a third of their steps."""
-    with tempfile.TemporaryDirectory() as name:
-        folder, killed = Path(name), 0.0
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command(strategy, folder, epochs, elastic), env=environ, stderr=subprocess.DEVNULL)
-        planned = epochs * 1437 // (WORKERS * BATCH)
-        while process.poll() is None:
-            time.sleep(0.02)
-            files = sorted(folder.glob("*.steps"))
-            if kill and not killed and len(files) == WORKERS and all(_last(file) > planned / 3 for file in files):
-                os.kill(int(files[0].stem), signal.SIGKILL)
-                killed, victim = time.time(), files[0].stem
-        stamps = {f.stem: [float(line.split()[0]) for line in f.read_text().splitlines()] for f in folder.glob("*.steps")}
-        ends = [json.loads(f.read_text()) for f in folder.glob("*.json")]
-    found: dict[str, Any] = {"strategy": strategy, "accuracy": ends[0]["accuracy"], "steps": ends[0]["steps"]}
-    gaps = [b - a for own in stamps.values() for a, b in pairwise(own)]
-    found |= {"step_s": statistics.median(gaps), "seconds": statistics.mean(end["seconds"] for end in ends)}
-    if kill:
-        others = {pid: own for pid, own in stamps.items() if pid != victim and own[0] < killed}
-        found["gap_s"] = max(next(t for t in own if t > killed + 0.01) - killed for own in others.values())
-        joined = [own[0] - killed for own in stamps.values() if own[0] > killed]
-        found |= {"rejoin_s": min(joined) if joined else None, "lost": max(end["lost"] for end in ends)}
-        found["dealt_again"] = max(end["dealt_again"] for end in ends)
-    return found
+# --- faults ------------------------------------------------------------------------------------------------------------------
+
+
+class Observed:
+    """The steps of a run's workers, of which one meets with an accident after a third of them."""
+
+    def __init__(self, folder: Path, planned: int, hurt: Callable[[int], None] | None, heal: Callable[[int], None] | None) -> None:
+        """``hurt`` and ``heal`` are called with the worker's pid."""
+        self.folder, self.planned, self.hurt, self.heal = folder, planned, hurt, heal
+        self.hurt_at = self.healed_at = 0.0
+        self.victim = ""
+
+    def look(self) -> None:
+        """To be called many times a second."""
+        files = sorted(self.folder.glob("*.steps"))
+        if self.hurt is not None and not self.hurt_at and len(files) == WORKERS and all(_last(f) > self.planned / 3 for f in files):
+            self.victim = files[1].stem
+            self.hurt_at = time.time()
+            self.hurt(int(self.victim))
+        if self.heal is not None and self.hurt_at and not self.healed_at and time.time() > self.hurt_at + AWAY_S:
+            self.heal(int(self.victim))
+            self.healed_at = time.time()
+
+    def figures(self) -> dict[str, Any]:
+        stamps = {f.stem: [float(line.split()[0]) for line in f.read_text().splitlines()] for f in self.folder.glob("*.steps")}
+        ends = [json.loads(f.read_text()) for f in self.folder.glob("*.json")]
+        found: dict[str, Any] = {"accuracy": ends[0]["accuracy"]}
+        if self.hurt is None:
+            return found
+        others = {pid: own for pid, own in stamps.items() if pid != self.victim and own[0] < self.hurt_at}
+        gaps = [(b, b - a) for own in others.values() for a, b in pairwise(own) if b > self.hurt_at]
+        back_at = self.healed_at or self.hurt_at
+        back = [t for pid, own in stamps.items() if pid not in others for t in own if t > back_at]
+        early = [gap for b, gap in gaps if not back or b < min(back) - 1.0]
+        found |= {"pause_s": max(gap for _, gap in gaps), "rejoin_s": min(back) - back_at if back else None}
+        found["loss_pause_s"] = max(early, default=None)
+        return found | {k: max(end.get(k, 0) for end in ends) for k in ("lost", "dealt_again", "skipped", "unmixed")}
 
 
 def _last(path: Path) -> int:
     lines = path.read_text().splitlines()
-    return int(lines[-1].split()[1]) if lines and " " in lines[-1] else 0
+    return int(lines[-1].split()[1]) if lines and len(lines[-1].split()) == 2 else 0
 
 
-def faults() -> list[dict[str, Any]]:
-    print(f"{'strategy':20} {'next step s':>12} {'rejoined s':>11} {'accuracy':>9} {'undisturbed':>12} {'lost':>5} {'again':>12}")
-    found = []
-    for strategy in STRATEGIES:
-        calm, hurt = run(strategy, True, kill=False), run(strategy, True, kill=True)
-        line = {**hurt, "undisturbed": calm["accuracy"]}
-        found.append(line)
-        rejoined = "-" if line["rejoin_s"] is None else f"{line['rejoin_s']:.1f}"
-        print(
-            f"{strategy:20} {line['gap_s']:12.2f} {rejoined:>11} {100 * line['accuracy']:8.1f}% {100 * calm['accuracy']:11.1f}% "
-            f"{line['lost']:5} {line['dealt_again']:12}",
-            flush=True,
+def run(strategy: str, fault: str | None, seed: int) -> dict[str, Any]:
+    """One run of Hocket's."""
+    epochs = EPOCHS.get(strategy, 100)
+    planned = epochs * SAMPLES // (WORKERS * BATCH)
+    hurt = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(fault or "")
+    with tempfile.TemporaryDirectory() as name:
+        observed = Observed(
+            Path(name),
+            planned,
+            None if hurt is None else lambda pid: os.kill(pid, hurt),
+            (lambda pid: os.kill(pid, signal.SIGCONT)) if fault == "stop" else None,
         )
+        given = command(strategy, Path(name), epochs, True, WORKERS, seed)
+        process = subprocess.Popen(given, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            time.sleep(0.02)
+            observed.look()
+        return observed.figures()
+
+
+def run_torchft(strategy: str, fault: str | None, seed: int) -> dict[str, Any]:
+    """The same with torchft."""
+    os.environ["RUST_LOG"] = "error"  # the lighthouse would write several lines per step
+    from torchft.coordination import LighthouseServer
+
+    planned = EPOCHS[strategy] * SAMPLES // (WORKERS * BATCH)
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=1000)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ["TORCHFT_LIGHTHOUSE"] = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
+    script = str(Path(__file__).with_name("elastic_torchft.py"))
+    with tempfile.TemporaryDirectory() as name:
+
+        def start(place: int) -> subprocess.Popen[bytes]:
+            given = [sys.executable, script, strategy, name, str(planned), str(place), str(seed)]
+            return subprocess.Popen(given, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+        observed = Observed(Path(name), planned, None if fault is None else lambda pid: os.kill(pid, signal.SIGKILL), None)
+        processes, crashed, deadline = [start(place) for place in range(WORKERS)], 0, time.time() + 180
+        try:
+            while any(process.poll() is None for process in processes) and time.time() < deadline:
+                time.sleep(0.02)
+                observed.look()
+                for place, process in enumerate(processes):
+                    if process.poll() not in (None, 0):
+                        crashed += str(process.pid) != observed.victim
+                        processes[place] = start(place)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+            lighthouse.shutdown()
+        if not list(Path(name).glob("*.json")):
+            raise RuntimeError("no worker of torchft's has come to the end")
+        return {**observed.figures(), "crashed": crashed}
+
+
+def faults(strategies: Sequence[str], chosen: Sequence[str], seeds: int, torchft: bool) -> list[dict[str, Any]]:
+    """A line per strategy and fault: the longest pause and return of all seeds, the accuracies of each."""
+    print(f"{'':22} {'fault':5} {'pause s':>8} {'rejoined s':>11} {'lost':>5} {'again':>6}   accuracy (undisturbed), % by seed")
+    found = []
+    ways: list[tuple[str, str, Callable[[str, str | None, int], dict[str, Any]]]] = []
+    for strategy in strategies:
+        ways.append((strategy, strategy, run))
+        if torchft and strategy in TORCHFT:
+            ways.append((TORCHFT[strategy], strategy, run_torchft))
+    for name, strategy, go in ways:
+        calm = [go(strategy, None, seed) for seed in range(seeds)]
+        for fault in chosen if go is run else [one for one in chosen if one == "kill"]:
+            hurt = [go(strategy, fault, seed) for seed in range(seeds)]
+            found.append({"name": name, "fault": fault, "undisturbed": [one["accuracy"] for one in calm], "runs": hurt})
+            back = [one["rejoin_s"] for one in hurt]
+            rejoined = "-" if None in back else f"{max(back):.2f}"
+            pairs = " ".join(f"{100 * a['accuracy']:.1f} ({100 * b['accuracy']:.1f})" for a, b in zip(hurt, calm, strict=True))
+            pause, lost, again = (max(one[k] for one in hurt) for k in ("pause_s", "lost", "dealt_again"))
+            counted = f"{lost:5} {again:6}" if go is run else f"{'-':>5} {'-':>6}"
+            print(f"{name:22} {fault:5} {pause:8.2f} {rejoined:>11} {counted}   {pairs}", flush=True)
     return found
 
 
-def overhead(rounds: int) -> list[dict[str, Any]]:
-    print(f"{'strategy':20} {'step, fixed ms':>15} {'step, elastic ms':>17} {'ratio':>6}")
+# --- without faults ----------------------------------------------------------------------------------------------------------
+
+
+def step_ms(strategy: str, elastic: bool, workers: int, batch: int, steps: int) -> float:
+    """Milliseconds per step of a run without faults, the first tenth of its steps left out; the mean over workers."""
+    with tempfile.TemporaryDirectory() as name:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        given = command(strategy, Path(name), 1, elastic, workers, 0, batch, steps * batch * workers)
+        subprocess.run(given, env=environ, stderr=subprocess.DEVNULL, check=True, timeout=300)
+        stamps = [[float(line.split()[0]) for line in f.read_text().splitlines()] for f in Path(name).glob("*.steps")]
+    first = steps // 10
+    return 1000 * statistics.mean((own[-1] - own[first]) / (len(own) - 1 - first) for own in stamps)
+
+
+def overhead(rounds: int, workers: int, strategies: Sequence[str], batches: Sequence[int]) -> list[dict[str, Any]]:
+    """With elastic and without, in turn; the ratio is the median over the rounds."""
+    print(f"{'strategy':20} {'batch':>6} {'step, fixed ms':>15} {'step, elastic ms':>17} {'ratio':>6}   (of each round)")
     found = []
-    for strategy in STRATEGIES:
-        pairs = [[run(strategy, elastic, kill=False, epochs=6)["seconds"] for elastic in (False, True)] for _ in range(rounds)]
-        steps = 6 * (1437 // (WORKERS * BATCH) + 1)
-        fixed, elastic = (statistics.median(pair[k] for pair in pairs) / steps * 1000 for k in (0, 1))
-        ratio = statistics.median(b / a for a, b in pairs)
-        found.append({"strategy": strategy, "fixed_ms": fixed, "elastic_ms": elastic, "ratio": ratio})
-        print(f"{strategy:20} {fixed:15.1f} {elastic:17.1f} {ratio:6.3f}", flush=True)
+    for strategy in strategies:
+        for batch in batches:
+            pairs = []
+            for turn in range(rounds):
+                kinds = (False, True) if turn % 2 == 0 else (True, False)
+                ms = {kind: step_ms(strategy, kind, workers, batch, STEPS[batch]) for kind in kinds}
+                pairs.append((ms[False], ms[True]))
+            fixed, elastic = (statistics.median(pair[k] for pair in pairs) for k in (0, 1))
+            ratios = [b / a for a, b in pairs]
+            ratio = statistics.median(ratios)
+            found.append({"strategy": strategy, "batch": batch, "fixed_ms": fixed, "elastic_ms": elastic, "ratios": ratios})
+            each = " ".join(f"{one:.3f}" for one in ratios)
+            print(f"{strategy:20} {batch:6} {fixed:15.1f} {elastic:17.1f} {ratio:6.3f}   ({each})", flush=True)
     return found
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each kind (default 1)")
+    parser.add_argument("--no-torchft", action="store_true", help="leave torchft out, also where it is installed")
     parser.add_argument("--overhead", action="store_true", help="without faults, against the same strategy without elastic")
     parser.add_argument("--rounds", type=int, default=3, help="of --overhead: runs of each kind (default 3)")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="of --overhead (default 4)")
+    parser.add_argument("--batches", nargs="+", type=int, choices=STEPS, default=list(STEPS), help="of --overhead: step lengths")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.work is not None:
-        work(given.work[0], Path(given.work[1]), int(given.work[2]), given.work[3] == "1")
+        strategy, folder, epochs, elastic, *more = given.work
+        work(strategy, Path(folder), int(epochs), elastic == "1", *map(int, more))
         return
-    found = overhead(given.rounds) if given.overhead else faults()
+    if given.overhead:
+        found = overhead(given.rounds, given.workers, given.strategies, given.batches)
+    else:
+        found = faults(given.strategies, given.faults, given.seeds, find_spec("torchft") is not None and not given.no_torchft)
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -19,7 +19,7 @@ EVERYWHERE = ("errors", "version", "noise")
 ABOUT = {
     "cli": "the command, one file per verb",
     "study": "many strategies side by side",
-    "report": "tables, charts, one page",
+    "report": "tables, charts, a page, live",
     "integrations": "launchers, other libraries",
     "session": "init, parallelize, shutdown",
     "predict": "time and traffic, no training",
@@ -41,6 +41,8 @@ ABOUT = {
     "synonyms": "the field's names",
     "optim": "optimisers for rows",
     "notation": "strategies as text",
+    "notebook": "HTML tables, progress",
+    "picture": "charts for notebooks",
 }
 """What stands in a box below the name; a package without an entry has its name alone."""
 WIDTH, HEIGHT, GAP, RISE, MARGIN = 220, 48, 26, 44, 24

@@ -1,0 +1,160 @@
+"""How the loss of a small language model goes on: the fitted law against trainings that it has not seen, and DiLoCo's scaling law.
+
+    python benchmarks/law.py --out docs/results/law.json                       # CPU: a GPT of 0.1 million parameters
+    python benchmarks/law.py --device cuda --model gpt:10m --global-batch 64 --steps 250 500 1000 2000 --held-steps 4000 \\
+        --lr 0.001 --text /tmp/corpus --out law-10m.json                       # a GPU (prepare /tmp/corpus with language.py)
+
+The mini-batch of all workers together is fixed, as in arXiv:2503.09799, so that more workers have fewer samples each. Trainings of
+several lengths, numbers of workers and periods are fitted by `hocket.prediction.law`; held out are trainings twice as long, with
+twice as many workers, and both. The published law says loss · M^β with β = 1.0923 · parameters^−0.2342 for `diloco(30)`; ours is
+the exponent of the workers that the same trainings give, with the floor left out, as there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sysconfig
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import steps
+import torch
+
+import hocket
+from hocket.data import DataSet, load
+from hocket.models import build, cross_entropy
+from hocket.models.gpt import gpt
+from hocket.prediction.law import Law, Training, fit
+
+BYTES = 1_500_000
+SMALL = {"layers": 2, "heads": 2, "width": 64}
+
+
+def corpus(path: str | None, context: int) -> DataSet:
+    """The text at ``path``, or source of Python's standard library."""
+    if path is not None:
+        return load(f"text:{path}")
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(file.read_bytes() for file in files)[:BYTES]
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int64).clamp(max=127)
+    rows = tokens[: len(tokens) // (context + 1) * (context + 1)].view(-1, context + 1)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    rows, held = rows[order[:-256]], rows[order[-256:]]
+    return DataSet("stdlib", (rows[:, :-1], rows[:, 1:]), (held[:, :-1], held[:, 1:]), 128, lambda x: x)
+
+
+def train(data: DataSet, options: argparse.Namespace, count: int, workers: int, period: int) -> Training:
+    """One whole training; the loss at its end."""
+    model = (lambda: gpt(128, context=64, **SMALL)) if options.model == "small" else (lambda: build(options.model, data))
+    adamw = lambda params: torch.optim.AdamW(params, options.lr, weight_decay=0.1)  # noqa: E731
+    begun = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        run = hocket.simulate(
+            model, cross_entropy, data.train, data.test, strategy=f"diloco({period}, {options.outer})", workers=workers,
+            batch_size=options.global_batch // workers, optimizer=adamw,
+            epochs=-(-count * options.global_batch // len(data.train[0])), max_steps=count, lr_schedule="cosine", seed=0,
+            device=options.device,
+        )  # fmt: skip
+    loss = run.metrics[-1]["test_loss"]
+    print(f"{count} steps, {workers} workers, period {period}: {loss:.4f} ({time.perf_counter() - begun:.0f} s)", flush=True)
+    return Training(count, loss, workers, period)
+
+
+def beta(trainings: Sequence[Training], period: int) -> tuple[float, float]:
+    """The exponent of the workers at one period, without a floor, and its standard error: log L = c + a·log t + β·log M."""
+    own = [t for t in trainings if t.period == period]
+    rows = torch.tensor([[1.0, math.log(t.steps), math.log(t.workers)] for t in own], dtype=torch.float64)
+    losses = torch.tensor([math.log(t.loss) for t in own], dtype=torch.float64).unsqueeze(1)
+    solved = torch.linalg.lstsq(rows, losses).solution
+    left = losses - rows @ solved
+    variance = float((left**2).sum()) / max(1, len(own) - 3) * torch.linalg.inv(rows.T @ rows)
+    return float(solved[2]), math.sqrt(float(variance[2, 2]))
+
+
+def published(parameters: int) -> float:
+    """
+    >>> round(published(10**9), 4)
+    0.0085
+    """
+    return 1.0923 * parameters**-0.2342
+
+
+def table(law: Law, held: Sequence[Training]) -> str:
+    """What was held out, the law's loss and its interval, and the error."""
+    lines = ["| steps | workers | period | loss | law | error | within |", "|---:|---:|---:|---:|---:|---:|---|"]
+    for t in held:
+        found = law.loss(t.steps, t.workers, t.period)
+        inside = "yes" if found.low <= t.loss <= found.high else "no"
+        lines.append(
+            f"| {t.steps} | {t.workers} | {t.period} | {t.loss:.3f} | {found} | {found.loss / t.loss - 1:+.1%} | {inside} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="A fitted law of the loss against trainings that it has not seen.")
+    parser.add_argument("--model", default="small", help="small (0.1 million parameters), gpt:10m, …")
+    parser.add_argument("--text", help="text files to learn (default: Python's standard library)")
+    parser.add_argument("--global-batch", type=int, default=16, help="samples of all workers together (default 16)")
+    parser.add_argument("--steps", type=int, nargs="+", default=[240, 480, 960], help="lengths to fit (default 240 480 960)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help="numbers of workers to fit (default 1 2 4)")
+    parser.add_argument("--periods", type=int, nargs="+", default=[30], help="periods to fit (default 30)")
+    parser.add_argument("--held-steps", type=int, default=1920, help="a length to hold out (default 1920)")
+    parser.add_argument("--held-workers", type=int, default=8, help="a number of workers to hold out (default 8)")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--outer", default="0.7, 0.6", help="rate and momentum of the outer optimiser (default 0.7, 0.6)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="also write the figures there, as JSON; trainings in it are not repeated")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    data = corpus(options.text, 64)
+    saved = json.loads(options.out.read_text()) if options.out is not None and options.out.exists() else {}
+    known = {(t["steps"], t["workers"], t["period"]): Training(**t) for t in saved.get("fitted", []) + saved.get("held_out", [])}
+    run: dict[str, Any] = {"benchmark": "law", "model": options.model, "machine": steps.machine(), "fitted": [], "held_out": []}
+    wanted = {
+        "fitted": [(t, n, p) for p in options.periods for n in options.workers for t in options.steps],
+        "held_out": [
+            (t, n, options.periods[-1])
+            for t, n in (
+                (options.held_steps, options.workers[-1]),
+                (options.steps[-1], options.held_workers),
+                (options.held_steps, options.held_workers),
+            )
+        ],
+    }
+    found: dict[str, list[Training]] = {}
+    for kind, cases in wanted.items():
+        found[kind] = []
+        for case in cases:
+            found[kind].append(known.get(case) or train(data, options, *case))
+            run[kind] = [asdict(t) for t in found[kind]]
+            if options.out is not None:
+                steps.write_json(options.out, {**saved, **{k: v for k, v in run.items() if v}}, indent=1)
+    law = fit(found["fitted"])
+    built = gpt(128, context=64, **SMALL) if options.model == "small" else build(options.model, data)
+    parameters = sum(p.numel() for p in built.parameters())
+    own, error = beta(found["fitted"], options.periods[-1])
+    print(f"\n{law}\n{table(law, found['held_out'])}")
+    print(f"workers' exponent at period {options.periods[-1]}, {parameters:,} parameters: {own:.4f} ± {2 * error:.4f};", end=" ")
+    print(f"published for period 30: {published(parameters):.4f}")
+    if options.out is not None:
+        run |= {
+            "law": str(law),
+            "beta": own,
+            "beta_error": error,
+            "published_beta": published(parameters),
+            "parameters": parameters,
+        }
+        steps.write_json(options.out, run, indent=1)
+
+
+if __name__ == "__main__":
+    main()
