@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from process.elastic import EPOCHS, SAMPLES, rendezvous
 from process.launch import Group, Nursery, eventually
@@ -224,6 +226,42 @@ def test_a_run_whose_workers_must_all_leave_goes_on_later(nursery: Nursery, tmp_
     newest = max((path for path in (out / "checkpoints").iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
     facts = json.loads((newest / "manifest.json").read_bytes())["facts"]
     assert (facts["epoch"], facts["workers"], facts["within"]) == (epochs, 1, False)
+
+
+def test_replicas_that_are_split_go_on_from_their_checkpoints(nursery: Nursery, tmp_path: Path) -> None:
+    def trained(name: str, *more: str) -> str:
+        arguments = ["train", "--elastic", "1:3", "--mesh", "pipeline=2", "--data", "digits", "--model", "mlp"]
+        arguments += [
+            "--batch-size",
+            "64",
+            "--strategy",
+            "local(2) + topk(0.2)",
+            "--optimizer",
+            "adamw",
+            "--lr",
+            "1e-3",
+            "--out",
+            str(tmp_path / name),
+        ]
+        with nursery.command([*arguments, *more], tmp_path / f"{name} {len(list(tmp_path.iterdir()))}", tmp_path) as command:
+            done = command.ended(100)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    def weights(name: str) -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / name / "model.safetensors")
+
+    trained("whole", "--workers", "2", "--epochs", "3")
+    trained("parts", "--workers", "2", "--epochs", "1")
+    shutil.copytree(tmp_path / "parts", tmp_path / "fewer")
+    shutil.copytree(tmp_path / "parts", tmp_path / "plain")
+    trained("parts", "--workers", "2", "--epochs", "3", "--resume")
+    assert all(torch.equal(t, weights("whole")[name]) for name, t in weights("parts").items())
+    said = trained("fewer", "--workers", "1", "--epochs", "3", "--resume")
+    assert "2 replicas become 1: each begins with the mean of their weights" in said
+    lines = [json.loads(line) for line in (tmp_path / "fewer" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["epoch"], line["workers"]) for line in lines] == [(1, 2), (2, 1), (3, 1)]
+    assert lines[2]["loss"] < lines[1]["loss"] < lines[0]["loss"]
 
 
 @pytest.mark.parametrize(

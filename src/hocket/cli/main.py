@@ -12,7 +12,7 @@ from types import FrameType
 import typer
 
 from hocket.cli.commands import Commands
-from hocket.drivers.processes import quit_at_once
+from hocket.drivers.processes import quit_at_once, quit_in_order
 from hocket.errors import HocketError, Interrupted, NonFiniteGradient, WorkerLost
 from hocket.version import __version__
 
@@ -49,6 +49,8 @@ def main() -> None:
         _end(error, 130)
     except SystemExit as end:  # typer makes this of an interruption
         if end.code != 130:
+            if "torch" in sys.modules:
+                quit_in_order(int(end.code or 0))
             raise
         if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
             _say("interrupted.")

@@ -248,8 +248,6 @@ def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: floa
         from hocket.train.elastic_split import refuse_elastic_mesh
 
         refuse_elastic_mesh(settings.split.mesh, settings.split.schedule, settings.split.measure, strategy, start.elastic)
-        if start.resume or (start.out is not None and start.checkpoints):
-            raise HocketError("--elastic with --mesh has no checkpoints; leave --resume out, and give --no-checkpoints with --out.")
     if (found := find_rendezvous(os.environ)) is not None:
         if start.log and found.member is None:
             raise HocketError(

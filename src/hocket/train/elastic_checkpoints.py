@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from hocket.cluster.replica import ReplicaLost
 from hocket.drivers.processes import say
 from hocket.errors import HocketError
 from hocket.files import CannotWrite, write_whole
-from hocket.train.checkpoints import Checkpoints, copied, process_file
+from hocket.train.checkpoints import Checkpoints, process_file
 from hocket.train.elastic_loop import ElasticTraining
 from hocket.train.loop import EpochLoop
-from hocket.train.record import WEIGHTS
+from hocket.train.resume import mean_files
 
 _TOLD = "told"
 """The folder beside the generations in which workers say what they have written."""
@@ -92,7 +94,8 @@ def begun(
     leave."""
     assert isinstance(training, ElasticTraining)
     if training.runtime.began is not None:  # a worker that joins others has its state from them
-        number = go_on(*training.runtime.began) if resume or kept.newest() is not None else 0
+        process, processes = training.runtime.began
+        number = go_on(process, processes // training.cluster.parts) if resume or kept.newest() is not None else 0
         _check_together(training, number)
     if checkpoints:
         training.runtime.on_last = partial(_save, training, kept, run, last=True)
@@ -102,27 +105,38 @@ def begun(
 def _save(training: ElasticTraining, kept: Checkpoints, run: Mapping[str, Any], last: bool = False) -> None:
     """``last``: nobody is left to hand over to, so it is written before this returns."""
     runtime, cluster = training.runtime, training.cluster
-    uid = runtime.member.uid
     kept.wait()
-    with runtime.in_step(), cluster.uncounted():
-        runtime.drain()
-        own = [float(uid), float(kept.next), float(secrets.randbits(_MARK_BITS))]
-        table = cluster.all_gather_metrics(torch.tensor([own], dtype=torch.float64))
-        with training.averaged() as model:
-            weights = copied(model.state_dict())
-    writers = [int(number) for number in table[:, 0].tolist()]
-    place = writers.index(uid)
+    try:
+        table, means = _meet(training, kept)
+    except ReplicaLost:  # without this replica's files the checkpoint does not count
+        if not last:
+            training.rejoin()
+        return
+    parts, writers = cluster.parts, [int(number) for number in table[:, 0].tolist()]
+    place = writers.index(runtime.member.uid) * parts + cluster.process % parts
     gone = lambda: not last and not set(writers) <= set(runtime.member.latest.members)  # noqa: E731
-    agreement = FolderAgreement(kept.folder, place, len(writers), gone, _LAST_S if last else _MOST_S, int(table[0, 2]))
+    processes = len(writers) * parts
+    agreement = FolderAgreement(kept.folder, place, processes, gone, _LAST_S if last else _MOST_S, int(table[0, 2]))
     agreement.clear()
     kept.meet(agreement, int(table[:, 1].max()))
-    where = {"workers": len(writers), "processes": len(writers), "host_size": cluster.host_size, "within": last}
+    where = {"workers": len(writers), "processes": processes, "host_size": cluster.host_size, "within": last}
     facts = {"step": runtime.step, "epoch": training.epoch, **where, "run": dict(run)}
-    kept.save({process_file(place): training.state_dict(), **({} if place else {WEIGHTS: weights})}, facts)
+    kept.save({process_file(place): training.state_dict(), **({} if place else means)}, facts)
     if last:
         kept.wait(_LAST_S)
         if place == 0 and (newest := kept.newest()) is not None:
             say(f"all workers leave; {newest.title} is written, and --resume goes on from it")
+
+
+def _meet(training: ElasticTraining, kept: Checkpoints) -> tuple[Tensor, dict[str, Any]]:
+    """Of each worker the number of this process's part, that of the next checkpoint and a mark, the same for all parts; and files
+    of the mean model."""
+    runtime, cluster = training.runtime, training.cluster
+    with runtime.in_step(), cluster.uncounted():
+        runtime.drain()
+        own = [runtime.member.uid, runtime.most(kept.next), runtime.most(secrets.randbits(_MARK_BITS))]
+        table = cluster.all_gather_metrics(torch.tensor([own], dtype=torch.float64))
+        return table, mean_files(training, cluster.parts > 1)
 
 
 def _check_together(training: ElasticTraining, number: int) -> None:

@@ -78,8 +78,7 @@ class ElasticTraining(Training):
                 yield from super().run(watch)
                 break
             except ReplicaLost:
-                assert isinstance(self.runtime, ReplicaRuntime)
-                self.runtime.rejoin()
+                self.rejoin()
             except Rejoined:  # it was away while the others summed up an epoch; it has their state, and goes on with their epoch
                 continue
         self.runtime.end()
@@ -144,13 +143,23 @@ class ElasticTraining(Training):
 
     def go_on_after(self, states: Sequence[dict[str, Any]]) -> None:
         """Of an epoch that was under way the samples go on behind the last one that was computed."""
-        jobs = [state["replicas"].get("job", {}) for state in states]
+        jobs = [(state["replicas"] or {}).get("job", {}) for state in states]
         epoch = {"epoch": states[0]["epoch"], "history": [], "taken": 0, "sound": 0, "workers": 1, "worker": 0}
         self.stream.go_on([job["samples"] for job in jobs] if all("samples" in job for job in jobs) else [epoch])
         self.stream.begin(self.batches.partition)
         self.epoch, self.step, self.metrics = states[0]["epoch"], self.runtime.step, list(states[0]["metrics"])
         self.scheduler.last_epoch = self.step
         self.set_rates()
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """What strategies remember starts anew; rates follow the number of workers, not what was saved."""
+        self.replicas.load_full_state(state)
+        self.runtime.program.step = state["step"]
+
+    def rejoin(self) -> None:
+        """Another process of this one's replica is lost: join the others again."""
+        assert isinstance(self.runtime, ReplicaRuntime)
+        self.runtime.rejoin()
 
     def set_rates(self) -> None:
         """The rates are those of the schedule here."""

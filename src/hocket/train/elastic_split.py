@@ -35,8 +35,6 @@ from hocket.train.runtimes.elastic import member_driver
 from hocket.train.runtimes.elastic_replica import ReplicaRuntime, StepVoid
 from hocket.transport import Keys
 
-_NO_STATE = "Elastic replicas on a mesh have no checkpoints: save job.full_state(), and load weights before hocket.parallelize."
-
 
 class ElasticSplit(SplitModel):
     """This process's part of a replica; its :attr:`runtime` learns of other replicas."""
@@ -116,15 +114,6 @@ class ElasticSplit(SplitModel):
 
     def timeline(self) -> None:
         """None: others may be gone."""
-
-    def described_state(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        raise HocketError(_NO_STATE)
-
-    def load_described(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        raise HocketError(_NO_STATE)
-
-    def load_full_state(self, state: Mapping[str, Any]) -> None:
-        raise HocketError(_NO_STATE)
 
 
 def part_of_process(mesh: Mesh, found: RendezvousInfo, environ: Mapping[str, str]) -> int:

@@ -73,14 +73,15 @@ class JobState(JobView):
         states = [{**each, "job": next(iter(each["job"].values()))[0]} for each in saved]
         stream: SampleStream | None = getattr(self.runtime, "stream", None)
         place, size = self.cluster.workers.start, self.cluster.size
-        if any(("samples" in state["job"]) != (stream is not None) for state in states):
+        told = [state["job"] if self.split is None else state["job"].get("job", {}) for state in states]
+        if any(("samples" in job) != (stream is not None) for job in told):
             saved_by, here = ("a run that is not elastic", "is") if stream is not None else ("an elastic run", "is not")
             raise HocketError(f"The states were saved by {saved_by}, and this one {here} elastic; give elastic= as it was there.")
         if stream is not None:
             if self.runtime.began is None:  # type: ignore[attr-defined]
                 return
             place, size = self.runtime.began  # type: ignore[attr-defined]
-            stream.go_on([state["job"]["samples"] for state in states])
+            stream.go_on([job["samples"] for job in told])
         if len(saved) == size:
             self.model.load_state_dict(saved[place]["model"])
             self.optimizer.load_state_dict(saved[place]["optimizer"])

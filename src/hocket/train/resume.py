@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,25 +23,25 @@ from hocket.train.settings import RunSettings
 def states_of(settings: RunSettings, cluster: Cluster, training: EpochLoop) -> dict[str, Any]:
     """What this process writes of a checkpoint, by file; all processes must call it."""
     with training.cluster.uncounted():
-        states: dict[str, Any] = {process_file(cluster.rank): training.state_dict()}
-        if settings.split is not None and isinstance(training, Training):
-            whole = training.full_state()
-            if cluster.rank == 0:
-                states[WHOLE] = whole
-        if (weights := mean_weights(settings, cluster, training)) is not None:
-            states[WEIGHTS] = weights
-    return states
+        own = {process_file(cluster.rank): training.state_dict()}
+        means = mean_files(training, settings.split is not None)
+    return own if cluster.process else {**own, **means}
 
 
 def mean_weights(settings: RunSettings, cluster: Cluster, training: EpochLoop) -> dict[str, Any] | None:
     """The mean model's weights and buffers by name, on the first process; all processes must call it."""
+    found = mean_files(training, settings.split is not None)
+    return None if cluster.process else found[WEIGHTS]
+
+
+def mean_files(training: EpochLoop, split: bool) -> dict[str, Any]:
+    """The mean model by file: its weights, and where each worker's model is ``split`` all of it in one piece, on the first process
+    of each replica alone. All processes must call it."""
     with training.cluster.uncounted(), training.averaged() as model:
-        if settings.split is not None and isinstance(training, Training):
-            whole = training.full_state()
-            found = None if whole is None else whole["model"]
-        else:
-            found = model.state_dict()
-        return copied(found) if cluster.process == 0 else None
+        if not split or not isinstance(training, Training):
+            return {WEIGHTS: copied(model.state_dict())}
+        whole = copied(training.full_state())
+    return {} if whole is None else {WHOLE: whole, WEIGHTS: whole["model"]}
 
 
 def facts_of(settings: RunSettings, cluster: Cluster, training: EpochLoop, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,8 +92,12 @@ class Resumption:
         return there != here or self.cluster.elastic or "within" in facts
 
     def _resplit(self, facts: Mapping[str, Any]) -> bool:
-        """Whether the model was split otherwise."""
-        return _mesh(facts["run"]) != _mesh(self.run)
+        """Whether the model was split otherwise, or over another number of replicas."""
+        before, now = _mesh(facts["run"]), _mesh(self.run)
+        if before is None or now is None:
+            return before != now
+        # An elastic run may have had other replicas than it began with.
+        return replace(before, data=1) != replace(now, data=1) or facts["workers"] != self.workers
 
     @property
     def _messages(self) -> bool:
@@ -107,12 +111,12 @@ class Resumption:
     def _needed(self, generation: Generation) -> list[str]:
         facts = generation.facts
         if self._resplit(facts):
-            return [process_file(0) if facts["run"].get("mesh") is None else WHOLE]
+            return [process_file(0) if facts["run"].get("mesh") is None else WHOLE, *self._places(facts)]
         if self._moved(facts) and self._messages:
             return [process_file(0), WEIGHTS]
         if self._moved(facts):
             return [process_file(process) for process in range(facts["processes"])]
-        return [process_file(self.cluster.rank), *[process_file(0)] * self._sharded]
+        return [process_file(self.place), *[process_file(0)] * self._sharded]
 
     def _load(self, generation: Generation) -> None:
         facts, training = generation.facts, self.training
@@ -120,20 +124,36 @@ class Resumption:
             raise HocketError("it was saved in the middle of an epoch, and only an elastic run can go on there")
         if self._resplit(facts):
             self._load_whole(generation)
-        elif self._moved(facts):
+        elif self._moved(facts) and self.settings.split is None:
             self._load_others(generation)
         else:
-            state = generation.load(process_file(self.cluster.rank))
+            state = generation.load(process_file(self.place))
             if self._sharded:
                 state["replicas"]["whole"] = generation.load(process_file(0))["replicas"]["whole"]
             if self.settings.split is not None and not self._fits(state):
                 self._load_whole(generation)
                 return
             check_structure(generation, training, state, whole=not (self.settings.split or self.settings.sharding.named))
-            training.load_state_dict(state)
+            if not self.cluster.elastic:
+                training.load_state_dict(state)
+                return
+            training.replicas.load_state_dict(state["replicas"])
+            self._go_on(generation, state)
+
+    def _places(self, facts: Mapping[str, Any]) -> list[str]:
+        """Files that say where the replicas of an elastic run stood in the data: one of each."""
+        parts = facts["processes"] // facts["workers"]
+        return [process_file(k * parts) for k in range(facts["workers"])] if self.cluster.elastic and "within" in facts else []
+
+    def _go_on(self, generation: Generation, state: dict[str, Any]) -> None:
+        """Where all replicas stood; those of a run that was not elastic at the end of the epoch of ``state``."""
+        assert isinstance(self.training, Training)
+        self.training.go_on_after([generation.load(name) for name in self._places(generation.facts)] or [state])
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
         """Whether all processes hold the parts that were saved: a cut that is measured may be elsewhere this time."""
+        if self.cluster.elastic:
+            return True  # cut by the same count; what does not fit is refused when it is loaded
         fits = self.training.replicas.fits(state["replicas"])
         return not bool(self.cluster.all_reduce_any(torch.tensor([[not fits]], device=self.cluster.device)))
 
@@ -142,7 +162,9 @@ class Resumption:
         training, state = self.training, _whole(generation)
         assert isinstance(training, Training)
         training.load_full_state(state)
-        if generation.facts["workers"] != self.settings.workers.count:
+        if self.cluster.elastic:
+            self._go_on(generation, state)
+        elif generation.facts["workers"] != self.settings.workers.count:
             training.go_on_at(state)
 
     def _load_others(self, generation: Generation) -> None:
@@ -180,6 +202,11 @@ class Resumption:
             )
         if before == now:
             return ""
+        if self.settings.split is not None:
+            return (
+                f"{before} replicas become {now}: each begins with the mean of their weights and buffers and with the optimiser "
+                f"state of the first one, residuals begin anew; {where}."
+            )
         return (
             f"{before} workers become {now}: each begins with the mean of their weights, buffers and optimiser states and with one "
             f"part of {now} of the sum of their residuals; {where}."

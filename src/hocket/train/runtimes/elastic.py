@@ -175,7 +175,11 @@ class ElasticRuntime(ElasticView):
 
     def _heard(self) -> int:
         """The latest generation that this worker has heard of."""
-        return self.member.latest.number
+        return self.most(self.member.latest.number)
+
+    def most(self, value: int) -> int:
+        """The largest ``value`` of all processes that hold this worker's model."""
+        return value
 
     def _abandon(self, new: Generation) -> None:
         self.cluster.abort(self.cluster.generation + 1 if self.member.excluded else new.number)

@@ -111,10 +111,9 @@ class ReplicaRuntime(ElasticRuntime):
             self.replica.abort()
         self.replica.wake()
 
-    def _heard(self) -> int:
-        """The same of all processes of the replica: they go over to it together."""
+    def most(self, value: int) -> int:
         with self.replica.waiting():
-            return self.replica.most(super()._heard())
+            return self.replica.most(value)
 
     def _join(self) -> None:
         self.replica.disconnect()
