@@ -5,6 +5,9 @@ python benchmarks/codes.py --indices    bits per index in Rice's code, by densit
 python benchmarks/codes.py --bins       relative squared error of bins(2) beside other codes of two bits
 python benchmarks/codes.py --exchange   operator calls and time of one exchange of 16 virtual workers (--device cuda)
 python benchmarks/codes.py --speed      time to encode and decode, in copies of the row (--device cuda --values 100000000)
+
+``--speed`` measures `dgc` and `demo` with all that a worker does before it sends: momentum, selection, its own decoding, residual. On
+CUDA it also counts the kernels and copies that the device is given.
 """
 
 from __future__ import annotations
@@ -18,14 +21,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.distributions import Laplace, StudentT
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket import Strategy
 from hocket.cluster.layout import layout_of
+from hocket.cluster.message import Message
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression import Codec
-from hocket.compression.base import Context
+from hocket.compression.base import Compressor, Context, Heard, State
 from hocket.models import cnn
 from hocket.programs.two_stage import program_for
 
@@ -111,6 +117,8 @@ SPEED = [
     "bins(2)",
 ]
 SPEED += ["topk(0.01)", "topk(64/4096)", "threshold(keep=0.01)", "randomk(0.01)", "topk(0.01) | qsgd(4)"]
+SPEED += ["lowrank(4)", "dgc(0.01)", "demo(32)"]
+Works = tuple[Callable[[], object], Callable[[], object]]
 
 
 def seconds(work: Callable[[], object], device: str, repeats: int) -> float:
@@ -133,25 +141,69 @@ def seconds(work: Callable[[], object], device: str, repeats: int) -> float:
     return min(found[1:])
 
 
+class Alone:
+    """The mean of one worker alone, which decodes its own message; the message is kept."""
+
+    uniform = True
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+    def mean(self, rows: Tensor, context: Context) -> Tensor:
+        return rows
+
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
+        message, state = codec.encode(rows, self.keys, state, context)
+        self.last: tuple[Codec, Message, int] = codec, message, rows.shape[1]
+        sent = codec.decode(message, rows.shape[1], context)
+        return Heard(sent, sent, state)
+
+
+def works_of(text: str, rows: Tensor, keys: Tensor) -> Works:
+    """What encodes the rows, and what decodes their message."""
+    code, size = Strategy.parse(text).compression, rows.shape[1]
+    if isinstance(code, Codec):
+        message, state = code.encode(rows, keys, {}, HERE)
+        return partial(code.encode, rows, keys, state, HERE), partial(code.decode, message, size, HERE)
+    assert isinstance(code, Compressor)
+    channel = Alone(keys)
+    state = code.mean(rows, channel, {}, HERE).state
+    inner, message, width = channel.last
+    return partial(code.mean, rows, channel, state, HERE), lambda: code.decoded(inner.decode(message, width, HERE), size, HERE)
+
+
+def launches(work: Callable[[], object]) -> int:
+    """Kernels and copies that one call gives to the CUDA device."""
+    work()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in found.events())
+
+
 def speed(device: str, values: int, count: int) -> None:
     """In copies of the rows: into memory that is there, and into new memory, which encoding and decoding need as well."""
     torch.set_num_threads(1)
     rows, keys = torch.randn(count, values, device=device), torch.arange(count, device=device)
-    there = torch.empty_like(rows)
+    there, cuda = torch.empty_like(rows), device == "cuda"
     works: dict[tuple[str, str], Callable[[], object]] = {("copy", ""): lambda: there.copy_(rows), ("clone", ""): rows.clone}
     for text in SPEED:
-        code = codec(text)
-        message, state = code.encode(rows, keys, {}, HERE)
-        works[text, "encode"] = partial(code.encode, rows, keys, state, HERE)
-        works[text, "decode"] = partial(code.decode, message, values, HERE)
+        works[text, "encode"], works[text, "decode"] = works_of(text, rows, keys)
     took = shortest(works, device)
     copy, clone = took["copy", ""], took["clone", ""]
     print(f"{count} rows of {values:,} values, {device}: a copy takes {1e3 * copy:.2f} ms, into new memory {1e3 * clone:.2f} ms")
-    print("| | encode, ms | copies | new copies | decode, ms | copies | new copies |\n|---|---|---|---|---|---|---|")
+    columns = ["copies", "new copies", *(["launches"] if cuda else [])]
+    heads = ["", *(head for way in ("encode", "decode") for head in (f"{way}, ms", *columns))]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for text in SPEED:
-        parts = (f"{1e3 * t:.2f} | {t / copy:.1f} | {t / clone:.1f}" for t in (took[text, "encode"], took[text, "decode"]))
-        label = text.replace("|", r"\|")
-        print(f"| `{label}` | {' | '.join(parts)} |", flush=True)
+        cells = ["`" + text.replace("|", r"\|") + "`"]
+        for key in ((text, "encode"), (text, "decode")):
+            cells += [f"{1e3 * took[key]:.2f}", f"{took[key] / copy:.1f}", f"{took[key] / clone:.1f}"]
+            cells += [str(launches(works[key]))] if cuda else []
+        print(f"| {' | '.join(cells)} |", flush=True)
+    if not cuda:
+        print("HOCKET_COMPILE=0 before the command leaves compiled codes out: the same codes as PyTorch operations.")
 
 
 def shortest(works: dict[Key, Callable[[], object]], device: str, rounds: int = 5) -> dict[Key, float]:
