@@ -6,8 +6,8 @@ python benchmarks/codes.py --bins       relative squared error of bins(2) beside
 python benchmarks/codes.py --exchange   operator calls and time of one exchange of 16 virtual workers (--device cuda)
 python benchmarks/codes.py --speed      time to encode and decode, in copies of the row (--device cuda --values 100000000)
 
-``--speed`` measures `dgc` and `demo` with all that a worker does before it sends: momentum, selection, its own decoding, residual. On
-CUDA it also counts the kernels and copies that the device is given.
+``--speed`` measures `dgc` and `demo` with all that a worker does before it sends: momentum, selection, its own decoding, residual.
+On CUDA it also counts the kernels and copies that the device is given.
 """
 
 from __future__ import annotations

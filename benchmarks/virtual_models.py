@@ -2,13 +2,15 @@
 
     python benchmarks/virtual_models.py --device cuda [--workers 16] [--batch-size 32] [--rounds 20] [--models resnet18 lstm]
     python benchmarks/virtual_models.py --device cuda --bf16 --channels-last
+    python benchmarks/virtual_models.py --device cuda --starts --models resnet18 gpt2
     python benchmarks/virtual_models.py --device cpu --small --workers 3 --batch-size 4 --rounds 2
 
 A step is the gradients of all N workers, each with its own weights on its own batch, plus SGD with momentum on the stacked rows.
 Beside it run one eager and one compiled model with all N x batch samples and torch's own SGD; the data is already on the device.
-Times are minima over interleaved rounds. `first` is the first step of the workers, which compiles: start the command twice to see
-what torch's cache on disk saves, whose hits and misses end the line (`--no-single` leaves the single models out). Precision is
-torch's default unless `--bf16` asks for autocast; `--channels-last` has images, and the single models, in that memory format.
+Times are minima over interleaved rounds. `first` is the first step of the workers, which compiles; hits and misses of torch's cache
+on disk end the line (`--no-single` leaves the single models out). `--starts` measures what that cache saves: for each model
+two fresh processes, one after the other, with a cache that was empty; seconds of the first step, and of the whole process. Precision
+is torch's default unless `--bf16` asks for autocast; `--channels-last` has images, and the single models, in that memory format.
 `--engine loop` computes the workers one after another, `--compile` compiles on a CPU too. Warnings of the engine, such as what it
 could not compile, follow the table.
 gpt2, llama, bert and vit need Hugging Face's transformers.
@@ -19,6 +21,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -332,6 +338,40 @@ def show(row: dict[str, Any]) -> str:
     return " ".join([*cells, *(f"{name} {count}" for name, count in row["cache"].items())])
 
 
+def starts(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The first and the second start of the workers of one model, each in a process of its own."""
+    command = [sys.executable, __file__, "--models", model, "--no-single", "--rounds", "1", "--device", args.device]
+    command += ["--workers", str(args.workers), "--batch-size", str(args.batch_size), "--engine", args.engine]
+    command += [f"--{flag.replace('_', '-')}" for flag in ("small", "bf16", "channels_last", "compile") if getattr(args, flag)]
+    found: dict[str, Any] = {"model": model}
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: f"{folder}/{name}" for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        for start in ("first", "second"):
+            out, begun = Path(folder) / f"{start}.json", time.perf_counter()
+            said = subprocess.run([*command, "--out", str(out)], env={**os.environ, **caches}, capture_output=True, text=True)
+            whole = time.perf_counter() - begun
+            if said.returncode or not (rows := json.loads(out.read_text())["rows"]):
+                raise RuntimeError(f"{model}, {start} start: {(said.stderr or said.stdout).strip().splitlines()[-1]}")
+            found[start] = {"step_s": rows[0]["first_s"], "process_s": whole, "cache": rows[0]["cache"]}
+    return found
+
+
+def table_of_starts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints one line per model."""
+    print(f"{'model':10s} {'first start: step':>18s} {'process':>8s} {'second start: step':>19s} {'process':>8s}   seconds")
+    rows = []
+    for model in args.models:
+        try:
+            rows.append(starts(model, args))
+        except RuntimeError as error:
+            print(f"{model:10s} left out: {error}", flush=True)
+            continue
+        first, second = rows[-1]["first"], rows[-1]["second"]
+        cells = f"{first['step_s']:18.1f} {first['process_s']:8.1f} {second['step_s']:19.1f} {second['process_s']:8.1f}"
+        print(f"{model:10s} {cells}  ", *(f"{name} {count}" for name, count in second["cache"].items()), flush=True)
+    return rows
+
+
 def main() -> None:
     """Prints one line per model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -346,12 +386,15 @@ def main() -> None:
     parser.add_argument("--channels-last", action="store_true", help="images in this memory format on both sides")
     parser.add_argument("--compile", action="store_true", help="compile on a CPU too")
     parser.add_argument("--no-single", action="store_true", help="the workers alone")
+    parser.add_argument("--starts", action="store_true", help="the first and the second start of each model, in fresh processes")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     args = parser.parse_args()
     device = torch.device(args.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     size = f"{args.workers} workers x {args.batch_size}"
     print(f"{name}, torch {torch.__version__}, {size}; milliseconds per step, least of {args.rounds}")
+    if args.starts:
+        return write(args, name, table_of_starts(args))
     print(f"{'model':10s} {'first s':>8s} {'virtual':>9s} {'eager':>9s} {'ratio':>6s} {'compiled':>9s} {'ratio':>6s}")
     rows = []
     for model in args.models:
@@ -364,13 +407,14 @@ def main() -> None:
         torch._dynamo.reset()
         with contextlib.suppress(AttributeError):
             torch.cuda.empty_cache()
+    write(args, name, rows)
+
+
+def write(args: argparse.Namespace, device: str, rows: list[dict[str, Any]]) -> None:
+    """The figures as JSON, where they are asked for."""
     if args.out:
-        args.out.write_text(
-            json.dumps(
-                {"device": name, "torch": torch.__version__, "settings": vars(args) | {"out": str(args.out)}, "rows": rows},
-                indent=1,
-            )
-        )
+        run = {"device": device, "torch": torch.__version__, "settings": vars(args) | {"out": str(args.out)}, "rows": rows}
+        args.out.write_text(json.dumps(run, indent=1))
 
 
 if __name__ == "__main__":
