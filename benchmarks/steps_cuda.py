@@ -9,8 +9,8 @@ its own, warmed up; a block's time is that of its slowest process, ratios are ta
 rounds. Processes of one GPU take turns on it, so a step of two takes about twice as long: only ratios within a way mean anything.
 
 Three more steps of each method are profiled: ``overlap`` is the share of the time of its exchanges (``gloo:all_reduce`` on the CPU,
-NCCL's kernels on the device) in which process 0 computes kernels that its backward pass has launched. ``--trace`` keeps the traces for
-chrome://tracing or Perfetto, one file per way and method.
+NCCL's kernels on the device) in which process 0 computes kernels that its backward pass has launched. ``--trace`` keeps the traces,
+one file per way and method, for chrome://tracing or Perfetto.
 """
 
 from __future__ import annotations
