@@ -8,11 +8,11 @@
 A step is the gradients of all N workers, each with its own weights on its own batch, plus SGD with momentum on the stacked rows.
 Beside it run one eager and one compiled model with all N x batch samples and torch's own SGD; the data is already on the device.
 Times are minima over interleaved rounds. `first` is the first step of the workers, which compiles; hits and misses of torch's cache
-on disk end the line (`--no-single` leaves the single models out). `--starts` measures what that cache saves: for each model
-two fresh processes, one after the other, with a cache that was empty; seconds of the first step, and of the process.
-Precision is torch's default unless `--bf16` asks for autocast; `--channels-last` has images, and the single models, in that memory format.
-`--engine loop` computes the workers one after another, `--compile` compiles on a CPU too. Warnings of the engine, such as what it
-could not compile, follow the table.
+on disk end the line (`--no-single` leaves the single models out). `--starts` measures what that cache saves: for each model two
+fresh processes, one after the other, with a cache that was empty; seconds of the first step, and of the whole process.
+Precision is torch's default unless `--bf16` asks for autocast; `--channels-last` has images, and the single models, in that memory
+format. `--engine loop` computes the workers one after another, `--compile` compiles on a CPU too. Warnings of the engine, such as
+what it could not compile, follow the table.
 gpt2, llama, bert and vit need Hugging Face's transformers.
 """
 
