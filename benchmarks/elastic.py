@@ -3,6 +3,7 @@
     python benchmarks/elastic.py                     faults of 1 of 4 workers under bulk, local(16) and gossip, beside torchft
     python benchmarks/elastic.py --faults kill       kill -9 alone (or stop)
     python benchmarks/elastic.py --overhead          steps with and without elastic, in turn, without faults, by step length
+                                                     (both runs at once; while one computes 32 steps the other stands still)
     python benchmarks/elastic.py --json OUT.json     the figures as JSON, too
 
 Every run is `hocket launch` of this very file: a small convolutional network on the embedded digits. Workers write the time of each
@@ -36,14 +37,16 @@ WORKERS, BATCH, SAMPLES = 4, 16, 1437
 EPOCHS = {"bulk": 60, "local(16)": 160}
 """Of runs with faults, by strategy: long enough that a worker is back before the end (100 for others)."""
 LIVENESS_S, AWAY_S = 3.0, 4.0
-STEPS = {16: 320, 64: 96, 192: 48, 1024: 24}
-"""Of --overhead: how many steps of each batch size, which makes steps short or long."""
+BATCHES = (64, 256, 1024)
+"""Of --overhead, which make steps short or long."""
+BLOCK = 32
+"""Of --overhead: steps that one run computes while the other stands still."""
 TORCHFT = {"bulk": "torchft DDP", "local(16)": "torchft LocalSGD(16)"}
 HOCKET = [sys.executable, "-m", "hocket.cli.main"]
 
 
 def work(strategy: str, folder: Path, epochs: int, elastic: bool, seed: int, batch: int = BATCH, samples: int = 0) -> None:
-    """One worker; ``samples``: so many, the same ones again and again, instead of the data set's."""
+    """One worker; ``samples``: so many, the same ones again and again, instead of the data set's, in turn with another run."""
     import torch
     from torch.nn import functional as F
     from torch.utils.data import DataLoader, TensorDataset
@@ -56,7 +59,7 @@ def work(strategy: str, folder: Path, epochs: int, elastic: bool, seed: int, bat
     hocket.init(device="cpu", seed=seed)
     digits = load("digits", None)
     torch.manual_seed(seed)
-    model = build("cnn", digits)
+    model = wide() if samples else build("cnn", digits)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     job = hocket.parallelize(model, optimizer, strategy, elastic="2:8" if elastic else None)
     given = torch.arange(samples or len(digits.train[0])) % len(digits.train[0])
@@ -68,12 +71,28 @@ def work(strategy: str, folder: Path, epochs: int, elastic: bool, seed: int, bat
                 F.cross_entropy(model(digits.prepare(x)), y).backward()
                 optimizer.step()
                 steps.write(f"{time.time()} {job.step}\n")
+                if samples and job.step % BLOCK == 0:
+                    take_turns(folder, job.step // BLOCK)
     job.finish()
     assert digits.test is not None
     with torch.no_grad():
         right = (model.eval()(digits.prepare(digits.test[0])).argmax(1) == digits.test[1]).float().mean()
     figures = {k: v for k, v in job.summary().items() if k in ("lost", "joined", "dealt_again", "skipped", "unmixed")}
     (folder / f"{os.getpid()}.json").write_text(json.dumps({"accuracy": float(right), **figures}))
+
+
+def wide() -> Any:
+    """566,282 parameters, nearly all of the time in products of matrices, which take equally long in each process."""
+    from torch.nn import Flatten, Linear, ReLU, Sequential
+
+    return Sequential(Flatten(), Linear(64, 512), ReLU(), Linear(512, 512), ReLU(), Linear(512, 512), ReLU(), Linear(512, 10))
+
+
+def take_turns(folder: Path, computed: int) -> None:
+    """Say when so many blocks were computed, and wait until the next one may begin."""
+    (folder / f"{os.getpid()}.{computed}").write_text(str(time.time()))
+    while not (folder / f"begin.{computed}").exists():
+        time.sleep(0.001)
 
 
 def command(strategy: str, folder: Path, epochs: int, elastic: bool, workers: int, *more: int) -> list[str]:
@@ -210,34 +229,67 @@ def faults(strategies: Sequence[str], chosen: Sequence[str], seeds: int, torchft
 # --- without faults ----------------------------------------------------------------------------------------------------------
 
 
-def step_ms(strategy: str, elastic: bool, workers: int, batch: int, steps: int) -> float:
-    """Milliseconds per step of a run without faults, the first tenth of its steps left out; the mean over workers."""
-    with tempfile.TemporaryDirectory() as name:
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        given = command(strategy, Path(name), 1, elastic, workers, 0, batch, steps * batch * workers)
-        subprocess.run(given, env=environ, stderr=subprocess.DEVNULL, check=True, timeout=300)
-        stamps = [[float(line.split()[0]) for line in f.read_text().splitlines()] for f in Path(name).glob("*.steps")]
-    first = steps // 10
-    return 1000 * statistics.mean((own[-1] - own[first]) / (len(own) - 1 - first) for own in stamps)
+class Turns:
+    """A run that computes a block of steps when it is told to."""
+
+    def __init__(self, strategy: str, elastic: bool, workers: int, batch: int, blocks: int, folder: Path) -> None:
+        self.folder, self.workers = folder, workers
+        given = command(strategy, folder, 1, elastic, workers, 0, batch, (blocks + 1) * BLOCK * batch * workers)
+        self.process = subprocess.Popen(given, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+
+    def wait(self, block: int) -> float:
+        """The mean over workers of the times at which they had computed ``block`` blocks."""
+        deadline = time.time() + 300
+        while (
+            len(found := [f.read_text() for f in self.folder.glob(f"*.{block}") if f.stem != "begin"]) < self.workers or "" in found
+        ):
+            if self.process.poll() is not None or time.time() > deadline:
+                raise RuntimeError(f"the run has not computed {block} blocks")
+            time.sleep(0.001)
+        return statistics.mean(map(float, found))
+
+    def compute(self, block: int) -> float:
+        """Milliseconds per step of the block after ``block`` others."""
+        begin = time.time()
+        (self.folder / f"begin.{block}").touch()
+        return 1000 * (self.wait(block + 1) - begin) / BLOCK
 
 
-def overhead(rounds: int, workers: int, strategies: Sequence[str], batches: Sequence[int]) -> list[dict[str, Any]]:
-    """With elastic and without, in turn; the ratio is the median over the rounds."""
-    print(f"{'strategy':20} {'batch':>6} {'step, fixed ms':>15} {'step, elastic ms':>17} {'ratio':>6}   (of each round)")
+def compare(strategy: str, workers: int, batch: int, blocks: int) -> list[tuple[float, float]]:
+    """Milliseconds per step of blocks without and with elastic, in turn; the first block of each is left out."""
+    with tempfile.TemporaryDirectory() as fixed, tempfile.TemporaryDirectory() as elastic:
+        runs = [Turns(strategy, kind, workers, batch, blocks, Path(folder)) for kind, folder in ((False, fixed), (True, elastic))]
+        try:
+            for run in runs:
+                run.wait(1)
+            found = []
+            for block in range(1, blocks + 1):
+                order = (0, 1) if block % 2 else (1, 0)
+                ms = {place: runs[place].compute(block) for place in order}
+                found.append((ms[0], ms[1]))
+            for run in runs:
+                (run.folder / f"begin.{blocks + 1}").touch()
+                run.process.wait(60)
+        finally:
+            for run in runs:
+                run.process.terminate()
+                run.process.wait(30)
+    return found
+
+
+def overhead(rounds: int, blocks: int, workers: int, strategies: Sequence[str], batches: Sequence[int]) -> list[dict[str, Any]]:
+    """With elastic and without, in turn: the median ratio of the blocks of each pair of runs, and the mean over pairs."""
+    print(f"{'strategy':34} {'batch':>6} {'step, fixed ms':>15} {'step, elastic ms':>17} {'ratio':>6}   (of each pair of runs)")
     found = []
-    for strategy in strategies:
-        for batch in batches:
-            pairs = []
-            for turn in range(rounds):
-                kinds = (False, True) if turn % 2 == 0 else (True, False)
-                ms = {kind: step_ms(strategy, kind, workers, batch, STEPS[batch]) for kind in kinds}
-                pairs.append((ms[False], ms[True]))
-            fixed, elastic = (statistics.median(pair[k] for pair in pairs) for k in (0, 1))
-            ratios = [b / a for a, b in pairs]
-            ratio = statistics.median(ratios)
+    for batch in batches:
+        for strategy in strategies:
+            pairs = [compare(strategy, workers, batch, blocks) for _ in range(rounds)]
+            fixed, elastic = (statistics.median(one[k] for pair in pairs for one in pair) for k in (0, 1))
+            ratios = [statistics.median(b / a for a, b in pair) for pair in pairs]
+            ratio = statistics.mean(ratios)
             found.append({"strategy": strategy, "batch": batch, "fixed_ms": fixed, "elastic_ms": elastic, "ratios": ratios})
             each = " ".join(f"{one:.3f}" for one in ratios)
-            print(f"{strategy:20} {batch:6} {fixed:15.1f} {elastic:17.1f} {ratio:6.3f}   ({each})", flush=True)
+            print(f"{strategy:34} {batch:6} {fixed:15.2f} {elastic:17.2f} {ratio:6.3f}   ({each})", flush=True)
     return found
 
 
@@ -250,9 +302,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each kind (default 1)")
     parser.add_argument("--no-torchft", action="store_true", help="leave torchft out, also where it is installed")
     parser.add_argument("--overhead", action="store_true", help="without faults, against the same strategy without elastic")
-    parser.add_argument("--rounds", type=int, default=3, help="of --overhead: runs of each kind (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="of --overhead: pairs of runs (default 3)")
+    parser.add_argument("--blocks", type=int, default=20, help=f"of --overhead: blocks of {BLOCK} steps per run (default 20)")
     parser.add_argument("--workers", type=int, default=WORKERS, help="of --overhead (default 4)")
-    parser.add_argument("--batches", nargs="+", type=int, choices=STEPS, default=list(STEPS), help="of --overhead: step lengths")
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="of --overhead: step lengths")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.work is not None:
@@ -260,7 +313,7 @@ def main() -> None:
         work(strategy, Path(folder), int(epochs), elastic == "1", *map(int, more))
         return
     if given.overhead:
-        found = overhead(given.rounds, given.workers, given.strategies, given.batches)
+        found = overhead(given.rounds, given.blocks, given.workers, given.strategies, given.batches)
     else:
         found = faults(given.strategies, given.faults, given.seeds, find_spec("torchft") is not None and not given.no_torchft)
     if given.json is not None:
