@@ -25,7 +25,7 @@ from hocket.split.mesh import Mesh, forget
 from hocket.split.options import Pipeline, refuse_split_options
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
-from hocket.train.audit import AUDIT
+from hocket.train.audit import AUDIT, Checks
 from hocket.train.checks import needs_servers
 from hocket.train.elastic import Elastic, ElasticStart
 from hocket.train.job import Job
@@ -124,8 +124,7 @@ def parallelize(
     *,
     accumulate: int = 1,
     scaler: Any = None,
-    nonfinite: str = "raise",
-    check: bool | str = True,
+    check: Checks | bool | str = True,
     steps: int | None = None,
     buckets: Buckets = Buckets(),  # noqa: B008 - frozen
     mesh: Mesh | str | None = None,
@@ -136,11 +135,9 @@ def parallelize(
     """Train ``model`` with ``optimizer`` in parallel; the loop stays as it is.
 
     ``accumulate`` backward passes make a step. ``scaler`` is the GradScaler, if one is used: all workers then skip together.
-    ``nonfinite`` gradients raise or are left out (``"skip"``). ``check=False`` drops the small agreement per exchange on unused
-    parameters and non-finite gradients; ``check="audit"`` compares the workers' exchanges and, under ``bulk``, their weights in
-    every step and names the first difference (worker, step, parameter), to find a mistake in a loop. ``steps`` is the planned
-    number of steps, if known. ``buckets``: how large the parts are in which gradients and weights travel
-    (:class:`hocket.Buckets`).
+    ``check``: what is compared between workers and what becomes of NaN and Inf in gradients (:class:`hocket.Checks`);
+    ``check="audit"`` finds the first difference between workers (worker, step, parameter). ``steps`` is the planned number of
+    steps, if known. ``buckets``: how large the parts are in which gradients and weights travel (:class:`hocket.Buckets`).
 
     A ``mesh`` splits the model itself: ``Mesh(data=2, pipeline=2, tensor=2)`` or ``"data=2,pipeline=2"``; the strategy works
     between replicas. Operations are split by the mesh's ``plan``. Layers are cut and run as ``pipeline`` says
@@ -154,16 +151,15 @@ def parallelize(
     """
     cluster = _joined("hocket.parallelize(…)")
     _refuse_twice(model, optimizer)
-    if check not in (True, False, AUDIT):
-        raise HocketError(f"check={check!r}: use True, False or 'audit'.")
+    checks = Checks.parse(check)
     parsed, placed = Strategy.parse(strategy), None if mesh is None else Mesh.parse(mesh)
     if sharding not in (None, *SHARDINGS):
         raise HocketError(f"sharding={sharding!r}: use 'zero1' (a part of the optimiser's state) or 'fsdp' (a part of everything).")
-    options = {"accumulate": accumulate, "scaler": scaler, "nonfinite": nonfinite, "check": check, "steps": steps}
+    options = {"accumulate": accumulate, "scaler": scaler, "steps": steps, **vars(checks)}
     options |= {"buckets": buckets, "seed": _Session.seed}
     if elastic is not None or cluster.elastic:
         start = ElasticStart(cluster, _Session.rendezvous, _Session.keys, elastic)
-        start.refuse(parsed, sharding, bool(_Session.jobs), check == AUDIT)
+        start.refuse(parsed, sharding, bool(_Session.jobs), checks.check == AUDIT)
         job, _Session.stream = start.job(model, optimizer, parsed, options, placed, pipeline)
         return _begun(job)
     if placed is not None and sharding == "fsdp" and not placed.splits:

@@ -33,7 +33,7 @@ FILE = "hocket.pt"
 def attach(trainer: Trainer, strategy: str | Strategy = "bulk + allreduce", seed: int = 0, **options: Any) -> HocketCallback:
     """Train with ``strategy``; the callback has the ``job`` while ``train()`` runs and its ``summary()`` afterwards.
 
-    ``options`` go to :func:`hocket.parallelize` (``buckets``, ``check``, ``nonfinite``).
+    ``options`` go to :func:`hocket.parallelize` (``buckets``, ``check``).
     """
     args = trainer.args
     for name, on in {"DeepSpeed": trainer.is_deepspeed_enabled, "FSDP": trainer.is_fsdp_enabled}.items():

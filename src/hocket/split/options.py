@@ -85,7 +85,7 @@ def refuse_on_mesh(
     if accumulate != 1 or scaler is not None or nonfinite != "raise":
         raise HocketError(
             f"On the mesh {mesh} a step is one backward pass, and gradients that are not finite end it; leave accumulate=, "
-            "scaler= and nonfinite= out (micro-batches are num_microbatches=)."
+            "scaler= and nonfinite='skip' out (micro-batches are num_microbatches=)."
         )
     if mesh.pipeline > 1 and (pipeline.sample is None or (pipeline.loss is None and isinstance(pipeline.sample, Tensor))):
         raise HocketError(
