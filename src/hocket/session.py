@@ -94,7 +94,7 @@ def init(
     _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
     _Session.servers, _Session.job = None if servers is None else [address.strip() for address in servers.split(",")], job
     if (rank is None) != (world_size is None) or (rank is not None and (servers is None or cluster.size > 1)):
-        raise HocketError("rank= and world_size= go together, with servers= and without a launcher, which would tell them.")
+        raise HocketError("Give rank= and world_size= together, only beside servers= and only without a launcher, which sets both.")
     _Session.worker, _Session.world = cluster.workers.start, cluster.size
     if rank is not None and world_size is not None:
         if not 0 <= rank < world_size:

@@ -722,7 +722,9 @@ def nonfinite_skipped(rank: int) -> dict[str, Any]:
         for name in ("nan", "zero"):
             model = net()
             optimizer = sgd(model)
-            job = hocket.parallelize(model, optimizer, strategy, check=hocket.Checks(nonfinite="skip"), buckets=hocket.Buckets(1000, 500))
+            job = hocket.parallelize(
+                model, optimizer, strategy, check=hocket.Checks(nonfinite="skip"), buckets=hocket.Buckets(1000, 500)
+            )
             spoil = {"nan": float("nan"), "zero": 0.0}[name]
 
             def spoilt(g: Tensor, by: float = spoil, job: hocket.Job = job) -> Tensor:

@@ -88,8 +88,8 @@ SENTENCES = ("3 places, but the job has 4", "cannot fill 4 stages with 2", "no s
     "needs equal replicas",
     "use downpour + server",
     "stand still together",
-    "num_microbatches= is about stages",
-    "is about splitting operations",
+    "num_microbatches= is for a model cut into stages",
+    "is for operations that are split",
     "leave num_microbatches= out",
 )
 

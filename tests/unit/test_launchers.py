@@ -171,7 +171,7 @@ def test_an_agents_process_is_as_a_child_of_ones_own(monkeypatch: pytest.MonkeyP
 
 
 def carry_out_any(self: StoreAgent, what: str, *arguments: Any) -> bool:
-    """Also programs that are no part of a run."""
+    """Also programs that are no process of a run."""
     if what != "end":
         getattr(self.agent, what)(*arguments)
     return what == "end"
@@ -179,7 +179,7 @@ def carry_out_any(self: StoreAgent, what: str, *arguments: Any) -> bool:
 
 @pytest.mark.parametrize(
     "secret, module, refusal",
-    [(b"a stranger's", "hocket.drivers.shard_process", "not signed"), (SECRET, "this", "no part of a run")],
+    [(b"a stranger's", "hocket.drivers.shard_process", "not signed"), (SECRET, "this", "no process of a run")],
 )
 def test_an_agent_starts_nothing_but_what_the_first_process_has_signed(secret: bytes, module: str, refusal: str) -> None:
     store = dist.HashStore()
@@ -198,19 +198,19 @@ def test_the_secret_of_a_job_on_one_machine_is_its_users(tmp_path: Path) -> None
         assert secret == other
         path = Path(store.get("secret").decode())
         path.chmod(0o644)
-        with pytest.raises(HocketError, match="no secret of a job of this user"), job_secret(store, 1, None):
+        with pytest.raises(HocketError, match="not the secret file of a job of this user"), job_secret(store, 1, None):
             pass
         (empty := tmp_path / "hocket-empty").touch(0o600)
         for known in (empty, Path("/proc/self/personality")):  # a file whose content others know
             store.set("secret", str(known))
-            with pytest.raises(HocketError, match="no secret of a job of this user"), job_secret(store, 1, None):
+            with pytest.raises(HocketError, match="not the secret file of a job of this user"), job_secret(store, 1, None):
                 pass
     assert not path.exists()
 
 
 @pytest.mark.parametrize("order", [("start", "w", ["-m", "hocket.drivers.shard_process"], {"LD_PRELOAD": "x"}), ("shutdown",)])
 def test_an_agent_sets_no_other_variables_and_calls_no_other_methods(order: tuple[Any, ...]) -> None:
-    with pytest.raises(HocketError, match=r"Process 1 was told to (set LD_PRELOAD|shutdown)"):
+    with pytest.raises(HocketError, match=r"Process 1 received the (command to set LD_PRELOAD|unknown command shutdown)"):
         StoreAgent(dist.HashStore(), 1, "127.0.0.1", SECRET)._carry_out(*order)
 
 

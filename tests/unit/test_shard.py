@@ -233,7 +233,7 @@ def test_an_optimiser_that_has_stepped_some_parameters_only_has_no_state_for_a_s
     plain = torch.optim.Adam(weights, LR)
     weights[0].grad = torch.ones(2)
     plain.step()
-    with pytest.raises(HocketError, match="steps of some parameters"):
+    with pytest.raises(HocketError, match="stepped some parameters"):
         state_rows(plain, [weights])
     assert len(state_rows(plain, [[weights[0]], [weights[1]]])) == 2
 

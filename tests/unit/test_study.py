@@ -1113,7 +1113,7 @@ def test_the_demo_replaces_an_earlier_demo_and_nothing_else(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["mine"]
     (tmp_path / "virtual").mkdir()
     (tmp_path / "virtual" / "study.json").write_text('{"preset": "ten"}')
-    with pytest.raises(HocketError, match="not an earlier demo's"):
+    with pytest.raises(HocketError, match="`hocket demo` did not make it"):
         demo._make_room(tmp_path)
     assert (tmp_path / "virtual" / "study.json").exists()
 

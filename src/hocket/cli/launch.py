@@ -59,7 +59,7 @@ def launch(arguments: list[str], processes: int) -> None:
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise HocketError(f"Ended by signal {error.sigval.name}; the workers were ended too.") from None
+            raise HocketError(f"Signal {error.sigval.name} ended this command; it has ended its workers, too.") from None
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> str:

@@ -28,7 +28,7 @@ _SETTLE_S = 2.0
 def train_on_ray(processes: int, what: str, gpus: bool, keys: Path | None, out: Path | None, replace: bool) -> None:
     """Run this command as ``processes`` workers on the Ray cluster."""
     if replace and out is None:
-        raise HocketError("--replace starts all workers again from a checkpoint, and needs --out for it.")
+        raise HocketError("--replace starts all workers again from a checkpoint; add --out, the folder of checkpoints.")
     arguments = _without_launcher(sys.argv[1:])
     with interruptible(), ray_machines(processes, what, gpus) as machines:
         if machines.several and keys is None and not os.environ.get("HOCKET_CLOSED_NETWORK"):

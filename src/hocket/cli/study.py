@@ -99,7 +99,7 @@ def command(
     study = perform(study, place, machine, retry)
     report = show([place], place)
     if all(row.state == "failed" for row in report.rows):
-        raise HocketError(f"All {len(study.runs)} runs failed; the first said: {report.rows[0].reason}")
+        raise HocketError(f"All {len(study.runs)} runs failed; the error of the first: {report.rows[0].reason}")
 
 
 @dataclass

@@ -156,7 +156,7 @@ def _train_by_runtime(settings: RunSettings, start: Start, policy: dict[str, Any
         refused = {**policy, "keys": None} if start.joined or by == RAY else policy
         refused |= {"replace": False} if by == RAY else {}
         if by == RAY and (virtual or settings.processes * settings.workers.count == 1):
-            raise HocketError(f"--launcher {RAY} starts several workers; add --workers, or leave it out.")
+            raise HocketError(f"--launcher {RAY} starts several workers; add --workers, or leave --launcher out.")
         _refuse_policy(f"{strategy} on virtual workers" if virtual else str(strategy), refused)
         if settings.split is not None and start.processes is not None:
             raise HocketError(f"--mesh {settings.split.mesh} says how many processes there are; leave --processes out.")
@@ -176,8 +176,8 @@ def _train_on_batches(settings: RunSettings, start: Start, record: Path | None) 
     name, virtual = settings.optimizer.name, settings.workers.virtual
     if start.joined or start.processes not in (None, settings.workers.count) or (start.device not in (None, "cpu") and not virtual):
         raise HocketError(
-            f"--optimizer {name} starts its own processes, on this machine's CPUs; leave the launcher, --processes "
-            "and --device out (a device computes for --virtual workers)."
+            f"--optimizer {name} starts its own processes, on this machine's CPUs; leave the launcher, --processes and --device "
+            "out (--device is for --virtual workers)."
         )
     if not start.checkpoints:
         raise HocketError(f"--no-checkpoints: --optimizer {name} keeps only its last iterations, in --out; leave it out.")
@@ -189,7 +189,9 @@ def _refuse_policy(what: str, policy: dict[str, Any]) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
     usual = vars(FaultPolicy())
     if named := [option(name) for name, value in policy.items() if value != usual[name]]:
-        raise HocketError(f"{', '.join(named)}: {what} has no use for it; leave it out (real processes that do not wait have).")
+        raise HocketError(
+            f"{', '.join(named)}: {what} does not use it; leave it out (it is for real processes that do not wait for each other)."
+        )
 
 
 def _start(settings: RunSettings, start: Start) -> None:
@@ -251,7 +253,8 @@ def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: floa
     if (found := find_rendezvous(os.environ)) is not None:
         if start.log and found.member is None:
             raise HocketError(
-                f"--log {start.log[0]}: with --elastic the launcher logs, and others start this worker; leave it out."
+                f"--log {start.log[0]}: in an elastic run only the launcher writes logs, and this process is a worker of another "
+                "launcher; leave --log out."
             )
         cluster = join(device=device_of(start.device), exact=settings.numerics.exact, keys=start.keys)
         try:
@@ -260,7 +263,10 @@ def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: floa
             cluster.close()
         return
     if not given.least <= size <= given.most:
-        raise HocketError(f"--workers {size}: an elastic run of {start.elastic} starts with as many as it may have.")
+        raise HocketError(
+            f"--workers {size}: an elastic run of {start.elastic} starts with {given.least} to {given.most} "
+            "workers; give a number between these."
+        )
     if start.resume and start.out is None:
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
     if start.out is not None:

@@ -28,7 +28,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise HocketError("--launcher ray needs the package ray: pip install 'hocket[ray]'.") from None
+        raise HocketError("The launcher ray needs the package ray: pip install 'hocket[ray]'.") from None
     return ray
 
 
@@ -205,12 +205,14 @@ def _room(ray: Any, workers: int, what: str, gpus: bool) -> Any:
         if there < workers:
             raise HocketError(
                 f"{what} needs {workers} {name}s, one per worker, and the Ray cluster has {there}: add machines with "
-                f"`ray start --address=HEAD:6379`, or give fewer --workers."
+                f"`ray start --address=HEAD:6379`, or use fewer workers."
             )
     group = ray.util.placement_group([bundle] * workers, strategy="PACK")
     if not group.wait(timeout_seconds=_ROOM_S):
         ray.util.remove_placement_group(group)
-        raise HocketError(f"{what} found no room in the Ray cluster for {_ROOM_S:.0f} s: others use it; `ray status` says who.")
+        raise HocketError(
+            f"{what} waited {_ROOM_S:.0f} s for free CPUs or GPUs of the Ray cluster: others use them; `ray status` lists them."
+        )
     return group
 
 

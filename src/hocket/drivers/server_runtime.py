@@ -70,7 +70,9 @@ class ServerRuntime(WorkerRuntime):
         self.program = ServerWorker(config)
         shards = len(self.program.links)
         if len(addresses) != shards:
-            raise HocketError(f"{config.strategy} has {shards} shards, but {len(addresses)} addresses are given.")
+            raise HocketError(
+                f"{config.strategy} has {shards} shards, but {len(addresses)} addresses are given; give one address per shard."
+            )
         super().__init__(config.worker, record)
         self.config, self.addresses = config, list(addresses)
         self._job, self._keys, self._bytes = job, keys, link_bytes(config.strategy, config.layout)

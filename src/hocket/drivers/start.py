@@ -104,7 +104,7 @@ def given_job(default: bytes | None = None) -> bytes:
     """The id of the job that this process was given in its environment, which its own children do not inherit."""
     text = os.environ.pop(JOB, None)
     if text is None and default is None:
-        raise HocketError(f"There is no id of a job: set {JOB} to 32 hexadecimal digits, the same for all its processes.")
+        raise HocketError(f"The job has no id: set {JOB} to 32 hexadecimal digits, the same for all its processes.")
     return job_id(text) if text is not None else default or b""
 
 

@@ -43,7 +43,7 @@ class FabricHocketStrategy(DDPStrategy):
     def summary(self) -> dict[str, Any]:
         """Seconds and bytes of this worker (:meth:`hocket.Job.summary`)."""
         if not self.replicas.jobs:
-            raise HocketError("There is nothing to sum up before fabric.setup(model, optimizer).")
+            raise HocketError("summary() has no figures yet; call it after fabric.setup(model, optimizer).")
         return self.replicas.jobs[0].summary()
 
     def finish(self) -> None:

@@ -66,7 +66,7 @@ class HocketStrategy(DDPStrategy):
         """Seconds and bytes of this worker (:meth:`hocket.Job.summary`); with several optimisers, of the first."""
         found = [job.summary() for job in self.replicas.jobs] or self._summary
         if not found:
-            raise HocketError("There is nothing to sum up before trainer.fit(…).")
+            raise HocketError("summary() has no figures yet; call it after trainer.fit(…).")
         return found[0]
 
     # --- set-up --------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def attach(trainer: Trainer, strategy: str | Strategy = "bulk + allreduce", seed
     parallel = HocketAccelerator(trainer.accelerator, strategy, seed, **options)
     if args.max_grad_norm and parallel.strategy.compression.gives_signs:
         raise HocketError(
-            f"max_grad_norm={args.max_grad_norm}: {strategy} gives signs, which are not clipped; say max_grad_norm=0."
+            f"max_grad_norm={args.max_grad_norm}: {strategy} gives signs, which cannot be clipped; use max_grad_norm=0."
         )
     callback = HocketCallback(trainer, parallel)
     trainer.add_callback(callback)

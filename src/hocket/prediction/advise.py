@@ -207,7 +207,10 @@ def _check(spec: ClusterSpec, workers: int, goal: Goal, data: DataSet, later_epo
     if goal.cheapest and not spec.price:
         raise HocketError(f"The cluster {spec.name} has no price; write one into its file, or leave 'cheapest' out.")
     if data.test is None:
-        raise HocketError(f"Data set '{data.name}' has no test part to compare strategies by; give it one.")
+        raise HocketError(
+            f"Data set '{data.name}' has no test part, on which strategies are compared; return the pair (train, "
+            "test) from its factory."
+        )
 
 
 def _with_seeds(race: Race, entrant: Entrant, seeds: int) -> list[Curve]:

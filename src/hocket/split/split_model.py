@@ -296,13 +296,13 @@ def _refuse_cut(cut: Cut, strategy: Strategy, schedule: str, zero: int, served: 
         )
     if cut.tied and strategy.sync.parts > 1:
         raise HocketError(
-            f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which would exchange it in different fragments; "
+            f"{strategy}: '{next(iter(cut.tied))}' is shared by several stages, which would exchange it in different fragments; "
             "leave fragments= out, or use a mesh without a pipeline."
         )
     if cut.tied and served and schedule == ASYNCHRONOUS:
         raise HocketError(
-            f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which hear shards of their own, and under "
-            f"{ASYNCHRONOUS} never stand still together to be made equal; use another schedule, or a strategy without servers."
+            f"{strategy}: {ASYNCHRONOUS} with servers cannot keep the parameter '{next(iter(cut.tied))}', which several stages "
+            "share, equal across stages; use another schedule, or a strategy without servers."
         )
 
 

@@ -168,7 +168,7 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise HocketError(
-            f"Worker cannot read {path} ({error.strerror}): a run goes on from a folder that all machines see."
+            f"Worker cannot read {path} ({error.strerror}): put the run's folder where all machines can read it."
         ) from None
 
 

@@ -198,8 +198,8 @@ def optimizer_for(factory: Factory, params: list[nn.Parameter]) -> torch.optim.O
     given, groups = {id(p) for p in params}, getattr(optimizer, "param_groups", [])
     if any(id(p) not in given for group in groups for p in group["params"]):
         raise HocketError(
-            "The function that makes the optimiser gave one with parameters of its own, so nothing would be trained; use those it "
-            "is given: optimizer=lambda params: torch.optim.SGD(params, 0.1)."
+            "The function that makes the optimiser did not use the parameters that it was given, so nothing would be trained; use "
+            "them: optimizer=lambda params: torch.optim.SGD(params, 0.1)."
         )
     return optimizer
 

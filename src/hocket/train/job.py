@@ -112,7 +112,7 @@ class Job(JobState):
         All workers must enter together; with servers or peers any worker may enter alone.
         """
         if not self._handles:
-            raise HocketError("This job has ended, so there is no mean to make; job.finish() returns the mean model.")
+            raise HocketError("This job has ended and cannot make a mean; use the model that job.finish() returned.")
         if self.split is not None:
             self.split.drain()
         self._binding.reclaim()

@@ -76,7 +76,9 @@ class JobState(JobView):
         told = [state["job"] if self.split is None else state["job"].get("job", {}) for state in states]
         if any(("samples" in job) != (stream is not None) for job in told):
             saved_by, here = ("a run that is not elastic", "is") if stream is not None else ("an elastic run", "is not")
-            raise HocketError(f"The states were saved by {saved_by}, and this one {here} elastic; give elastic= as it was there.")
+            raise HocketError(
+                f"The states were saved by {saved_by}, but this run {here} elastic; give the same elastic= as when they were saved."
+            )
         if stream is not None:
             if self.runtime.began is None:  # type: ignore[attr-defined]
                 return

@@ -75,7 +75,8 @@ class TrainingPlan:
         if self.last not in get_args(Last):
             hint = nearest(str(self.last), get_args(Last))
             raise SettingError(
-                f"<last>: the last round of an epoch is dealt out as even or dropped (drop){hint or '.'}", last=self.last
+                f"<last>: use even (the last round of an epoch is divided evenly) or drop (it is left out){hint or '.'}",
+                last=self.last,
             )
 
     def sequence(self, data: DataSet, workers: int, epochs_done: int = 0) -> BatchSequence:

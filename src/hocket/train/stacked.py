@@ -80,7 +80,9 @@ class StackedOptimizer:
         self._order = _model_order(self._slots, names)
         template = optimizer_for(factory, self._row(0))
         if isinstance(template, torch.optim.LBFGS):
-            raise HocketError("LBFGS needs a closure and cannot run on virtual workers; use SGD, Adam or another one without.")
+            raise HocketError(
+                "LBFGS needs a closure and cannot run on virtual workers; use an optimiser without a closure, such as SGD or Adam."
+            )
         self.stacked = type(template) in ROWWISE and not any(g.get("fused") for g in template.param_groups)
         if self.stacked:
             shaped = {i for i, group in enumerate(template.param_groups) if group.get("matrices") or group.get("layerwise")}

@@ -174,7 +174,7 @@ class ShardServer(Membership):
         if message.sender == OBSERVER:
             within_s, epoch = float(message.metadata.get("within_s", 0.0)), whole(message.metadata.get("epoch", 0))
             if not 0 <= within_s <= _LONGEST_S:
-                raise ValueError(f"nobody waits for {within_s} s")
+                raise ValueError(f"a wait of {within_s} s is too short or too long")
             self.epochs.request(SnapshotRequest(peer, message.number, epoch, self.now + within_s))
             return
         shard, member = self._known(peer, message)

@@ -261,7 +261,7 @@ def refuse_fsdp_on(cluster: Cluster) -> None:
     """Refuse FSDP2 on CUDA over Gloo: its exchanges of CUDA tensors end the process without an error."""
     if cluster.device.type == "cuda" and "nccl" not in (cluster.backend or ""):
         raise HocketError(
-            f"FSDP2 on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
+            f"FSDP2 on CUDA needs NCCL, which needs a GPU for each process, but the job exchanges over {cluster.backend}; use "
             "ZeRO-1, or hocket.init(backend='nccl')."
         )
 
