@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "words"),
     [
         (["--cut", "3"], "--cut is for a model cut into stages; add --mesh pipeline=2"),
-        (["--pipe", "gpipe", "--measure", "flops"], "--pipe, --measure are about"),
+        (["--pipe", "gpipe", "--measure", "flops"], "--pipe, --measure are for"),
         ([*SPLIT, "--stages-per-rank", "2"], "the mesh tensor=2 has one stage; add pipeline=2"),
         ([*STAGED, "--stages-per-rank", "2"], "use interleaved"),
         ([*STAGED, "--pipe", "interleaved", "--stages-per-rank", "0"], "at least 1; got 0"),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from hocket.drivers.machines import LOST, Agent, Machines, Place, RemoteProcess, own_network
+from hocket.drivers.machines import LOST, Agent, Location, Machines, RemoteProcess, own_network
 from hocket.errors import HocketError
 
 _ROOM_S = 60.0
@@ -110,7 +110,7 @@ class AgentActor:
             os.chdir(folder)
         self._agent = Agent(address)
 
-    def place(self) -> Place:
+    def place(self) -> Location:
         return self._agent.place
 
     def free_port(self) -> int:
@@ -138,7 +138,7 @@ class RayMachines(Machines):
     def __init__(self, ray: Any, workers: int, what: str, gpus: bool = False) -> None:
         self._ray, self._names = ray, itertools.count()
         self._group = _room(ray, workers, what, gpus)
-        self._own = Place(own_network(), ray.util.get_node_ip_address(), "")
+        self._own = Location(own_network(), ray.util.get_node_ip_address(), "")
         actor = ray.remote(max_restarts=-1, max_task_retries=-1)(AgentActor)  # what is asked of it meanwhile waits for the next one
         self.actors = []
         for number in range(workers):

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hocket.cluster.store import address_towards
-from hocket.drivers.machines import LOST, Agent, Machines, Place, RemoteProcess
+from hocket.drivers.machines import LOST, Agent, Location, Machines, RemoteProcess
 from hocket.drivers.start import JOB
 from hocket.errors import HocketError, WorkerLost
 
@@ -165,9 +165,9 @@ class StoreMachines(Machines):
                 time.sleep(_WAIT_S)
 
 
-def _place(store: dist.Store, rank: int) -> Place:
+def _place(store: dist.Store, rank: int) -> Location:
     try:
-        return Place(*json.loads(store.get(f"place/{rank}")))
+        return Location(*json.loads(store.get(f"place/{rank}")))
     except (RuntimeError, dist.DistError):
         raise HocketError(f"Process {rank} of the job has not reported its address; see its own output.") from None
 

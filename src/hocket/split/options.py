@@ -52,9 +52,9 @@ class Pipeline:
 def refuse_split_options(mesh: Mesh | None, pipeline: Pipeline) -> None:
     """Refuse options that say how to split what is not split.
 
-    >>> refuse_split_options(Mesh(tensor=2), Pipeline(num_microbatches=4))
+    >>> refuse_split_options(None, Pipeline(num_microbatches=4))
     Traceback (most recent call last):
-    hocket.errors.HocketError: num_microbatches= is for a model cut into stages, but the mesh tensor=2 has one stage; add pipeline=2, for example.
+    hocket.errors.HocketError: num_microbatches= is for a model cut into stages, but there is no mesh; add pipeline=2, for example.
     """
     if mesh is None or mesh.pipeline == 1:
         given = [n for n in ("num_microbatches", "stages_per_rank", "cut", "measure") if getattr(pipeline, n) is not None]

@@ -50,6 +50,9 @@ class Exchanger(Protocol):
 class SplitModel:
     """This process's part of ``model`` on ``mesh``; ``served``: the strategy has servers, for each part its own."""
 
+    skipped = False
+    """Whether the step under way was made without a pass, as may happen in an elastic run."""
+
     def __init__(
         self,
         model: nn.Module,

@@ -67,7 +67,7 @@ class Job(JobState):
         passes itself (:meth:`exchange`)."""
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         tell = runtime.cluster.workers.start == 0 and not runtime.alone
-        strategy = with_exchange(strategy, optimizer, bool(getattr(runtime, "zero", 0)), tell)
+        strategy = with_exchange(strategy, optimizer, bool(runtime.zero), tell)
         runtime.refuse(strategy, scaler)
         refuse_prediction(strategy, split=split is not None, scaled=scaler is not None, elastic=runtime.cluster.elastic)
         refuse_audit(check, runtime, whole=split is None)
@@ -162,7 +162,7 @@ class Job(JobState):
         of bytes over all workers; a collective, which all must call together. An elastic run also has ``workers``, ``lost``,
         ``left``, ``joined``, ``regroup_s``, ``dealt_again`` and ``skipped``.
         """
-        return {**self.runtime.ledger.summary(all_workers), **getattr(self.runtime, "figures", dict)()}
+        return {**self.runtime.ledger.summary(all_workers), **self.runtime.figures()}
 
     # --- a model that is split -----------------------------------------------------------------------------------------------
 

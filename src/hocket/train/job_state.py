@@ -8,7 +8,6 @@ from typing import Any
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.data.distribute import LoaderPositions
-from hocket.data.elastic_stream import SampleStream
 from hocket.errors import HocketError
 from hocket.programs.repartition import take_over
 from hocket.split.split_model import SplitModel
@@ -71,7 +70,7 @@ class JobState(JobView):
         In an elastic run a worker that joins others has its state from them, and this does nothing.
         """
         states = [{**each, "job": next(iter(each["job"].values()))[0]} for each in saved]
-        stream: SampleStream | None = getattr(self.runtime, "stream", None)
+        stream = self.runtime.stream
         place, size = self.cluster.workers.start, self.cluster.size
         told = [state["job"] if self.split is None else state["job"].get("job", {}) for state in states]
         if any(("samples" in job) != (stream is not None) for job in told):
@@ -80,16 +79,16 @@ class JobState(JobView):
                 f"The states were saved by {saved_by}, but this run {here} elastic; give the same elastic= as when they were saved."
             )
         if stream is not None:
-            if self.runtime.began is None:  # type: ignore[attr-defined]
+            if self.runtime.began is None:
                 return
-            place, size = self.runtime.began  # type: ignore[attr-defined]
+            place, size = self.runtime.began
             stream.go_on([job["samples"] for job in told])
         if len(saved) == size:
             self.model.load_state_dict(saved[place]["model"])
             self.optimizer.load_state_dict(saved[place]["optimizer"])
             self.load_own_state(states[place]["job"])
             return
-        program = getattr(self.runtime, "program", None)
+        program = self.runtime.program
         if self.split is not None or program is None:
             raise HocketError(
                 f"{self.strategy} on this model goes on with as many workers as it had ({len(saved)}, not {self.cluster.size}); "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -54,9 +52,8 @@ class JobView:
     def share(self, **shared: Stateful) -> None:
         """A worker that joins an elastic run gets these states, too, such as that of ``scheduler=scheduler``; where this worker has
         just joined, it takes them. Elsewhere nothing happens."""
-        share: Callable[[str, Stateful], None] = getattr(self.runtime, "share", lambda name, one: None)
         for name, one in shared.items():
-            share(name, one)
+            self.runtime.share(name, one)
 
     @property
     def step(self) -> int:

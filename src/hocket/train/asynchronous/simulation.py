@@ -70,7 +70,7 @@ class AsyncSimulation(EpochLoop):
         self._start()
 
     def _start(self) -> None:
-        """Everybody joins with the weights that the replicas have, and takes the first mini-batches of the sequence."""
+        """All workers join with the weights that the replicas have, and take the first mini-batches of the sequence."""
         size, replicas = self.cluster.size, self.replicas
         self.phases = [BATCH] * size
         self._begun = [0] * size  # mini-batches that each worker has begun

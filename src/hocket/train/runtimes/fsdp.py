@@ -25,7 +25,7 @@ from hocket.split.parts import blocks_of, broadcast_tensors
 from hocket.split.sharded import SEES_WHOLE, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import ClusterLedger
-from hocket.train.runtimes.base import Binding
+from hocket.train.runtimes.base import Binding, FixedWorkers
 from hocket.train.watch import Where
 
 _NOT_IN_PARTS = {
@@ -35,7 +35,7 @@ _NOT_IN_PARTS = {
 }
 
 
-class FsdpRuntime:
+class FsdpRuntime(FixedWorkers):
     """The workers of ``cluster``, each with a part of everything."""
 
     synchronous = True
