@@ -41,7 +41,7 @@ class CannotWrite(SettingError):
 
     def __init__(self, what: str, error: OSError) -> None:
         self.cause = f"Cannot {what} ({error.strerror})"
-        self.remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see that it can be written"
+        self.remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
         super().__init__(f"{self.cause}; files written before are complete: {self.remedy} and go on with <resume:True>.")
 
 

@@ -15,7 +15,6 @@ from rich.console import Console
 from hocket.cli.batch import train_on_batches
 from hocket.cli.display import plain_notes, predicted_for, total_of
 from hocket.cli.elastic import follow
-from hocket.cli.launch import launch
 from hocket.cli.launchers import RAY, check_launcher, check_machines, check_options, launched_machines, refuse_launched
 from hocket.cli.live import Display, summary
 from hocket.cli.options import option, with_settings
@@ -33,6 +32,7 @@ from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, Keeping, prepare
 from hocket.supervisor.elastic import LIVENESS_TIMEOUT_S as ELASTIC_TIMEOUT_S
 from hocket.supervisor.elastic import ElasticRun
+from hocket.supervisor.launch import launch
 from hocket.train.checkpoints import LEAST_KEPT
 from hocket.train.checks import needs_servers
 from hocket.train.elastic import Elastic
@@ -189,9 +189,7 @@ def _refuse_policy(what: str, policy: dict[str, Any]) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
     usual = vars(FaultPolicy())
     if named := [option(name) for name, value in policy.items() if value != usual[name]]:
-        raise HocketError(
-            f"{', '.join(named)}: {what} does not use it; leave it out (it is for real processes that do not wait for each other)."
-        )
+        raise HocketError(f"{', '.join(named)}: {what} does not use it; leave it out (it is for processes that do not wait).")
 
 
 def _start(settings: RunSettings, start: Start) -> None:
@@ -213,7 +211,7 @@ def _start(settings: RunSettings, start: Start) -> None:
 
             train_on_ray(count, str(settings.strategy), where.type == "cuda", start.keys, start.out, start.replace)
         else:
-            launch(sys.argv[1:], count)
+            launch(["-m", "hocket.cli.main", *sys.argv[1:]], count)
         return
     cluster = _cluster(settings, where, start, count)
     try:
@@ -263,10 +261,7 @@ def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: floa
             cluster.close()
         return
     if not given.least <= size <= given.most:
-        raise HocketError(
-            f"--workers {size}: an elastic run of {start.elastic} starts with {given.least} to {given.most} "
-            "workers; give a number between these."
-        )
+        raise HocketError(f"--workers {size} is not within --elastic {start.elastic}; leave --workers out.")
     if start.resume and start.out is None:
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
     if start.out is not None:
