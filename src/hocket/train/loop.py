@@ -354,7 +354,8 @@ class Training(EpochLoop):
 
     def full_state(self) -> dict[str, Any] | None:
         """The same with a split model put together; on its first process only."""
-        whole = self.replicas.job.full_state()  # type: ignore[attr-defined]
+        assert self.replicas.job is not None
+        whole = self.replicas.job.full_state()
         return None if whole is None else {**self._progress(), "replicas": None, **whole}
 
     def _progress(self) -> dict[str, Any]:

@@ -218,7 +218,8 @@ def run(
     if checkpoints and (weights := mean_weights(settings, cluster, training)) is not None:
         record.write_weights(weights)
     if settings.split is not None and isinstance(training, Training):
-        timeline = training.replicas.job.timeline()  # type: ignore[attr-defined]
+        assert training.replicas.job is not None
+        timeline = training.replicas.job.timeline()
         record.write_timeline(None if timeline is None else timeline.to_dict())
     return training
 
