@@ -87,7 +87,7 @@ SENTENCES = ("3 places, but the job has 4", "cannot fill 4 stages with 2", "no s
     "use ZeRO-1",
     "needs equal replicas",
     "use downpour + server",
-    "stand still together",
+    "cannot keep the parameter",
     "num_microbatches= is for a model cut into stages",
     "is for operations that are split",
     "leave num_microbatches= out",

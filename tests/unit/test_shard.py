@@ -215,8 +215,8 @@ def test_shards_go_on_from_the_state_of_the_workers_optimiser(name: str) -> None
     "state, words",
     [
         (({"momentum_buffer": torch.ones(6)},), "6 values instead of 7"),
-        (({"momentum_buffer": 3},), "no momentum_buffer of this kind"),
-        (({"exp_avg": torch.ones(7)},), "no exp_avg of this kind"),
+        (({"momentum_buffer": 3},), "no state momentum_buffer of this kind"),
+        (({"exp_avg": torch.ones(7)},), "no state exp_avg of this kind"),
         (({}, {}), "2 buckets instead of 1"),
     ],
 )
