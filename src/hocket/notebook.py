@@ -44,7 +44,7 @@ class TrainingPosition(Protocol):
 
 
 class ProgressBar:
-    """Shows how far a training is: ``hocket.simulate(…, watch=hocket.ProgressBar())``, ``hocket.advise(…, watch=…)``.
+    """Shows the progress of a training: ``hocket.simulate(…, watch=hocket.ProgressBar())``, ``hocket.advise(…, watch=…)``.
 
     In a notebook it is HTML, without widgets; on a terminal a line on standard error; elsewhere nothing.
 

@@ -27,7 +27,7 @@ from hocket.noise import bits
 
 @dataclass(frozen=True)
 class Sign(Precision):
-    """``sign``, ``sign(vote=True)``."""
+    """``sign``: the sign of each value and the mean magnitude of its block; ``sign(vote=True)``: the majority of signs."""
 
     vote: bool = False
     feedback: bool | float | str | None = None

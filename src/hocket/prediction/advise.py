@@ -84,7 +84,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer, and all that it rests on."""
+    """The advised strategy, with the trainings and predictions that it is based on."""
 
     answer: str
     reasons: tuple[str, ...]
@@ -103,7 +103,7 @@ class Advice:
 
     @property
     def legend(self) -> str:
-        """What the figures rest on."""
+        """What the figures are based on."""
         return (
             f"{self.about}. Goal: {self.goal}. seconds: until then on {self.cluster.name}, predicted; the range over seeds, "
             f"± {CLOCK_ERROR:.0%} for the clock. exchange: its share of a step. Longer trainings may rank strategies otherwise."

@@ -34,7 +34,7 @@ LARGE = 1 << 20
 
 @dataclass(frozen=True)
 class AllReduce(Topology):
-    """``allreduce``."""
+    """``allreduce``: all workers receive the mean over all workers."""
 
     name: ClassVar[str] = "allreduce"
     paper: ClassVar[str] = "Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 2009"

@@ -29,7 +29,7 @@ class JobState(JobView):
         """All strategy state of this worker, and the place in its data; save it beside the model's and the optimiser's.
 
         It is one entry, named by this process and held in a tuple: ``torch.distributed.checkpoint`` then neither takes it apart (a
-        new job has not got all of its tensors yet) nor takes that of another worker for it.
+        new job lacks some of its tensors) nor confuses it with that of another worker.
         """
         return {self._entry: (self.own_state(),)}
 

@@ -21,12 +21,12 @@ class JobView:
 
     @property
     def model(self) -> nn.Module:
-        """What is trained; a job that has ended does not keep it alive."""
+        """The model that is trained; a job that has ended does not keep it alive."""
         return self._binding.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What steps it."""
+        """The optimiser of the training loop."""
         return self._binding.optimizer
 
     @property
