@@ -37,7 +37,7 @@ _DTYPES = {
 
 
 class CannotWrite(SettingError):
-    """No space left, or no leave to write: what was written before is whole."""
+    """No space is left, or writing is not permitted; files written before are complete."""
 
     def __init__(self, what: str, error: OSError) -> None:
         self.cause = f"Cannot {what} ({error.strerror})"

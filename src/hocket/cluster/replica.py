@@ -23,7 +23,7 @@ from hocket.errors import WorkerLost
 _ABORT = timedelta(milliseconds=1)
 _ABORT_TAG = 2**30 + 1
 _PASS = timedelta(hours=1)
-"""How long a pass may wait: whoever is silent for longer than the rendezvous allows is lost before."""
+"""How long a pass may wait; a process that is silent for longer than the rendezvous allows is lost before that."""
 
 
 class ReplicaLost(WorkerLost):

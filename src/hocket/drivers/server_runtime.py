@@ -24,7 +24,7 @@ from hocket.programs.server.worker import ServerWorker
 from hocket.transport import Caller, Envelope, Keys, Kind
 
 STATUS_S = 5.0
-"""A shard has so long to say where it stands."""
+"""The seconds in which a shard must answer a request for its status."""
 _BEAT_S = 1.0
 
 

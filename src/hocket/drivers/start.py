@@ -24,7 +24,7 @@ from hocket.errors import HocketError
 from hocket.programs.server.wire import job_id
 
 ENDS_WITH = "HOCKET_ENDS_WITH"
-"""The environment variable with the process id of whoever started this process, which ends with it."""
+"""The environment variable with the id of the process that started this one; this one ends with it."""
 JOB = "HOCKET_JOB"
 """The environment variable with the id of a job: other users can read a process's arguments, but not its environment."""
 _PR_SET_PDEATHSIG = 1

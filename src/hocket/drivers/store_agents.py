@@ -36,7 +36,7 @@ from hocket.errors import HocketError, WorkerLost
 _WAIT_S = 0.1
 _BEAT_S = 1.0
 SILENCE_S = 20.0
-"""An agent that was silent for so long is gone."""
+"""An agent that has been silent for these seconds counts as ended."""
 _END = "end"
 MODULES = ("hocket.supervisor.worker_process", "hocket.drivers.shard_process")
 """What an agent starts."""

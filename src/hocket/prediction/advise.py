@@ -39,7 +39,7 @@ CANDIDATES = (
 CLOCK_ERROR = 0.25
 """By how much predicted seconds may be wrong: 45 of 52 measured configurations were within (docs/results/prediction.md)."""
 SIMPLER = 1.1
-"""Plain DDP is advised unless another strategy is so many times better."""
+"""Plain DDP is advised unless another strategy is this many times better."""
 MOST_EPOCHS, FEWEST_EPOCHS = 16, 4
 
 

@@ -16,7 +16,7 @@ from hocket.cluster.step_times import bin_of, described, percentile
 MAX_STALENESS = 4095
 """Staler gradients count as this stale, so that the histogram fits into a message."""
 STEP_TIMES = ("step_p50_s", "step_p99_s")
-"""What a worker tells of how long its steps compute."""
+"""The percentiles of a worker's computing time per step."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ from hocket.version import __version__
 _MOST_POINTS = 200
 _MOST_WORKERS = 256
 _SHOWN = NOT_CONFIGURATION | {"strategy", "workers", "virtual", "data", "model", "lr", "cluster", "spec"}
-"""Settings that the table shows, or that mean nothing to a reader."""
+"""Settings that are in the table already, or that do not help a reader."""
 
 
 def make_page(

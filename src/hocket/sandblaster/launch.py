@@ -50,7 +50,7 @@ START_S = 60.0
 LEAVE_S = 5.0
 COORDINATOR_ROLE, SHARD, WORKER = "coordinator", "shard", "worker"
 SETTLE_S = 0.5
-"""A shard's end may be known a little later than that of a coordinator that could not do without it."""
+"""After the coordinator has ended, wait so long for the exit code of a shard, which may be the cause."""
 
 
 class ForkedProcess:

@@ -25,7 +25,7 @@ LIVENESS_TIMEOUT_S = 5.0
 _REFUSED = 2
 """The exit code of a worker that was given wrong settings: another one would end in the same way."""
 _FAST_S, _FASTEST = 10.0, 3
-"""A worker that ends so soon after its start, so often in a row, is not started again."""
+"""A worker that ends within these seconds of its start, this many times in a row, is not started again."""
 _GRACE_S = 6.0
 
 

@@ -25,7 +25,7 @@ from hocket.train.record import CHECKPOINTS
 WORKER = "worker"
 _LOOK_S = 0.1
 _SETTLE_S = 2.0
-"""The others notice a death a little later, and the first cause is wanted."""
+"""After a death, wait so long for the exit codes of the others: the first cause is reported."""
 
 
 def run_together(machines: RayMachines, command: Sequence[str], out: Path | None = None, replace: bool = False) -> None:

@@ -29,7 +29,7 @@ from hocket.compression.sign import Sign
 from hocket.topology.base import Channel, Topology, narrowed, without_shapes
 
 LARGE = 1 << 20
-"""So many values are decoded at once on a CPU."""
+"""The number of values that are decoded at once on a CPU."""
 
 
 @dataclass(frozen=True)

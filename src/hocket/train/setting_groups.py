@@ -31,7 +31,7 @@ DECAYS = ("auto", "all", "matrices")
 USUAL_MOMENTUM = 0.9
 """Of lars and muon, where none is given."""
 BATCH_OPTIMIZER = "sandblaster"
-"""Goes over the whole batch: no optimiser of a step, but named in its place."""
+"""Sandblaster computes on the whole batch; it is named in place of an optimiser."""
 USUAL_LRS = {BATCH_OPTIMIZER: 1.0, "lars": 1.0, "lamb": 0.003}
 """Of optimisers whose rate is of another size than SGD's."""
 AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -53,7 +53,7 @@ _WAIT_EVERY_S = 1.0
 _CHECK_EVERY_S = 0.2
 _LATE_S = 2.0
 _NAMED = 3
-"""A worker that has to wait for so long hears whom it waits for, so many of them."""
+"""After these seconds of waiting, a worker is told the names of the workers that it waits for, this many of them."""
 _LONG = 3
 """A worker that is silent for so many liveness timeouts counts as one that has left, where a server ends with its workers."""
 _LONGEST_S = 1e6

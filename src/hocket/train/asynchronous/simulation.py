@@ -33,7 +33,7 @@ from hocket.train.replicas import Loss
 from hocket.train.watch import check_weights
 
 DEFAULT_CLUSTER = "1gbit"
-"""Where asynchronous virtual workers are thought to run unless a cluster is described: without a clock they have no order."""
+"""The cluster of asynchronous virtual workers if none is described: without a clock their steps have no order."""
 _COMPUTED = "computed"
 BATCH, COMPUTING, BEFORE, AFTER, ENDING, LEFT = "batch", "computing", "before", "after", "ending", "left"
 """Where a worker stands in its step."""
