@@ -309,8 +309,8 @@ def _sweep(found: dict[str, Any]) -> str:
         figures += [percent(accuracy)] if accuracy is not None else []
         shown.append(f"{name} ({', '.join(figures) or 'diverged'})")
     length = f", {found['epochs']} epochs each" if number(found.get("epochs")) else ""
-    lost = given if isinstance(given := found.get("given_up"), dict) else {}
-    ends = [f"{name} ({'diverged' if number(loss) is None else f'loss {plain(number(loss))}'})" for name, loss in lost.items()]
+    given_up = given if isinstance(given := found.get("given_up"), dict) else {}
+    ends = [f"{name} ({'diverged' if number(loss) is None else f'loss {plain(number(loss))}'})" for name, loss in given_up.items()]
     left = f"; given up after a whole training: {', '.join(ends)}" if ends else ""
     return f"{_said(found.get('chosen'))}; tried: {', '.join(shown)}{length}{left}"
 
