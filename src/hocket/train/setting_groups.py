@@ -270,7 +270,7 @@ def split_settings(given: Mapping[str, Any]) -> SplitSettings | None:
 
     >>> split_settings({"mesh": None, "cut": "3"})
     Traceback (most recent call last):
-    hocket.errors.SettingError: cut= is about a model cut into stages; add mesh=pipeline=2, for example.
+    hocket.errors.SettingError: cut= is for a model cut into stages; add mesh=pipeline=2, for example.
     """
     if given.get("mesh") is not None:
         return SplitSettings(**given)
