@@ -22,13 +22,13 @@ from netlab import Lab
 
 from hocket.cli.display import StudyDisplay, study_tables
 from hocket.cli.options import arguments
-from hocket.cli.study import fail
 from hocket.errors import HocketError
 from hocket.report import build
 from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check
 from hocket.study.folder import Folder
 from hocket.study.plan import expand
 from hocket.study.presets import PRESETS, preset
+from hocket.study.process import fail
 from hocket.train.settings import RunSettings
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hocket.strategy import Strategy
     from hocket.sync import ACCO, SSP, AEDiT, Async, AsyncDiLoCo, Bulk, DiLoCo, Downpour, Local, PostLocal, Stale
     from hocket.topology import AllReduce, Gossip, Hierarchical, Server
+    from hocket.train.audit import Checks
     from hocket.train.elastic import Elastic
     from hocket.train.job import Job
     from hocket.train.lr_schedule import scaled_lr
@@ -70,6 +71,7 @@ _MODULES = {
     "hocket.strategy": "Strategy",
     "hocket.sync": "ACCO AEDiT Async AsyncDiLoCo Bulk DiLoCo Downpour Local PostLocal SSP Stale",
     "hocket.topology": "AllReduce Gossip Hierarchical Server",
+    "hocket.train.audit": "Checks",
     "hocket.train.elastic": "Elastic",
     "hocket.train.job": "Job",
     "hocket.train.lr_schedule": "scaled_lr",
@@ -84,7 +86,8 @@ __all__ += ["AllReduce", "Gossip", "Hierarchical", "Server"]
 __all__ += ["Bins", "Cast", "Chain", "DGC", "DeMo", "LowRank", "Natural", "NoCompression"]
 __all__ += ["QSGD", "RandomK", "Ratio", "Sign", "Ternary", "Threshold", "TopK"]
 # Training, split models, simulation
-__all__ += ["Buckets", "DistributedLoader", "Elastic", "Job", "Strategy", "distribute", "epochs", "init", "parallelize", "shutdown"]
+__all__ += ["Buckets", "Checks", "DistributedLoader", "Elastic", "Job", "Strategy"]
+__all__ += ["distribute", "epochs", "init", "parallelize", "shutdown"]
 __all__ += ["Branches", "Mesh", "Offload", "Pipeline", "deferred", "offload"]
 __all__ += ["Advice", "ClusterSpec", "Predictions", "Run", "Sandblaster", "SandblasterRun"]
 __all__ += ["LAMB", "LARS", "Muon", "OneBitAdam", "decay_groups", "hidden_matrices", "scaled_lr"]

@@ -13,9 +13,9 @@ class HocketError(ValueError):
 
 
 class SettingError(HocketError):
-    """A setting that cannot be, named as the caller names it: a field in Python, an option on the command line.
+    """An impossible setting, named as the caller names it: a field in Python, an option on the command line.
 
-    In ``text`` a setting stands as ``<lr>``, or ``<mesh:pipeline=2>`` with a value to use; ``values`` are those that were got.
+    ``text`` has settings as ``<lr>``, or ``<mesh:pipeline=2>`` with a value to use; ``values`` are the values that the caller gave.
 
     >>> error = SettingError("<slowdown>: virtual workers have a clock only with <cluster:1gbit>, for example.", slowdown="1,4")
     >>> str(error)
@@ -38,7 +38,7 @@ class SettingError(HocketError):
 
 
 class WorkerLost(RuntimeError):
-    """Another worker died or stopped answering; ``worker`` says which one, -1 when it could not be told."""
+    """Another worker died or stopped answering; ``worker`` is its number, -1 if the number is not known."""
 
     def __init__(self, message: str, worker: int = -1) -> None:
         super().__init__(message)

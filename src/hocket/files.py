@@ -37,12 +37,12 @@ _DTYPES = {
 
 
 class CannotWrite(SettingError):
-    """No space left, or no leave to write: what was written before is whole."""
+    """No space is left, or writing is not permitted; files written before are complete."""
 
     def __init__(self, what: str, error: OSError) -> None:
         self.cause = f"Cannot {what} ({error.strerror})"
-        self.remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see that it can be written"
-        super().__init__(f"{self.cause}; what was written before is whole: {self.remedy} and go on with <resume:True>.")
+        self.remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+        super().__init__(f"{self.cause}; files written before are complete: {self.remedy} and go on with <resume:True>.")
 
 
 def write_whole(path: Path, content: bytes, writer: str = "") -> None:

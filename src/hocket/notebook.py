@@ -30,7 +30,7 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], notes:
     return f"<div>{named}<table><thead>{line('th', head)}</thead><tbody>{body}</tbody></table>{said}</div>"
 
 
-class Place(Protocol):
+class TrainingPosition(Protocol):
     """Where a training stands (:class:`hocket.train.loop.Progress`)."""
 
     @property
@@ -44,7 +44,7 @@ class Place(Protocol):
 
 
 class ProgressBar:
-    """Shows how far a training is: ``hocket.simulate(…, watch=hocket.ProgressBar())``, ``hocket.advise(…, watch=…)``.
+    """Shows the progress of a training: ``hocket.simulate(…, watch=hocket.ProgressBar())``, ``hocket.advise(…, watch=…)``.
 
     In a notebook it is HTML, without widgets; on a terminal a line on standard error; elsewhere nothing.
 
@@ -58,21 +58,21 @@ class ProgressBar:
         self._begun = self._shown = 0.0
         self._notebook, self._terminal = in_notebook(), sys.stderr.isatty()
 
-    def __call__(self, where: Place | str) -> None:
+    def __call__(self, where: TrainingPosition | str) -> None:
         now = time.monotonic()
         over = not isinstance(where, str) and where.step >= where.steps
         self._begun = self._begun or now
         if now - self._shown < _EVERY_S and not over:
             return
         self._shown = now
-        share, text = (None, where) if isinstance(where, str) else (where.step / max(1, where.steps), self._told(where, now))
+        share, text = (None, where) if isinstance(where, str) else (where.step / max(1, where.steps), self._described(where, now))
         if self._notebook:
             self._display(share, text)
         elif self._terminal:
             filled = "" if share is None else f"[{'#' * round(share * _WIDE):-<{_WIDE}}] "
             print(f"\r\x1b[K{self.label} {filled}{text}".rstrip(), end="\n" if over else "", file=sys.stderr, flush=True)
 
-    def _told(self, where: Place, now: float) -> str:
+    def _described(self, where: TrainingPosition, now: float) -> str:
         passed = now - self._begun
         left = "" if where.step >= where.steps else f", about {passed / max(1, where.step) * (where.steps - where.step):.0f} s left"
         epoch = min(where.epoch + 1, where.epochs)  # the first so many have ended

@@ -25,7 +25,7 @@ from hocket.split.mesh import Mesh, forget
 from hocket.split.options import Pipeline, refuse_split_options
 from hocket.split.sharded import refuse_sharding
 from hocket.strategy import Strategy
-from hocket.train.audit import AUDIT
+from hocket.train.audit import AUDIT, Checks
 from hocket.train.checks import needs_servers
 from hocket.train.elastic import Elastic, ElasticStart
 from hocket.train.job import Job
@@ -71,16 +71,16 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Cluster:
-    """Join torchrun, mpirun, Slurm or Ray, or a process group that exists already; alone: one worker.
+    """Join the processes that torchrun, mpirun, Slurm or Ray has started, or a process group that exists; otherwise one worker.
 
-    ``device`` decides the backend unless one is given: NCCL for CUDA, Gloo for CPU. ``seed`` is for partition and codecs. ``exact``
-    makes means sum in worker order (slower, bit-equal to virtual workers). A worker silent for ``liveness_timeout_s`` counts as
-    lost.
+    Without ``backend`` the ``device`` decides: NCCL for CUDA, Gloo for CPU. ``seed`` is for partition and codecs. With ``exact``
+    means are summed in worker order (slower, bit-equal to virtual workers). A worker that is silent for ``liveness_timeout_s``
+    counts as lost.
 
     Strategies with servers start them as children, unless ``servers`` names some that run already (``python -m
-    hocket.drivers.shard_process``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is their id, if they were
-    given one. Then no launcher is needed: this is worker ``rank`` of ``world_size``. ``keys`` is the file made by `hocket keys`,
-    for links between machines and for the store by which the processes of a launcher find each other there.
+    hocket.drivers.shard_process``), as ``"tcp://host:port,tcp://host:port"``, one per shard; ``job`` is the id that
+    they were given. Then no launcher is needed: this is worker ``rank`` of ``world_size``. ``keys`` is the file made by
+    `hocket keys`, for links between machines and for the store by which the processes of a launcher find each other.
     """
     shutdown()
     _Session.keys = None if keys is None else Path(keys)
@@ -94,7 +94,7 @@ def init(
     _Session.seed, _Session.liveness_timeout_s = seed, liveness_timeout_s
     _Session.servers, _Session.job = None if servers is None else [address.strip() for address in servers.split(",")], job
     if (rank is None) != (world_size is None) or (rank is not None and (servers is None or cluster.size > 1)):
-        raise HocketError("rank= and world_size= go together, with servers= and without a launcher, which would tell them.")
+        raise HocketError("Give rank= and world_size= together, only beside servers= and only without a launcher, which sets both.")
     _Session.worker, _Session.world = cluster.workers.start, cluster.size
     if rank is not None and world_size is not None:
         if not 0 <= rank < world_size:
@@ -104,7 +104,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the cluster in good order (also done when the program ends)."""
+    """End all jobs of this process and leave the cluster; this also happens when the program ends."""
     for job in list(_Session.jobs):
         if job.strategy.runtime != "collective":  # the others are not waited for
             job.detach()
@@ -124,8 +124,7 @@ def parallelize(
     *,
     accumulate: int = 1,
     scaler: Any = None,
-    nonfinite: str = "raise",
-    check: bool | str = True,
+    check: Checks | bool | str = True,
     steps: int | None = None,
     buckets: Buckets = Buckets(),  # noqa: B008 - frozen
     mesh: Mesh | str | None = None,
@@ -133,37 +132,35 @@ def parallelize(
     sharding: str | None = None,
     elastic: Elastic | str | None = None,
 ) -> Job:
-    """Train ``model`` with ``optimizer`` in parallel; the loop stays as it is.
+    """Train ``model`` with ``optimizer`` in parallel; the training loop does not change.
 
-    ``accumulate`` backward passes make a step. ``scaler`` is the GradScaler, if one is used: all workers then skip together.
-    ``nonfinite`` gradients raise or are left out (``"skip"``). ``check=False`` drops the small agreement per exchange on unused
-    parameters and non-finite gradients; ``check="audit"`` compares the workers' exchanges and, under ``bulk``, their weights in
-    every step and names the first difference (worker, step, parameter), to find a mistake in a loop. ``steps`` is the planned
-    number of steps, if known. ``buckets``: how large the parts are in which gradients and weights travel
-    (:class:`hocket.Buckets`).
+    A step has ``accumulate`` backward passes. ``scaler`` is the GradScaler, if one is used: all workers then skip the same steps.
+    ``check``: what is compared between workers and what becomes of NaN and Inf in gradients (:class:`hocket.Checks`);
+    ``check="audit"`` finds the first difference between workers (worker, step, parameter). ``steps`` is the planned number of
+    steps, if known. ``buckets``: how large the parts are in which gradients and weights travel (:class:`hocket.Buckets`).
 
     A ``mesh`` splits the model itself: ``Mesh(data=2, pipeline=2, tensor=2)`` or ``"data=2,pipeline=2"``; the strategy works
     between replicas. Operations are split by the mesh's ``plan``. Layers are cut and run as ``pipeline`` says
     (:class:`hocket.Pipeline`); then call ``job.train(x, y)``, or ``job.backward(x, y)`` and your own step.
 
-    ``sharding="zero1"`` leaves each worker a part of the optimiser's state (ZeRO-1), ``"fsdp"`` a part of everything (PyTorch's
-    FSDP2); both where all replicas are equal after every step.
+    With ``sharding="zero1"`` each worker keeps a part of the optimiser's state (ZeRO-1), with ``"fsdp"`` a part of weights,
+    gradients and state (PyTorch's FSDP2); both need replicas that are equal after every step.
 
-    ``elastic``: at least and at most so many workers, ``"2:8"`` or :class:`hocket.Elastic`: the others go on when one is lost, and
-    new ones join; on a mesh these are replicas. Start it by ``hocket launch --elastic 2:8``, or beside a ``hocket rendezvous``.
+    ``elastic`` is the least and the most workers, ``"2:8"`` or :class:`hocket.Elastic`: when a worker is lost, the others go on,
+    and new workers join; on a mesh these are replicas. Start it by ``hocket launch --elastic 2:8``, or beside a
+    ``hocket rendezvous``.
     """
     cluster = _joined("hocket.parallelize(…)")
     _refuse_twice(model, optimizer)
-    if check not in (True, False, AUDIT):
-        raise HocketError(f"check={check!r}: use True, False or 'audit'.")
+    checks = Checks.parse(check)
     parsed, placed = Strategy.parse(strategy), None if mesh is None else Mesh.parse(mesh)
     if sharding not in (None, *SHARDINGS):
         raise HocketError(f"sharding={sharding!r}: use 'zero1' (a part of the optimiser's state) or 'fsdp' (a part of everything).")
-    options = {"accumulate": accumulate, "scaler": scaler, "nonfinite": nonfinite, "check": check, "steps": steps}
+    options = {"accumulate": accumulate, "scaler": scaler, "steps": steps, **vars(checks)}
     options |= {"buckets": buckets, "seed": _Session.seed}
     if elastic is not None or cluster.elastic:
         start = ElasticStart(cluster, _Session.rendezvous, _Session.keys, elastic)
-        start.refuse(parsed, sharding, bool(_Session.jobs), check == AUDIT)
+        start.refuse(parsed, sharding, bool(_Session.jobs), checks.check == AUDIT)
         job, _Session.stream = start.job(model, optimizer, parsed, options, placed, pipeline)
         return _begun(job)
     if placed is not None and sharding == "fsdp" and not placed.splits:
@@ -302,13 +299,14 @@ def _connect(strategy: Strategy, layout: Layout, cluster: Cluster) -> ServerRunt
 
 
 def distribute(loader: Iterable[Any], epoch: int | None = None, even: bool = False) -> DistributedLoader:
-    """This worker's part of ``loader``: rounds of N batches are dealt out evenly, so nobody waits for a batch that is not there.
+    """This worker's part of ``loader``: each round of N batches gives every worker one, so no worker waits for a missing batch.
 
     A ``DataLoader`` over a map-style data set is reshuffled over all workers each epoch; the last, incomplete round is split
     evenly, and gradients are weighted by samples. Of any other iterable each worker takes every N-th batch.
 
-    Under ``async``, ``downpour``, ``stale`` and ``aedit`` whoever is ready takes the next batch, so a fast worker gets more; every
-    batch is given once. ``even=True`` deals evenly there, too, for a loop with collectives of its own or with a schedule of steps.
+    Under ``async``, ``downpour``, ``stale`` and ``aedit`` a worker that is ready takes the next batch, so a fast worker gets
+    more; every batch is given once. ``even=True`` gives equal numbers there, too, for a loop with collectives of its own or
+    with a schedule of steps.
 
     Workers count the epochs over loaders of the same size, unless ``epoch`` is given; the loader may be built anew for each. The
     count, and the place in an epoch that has not ended, are in ``job.state_dict()``: after ``job.load_state_dict`` the next
@@ -364,7 +362,7 @@ class DistributedLoader:
 
 
 def epochs(count: int) -> Iterator[int]:
-    """The numbers of the epochs that are left of ``count``; a worker that joins an elastic run begins with the others' epoch.
+    """The numbers of the remaining epochs of ``count``; a worker that joins an elastic run begins with the others' epoch.
 
     >>> list(epochs(3))
     [0, 1, 2]

@@ -78,4 +78,4 @@ def test_what_cannot_be_compared_is_refused(loop: Loop) -> None:
     for sentence in loop(named, strategy="async + server", guilty=None, how="", check="audit"):
         assert "step together" in sentence
     for sentence in loop(named, strategy="bulk", guilty=None, how="", check="adit"):
-        assert "use True, False or 'audit'" in sentence
+        assert "use True, False, 'audit' or a hocket.Checks" in sentence

@@ -280,7 +280,7 @@ def test_an_optimiser_of_other_parameters_is_refused_by_simulate(strategy: str) 
         batch_size=2,
         optimizer=lambda _: torch.optim.SGD(nn.Linear(3, 2).parameters(), 0.1),
     )
-    assert sentence.startswith("The function that makes the optimiser gave one with parameters of its own")
+    assert sentence.startswith("The function that makes the optimiser did not use the parameters that it was given")
 
 
 def test_an_optimiser_of_the_models_own_parameters_is_refused_by_simulate() -> None:
@@ -295,7 +295,7 @@ def test_an_optimiser_of_the_models_own_parameters_is_refused_by_simulate() -> N
         batch_size=2,
         optimizer=lambda _: torch.optim.SGD(model.parameters(), 0.1),
     )
-    assert sentence.startswith("The function that makes the optimiser gave one with parameters of its own")
+    assert sentence.startswith("The function that makes the optimiser did not use the parameters that it was given")
 
 
 # --- an early end ----------------------------------------------------------------------------------------------------------------

@@ -694,7 +694,7 @@ def refused(rank: int) -> dict[str, Any]:
         "partly another": refusal(lambda: hocket.parallelize(model, sgd(nn.ModuleList([model, stranger])))),
         "not a model": refusal(lambda: hocket.parallelize(model.parameters(), sgd(model))),  # type: ignore[arg-type]
         "not an optimiser": refusal(lambda: hocket.parallelize(model, model)),  # type: ignore[arg-type]
-        "nonfinite": refusal(lambda: hocket.parallelize(model, sgd(model), nonfinite="ignore")),
+        "nonfinite": refusal(lambda: hocket.parallelize(model, sgd(model), check=hocket.Checks(nonfinite="ignore"))),
         "dgc": refusal(lambda: hocket.parallelize(model, sgd(model), "bulk + dgc(0.01)")),
         "strategy name": refusal(lambda: hocket.parallelize(model, sgd(model), "bulk + gosip")),
         "hosts": refusal(lambda: hocket.parallelize(model, sgd(model), "bulk + hierarchical(allreduce, gossip, size=3)")),
@@ -722,7 +722,9 @@ def nonfinite_skipped(rank: int) -> dict[str, Any]:
         for name in ("nan", "zero"):
             model = net()
             optimizer = sgd(model)
-            job = hocket.parallelize(model, optimizer, strategy, nonfinite="skip", buckets=hocket.Buckets(1000, 500))
+            job = hocket.parallelize(
+                model, optimizer, strategy, check=hocket.Checks(nonfinite="skip"), buckets=hocket.Buckets(1000, 500)
+            )
             spoil = {"nan": float("nan"), "zero": 0.0}[name]
 
             def spoilt(g: Tensor, by: float = spoil, job: hocket.Job = job) -> Tensor:

@@ -32,7 +32,7 @@ MODULES = (
     "hocket.drivers.summation",
     "hocket.sandblaster.launch",
     "hocket.supervisor.worker_process",
-    "hocket.cli.launch",
+    "hocket.supervisor.launch",
     "hocket.split.pipeline.timeline",
     "hocket.train.elastic_split",
     "hocket.train.split_job",

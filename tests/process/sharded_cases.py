@@ -219,7 +219,7 @@ def gathered(rank: int, nonfinite: str, bad: int) -> dict[str, Any]:
     """
     model, plain = small("mlp"), small("mlp")
     optimizer, plain_optimizer = grouped(model, "momentum"), grouped(plain, "momentum")
-    job = hocket.parallelize(model, optimizer, sharding="fsdp", accumulate=2, nonfinite=nonfinite)
+    job = hocket.parallelize(model, optimizer, sharding="fsdp", accumulate=2, check=hocket.Checks(nonfinite=nonfinite))
     sentence = ""
     for t in range(STEPS):
         optimizer.zero_grad()

@@ -264,7 +264,7 @@ def test_options_and_launchers_that_contradict_each_other_are_one_sentence(hocke
         (
             ["train", "--virtual", "--workers", "4"],
             torchrun(0, "a", "1"),
-            "--virtual workers is one process, and torchrun has started 4",
+            "--virtual workers is one process, but torchrun has started 4",
         ),
         (["study", "ten"], torchrun(0, "a", "1"), "start it once, with --launcher ray for several machines"),
     ]

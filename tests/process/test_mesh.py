@@ -87,9 +87,9 @@ SENTENCES = ("3 places, but the job has 4", "cannot fill 4 stages with 2", "no s
     "use ZeRO-1",
     "needs equal replicas",
     "use downpour + server",
-    "stand still together",
-    "num_microbatches= is about stages",
-    "is about splitting operations",
+    "cannot keep the parameter",
+    "num_microbatches= is for a model cut into stages",
+    "is for operations that are split",
     "leave num_microbatches= out",
 )
 

@@ -322,7 +322,7 @@ def test_the_command_hands_its_slowdown_on(monkeypatch: pytest.MonkeyPatch) -> N
 RESUMED_IN_VAIN = {
     "nowhere": ({}, None, "--resume needs --out"),
     "nothing": ({}, "new", "There is no run in .*new to go on with"),
-    "virtual": ({"virtual": True}, "new", "--resume: sandblaster's virtual workers"),
+    "virtual": ({"virtual": True}, "new", "--resume: virtual workers of sandblaster"),
 }
 
 

@@ -438,8 +438,8 @@ REFUSED = {
     "--strategy bulk --slowdown 0.5": "at least 1",
     "--strategy 'async + server' --optimizer adafactor": "looks at whole tensors",
     "--strategy 'async + server' --virtual --keys nowhere --replace": "--keys, --replace: async + server(1) on virtual workers",
-    "--strategy 'bulk + server(role=sum)' --liveness-timeout 3": "--liveness-timeout: bulk + server(1, sum) has no use for it",
-    "--strategy bulk --snapshot -1": "--snapshot: bulk + allreduce has no use for it",
+    "--strategy 'bulk + server(role=sum)' --liveness-timeout 3": "--liveness-timeout: bulk + server(1, sum) does not use it",
+    "--strategy bulk --snapshot -1": "--snapshot: bulk + allreduce does not use it",
 }
 
 

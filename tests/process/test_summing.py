@@ -120,7 +120,7 @@ def test_a_server_that_sums_and_dies_is_noticed_at_once() -> None:
     with subprocess.Popen([sys.executable, "-c", "exit(3)"], text=True) as child, Listener("tcp://127.0.0.1:0", JOB) as nobody:
         child.wait()
         mean = SummationClient(1, 2, [Caller(nobody.address, JOB) for _ in range(3)], children=[child])
-        with pytest.raises(WorkerLost, match="started by worker 1, ended with exit code 3"):
+        with pytest.raises(WorkerLost, match="that worker 1 started ended with exit code 3"):
             mean(torch.ones(1, 100))
         mean.close()
 
@@ -135,7 +135,7 @@ def test_a_server_that_is_stopped_is_noticed_and_one_that_only_waits_is_not() ->
         with pytest.raises(WorkerLost, match=r"A summation server has not answered for 2 s"):  # the other worker never comes
             SummationClient(0, 2, callers, liveness_timeout_s=2.0, silence_s=1.5)(torch.ones(1, 100))
         os.kill(child.pid, signal.SIGSTOP)
-        with pytest.raises(WorkerLost, match=f"at {address}, which sums, has given no sign of life for 1.5 s"):
+        with pytest.raises(WorkerLost, match=f"at {address} has not answered for 1.5 s"):
             SummationClient(0, 2, callers, silence_s=1.5)(torch.ones(1, 100))
         for caller in callers:
             caller.close(0)

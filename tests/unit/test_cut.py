@@ -261,7 +261,7 @@ def test_a_bad_batch_meets_one_sentence() -> None:
     for x, y in ((torch.zeros(0, 4), torch.zeros(0)), (torch.zeros(2, 4), torch.zeros(3))):
         with pytest.raises(HocketError, match="at least one sample, and as many targets as inputs"):
             pipe.run(x, y)
-    with pytest.raises(HocketError, match="Only pipedream is fed"):
+    with pytest.raises(HocketError, match="feed and drain are for the schedule pipedream"):
         pipe.feed(torch.zeros(2, 4), torch.zeros(2))
 
 

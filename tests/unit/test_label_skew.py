@@ -84,7 +84,7 @@ def test_what_cannot_be_is_said_in_one_sentence() -> None:
     for text in ("label", "label(0)", "label(1.5)", "dirichlet(-1)", "dirichlet(nan)", "dirichlet(1e)", "noniid"):
         with pytest.raises(SettingError, match="it is iid, label"):
             TrainingPlan(partition=text)
-    with pytest.raises(HocketError, match="goes by labels"):
+    with pytest.raises(HocketError, match="divides data by label"):
         owners("label(2)", None, 2, 0)
     with pytest.raises(SettingError, match="one by one"):
         RunSettings.of(strategy="async + server", workers=2, partition="label(2)")

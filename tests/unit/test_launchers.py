@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,17 +20,17 @@ from hocket.cluster.join import find_launcher
 from hocket.cluster.launchers import announced
 from hocket.drivers import machines as machines_file
 from hocket.drivers import store_agents
-from hocket.drivers.machines import LOST, Fixed
+from hocket.drivers.machines import LOST, Agent, Fixed
 from hocket.drivers.processes import error_told
 from hocket.drivers.shard_process import check_snapshot
-from hocket.drivers.store_agents import StoreAgent, StoreMachines, job_secret
-from hocket.errors import HocketError
+from hocket.drivers.store_agents import OwnProcess, StoreAgent, StoreMachines, job_secret
+from hocket.errors import HocketError, WorkerLost
 from hocket.programs.server.shard_server import ShardServer
 from hocket.study.carry_out import Data, Watch
 from hocket.study.folder import Folder
 from hocket.study.plan import Planned, Study
 from hocket.study.side_by_side import carry_out_side_by_side, grouped
-from hocket.supervisor import FaultPolicy
+from hocket.supervisor import FaultPolicy, together
 from hocket.train.settings import RunSettings
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -171,7 +172,7 @@ def test_an_agents_process_is_as_a_child_of_ones_own(monkeypatch: pytest.MonkeyP
 
 
 def carry_out_any(self: StoreAgent, what: str, *arguments: Any) -> bool:
-    """Also programs that are no part of a run."""
+    """Also programs that are no process of a run."""
     if what != "end":
         getattr(self.agent, what)(*arguments)
     return what == "end"
@@ -179,7 +180,7 @@ def carry_out_any(self: StoreAgent, what: str, *arguments: Any) -> bool:
 
 @pytest.mark.parametrize(
     "secret, module, refusal",
-    [(b"a stranger's", "hocket.drivers.shard_process", "not signed"), (SECRET, "this", "no part of a run")],
+    [(b"a stranger's", "hocket.drivers.shard_process", "not signed"), (SECRET, "this", "no process of a run")],
 )
 def test_an_agent_starts_nothing_but_what_the_first_process_has_signed(secret: bytes, module: str, refusal: str) -> None:
     store = dist.HashStore()
@@ -198,19 +199,19 @@ def test_the_secret_of_a_job_on_one_machine_is_its_users(tmp_path: Path) -> None
         assert secret == other
         path = Path(store.get("secret").decode())
         path.chmod(0o644)
-        with pytest.raises(HocketError, match="no secret of a job of this user"), job_secret(store, 1, None):
+        with pytest.raises(HocketError, match="not the secret file of a job of this user"), job_secret(store, 1, None):
             pass
         (empty := tmp_path / "hocket-empty").touch(0o600)
         for known in (empty, Path("/proc/self/personality")):  # a file whose content others know
             store.set("secret", str(known))
-            with pytest.raises(HocketError, match="no secret of a job of this user"), job_secret(store, 1, None):
+            with pytest.raises(HocketError, match="not the secret file of a job of this user"), job_secret(store, 1, None):
                 pass
     assert not path.exists()
 
 
 @pytest.mark.parametrize("order", [("start", "w", ["-m", "hocket.drivers.shard_process"], {"LD_PRELOAD": "x"}), ("shutdown",)])
 def test_an_agent_sets_no_other_variables_and_calls_no_other_methods(order: tuple[Any, ...]) -> None:
-    with pytest.raises(HocketError, match=r"Process 1 was told to (set LD_PRELOAD|shutdown)"):
+    with pytest.raises(HocketError, match=r"Process 1 received the (command to set LD_PRELOAD|unknown command shutdown)"):
         StoreAgent(dist.HashStore(), 1, "127.0.0.1", SECRET)._carry_out(*order)
 
 
@@ -230,6 +231,48 @@ def test_processes_of_a_silent_agent_are_lost(monkeypatch: pytest.MonkeyPatch) -
     finally:
         machines.close()
         silent.agent.shutdown()
+
+
+class _Two(Fixed):
+    """Two places of one agent, which runs a program in place of a worker."""
+
+    def __init__(self) -> None:
+        super().__init__(["here", "there"])
+        self.agent, self.processes = Agent("127.0.0.1"), []
+
+    def free_port(self) -> int:
+        return 1
+
+    def start(self, place: int, arguments: Any, environ: Any) -> OwnProcess:
+        self.processes.append(OwnProcess(self.agent, str(place)))
+        self.agent.start(str(place), list(arguments), dict(environ))
+        return self.processes[-1]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("program", "wrong"),
+    [
+        ("print('rank', rank)", None),
+        (
+            "sys.exit(3) if rank == '1' else time.sleep(60)",
+            (WorkerLost, "Worker 1 ended with exit code 3, and the others were ended"),
+        ),
+        ("rank == '1' and print('{\"error\": \"Too few.\"}'); sys.exit(1)", (HocketError, "Too few")),
+    ],
+)
+def test_workers_that_run_together_end_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: str, wrong: Any
+) -> None:
+    monkeypatch.setattr(together, "_SETTLE_S", 0.3)
+    machines: Any = _Two()
+    try:
+        with contextlib.nullcontext() if wrong is None else pytest.raises(wrong[0], match=wrong[1]):
+            together.run_together(machines, ["-c", f"import os, sys, time; rank = os.environ['RANK']; {program}"])
+        assert None not in [process.returncode for process in machines.processes]
+    finally:
+        machines.agent.shutdown()
+    assert capsys.readouterr().out == ("rank 0\n" if wrong is None else "")
 
 
 def test_a_process_that_an_earlier_agent_started_is_lost() -> None:

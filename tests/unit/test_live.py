@@ -208,7 +208,7 @@ def test_an_address_that_others_reach_is_said_and_the_machine_known_by_its_name(
 def test_a_taken_port_is_refused_where_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = LivePage(half_done(tmp_path / "one"))
     with served(tmp_path / "one") as (_, port):
-        with pytest.raises(HocketError, match=f"port={port}: it is taken; choose another one"):
+        with pytest.raises(HocketError, match=f"port={port}: another program uses this port; choose another one"):
             Server(page, port=port)
         monkeypatch.setattr(serving, "PORT", port)
         with Server(page) as other:

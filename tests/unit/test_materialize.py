@@ -163,7 +163,7 @@ def test_what_cannot_be_made_is_refused(kind: type[nn.Module], name: str) -> Non
 def test_layers_that_watch_their_weights_are_refused() -> None:
     with deferred():
         model = nn.Sequential(nn.LSTM(4, 4))
-    with pytest.raises(HocketError, match="LSTM '0' watches its weights"):
+    with pytest.raises(HocketError, match="LSTM '0' keeps a weak reference to its weights"):
         materialize(model)
 
 

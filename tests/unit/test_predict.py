@@ -197,15 +197,15 @@ def test_each_micro_batch_has_its_own_messages() -> None:
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"parameters": 1e6, "schedule": "gpipe"}, "about stages, but there is no mesh"),
-        ({"parameters": 1e6, "meshes": ["tensor=2"], "num_microbatches": 4}, "about stages, but the mesh tensor=2"),
+        ({"parameters": 1e6, "schedule": "gpipe"}, "for a model cut into stages, but there is no mesh"),
+        ({"parameters": 1e6, "meshes": ["tensor=2"], "num_microbatches": 4}, "for a model cut into stages, but the mesh tensor=2"),
         ({"parameters": 1e6, "meshes": ["pipeline=2"], "schedule": "gpip"}, "no schedule 'gpip'"),
         ({"parameters": 1e6, "meshes": ["pipeline=2"], "num_microbatches": 0}, "whole number of at least 1"),
         ({}, "Give a model"),
         ({"model": "cnn", "parameters": 1e6}, "and not both"),
         ({"model": "cn"}, "did you mean 'cnn'"),
         ({"parameters": 0}, "at least one parameter"),
-        ({"parameters": 1e6, "step_s": 0}, "more than 0 seconds"),
+        ({"parameters": 1e6, "step_s": 0}, "give the seconds of a step, above 0"),
         ({"parameters": 1e6, "workers": 0}, "whole number of at least 1"),
         ({"parameters": 1e6, "workers": 61, "cluster": "study-fast"}, "holds 60 workers, not 61"),
         ({"parameters": 1e6, "optimizer": "adm"}, "use one of sgd"),

@@ -227,7 +227,7 @@ def test_the_command_draws_any_schedule_and_says_how_much_is_idle(tmp_path: Path
     assert "1f1b, 4 stages, 8 micro-batches: 27.3 % idle" in drawn
     assert all(shown("--schedule", name).exit_code == 0 for name in SCHEDULES)
     assert "did you mean '1f1b'" in str(shown("--schedule", "1f1").exception)
-    assert "a picture is a .png or .svg file" in str(shown("--out", str(tmp_path / "x.gif")).exception)
+    assert "a picture is a PNG or SVG file" in str(shown("--out", str(tmp_path / "x.gif")).exception)
     pytest.importorskip("matplotlib")
     assert shown("--out", str(tmp_path / "x.png")).exit_code == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

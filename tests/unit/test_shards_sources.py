@@ -172,7 +172,7 @@ def test_what_cannot_be_packed_is_said_in_one_sentence(tmp_path: Path) -> None:
         (("digits", "held"), "tar files of something else"),
         (("digits", "out", "--size", "3"), "only pictures in folders"),
         (("digits", "out", "--test", "0.5"), "has samples for testing already"),
-        (("digits", "out", "--shard-mb", "0"), "a shard needs room"),
+        (("digits", "out", "--shard-mb", "0"), "the size of a shard must be above 0"),
         ((tmp_path / "e.csv", "out", "--test", "2"), "above 0 and below 1"),
     ]
     (tmp_path / "e.csv").write_text("x,label\n1,2\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -56,6 +57,10 @@ def test_the_shell_completes_commands_and_their_options() -> None:
 @pytest.mark.parametrize("name", HELP)
 def test_the_list_of_commands_says_what_they_say_themselves(name: str) -> None:
     assert " ".join(loaded(name).help.split()) == HELP[name]
+
+
+def test_parallelize_takes_at_most_a_dozen_parameters() -> None:
+    assert len(inspect.signature(hocket.parallelize).parameters) <= 12, "what belongs together is one object (hocket.Checks)"
 
 
 def test_every_public_name_is_there_and_loads() -> None:

@@ -25,7 +25,6 @@ from hocket import compression, sync, topology
 from hocket import files as hocket_files
 from hocket.cli import demo, display
 from hocket.cli import main as cli
-from hocket.cli import study as cli_study
 from hocket.cli import train as cli_train
 from hocket.cli.commands import loaded
 from hocket.cli.options import arguments, option
@@ -44,6 +43,7 @@ from hocket.study.folder import Folder, Outcome
 from hocket.study.lr_search import LONGER, MOST, best_lr, found_lr, next_lr, next_try, search_steps, short
 from hocket.study.plan import Entry, Outline, Planned, Study, expand, slug
 from hocket.study.presets import PRESETS, preset
+from hocket.study.process import fail
 from hocket.sync import Bulk, Local
 from hocket.topology import AllReduce, Gossip
 from hocket.train.run import run
@@ -1113,18 +1113,18 @@ def test_the_demo_replaces_an_earlier_demo_and_nothing_else(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["mine"]
     (tmp_path / "virtual").mkdir()
     (tmp_path / "virtual" / "study.json").write_text('{"preset": "ten"}')
-    with pytest.raises(HocketError, match="not an earlier demo's"):
+    with pytest.raises(HocketError, match="`hocket demo` did not make it"):
         demo._make_room(tmp_path)
     assert (tmp_path / "virtual" / "study.json").exists()
 
 
 def test_what_a_failed_training_said_is_the_reason() -> None:
     with pytest.raises(HocketError, match=r"^Too few\.$"):
-        cli_study.fail(2, ["note: a", "hocket: Too few."])
+        fail(2, ["note: a", "hocket: Too few."])
     with pytest.raises(NonFiniteGradient):
-        cli_study.fail(2, ["hocket: The gradient of a holds NaN or Inf at step 3 on worker 0."])
+        fail(2, ["hocket: The gradient of a holds NaN or Inf at step 3 on worker 0."])
     with pytest.raises(CannotWrite):
-        cli_study.fail(
+        fail(
             2,
             [f"hocket: {CannotWrite('write run.json', OSError(28, 'No space left on device'))}"],
         )

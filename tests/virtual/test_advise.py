@@ -91,7 +91,7 @@ def test_goals_in_words(text: str, goal: Goal) -> None:
 
 
 def test_other_goals_are_refused() -> None:
-    with pytest.raises(HocketError, match="The goal 'best' is not known; say 'within 1 point'"):
+    with pytest.raises(HocketError, match="The goal 'best' is not known; use 'within 1 point'"):
         Goal.parse("best")
     with pytest.raises(HocketError, match="names an accuracy and a loss"):
         Goal.parse("70% soonest, loss 2")
@@ -139,8 +139,8 @@ def test_bad_questions_meet_one_sentence() -> None:
     for wrong, sentence in {
         ("--cluster", "1gbit", "--link", "1Gbit"): "leave --link out",
         ("--link", "fast"): "expected a rate such as '1Gbit'",
-        ("--explain", "chart.pdf"): "a chart is a .png file",
-        ("--minutes", "0"): "more than no time",
+        ("--explain", "chart.pdf"): "a chart is a PNG file",
+        ("--minutes", "0"): "more than 0 minutes",
     }.items():
         result = CliRunner().invoke(app, ["advise", "--model", "mlp", *wrong])
         assert isinstance(result.exception, HocketError)

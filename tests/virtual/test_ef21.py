@@ -96,7 +96,7 @@ def test_nothing_is_held_back_where_weights_follow_gradients() -> None:
     ("async + sign(feedback=ef21)", "they do not all receive it"),
     ("bulk + server + sign(feedback=ef21)", "use allreduce"),
     ("local(2, residual=weights) + topk(0.1, feedback=ef21)", "residual=weights needs"),
-    ("sign(vote=True, feedback=ef21)", "a vote is none"), ("topk(0.1, feedback=ef22)", "or ef21"),
+    ("sign(vote=True, feedback=ef21)", "a vote is not a mean"), ("topk(0.1, feedback=ef22)", "or ef21"),
     ("randomk(0.1, unbiased=True, feedback=ef21)", "leave one of the two out"),
     ("cast(bf16, feedback=ef21) + async", "they do not all receive it"),
 ])  # fmt: skip

@@ -51,7 +51,7 @@ def command(
     if (cluster is not None) and link is not None:
         raise HocketError("--cluster describes the links too; leave --link out.")
     if minutes <= 0 or seeds < 1:
-        raise HocketError(f"--minutes {minutes:g} --seeds {seeds}: give at least one seed and more than no time.")
+        raise HocketError(f"--minutes {minutes:g} --seeds {seeds}: give more than 0 minutes and at least one seed.")
     _check_chart(explain)
     where, dataset, console = device_of(device), load(data, data_dir), Console(stderr=True)
     spec: Any = cluster or "1gbit"
@@ -120,7 +120,7 @@ def _finite(value: Any) -> Any:
 
 def _check_chart(path: Path | None) -> None:
     if path is not None and path.suffix != ".png":
-        raise HocketError(f"--explain {path}: a chart is a .png file; end its name so.")
+        raise HocketError(f"--explain {path}: a chart is a PNG file; give it a name that ends in .png.")
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise HocketError(f"--explain {path} needs matplotlib; install hocket[plot], or leave it out.")
 

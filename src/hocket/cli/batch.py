@@ -51,11 +51,11 @@ def train_on_batches(
     server = strategy.topology
     if strategy not in (Strategy(), Strategy(topology=server)) or not (strategy == Strategy() or server.has_servers):
         raise HocketError(
-            f"--strategy '{strategy}': sandblaster has its own way of exchanging; leave it out, or say 'server(shards=n)'."
+            f"--strategy '{strategy}': sandblaster exchanges in its own way; leave --strategy out, or use 'server(shards=n)'."
         )
     _refuse_ignored(settings, server)
     if resume and settings.workers.virtual:
-        raise HocketError("--resume: sandblaster's virtual workers keep nothing to go on from; start without --resume.")
+        raise HocketError("--resume: virtual workers of sandblaster write no checkpoints; start without --resume.")
     if resume and out is None:
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
     if not resume and out is not None and (out / STATE).exists():
@@ -155,7 +155,8 @@ def _refuse_ignored(settings: RunSettings, server: Topology) -> None:
         given += [f"server({f.name}=…)" for f in fields(server) if f.name != "shards" and getattr(server, f.name) != f.default]
     if given:
         raise HocketError(
-            f"{', '.join(given)}: sandblaster goes over the whole batch with a line search and has no use for that; leave it out."
+            f"{', '.join(given)}: sandblaster computes on the whole batch with a line search and does not use this option; leave "
+            "it out."
         )
 
 

@@ -52,7 +52,7 @@ def pack_command(
 ) -> None:
     """Pack samples into WebDataset tar shards with an index; an interrupted run goes on when it is started again."""
     if shard_mb <= 0:
-        raise HocketError(f"--shard-mb {shard_mb:g}: a shard needs room; 16 is usual.")
+        raise HocketError(f"--shard-mb {shard_mb:g}: the size of a shard must be above 0; 16 is usual.")
     for name, part in _parts(source, size, test, data_dir).items():
         with _bar(f"packing {name or 'samples'}", len(part)) as advance:
             given = {"seed": seed, "shuffle": shuffle, "threads": threads, "advance": advance}

@@ -86,6 +86,6 @@ def _make_room(out: Path) -> None:
         except (OSError, ValueError, AttributeError):
             earlier = False
         if place.exists() and not earlier:
-            raise HocketError(f"{place} is there and is not an earlier demo's; choose another --out.")
+            raise HocketError(f"{place} exists, and `hocket demo` did not make it; choose another --out.")
         if earlier:
             shutil.rmtree(place)

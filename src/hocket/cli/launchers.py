@@ -28,15 +28,15 @@ def check_launcher(launcher: str | None, environ: Mapping[str, str]) -> None:
         raise HocketError(f"--launcher {launcher}: use {RAY}; torchrun, mpirun and srun start `hocket train` themselves.")
     if (found := _several(environ)) is not None:
         raise HocketError(
-            f"Two launchers at once: --launcher {RAY}, and {found.launcher}, which has started {found.processes} of these "
-            "commands; start it once."
+            f"Two launchers at once: --launcher {RAY}, and {found.launcher}, which has started this command {found.processes} "
+            f"times; start the command once, without {found.launcher}."
         )
 
 
 def refuse_launched(environ: Mapping[str, str], what: str, instead: str) -> None:
     """Refuse a command of one process that a launcher has started several times."""
     if (found := _several(environ)) is not None:
-        raise HocketError(f"{what} is one process, and {found.launcher} has started {found.processes} of them: {instead}.")
+        raise HocketError(f"{what} is one process, but {found.launcher} has started {found.processes} of them: {instead}.")
 
 
 def _several(environ: Mapping[str, str]) -> LaunchInfo | None:

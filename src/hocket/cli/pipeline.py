@@ -59,7 +59,7 @@ def show(
 def _form(out: Path) -> str:
     form = out.suffix.removeprefix(".").lower()
     if form not in ("png", "svg"):
-        raise HocketError(f"--out {out}: a picture is a .png or .svg file; end its name so.")
+        raise HocketError(f"--out {out}: a picture is a PNG or SVG file; give it a name that ends in .png or .svg.")
     return form
 
 

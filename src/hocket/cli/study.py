@@ -1,19 +1,13 @@
 """``hocket study``: many strategies side by side, on virtual workers or on real processes."""
 
-import errno
-import json
 import os
-import re
 import shlex
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -24,11 +18,9 @@ from hocket.cli.display import LEGEND, StudyDisplay, outer_table, plain_notes, s
 from hocket.cli.launchers import RAY, check_launcher, refuse_launched
 from hocket.cli.options import arguments, with_settings
 from hocket.cli.train import device_of
-from hocket.cluster.join import without_launcher
 from hocket.drivers.processes import interruptible
-from hocket.drivers.start import ENDS_WITH
-from hocket.errors import HocketError, Interrupted, NonFiniteGradient, WorkerLost
-from hocket.files import CannotWrite, write_whole
+from hocket.errors import HocketError, Interrupted
+from hocket.files import CannotWrite
 from hocket.report import Report, build
 from hocket.report.page import swept
 from hocket.study import file
@@ -36,15 +28,14 @@ from hocket.study.carry_out import Data, Virtual, Watch, carry_out, check, finis
 from hocket.study.folder import Folder
 from hocket.study.plan import AUTO, Study, expand, number
 from hocket.study.presets import PRESETS, preset
+from hocket.study.process import train_process
 from hocket.study.side_by_side import carry_out_side_by_side
-from hocket.train.loop import Progress
 from hocket.train.settings import RunSettings
 
 if TYPE_CHECKING:
-    from hocket.cli.ray_study import RayTrainings
+    from hocket.study.on_ray import RayTrainings
 
 _LIST = "; ".join(f"{name}: {outline.about}" for name, outline in PRESETS.items())
-_LEAVE_S = 15.0
 SHARED = (
     *("data", "model", "epochs", "batch_size", "optimizer", "momentum", "weight_decay", "lr_schedule", "warmup", "max_steps"),
     *("augment", "last", "engine", "cluster", "slowdown"),
@@ -91,15 +82,16 @@ def command(
     machine = Machine(device_of(device), Data(data_dir))
     study = expand(outline, machine.data)
     if launcher is not None:
-        from hocket.cli.ray_study import RayTrainings
+        from hocket.cli.ray_study import train_here
+        from hocket.study.on_ray import RayTrainings
 
-        machine.ray = RayTrainings(machine.device, data_dir)
+        machine.ray = RayTrainings(machine.device, data_dir, train_here)
         machine.ray.check(study)
     place = out or Path(f"study-{path.stem if of_file else what}")
     study = perform(study, place, machine, retry)
     report = show([place], place)
     if all(row.state == "failed" for row in report.rows):
-        raise HocketError(f"All {len(study.runs)} runs failed; the first said: {report.rows[0].reason}")
+        raise HocketError(f"All {len(study.runs)} runs failed; the error of the first: {report.rows[0].reason}")
 
 
 @dataclass
@@ -119,7 +111,7 @@ class Machine:
         options = [*arguments(settings), "--no-checkpoints", "--out", str(out), "--device", self.device.type]
         if self.data.folder is not None:
             options += ["--data-dir", str(self.data.folder)]
-        return _train(options, settings, out, watch, self.lock)
+        return train_process(["-m", "hocket.cli.main", "train", *options], settings, out, watch, self.lock)
 
     def carry_out(self, folder: Folder, study: Study, watch: Watch, retry: bool) -> None:
         if self.ray is not None:
@@ -178,77 +170,3 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
         return () if text is None else tuple(int(part) for part in text.split(","))
     except ValueError:
         raise HocketError(f"{option} {text}: give whole numbers with commas between them, such as 4,8.") from None
-
-
-def _train(options: list[str], settings: RunSettings, out: Path, watch: Watch, lock: int | None) -> Sequence[dict[str, Any]]:
-    """``hocket train`` as a process; its epochs are read as they are recorded."""
-    with tempfile.TemporaryFile("w+") as said:
-        # A process group of its own: Ctrl-C reaches this process alone, which then tells the other once.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hocket.cli.main", "train", *options],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=said,
-            process_group=0,
-            pass_fds=() if lock is None else (lock,),
-            # A batch system may have started this process, but not the training's workers.
-            env={**without_launcher(os.environ), ENDS_WITH: str(os.getpid())},
-        )
-        try:
-            seen = 0
-            while process.poll() is None:
-                seen = _follow(out, settings, watch, seen)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(0.2)
-            _follow(out, settings, watch, seen)
-        except BaseException:
-            _end(process)
-            raise
-        said.seek(0)
-        lines = said.read().splitlines()
-    if process.returncode:
-        out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / "output.txt", "".join(f"{line}\n" for line in lines).encode())  # what a crash leaves to go by
-        fail(process.returncode, lines)
-    return _epochs(out)
-
-
-def _epochs(out: Path) -> list[dict[str, Any]]:
-    path = out / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _follow(out: Path, settings: RunSettings, watch: Watch, seen: int) -> int:
-    epochs = _epochs(out)
-    for metrics in epochs[seen:]:
-        watch.step(Progress(metrics["epoch"], settings.epochs, metrics["epoch"], settings.epochs))
-        watch.epoch(metrics)
-    return len(epochs)
-
-
-def fail(code: int, lines: list[str]) -> NoReturn:
-    """What a failed training said, as an error of this process."""
-    said = [line.removeprefix("hocket: ") for line in lines if line.startswith("hocket: ")] or lines[-1:]
-    reason = said[-1] if said else f"hocket train ended with exit code {code}."
-    if written := re.match(r"Cannot (write .*) \((.*?)\); what was written", reason):
-        number_ = errno.ENOSPC if written[2] == os.strerror(errno.ENOSPC) else errno.EACCES
-        raise CannotWrite(written[1], OSError(number_, written[2]))
-    if "NaN or Inf" in reason:
-        raise NonFiniteGradient(reason)
-    raise WorkerLost(reason) if code == 1 else HocketError(reason)
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    """End a training and its workers: it is asked first."""
-    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        for number_ in (signal.SIGINT, signal.SIGTERM):
-            process.send_signal(number_)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_LEAVE_S)
-                return
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    finally:
-        for number_, handler in before.items():
-            signal.signal(number_, handler)

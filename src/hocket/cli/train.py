@@ -15,7 +15,6 @@ from rich.console import Console
 from hocket.cli.batch import train_on_batches
 from hocket.cli.display import plain_notes, predicted_for, total_of
 from hocket.cli.elastic import follow
-from hocket.cli.launch import launch
 from hocket.cli.launchers import RAY, check_launcher, check_machines, check_options, launched_machines, refuse_launched
 from hocket.cli.live import Display, summary
 from hocket.cli.options import option, with_settings
@@ -33,6 +32,7 @@ from hocket.split import Mesh
 from hocket.supervisor import FaultPolicy, Keeping, prepare
 from hocket.supervisor.elastic import LIVENESS_TIMEOUT_S as ELASTIC_TIMEOUT_S
 from hocket.supervisor.elastic import ElasticRun
+from hocket.supervisor.launch import launch
 from hocket.train.checkpoints import LEAST_KEPT
 from hocket.train.checks import needs_servers
 from hocket.train.elastic import Elastic
@@ -156,7 +156,7 @@ def _train_by_runtime(settings: RunSettings, start: Start, policy: dict[str, Any
         refused = {**policy, "keys": None} if start.joined or by == RAY else policy
         refused |= {"replace": False} if by == RAY else {}
         if by == RAY and (virtual or settings.processes * settings.workers.count == 1):
-            raise HocketError(f"--launcher {RAY} starts several workers; add --workers, or leave it out.")
+            raise HocketError(f"--launcher {RAY} starts several workers; add --workers, or leave --launcher out.")
         _refuse_policy(f"{strategy} on virtual workers" if virtual else str(strategy), refused)
         if settings.split is not None and start.processes is not None:
             raise HocketError(f"--mesh {settings.split.mesh} says how many processes there are; leave --processes out.")
@@ -176,8 +176,8 @@ def _train_on_batches(settings: RunSettings, start: Start, record: Path | None) 
     name, virtual = settings.optimizer.name, settings.workers.virtual
     if start.joined or start.processes not in (None, settings.workers.count) or (start.device not in (None, "cpu") and not virtual):
         raise HocketError(
-            f"--optimizer {name} starts its own processes, on this machine's CPUs; leave the launcher, --processes "
-            "and --device out (a device computes for --virtual workers)."
+            f"--optimizer {name} starts its own processes, on this machine's CPUs; leave the launcher, --processes and --device "
+            "out (--device is for --virtual workers)."
         )
     if not start.checkpoints:
         raise HocketError(f"--no-checkpoints: --optimizer {name} keeps only its last iterations, in --out; leave it out.")
@@ -189,7 +189,7 @@ def _refuse_policy(what: str, policy: dict[str, Any]) -> None:
     """What is for servers and pairs that this command starts means nothing elsewhere."""
     usual = vars(FaultPolicy())
     if named := [option(name) for name, value in policy.items() if value != usual[name]]:
-        raise HocketError(f"{', '.join(named)}: {what} has no use for it; leave it out (real processes that do not wait have).")
+        raise HocketError(f"{', '.join(named)}: {what} does not use it; leave it out (it is for processes that do not wait).")
 
 
 def _start(settings: RunSettings, start: Start) -> None:
@@ -211,7 +211,7 @@ def _start(settings: RunSettings, start: Start) -> None:
 
             train_on_ray(count, str(settings.strategy), where.type == "cuda", start.keys, start.out, start.replace)
         else:
-            launch(sys.argv[1:], count)
+            launch(["-m", "hocket.cli.main", *sys.argv[1:]], count)
         return
     cluster = _cluster(settings, where, start, count)
     try:
@@ -251,7 +251,8 @@ def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: floa
     if (found := find_rendezvous(os.environ)) is not None:
         if start.log and found.member is None:
             raise HocketError(
-                f"--log {start.log[0]}: with --elastic the launcher logs, and others start this worker; leave it out."
+                f"--log {start.log[0]}: in an elastic run only the launcher writes logs, and this process is a worker of another "
+                "launcher; leave --log out."
             )
         cluster = join(device=device_of(start.device), exact=settings.numerics.exact, keys=start.keys)
         try:
@@ -260,7 +261,7 @@ def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: floa
             cluster.close()
         return
     if not given.least <= size <= given.most:
-        raise HocketError(f"--workers {size}: an elastic run of {start.elastic} starts with as many as it may have.")
+        raise HocketError(f"--workers {size} is not within --elastic {start.elastic}; leave --workers out.")
     if start.resume and start.out is None:
         raise HocketError("--resume needs --out, the folder of the run to go on with.")
     if start.out is not None:

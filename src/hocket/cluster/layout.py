@@ -24,7 +24,7 @@ FIRST_BUCKET_CAP_BYTES = 2**20
 @dataclass(frozen=True)
 class Buckets:
     """Sizes of the buckets in which gradients and weights travel: closed at ``cap_bytes`` (25 MiB), the first one already at
-    ``first_cap_bytes`` (1 MiB); top-k and its kin have a single one unless told otherwise.
+    ``first_cap_bytes`` (1 MiB); methods that compare all values, such as top-k, have a single bucket unless sizes are given.
 
     >>> Buckets(cap_bytes=4 * 2**20)
     Buckets(cap_bytes=4194304, first_cap_bytes=None)

@@ -26,7 +26,7 @@ from hocket.cluster.step_times import StepTimes
 from hocket.noise import fold
 
 MOST_SPANS = 2048
-"""So many exchanges of an epoch are kept at most."""
+"""The most exchanges of an epoch that are kept."""
 _OPEN = 64
 """So many stamps wait to be read: events of a device are read long after they happened, so that nobody waits for it."""
 

@@ -86,9 +86,7 @@ class ProcessCluster(Cluster):
         self.scope = "" if self._whole else "-".join(map(str, self._ranks))
         size = workers or self.processes
         if size < self.processes:
-            raise HocketError(
-                f"{size} workers on {self.processes} processes leave some without work: start {size} processes or fewer."
-            )
+            raise HocketError(f"{size} workers are too few for {self.processes} processes: start {size} processes or fewer.")
         self.hosting = split_workers(size, self.processes)
         super().__init__(size, self.hosting[self.rank], device, True, host_size)
         self.exact, self.keys, self._shares_heartbeat = exact, keys, parent is not None

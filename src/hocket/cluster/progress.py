@@ -20,7 +20,7 @@ TIMES = 5.0
 FADES = 0.98
 """An exchange is late when it takes ``TIMES`` as long as the longest one of late; the memory of that fades with each exchange."""
 _STUCK_S = 1.0
-"""Who has done one thing for so long tells its stack."""
+"""A process that has waited in one place for these seconds reports its stack."""
 _FRAMES = 6
 
 

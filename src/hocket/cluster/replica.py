@@ -23,7 +23,7 @@ from hocket.errors import WorkerLost
 _ABORT = timedelta(milliseconds=1)
 _ABORT_TAG = 2**30 + 1
 _PASS = timedelta(hours=1)
-"""How long a pass may wait: whoever is silent for longer than the rendezvous allows is lost before."""
+"""How long a pass may wait; a process that is silent for longer than the rendezvous allows is lost before that."""
 
 
 class ReplicaLost(WorkerLost):
@@ -60,7 +60,9 @@ class Replica:
     def group(self, name: str) -> Any:
         """The processes along ``pipeline`` or ``tensor``."""
         if name not in self._groups:
-            raise ReplicaLost("This process is connected with no others of a replica.")
+            raise ReplicaLost(
+                "This process has no connection to the other processes of its replica; start it again, and it joins them."
+            )
         return self._groups[name]
 
     # --- connections ---------------------------------------------------------------------------------------------------------
@@ -115,12 +117,16 @@ class Replica:
         try:
             yield
         except RuntimeError as error:
-            raise ReplicaLost("Another process of this replica is lost; start this one again, and it joins the others.") from error
+            raise ReplicaLost(
+                "Another process of this replica has ended or does not answer; start this one again, and it joins the others."
+            ) from error
         finally:
             with self._lock:  # not while the generation is being formed
                 self._waits = False
         if self._failed:
-            raise ReplicaLost("This replica was away, and the others went on without it; start it again to join them.")
+            raise ReplicaLost(
+                "This replica did not answer in time, and the others went on without it; start it again to join them."
+            )
 
     def wake(self) -> None:
         """There is a generation to be formed; from any thread."""

@@ -185,13 +185,17 @@ class ClusterSpec:
             if (getattr(self, name) or 0.0) > 1:
                 raise HocketError(f"cluster: {name} = {getattr(self, name):g} is a share; it lies between 0 and 1.")
         if not self.straggle >= 1 or self.straggle == math.inf:
-            raise HocketError(f"cluster: straggle = {self.straggle:g}: a straggling step takes at least as long as any other.")
+            raise HocketError(
+                f"cluster: straggle = {self.straggle:g}: a straggling step is never faster than others; give a "
+                "factor of at least 1."
+            )
         if not self.slowdown or not all(0 < s < math.inf for s in self.slowdown):
             raise HocketError(f"cluster: slowdown = {list(self.slowdown)} needs at least one number, all of them above 0.")
         steps = [(0.0, 0.0), *self.ready]
         if any(not 0 <= a <= b <= 1 for pair in pairwise(steps) for a, b in zip(*pair, strict=True)):
             raise HocketError(
-                f"cluster: ready = {[list(r) for r in self.ready]}: both shares of the pairs rise, from 0 to at most 1."
+                f"cluster: ready = {[list(r) for r in self.ready]}: give pairs of shares between 0 and 1, each pair larger than "
+                "the one before."
             )
 
     def _at_least(self, name: str, low: float, above: bool = False) -> None:

@@ -71,7 +71,7 @@ def address_towards(host: str) -> str:
         try:
             probe.connect((host, 9))
         except OSError as error:
-            raise HocketError(f"There is no way to {host} ({error.strerror}); check MASTER_ADDR.") from None
+            raise HocketError(f"Host {host} cannot be reached ({error.strerror}); check MASTER_ADDR.") from None
         return str(probe.getsockname()[0])
 
 

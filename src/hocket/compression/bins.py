@@ -25,7 +25,7 @@ from hocket.errors import HocketError
 
 @dataclass(frozen=True)
 class Bins(Precision):
-    """``bins(bits, block=512)``."""
+    """``bins(bits, block=512)``: each value as one of ``2**bits`` values of its block."""
 
     bits: int = 2
     block: int = 512

@@ -29,7 +29,7 @@ _E3M0 = torch.tensor([sign * power for sign in (1, -1) for power in (0.0, *(2.0*
 
 @dataclass(frozen=True)
 class Cast(Precision):
-    """``cast(fp16|bf16|fp8|e3m0)``."""
+    """``cast(fp16|bf16|fp8|e3m0)``: each value in a smaller floating-point format."""
 
     format: str = "fp16"
     feedback: bool | float | str | None = None

@@ -22,7 +22,7 @@ from hocket.errors import HocketError
 
 @dataclass(frozen=True)
 class Chain(Codec):
-    """A selection followed by a precision."""
+    """``topk(0.01) | qsgd(4)``: a selection of values, and the precision in which they are sent."""
 
     first: Selection
     second: Precision

@@ -42,7 +42,7 @@ class _Fastest(TopK):
 
 @dataclass(frozen=True)
 class DeMo(Compressor):
-    """``demo(k=32, decay=0.999, sign=True)``."""
+    """``demo(k=32, decay=0.999, sign=True)``: the ``k`` largest frequencies of each chunk of the momentum."""
 
     k: int = 32
     decay: float = 0.999

@@ -32,7 +32,7 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class LowRank(Codec):
-    """``lowrank(matrix_rank)``."""
+    """``lowrank(matrix_rank)`` (PowerSGD): matrices as products of two narrow ones."""
 
     matrix_rank: int = 2
     feedback: bool | float | str | None = None

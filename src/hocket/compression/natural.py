@@ -22,7 +22,7 @@ from hocket.noise import bits
 
 @dataclass(frozen=True)
 class Natural(Precision):
-    """``natural``."""
+    """``natural``: each value rounded at random to a power of two."""
 
     name: ClassVar[str] = "natural"
     biased: ClassVar[bool] = False

@@ -12,7 +12,7 @@ from hocket.compression.base import Compressor, Context, Heard, MeanChannel, Sta
 
 @dataclass(frozen=True)
 class NoCompression(Compressor):
-    """The plain mean."""
+    """``none``: values as they are."""
 
     name: ClassVar[str] = "none"
     biased: ClassVar[bool] = False

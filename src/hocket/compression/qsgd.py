@@ -25,7 +25,7 @@ from hocket.noise import uniform
 
 @dataclass(frozen=True)
 class QSGD(Precision):
-    """``qsgd(bits, block=512)``."""
+    """``qsgd(bits, block=512)``: each value rounded at random to one of the levels of its block."""
 
     bits: int = 4
     block: int = 512

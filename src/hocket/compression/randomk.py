@@ -21,7 +21,7 @@ from hocket.noise import fold
 
 @dataclass(frozen=True)
 class RandomK(Selection):
-    """``randomk(density)``."""
+    """``randomk(density)``: values at random indices, the same on all workers."""
 
     density: float = 0.01
     unbiased: bool = False

@@ -27,7 +27,7 @@ from hocket.noise import bits
 
 @dataclass(frozen=True)
 class Sign(Precision):
-    """``sign``, ``sign(vote=True)``."""
+    """``sign``: the sign of each value and the mean magnitude of its block; ``sign(vote=True)``: the majority of signs."""
 
     vote: bool = False
     feedback: bool | float | str | None = None
@@ -39,7 +39,9 @@ class Sign(Precision):
         flag(self.vote, "sign", "vote")
         check_feedback(self.feedback, "sign")
         if self.vote and self.feedback == "ef21":
-            raise HocketError("sign(vote=True, feedback=ef21): EF21 adds up means, and a vote is none; leave one of the two out.")
+            raise HocketError(
+                "sign(vote=True, feedback=ef21): EF21 adds up means, but a vote is not a mean; leave one of the two out."
+            )
         if not isinstance(self.block, int) or isinstance(self.block, bool) or self.block < 8:
             raise HocketError(f"sign(block={self.block!r}): the block must be a whole number of at least 8 values, such as 512.")
 

@@ -22,7 +22,7 @@ from hocket.noise import uniform
 
 @dataclass(frozen=True)
 class Ternary(Precision):
-    """``ternary``."""
+    """``ternary``: each value rounded at random to −1, 0 or 1 times the largest magnitude."""
 
     name: ClassVar[str] = "ternary"
     biased: ClassVar[bool] = False

@@ -30,7 +30,7 @@ from hocket.compression.kernels import select_kernels
 from hocket.errors import HocketError
 
 STATIC_KEEPS = 0.05
-"""The share of the values that a static threshold is thought to send where nothing is known of them: what the source study saw."""
+"""The share of values that a static threshold is assumed to send where the values are not known, as in the source study."""
 
 
 @dataclass(frozen=True)

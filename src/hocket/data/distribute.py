@@ -29,11 +29,11 @@ from hocket.data.shards.stream import ShardStream
 from hocket.errors import HocketError
 
 
-class Dealer:
-    """Numbers of batches for whoever asks: all workers share a count on ``store``, of which ``dealt`` were given before.
+class BatchDispatcher:
+    """Gives each worker that asks the next number of a batch: all workers share a count on ``store``, which begins at ``dealt``.
 
     >>> store = torch.distributed.HashStore()
-    >>> one, other = Dealer(store, "pass", 0), Dealer(store, "pass", 2)
+    >>> one, other = BatchDispatcher(store, "pass", 0), BatchDispatcher(store, "pass", 2)
     >>> one(), other(), one(), one.dealt
     (2, 3, 4, 5)
     """
@@ -55,14 +55,14 @@ class Dealer:
 @dataclass(eq=False)
 class Iteration:
     """One pass over a loader of this ``kind``: its epoch, and how many batches it has given to this worker; to all of them, where
-    there is a ``dealer``."""
+    there is a ``dispatcher``."""
 
     kind: str
     epoch: int
     batches: int = 0
     again: int = 0
     """How many passes of this kind and epoch came before."""
-    dealer: Dealer | None = None
+    dispatcher: BatchDispatcher | None = None
     workers: int = 0
     """How many workers it is distributed to."""
     before: tuple[tuple[int, int], ...] = ()
@@ -74,14 +74,14 @@ class Iteration:
             self.before, self.batches = (*self.before, (self.workers, self.batches)), 0
         self.workers = workers
 
-    def by_demand(self, store: Store) -> Dealer:
+    def by_demand(self, store: Store) -> BatchDispatcher:
         """Deal the batches by demand from here on."""
-        self.dealer = Dealer(store, f"{self.kind}/{self.epoch}/{self.again}", self.batches)
-        return self.dealer
+        self.dispatcher = BatchDispatcher(store, f"{self.kind}/{self.epoch}/{self.again}", self.batches)
+        return self.dispatcher
 
     def state(self) -> list[Any]:
-        dealt = self.dealer is not None  # numbers of batches mean the same whoever takes them
-        given = self.batches if self.dealer is None else self.dealer.dealt
+        dealt = self.dispatcher is not None  # numbers of batches mean the same whoever takes them
+        given = self.batches if self.dispatcher is None else self.dispatcher.dealt
         return [self.kind, self.epoch, given, 0 if dealt else self.workers, [list(part) for part in self.before]]
 
     @classmethod

@@ -45,7 +45,7 @@ def owners(text: str, labels: Tensor | None, workers: int, seed: int) -> Tensor 
         return None
     kind, value = _parsed(text)
     if labels is None:
-        raise HocketError(f"The partition {text} goes by labels, and these data have none that are whole numbers: use iid.")
+        raise HocketError(f"The partition {text} divides data by label, but these labels are not whole numbers: use iid.")
     generator = np.random.default_rng(noise.fold(seed, 0x0B5E))
     order = generator.permutation(len(labels))
     by_label = order[np.argsort(labels.numpy()[order], kind="stable")]

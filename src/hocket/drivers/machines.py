@@ -34,8 +34,8 @@ _GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """One place, as its agent describes it."""
+class Location:
+    """Where one worker runs, as its agent describes it."""
 
     network: str
     """Equal for places that reach each other on loopback."""
@@ -59,7 +59,7 @@ class Machines(ABC):
     assigns_gpus = False
     """Whether a process sees only the GPU that is its own."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[Location]) -> None:
         self.places = list(places)
 
     @property
@@ -110,7 +110,7 @@ class Fixed(Machines):
     """Machines of these names, for examples."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__([Place(name, name, "") for name in names])
+        super().__init__([Location(name, name, "") for name in names])
 
     def start(self, place: int, arguments: Sequence[str], environ: Mapping[str, str]) -> Any:
         raise NotImplementedError
@@ -127,7 +127,7 @@ class Agent:
 
     def __init__(self, address: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hocket-")
-        self.place = Place(own_network(), address, self._folder.name)
+        self.place = Location(own_network(), address, self._folder.name)
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._lines: dict[str, list[str]] = {}
         self._readers: dict[str, threading.Thread] = {}
@@ -273,7 +273,7 @@ class ThisMachine(Machines):
     """All on this machine, as children of this process, in a folder of the supervisor's."""
 
     def __init__(self) -> None:
-        super().__init__([Place(own_network(), "127.0.0.1", "")])
+        super().__init__([Location(own_network(), "127.0.0.1", "")])
 
     def start(self, place: int, arguments: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
         return start_here(arguments, environ)

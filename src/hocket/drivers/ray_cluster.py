@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from hocket.drivers.machines import LOST, Agent, Machines, Place, RemoteProcess, own_network
+from hocket.drivers.machines import LOST, Agent, Location, Machines, RemoteProcess, own_network
 from hocket.errors import HocketError
 
 _ROOM_S = 60.0
@@ -28,7 +28,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError:
-        raise HocketError("--launcher ray needs the package ray: pip install 'hocket[ray]'.") from None
+        raise HocketError("The launcher ray needs the package ray: pip install 'hocket[ray]'.") from None
     return ray
 
 
@@ -110,7 +110,7 @@ class AgentActor:
             os.chdir(folder)
         self._agent = Agent(address)
 
-    def place(self) -> Place:
+    def place(self) -> Location:
         return self._agent.place
 
     def free_port(self) -> int:
@@ -138,7 +138,7 @@ class RayMachines(Machines):
     def __init__(self, ray: Any, workers: int, what: str, gpus: bool = False) -> None:
         self._ray, self._names = ray, itertools.count()
         self._group = _room(ray, workers, what, gpus)
-        self._own = Place(own_network(), ray.util.get_node_ip_address(), "")
+        self._own = Location(own_network(), ray.util.get_node_ip_address(), "")
         actor = ray.remote(max_restarts=-1, max_task_retries=-1)(AgentActor)  # what is asked of it meanwhile waits for the next one
         self.actors = []
         for number in range(workers):
@@ -205,12 +205,14 @@ def _room(ray: Any, workers: int, what: str, gpus: bool) -> Any:
         if there < workers:
             raise HocketError(
                 f"{what} needs {workers} {name}s, one per worker, and the Ray cluster has {there}: add machines with "
-                f"`ray start --address=HEAD:6379`, or give fewer --workers."
+                f"`ray start --address=HEAD:6379`, or use fewer workers."
             )
     group = ray.util.placement_group([bundle] * workers, strategy="PACK")
     if not group.wait(timeout_seconds=_ROOM_S):
         ray.util.remove_placement_group(group)
-        raise HocketError(f"{what} found no room in the Ray cluster for {_ROOM_S:.0f} s: others use it; `ray status` says who.")
+        raise HocketError(
+            f"{what} waited {_ROOM_S:.0f} s for free CPUs or GPUs of the Ray cluster: others use them; `ray status` lists them."
+        )
     return group
 
 

@@ -99,8 +99,8 @@ def read_whole(path: Path) -> list[dict[str, Any]]:
     starts = [event for event in events if event["event"] == "start"]
     if len(starts) != 1 or starts[0].get("restored") or starts[0].get("resumed"):
         raise HocketError(
-            f"{path}: this process went on from a snapshot or in the place of one that died, and what was on disk is not recorded; "
-            "only runs without restarts are replayed."
+            f"{path}: this process began from a snapshot or replaced one that died, and a recording does not hold what was on "
+            "disk; replay a run without restarts."
         )
     return events
 

@@ -158,7 +158,10 @@ class ReplayLink:
         if event is None:
             raise _Abandoned  # the process was killed here
         if event["event"] == "end":
-            raise HocketError(f"The recording does not replay: worker {self.worker} had left by now.")
+            raise HocketError(
+                f"The recording does not replay: worker {self.worker} had ended by then. Replay with the code, "
+                "model and data of the recorded run."
+            )
         return event
 
 

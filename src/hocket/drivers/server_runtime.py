@@ -24,7 +24,7 @@ from hocket.programs.server.worker import ServerWorker
 from hocket.transport import Caller, Envelope, Keys, Kind
 
 STATUS_S = 5.0
-"""A shard has so long to say where it stands."""
+"""The seconds in which a shard must answer a request for its status."""
 _BEAT_S = 1.0
 
 
@@ -70,7 +70,9 @@ class ServerRuntime(WorkerRuntime):
         self.program = ServerWorker(config)
         shards = len(self.program.links)
         if len(addresses) != shards:
-            raise HocketError(f"{config.strategy} has {shards} shards, but {len(addresses)} addresses are given.")
+            raise HocketError(
+                f"{config.strategy} has {shards} shards, but {len(addresses)} addresses are given; give one address per shard."
+            )
         super().__init__(config.worker, record)
         self.config, self.addresses = config, list(addresses)
         self._job, self._keys, self._bytes = job, keys, link_bytes(config.strategy, config.layout)

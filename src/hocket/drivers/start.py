@@ -24,7 +24,7 @@ from hocket.errors import HocketError
 from hocket.programs.server.wire import job_id
 
 ENDS_WITH = "HOCKET_ENDS_WITH"
-"""The environment variable with the process id of whoever started this process, which ends with it."""
+"""The environment variable with the id of the process that started this one; this one ends with it."""
 JOB = "HOCKET_JOB"
 """The environment variable with the id of a job: other users can read a process's arguments, but not its environment."""
 _PR_SET_PDEATHSIG = 1
@@ -104,7 +104,7 @@ def given_job(default: bytes | None = None) -> bytes:
     """The id of the job that this process was given in its environment, which its own children do not inherit."""
     text = os.environ.pop(JOB, None)
     if text is None and default is None:
-        raise HocketError(f"There is no id of a job: set {JOB} to 32 hexadecimal digits, the same for all its processes.")
+        raise HocketError(f"The job has no id: set {JOB} to 32 hexadecimal digits, the same for all its processes.")
     return job_id(text) if text is not None else default or b""
 
 

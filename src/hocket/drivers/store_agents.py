@@ -29,14 +29,14 @@ from typing import Any
 import torch.distributed as dist
 
 from hocket.cluster.store import address_towards
-from hocket.drivers.machines import LOST, Agent, Machines, Place, RemoteProcess
+from hocket.drivers.machines import LOST, Agent, Location, Machines, RemoteProcess
 from hocket.drivers.start import JOB
 from hocket.errors import HocketError, WorkerLost
 
 _WAIT_S = 0.1
 _BEAT_S = 1.0
 SILENCE_S = 20.0
-"""An agent that was silent for so long is gone."""
+"""An agent that has been silent for these seconds counts as ended."""
 _END = "end"
 MODULES = ("hocket.supervisor.worker_process", "hocket.drivers.shard_process")
 """What an agent starts."""
@@ -65,7 +65,7 @@ class StoreAgent:
             while not over:
                 over = self.turn(_WAIT_S)
         except (RuntimeError, dist.DistError):
-            raise WorkerLost("The first process of the job is gone; its own output says why.") from None
+            raise WorkerLost("The first process of the job has ended; see its own output.") from None
         finally:
             self.agent.shutdown()
         self._store.set(f"over/{self._rank}", "")  # the first process keeps the store until all have read that it is over
@@ -80,7 +80,8 @@ class StoreAgent:
         signature, _, order = self._store.get(key).decode().partition(" ")
         if not hmac.compare_digest(signature, _signature(self._secret, key, order)):
             raise HocketError(
-                f"Process {self._rank} got an order that the first process has not signed; close the store's port to others."
+                f"Process {self._rank} received a command that the first process has not signed; block the store's port for other "
+                "users."
             )
         self._store.delete_key(key)
         self._next += 1
@@ -88,11 +89,18 @@ class StoreAgent:
 
     def _carry_out(self, what: str, *arguments: Any) -> bool:
         if what == "start" and arguments[1][:1] + arguments[1][1:2] not in [["-m", module] for module in MODULES]:
-            raise HocketError(f"Process {self._rank} was told to start {arguments[1][:2]}, which is no part of a run.")
+            raise HocketError(
+                f"Process {self._rank} received the command to start {arguments[1][:2]}, which is no process of a "
+                "run; install the same hocket on all machines."
+            )
         if what == "start" and not set(arguments[2]) <= _VARIABLES:
-            raise HocketError(f"Process {self._rank} was told to set {', '.join(sorted(set(arguments[2]) - _VARIABLES))}.")
+            raise HocketError(
+                f"Process {self._rank} received the command to set "
+                f"{', '.join(sorted(set(arguments[2]) - _VARIABLES))}, which no process of a run needs; install the same hocket "
+                "on all machines."
+            )
         if what not in (_END, *_ORDERS):
-            raise HocketError(f"Process {self._rank} was told to {what}, which is no order.")
+            raise HocketError(f"Process {self._rank} received the unknown command {what}; install the same hocket on all machines.")
         if what != _END:
             getattr(self.agent, what)(*arguments)
         return what == _END
@@ -157,11 +165,11 @@ class StoreMachines(Machines):
                 time.sleep(_WAIT_S)
 
 
-def _place(store: dist.Store, rank: int) -> Place:
+def _place(store: dist.Store, rank: int) -> Location:
     try:
-        return Place(*json.loads(store.get(f"place/{rank}")))
+        return Location(*json.loads(store.get(f"place/{rank}")))
     except (RuntimeError, dist.DistError):
-        raise HocketError(f"Process {rank} of the job did not tell where it is; its own output says why.") from None
+        raise HocketError(f"Process {rank} of the job has not reported its address; see its own output.") from None
 
 
 class OwnProcess(RemoteProcess):
@@ -209,7 +217,7 @@ def _read_secret(path: Path) -> bytes:
     named = path.parent == Path(tempfile.gettempdir()) and path.name.startswith(_PREFIX)
     private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
     if not (named and private and len(secret) == _SECRET_BYTES):
-        raise HocketError(f"{path} is no secret of a job of this user; close the store's port to others.")
+        raise HocketError(f"{path} is not the secret file of a job of this user; block the store's port for other users.")
     return secret
 
 

@@ -17,7 +17,7 @@ from hocket.cluster.heartbeat import boot_id
 from hocket.drivers.processes import Role, Supervisor
 from hocket.drivers.sockets import SocketDriver
 from hocket.drivers.start import address_of, announce, begin_child, given_job, input_closed, own_address, start_server
-from hocket.errors import HocketError, WorkerLost
+from hocket.errors import HocketError, SettingError, WorkerLost
 from hocket.programs.summation import LIVENESS_TIMEOUT_S, QUEUE, SILENCE_S, SummationServer, SummationWorker
 from hocket.strategy import Strategy
 from hocket.transport import Caller, Keys, Listener
@@ -35,7 +35,8 @@ def _bind(cluster: Cluster) -> str:
         return "127.0.0.1"
     if cluster.keys is None:
         raise HocketError(
-            "Servers that sum talk between machines here, and want keys: make them with `hocket keys FILE`, init(keys=FILE)."
+            "Summation servers send messages between machines here and need keys: make them with `hocket keys FILE` and give them "
+            "to hocket.init(keys=FILE)."
         )
     return own_address()
 
@@ -66,7 +67,8 @@ class SummationClient(SocketDriver):
             for child in self._children:
                 if child.poll() is not None:
                     raise WorkerLost(
-                        f"A server that sums, started by worker {self.program.worker}, ended with exit code {child.returncode}."
+                        f"The summation server that worker {self.program.worker} started ended with exit code {child.returncode}; "
+                        "see its own output."
                     )
         if flat.data_ptr() != rows.data_ptr():
             rows[0].copy_(flat)
@@ -87,7 +89,7 @@ class Summation:
     ) -> None:
         """``spare`` names servers that run already, on machines of their own, and ``job`` the id that they were given."""
         if cluster.rows != 1:
-            raise HocketError("Servers that sum serve one worker per process; leave --processes out.")
+            raise SettingError("Summation servers need one worker per process; leave <processes> out.")
         self._stop = threading.Event()
         worker = cluster.workers.start
         # Worker 0 chooses the id of the job.

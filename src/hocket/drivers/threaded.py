@@ -20,7 +20,7 @@ from hocket.errors import HocketError
 from hocket.programs.base import Effect, Effects
 
 _WAIT_S = 0.1
-"""A wait looks so often whether the thread has failed; it also bounds how long an interruption takes."""
+"""The seconds between two checks, while waiting, whether the thread has failed; an interruption takes no longer."""
 _TURN_S = 0.5
 
 

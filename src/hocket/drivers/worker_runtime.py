@@ -18,7 +18,7 @@ from hocket.errors import HocketError
 from hocket.programs.account import Account, entry_of, steps_of
 
 REDIAL_S = 3.0
-"""A connection that acknowledges nothing for so long is made anew."""
+"""A connection without acknowledgements for these seconds is closed and opened again."""
 
 
 class WorkerRuntime(ABC):

@@ -40,7 +40,7 @@ class HocketAccelerator:
     def __init__(
         self, accelerator: Accelerator, strategy: str | Strategy = "bulk + allreduce", seed: int = 0, **options: Any
     ) -> None:
-        """``options`` go to :func:`hocket.parallelize` (``buckets``, ``check``, ``nonfinite``, ``steps``)."""
+        """``options`` go to :func:`hocket.parallelize` (``buckets``, ``check``, ``steps``)."""
         if accelerator.distributed_type not in _ALLOWED:
             raise HocketError(
                 f"The Accelerator is set up for {accelerator.distributed_type.value}, which exchanges by itself; start plain "

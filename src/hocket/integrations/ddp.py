@@ -65,7 +65,7 @@ def run_hook(state: "DdpCode", bucket: dist.GradBucket) -> Future[Tensor]:
 def _refuse(strategy: Strategy) -> None:
     if strategy.runtime != "collective" or not strategy.keeps_replicas_equal or strategy.weights:
         raise HocketError(
-            f"{strategy} is no exchange of gradients in every step, which is what DDP makes; use a code alone, such as "
+            f"DDP exchanges gradients in every step, but {strategy} does not; use a code alone, such as "
             "'topk(0.01) | qsgd(4)', or hocket.parallelize instead of DDP."
         )
     if strategy.topology.sums_on_servers or strategy.exchanged == "momentum":
@@ -169,7 +169,7 @@ class DdpCode:
         if id(p) not in self._numbers:
             if self._complete:
                 raise HocketError(
-                    "This hook has the gradients of another model already; give each DDP model a hocket.ddp_hook(…) of its own."
+                    "This hook exchanges the gradients of another model; give each DDP model a hocket.ddp_hook(…) of its own."
                 )
             number, size = len(self._numbers), p.numel() * (2 if p.is_complex() else 1)
             if self._sizes.setdefault(number, size) != size:

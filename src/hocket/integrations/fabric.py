@@ -28,13 +28,13 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E
 class FabricHocketStrategy(DDPStrategy):
     """Any strategy of Hocket whose workers step together, for Lightning Fabric.
 
-    ``options`` go to :func:`hocket.parallelize` (``accumulate``, ``buckets``, ``check``, ``nonfinite``, ``steps``), or to Fabric's
+    ``options`` go to :func:`hocket.parallelize` (``accumulate``, ``buckets``, ``check``, ``steps``), or to Fabric's
     ``DDPStrategy``.
     """
 
     def __init__(self, strategy: str | Strategy = "bulk + allreduce", seed: int = 0, **options: Any) -> None:
         self.hocket, self.seed = together(strategy, "Fabric"), seed
-        known = ("accumulate", "buckets", "check", "nonfinite", "steps")
+        known = ("accumulate", "buckets", "check", "steps")
         self._options = {name: options.pop(name) for name in known if name in options}
         super().__init__(**options)
         self._backward_sync_control = _Accumulation(self._options.get("accumulate", 1))
@@ -43,7 +43,7 @@ class FabricHocketStrategy(DDPStrategy):
     def summary(self) -> dict[str, Any]:
         """Seconds and bytes of this worker (:meth:`hocket.Job.summary`)."""
         if not self.replicas.jobs:
-            raise HocketError("There is nothing to sum up before fabric.setup(model, optimizer).")
+            raise HocketError("summary() has no figures yet; call it after fabric.setup(model, optimizer).")
         return self.replicas.jobs[0].summary()
 
     def finish(self) -> None:

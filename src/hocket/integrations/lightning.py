@@ -46,7 +46,7 @@ _OF_DDP = (
 class HocketStrategy(DDPStrategy):
     """Any strategy of Hocket whose workers step together, as a strategy of Lightning's ``Trainer``.
 
-    ``options`` go to :func:`hocket.parallelize` (``buckets``, ``check``, ``nonfinite``; ``accumulate`` under manual optimisation
+    ``options`` go to :func:`hocket.parallelize` (``buckets``, ``check``; ``accumulate`` under manual optimisation
     alone), or to Lightning's ``DDPStrategy`` (``process_group_backend``, ``start_method``, ``timeout``, ``checkpoint_io``, …).
     """
 
@@ -55,7 +55,7 @@ class HocketStrategy(DDPStrategy):
     def __init__(self, strategy: str | Strategy = "bulk + allreduce", seed: int = 0, **options: Any) -> None:
         self.hocket = together(strategy, "Lightning")
         self.seed = seed
-        self._options = {name: options.pop(name) for name in ("buckets", "check", "nonfinite", "accumulate") if name in options}
+        self._options = {name: options.pop(name) for name in ("buckets", "check", "accumulate") if name in options}
         if named := [name for name in _OF_DDP if name in options]:
             raise HocketError(f"{named[0]}= is for models wrapped in DDP, and Hocket wraps none; leave it out.")
         super().__init__(**options)
@@ -66,7 +66,7 @@ class HocketStrategy(DDPStrategy):
         """Seconds and bytes of this worker (:meth:`hocket.Job.summary`); with several optimisers, of the first."""
         found = [job.summary() for job in self.replicas.jobs] or self._summary
         if not found:
-            raise HocketError("There is nothing to sum up before trainer.fit(…).")
+            raise HocketError("summary() has no figures yet; call it after trainer.fit(…).")
         return found[0]
 
     # --- set-up --------------------------------------------------------------------------------------------------------------

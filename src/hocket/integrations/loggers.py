@@ -37,9 +37,9 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in metrics.items():
         if name == "staleness" and value:
-            ages = {int(age): count for age, count in value.items()}
-            found["staleness/mean"] = sum(age * count for age, count in ages.items()) / max(1, sum(ages.values()))
-            found["staleness/max"] = float(max(ages))
+            staleness = {int(updates): count for updates, count in value.items()}
+            found["staleness/mean"] = sum(updates * count for updates, count in staleness.items()) / max(1, sum(staleness.values()))
+            found["staleness/max"] = float(max(staleness))
         elif name == "step_times" and value and value.get("p50_s"):
             found |= {"step_s/fastest": min(value["p50_s"]), "step_s/slowest": max(value["p50_s"])}
             found["step_s/slowest_worker"] = float(value["slowest"])

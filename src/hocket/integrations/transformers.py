@@ -33,7 +33,7 @@ FILE = "hocket.pt"
 def attach(trainer: Trainer, strategy: str | Strategy = "bulk + allreduce", seed: int = 0, **options: Any) -> HocketCallback:
     """Train with ``strategy``; the callback has the ``job`` while ``train()`` runs and its ``summary()`` afterwards.
 
-    ``options`` go to :func:`hocket.parallelize` (``buckets``, ``check``, ``nonfinite``).
+    ``options`` go to :func:`hocket.parallelize` (``buckets``, ``check``).
     """
     args = trainer.args
     for name, on in {"DeepSpeed": trainer.is_deepspeed_enabled, "FSDP": trainer.is_fsdp_enabled}.items():
@@ -46,7 +46,7 @@ def attach(trainer: Trainer, strategy: str | Strategy = "bulk + allreduce", seed
     parallel = HocketAccelerator(trainer.accelerator, strategy, seed, **options)
     if args.max_grad_norm and parallel.strategy.compression.gives_signs:
         raise HocketError(
-            f"max_grad_norm={args.max_grad_norm}: {strategy} gives signs, which are not clipped; say max_grad_norm=0."
+            f"max_grad_norm={args.max_grad_norm}: {strategy} gives signs, which cannot be clipped; use max_grad_norm=0."
         )
     callback = HocketCallback(trainer, parallel)
     trainer.add_callback(callback)

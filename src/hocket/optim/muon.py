@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from hocket.errors import HocketError
+from hocket.optim.layers import check_options
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -51,11 +52,8 @@ class Muon(Optimizer):
         eps: float = 1e-8,
         matrices: Iterable[int] | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("rest_lr", lr if rest_lr is None else rest_lr), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise HocketError(f"Muon: {name} must not be negative; got {value}.")
-        if not 0 <= momentum < 1:
-            raise HocketError(f"Muon: the momentum must be at least 0 and below 1; got {momentum}.")
+        rates = {"lr": lr, "rest_lr": lr if rest_lr is None else rest_lr, "weight_decay": weight_decay}
+        check_options("Muon", rates, {"momentum": momentum})
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "betas": betas, "eps": eps}
         if isinstance(params, nn.Module):
             matrices = hidden_matrices(params) if matrices is None else matrices

@@ -39,7 +39,7 @@ CANDIDATES = (
 CLOCK_ERROR = 0.25
 """By how much predicted seconds may be wrong: 45 of 52 measured configurations were within (docs/results/prediction.md)."""
 SIMPLER = 1.1
-"""Plain DDP is advised unless another strategy is so many times better."""
+"""Plain DDP is advised unless another strategy is this many times better."""
 MOST_EPOCHS, FEWEST_EPOCHS = 16, 4
 
 
@@ -84,7 +84,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer, and all that it rests on."""
+    """The advised strategy, with the trainings and predictions that it is based on."""
 
     answer: str
     reasons: tuple[str, ...]
@@ -103,7 +103,7 @@ class Advice:
 
     @property
     def legend(self) -> str:
-        """What the figures rest on."""
+        """What the figures are based on."""
         return (
             f"{self.about}. Goal: {self.goal}. seconds: until then on {self.cluster.name}, predicted; the range over seeds, "
             f"± {CLOCK_ERROR:.0%} for the clock. exchange: its share of a step. Longer trainings may rank strategies otherwise."
@@ -207,7 +207,10 @@ def _check(spec: ClusterSpec, workers: int, goal: Goal, data: DataSet, later_epo
     if goal.cheapest and not spec.price:
         raise HocketError(f"The cluster {spec.name} has no price; write one into its file, or leave 'cheapest' out.")
     if data.test is None:
-        raise HocketError(f"Data set '{data.name}' has no test part to compare strategies by; give it one.")
+        raise HocketError(
+            f"Data set '{data.name}' has no test part, on which strategies are compared; return the pair (train, "
+            "test) from its factory."
+        )
 
 
 def _with_seeds(race: Race, entrant: Entrant, seeds: int) -> list[Curve]:

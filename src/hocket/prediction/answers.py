@@ -10,7 +10,7 @@ from hocket.cluster.spec import ClusterSpec
 from hocket.prediction.steps import Prediction
 
 PAYS = 1.1
-"""More workers pay if they give so many times as many samples per second as fewer did."""
+"""More workers pay if samples per second grow at least by this factor."""
 IDEAL: dict[str, dict[str, object]] = {
     "the bandwidth of the links": {"bandwidth": math.inf},
     "the latency of the links and the cost of messages": {"latency_s": 0.0, "message_s": 0.0, "exchange_s": 0.0},

@@ -148,7 +148,7 @@ def _size(
     model: Any, parameters: float | None, step_s: float | None, batch_size: int, batch: Any, loss: Any, data: Any
 ) -> ModelSize:
     if step_s is not None and not step_s > 0:
-        raise HocketError(f"step_s={step_s}: a step takes more than 0 seconds.")
+        raise HocketError(f"step_s={step_s}: give the seconds of a step, above 0.")
     if batch_size < 1:
         raise HocketError(f"batch_size={batch_size}: a mini-batch has at least one sample.")
     if (model is None) == (parameters is None):

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hocket.errors import HocketError
+from hocket.errors import SettingError
 
 if TYPE_CHECKING:
     from hocket.prediction.api import Predictions
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def chart(found: Predictions, path: Path) -> None:
     """Draw it as a PNG file, where matplotlib is installed."""
     if path.suffix != ".png":
-        raise HocketError(f"--chart {path}: a chart is a .png file; end its name so.")
+        raise SettingError("<chart>: a chart is a PNG file; give it a name that ends in .png.", chart=path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise HocketError(f"--chart {path} needs matplotlib; install hocket[plot], or leave it out.")
+        raise SettingError("<chart> needs matplotlib; install hocket[plot], or leave it out.", chart=path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -38,4 +38,4 @@ def chart(found: Predictions, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise HocketError(f"--chart {path} cannot be written ({error.strerror}): choose another place.") from None
+        raise SettingError(f"<chart> cannot be written ({error.strerror}): choose another place.", chart=path) from None

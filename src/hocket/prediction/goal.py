@@ -45,7 +45,7 @@ class Goal:
             name, match = next(((n, m) for n, form in _FORMS.items() if (m := form.fullmatch(part))), (None, None))
             if name is None or match is None:
                 raise HocketError(
-                    f"The goal '{part}' is not known; say 'within 1 point' (of bulk), '70% soonest', 'loss 1.5 soonest', "
+                    f"The goal '{part}' is not known; use 'within 1 point' (of bulk), '70% soonest', 'loss 1.5 soonest', "
                     "'cheapest' or 'fits 16GB', with commas between several."
                 )
             if name == "memory":

@@ -49,7 +49,9 @@ def step_split(
     if processes % split:
         raise HocketError(f"{processes} processes do not divide into replicas of {mesh} ({split} processes each).")
     if strategy.runtime != "collective":
-        raise HocketError(f"{strategy}: between split replicas only strategies whose workers step together are predicted.")
+        raise HocketError(
+            f"{strategy}: between split replicas only strategies whose workers step together are predicted; use bulk, for example."
+        )
     own = of_size(size.parameters / split, size.batch_size, layers=max(1, size.layers // mesh.pipeline)) if split > 1 else size
     step_s, sent = _inside(mesh, pipeline, size, spec) if split > 1 else (size.seconds(spec), 0.0)
     layout = layout_for(own.module, own.optimizer(lambda params: type(template)(params, lr=0.1)), strategy)

@@ -50,7 +50,9 @@ def outlook(race: Race, strategy: str, lr: float, epochs: int, workers: int, sam
     trained = race.settings.workers.count
     counts = [trained // 2, trained] if trained >= 4 else [trained]
     if workers != trained and len(counts) == 1:
-        raise HocketError(f"workers={trained}: the law needs at least 4 to say something of {workers}; try with 4 or more.")
+        raise HocketError(
+            f"workers={trained}: the law needs trainings with at least 4 workers to predict {workers}; use 4 or more."
+        )
     trainings = [t for n in counts for t in _trainings(race, strategy, lr, n)]
     law = fit(trainings)
     steps = max(1, epochs * samples // (workers * race.settings.data.batch_size))

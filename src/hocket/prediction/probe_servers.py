@@ -67,7 +67,7 @@ def costs(small: Exchanged, whole: Exchanged) -> tuple[float, float, float, floa
 
 def _measured(cluster: Cluster, modules: tuple[nn.Module, nn.Module], factory: Factory, limit_s: float) -> list[Exchanged]:
     strategy = Strategy.parse("async + server")
-    keys = getattr(cluster, "keys", None)
+    keys = cluster.keys
     started: list[tuple[nn.Module, Any, bytes]] = []
     try:
         for module in modules:  # both start at once

@@ -27,7 +27,7 @@ from hocket.train.runtimes.collective import CollectiveRuntime
 
 MOST, LEAST, WARM_UP = 40, 6, 2
 STRAGGLING = 0.1
-"""So large a share of the rounds, the slowest ones, counts as disturbed by something else."""
+"""The share of the rounds, the slowest ones, that counts as disturbed by other programs."""
 _BLOCK_S = 0.02
 """Threads that share a core take turns of some milliseconds: what is measured at a time lasts longer."""
 MOST_CONTENTION = 4.0

@@ -40,7 +40,8 @@ def what_if(rows: Sequence[Row], cluster: ClusterSpec) -> str:
             data.append(_grid(own, size, cluster))
     if not blocks:
         raise HocketError(
-            "No run here has what a prediction needs: seconds of computing, and strategies whose workers step together."
+            "No run here has what a prediction needs (seconds of computing, and a strategy whose workers step together); name "
+            "other runs."
         )
     script = files("hocket.report").joinpath("whatif.js").read_text(encoding="utf-8")
     written = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,6 +1,6 @@
 """A worker's own figures: where its seconds went, how many bytes it sent and received. They travel with every push.
 
-*Wait* is how long shards held an answer back while the worker stood still; the rest of standing still is *transfer*; what moved
+*Wait* is how long shards held an answer back while the worker waited; the rest of that time is *transfer*; what moved
 while the worker computed is *hidden*. Bytes of both directions count at the worker, so that the sum over workers is what the job
 moved; joining, heartbeats and status requests do not count. Without servers a worker also counts the staleness of its gradients.
 """
@@ -16,7 +16,7 @@ from hocket.cluster.step_times import bin_of, described, percentile
 MAX_STALENESS = 4095
 """Staler gradients count as this stale, so that the histogram fits into a message."""
 STEP_TIMES = ("step_p50_s", "step_p99_s")
-"""What a worker tells of how long its steps compute."""
+"""The percentiles of a worker's computing time per step."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Account:
     steps: dict[int, int] = field(default_factory=dict)
     """How many steps computed for how long: a histogram of :mod:`hocket.cluster.step_times`."""
     step_ended: float | None = None
-    stood_s: float = 0.0
+    stalled_s: float = 0.0
     """Wait and transfer when the last step ended."""
     begun: float | None = None
     paused: float | None = None
@@ -64,7 +64,7 @@ class Account:
         self.paused = None
 
     def stalled(self, blocked_s: float, held_s: float, hidden_s: float) -> None:
-        """One exchange has ended: the worker stood still for ``blocked_s``, shards held the answer back for ``held_s``."""
+        """One exchange has ended: the worker waited for it for ``blocked_s``, shards held the answer back for ``held_s``."""
         wait = min(held_s, blocked_s)
         self.wait_s += wait
         self.transfer_s += blocked_s - wait
@@ -72,12 +72,12 @@ class Account:
         self.exchanges += 1
 
     def end_step(self, now: float) -> None:
-        """A step has ended; what it did not stand still it computed."""
-        stood = self.wait_s + self.transfer_s
+        """A step has ended; the time in which the worker did not wait for exchanges it computed."""
+        stalled = self.wait_s + self.transfer_s
         if self.step_ended is not None:
-            place = bin_of(now - self.step_ended - (stood - self.stood_s))
+            place = bin_of(now - self.step_ended - (stalled - self.stalled_s))
             self.steps[place] = self.steps.get(place, 0) + 1
-        self.step_ended, self.stood_s = now, stood
+        self.step_ended, self.stalled_s = now, stalled
 
     def add_loss(self, loss: float) -> None:
         self.loss += loss
@@ -130,7 +130,7 @@ _SECONDS = ("seconds", "wait_s", "transfer_s", "transfer_hidden_s")
 
 
 def entry_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]] | None = None) -> tuple[Entry, float | None]:
-    """Everybody's accounts as an entry of the ledger, and the mean loss, since those of ``before``.
+    """The accounts of all workers as an entry of the ledger, and the mean loss, since those of ``before``.
 
     >>> one, other = {"seconds": 3.0, "wait_s": 1.0, "bytes_sent": 5, "loss": 4.0, "losses": 2}, {"seconds": 5.0}
     >>> entry, loss = entry_of({"0": one, "1": other})

@@ -32,7 +32,7 @@ from hocket.sync import Moment, Sync
 from hocket.topology import AllReduce
 
 _WATCHED = 4
-"""In so many steps a loop shows whether it discards gradients."""
+"""The number of steps after which it is known whether a loop discards gradients."""
 
 
 class Momentum(Protocol):

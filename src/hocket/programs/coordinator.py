@@ -123,7 +123,7 @@ class Coordinator(Service):
     def _hello(self, peer: bytes, message: Envelope) -> None:
         worker, incarnation, address = message.sender, whole(message.metadata["incarnation"]), message.metadata["address"]
         if not isinstance(address, str) or len(address) > _MAX_ADDRESS:
-            raise ValueError("it says no address")
+            raise ValueError("it names no address")
         parts_of(address)
         member = self._members.get(worker)
         if member is None or incarnation > member.incarnation:

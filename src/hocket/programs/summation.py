@@ -219,10 +219,11 @@ class SummationWorker(Program):
             self._quiet[server] += gap
             if self._quiet[server] > self.silence_s:
                 where = self.addresses[server]
-                raise WorkerLost(f"The server at {where}, which sums, has given no sign of life for {self.silence_s:g} s.")
+                raise WorkerLost(f"The summation server at {where} has not answered for {self.silence_s:g} s; see its own output.")
         if self.now - self._heard > self.liveness_timeout_s:
             raise WorkerLost(
-                f"A summation server has not answered for {self.liveness_timeout_s:g} s; a worker or a server is lost."
+                f"A summation server has not answered for {self.liveness_timeout_s:g} s; a worker or a server has ended; see "
+                "their own output."
             )
         if self.now - self._asked >= _BEAT_S:
             self._asked = self.now

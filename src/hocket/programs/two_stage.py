@@ -98,7 +98,7 @@ class TwoStageProgram(CollectiveProgram):
 
     def discard_gradients(self) -> None:
         raise HocketError(
-            f"{self.strategy}: gradients were discarded with zero_grad() after they had begun to travel; make a step after each "
+            f"{self.strategy}: gradients were discarded with zero_grad() after their exchange had begun; make a step after each "
             "backward pass, or use bulk."
         )
 

@@ -45,7 +45,7 @@ class Report:
         chosen = next(iter(self.by_facet)) if facet is None else facet
         picture = charts.one(self.rows, chosen, chart)
         if picture is None:
-            raise HocketError(f"The runs of {chosen} recorded nothing for the chart '{chart}'; take another.")
+            raise HocketError(f"The runs of {chosen} recorded nothing for the chart '{chart}'; choose another.")
         return Chart(picture)
 
     def _repr_html_(self) -> str:

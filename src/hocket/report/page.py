@@ -26,7 +26,7 @@ from hocket.version import __version__
 _MOST_POINTS = 200
 _MOST_WORKERS = 256
 _SHOWN = NOT_CONFIGURATION | {"strategy", "workers", "virtual", "data", "model", "lr", "cluster", "spec"}
-"""Settings that the table shows, or that mean nothing to a reader."""
+"""Settings that are in the table already, or that do not help a reader."""
 
 
 def make_page(
@@ -309,8 +309,8 @@ def _sweep(found: dict[str, Any]) -> str:
         figures += [percent(accuracy)] if accuracy is not None else []
         shown.append(f"{name} ({', '.join(figures) or 'diverged'})")
     length = f", {found['epochs']} epochs each" if number(found.get("epochs")) else ""
-    lost = given if isinstance(given := found.get("given_up"), dict) else {}
-    ends = [f"{name} ({'diverged' if number(loss) is None else f'loss {plain(number(loss))}'})" for name, loss in lost.items()]
+    given_up = given if isinstance(given := found.get("given_up"), dict) else {}
+    ends = [f"{name} ({'diverged' if number(loss) is None else f'loss {plain(number(loss))}'})" for name, loss in given_up.items()]
     left = f"; given up after a whole training: {', '.join(ends)}" if ends else ""
     return f"{_said(found.get('chosen'))}; tried: {', '.join(shown)}{length}{left}"
 

@@ -206,8 +206,8 @@ def make_rows(runs: Iterable[RunRecord]) -> list[Row]:
 def _by_measure(rows: list[Row]) -> list[Row]:
     """Facets of text, and those without any accuracy, are compared by test loss."""
     text = {row.facet for row in rows if row.perplexity}
-    counted, lost = ({row.facet for row in rows if getattr(row, name)} for name in ("accuracy", "test_loss"))
-    by_loss = text | (lost - counted)
+    counted, by_test_loss = ({row.facet for row in rows if getattr(row, name)} for name in ("accuracy", "test_loss"))
+    by_loss = text | (by_test_loss - counted)
     return [replace(row, facet=replace(row.facet, by_loss=row.facet in by_loss)) for row in rows]
 
 

@@ -94,12 +94,14 @@ class Server(socketserver.ThreadingTCPServer):
 
 def _why_not(host: str, port: int, error: OSError) -> HocketError:
     if error.errno == errno.EADDRINUSE:
-        return SettingError("<port>: it is taken; choose another one, or 0 for any free one.", port=port)
+        return SettingError("<port>: another program uses this port; choose another one, or 0 for any free one.", port=port)
     if error.errno == errno.EADDRNOTAVAIL:
         return SettingError("<host>: this machine has no such address; choose one of its own, or leave it out.", host=host)
     if error.errno == errno.EACCES:
-        return SettingError("<port>: it needs other privileges; choose one above 1023, or 0 for any free one.", port=port)
-    return SettingError(f"<port>: it cannot be served on ({error.strerror}); choose another one.", port=port)
+        return SettingError(
+            "<port>: ports below 1024 need special privileges; choose one above 1023, or 0 for any free one.", port=port
+        )
+    return SettingError(f"<port>: this port cannot be used ({error.strerror}); choose another one.", port=port)
 
 
 class _Handler(BaseHTTPRequestHandler):

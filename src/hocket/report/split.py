@@ -95,8 +95,8 @@ def _figure(row: Row, measured: Measured, drawn: bool) -> str:
 
 
 def _words(row: Row, measured: Measured) -> list[str]:
-    pipe, micro, processes = row.settings.get("pipe"), row.settings.get("micro"), len(measured.timeline.rows)
-    parts = [f"schedule {pipe}"] * isinstance(pipe, str) + [f"{micro} micro-batches"] * (type(micro) is int)
+    pipe, num_microbatches, processes = row.settings.get("pipe"), row.settings.get("micro"), len(measured.timeline.rows)
+    parts = [f"schedule {pipe}"] * isinstance(pipe, str) + [f"{num_microbatches} micro-batches"] * (type(num_microbatches) is int)
     how = f" ({', '.join(parts)})" if parts else ""
     scale, unit = _unit(measured.timeline)
     bubble, communication = (percent(s).replace(" ", "\u00a0") for s in (measured.bubble_share, measured.communication_share))

@@ -27,7 +27,7 @@ from hocket.train.trial import try_batch
 
 @dataclass
 class SandblasterRun:
-    """What a run gave: ``metrics`` one dict per iteration (number 0: the first evaluation), the ``model``, and why it ``ended``.
+    """A run's result: ``metrics`` one dict per iteration (number 0: the first evaluation), the ``model``, and why it ``ended``.
 
     A dict holds ``iteration``, the ``loss`` reached, its ``accuracy`` and ``test_loss`` where there are
     test data, and what this iteration took:
@@ -77,7 +77,7 @@ class Sandblaster:
 
     The batch is cut into ``portions_per_worker`` portions for each of the ``workers``; ``backups`` gives out the last ones twice.
     ``static=True`` is the naive split to compare with: one portion each, no copies. ``exact=True`` makes the result the same bit
-    for bit, whoever computed what and however many shards there are, given the same number of portions.
+    for bit, whichever worker computed which portion and however many shards there are, given the same number of portions.
 
     :meth:`run` trains on virtual workers of ``cluster`` (a preset, a file or a ``ClusterSpec``). Those in ``deaths`` die at the
     given second, which the coordinator finds out ``notice_s`` later. :meth:`launch` trains on real processes.
@@ -142,7 +142,7 @@ class Sandblaster:
         return Objective(copy.deepcopy(self.model), self.loss, self.train, self.portions, self.prepare)
 
     def config(self, **more: Any) -> CoordinatorConfig:
-        """What the coordinator is told, on virtual workers and on processes."""
+        """The coordinator's configuration, on virtual workers and on processes."""
         return CoordinatorConfig(self.settings, len(self.portions), self.shards, self.backups, self.exact, **more)
 
     def world(self) -> VirtualWorld:

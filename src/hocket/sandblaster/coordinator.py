@@ -122,11 +122,11 @@ class Dispatch(Service):
                 self._lose(ticket)
         for number, shard in self._shards.items():
             if self.now - shard.seen > max(2 * self.config.liveness_timeout_s, self.config.shard_timeout_s):
-                raise ShardSilent(f"Shard {number} is silent: {self.config.remedy}.", number)
+                raise ShardSilent(f"Shard {number} does not answer: {self.config.remedy}.", number)
         if self._workers or self._dispenser is None or self._dispenser.complete:
             self._accompanied = self.now
         elif self.now - self._accompanied > JOIN_S:
-            raise WorkerLost(f"There has been no worker for {JOIN_S:g} s: {self.config.remedy}.")
+            raise WorkerLost(f"No worker has been connected for {JOIN_S:g} s: {self.config.remedy}.")
 
     # --- shards --------------------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Dispatch(Service):
         if message.kind == Kind.HELLO:
             address, incarnation = metadata["address"], whole(metadata["incarnation"])
             if not isinstance(address, str) or len(address) > _MAX_ADDRESS:
-                raise ValueError("it says no address")
+                raise ValueError("it names no address")
             if shard is None or incarnation > shard.incarnation:
                 self._restarted |= shard is not None
                 shard = self._shards[number] = _Peer(identity, self.now, address=address, incarnation=incarnation)
@@ -332,7 +332,7 @@ class SandblasterCoordinator(Dispatch):
         wanted = self.config.shards
         yield Until(lambda: len(self._shards) == wanted, self.now + JOIN_S)
         if len(self._shards) < wanted:
-            raise WorkerLost(f"Only {len(self._shards)} of {wanted} shards came within {JOIN_S:g} s: look at their output.")
+            raise WorkerLost(f"Only {len(self._shards)} of {wanted} shards connected within {JOIN_S:g} s: see their own output.")
         self._session, self._restarted = self._session + 1, False
         self._evaluation = self._session << _NUMBERS
         for shard in self._shards.values():

@@ -50,7 +50,7 @@ START_S = 60.0
 LEAVE_S = 5.0
 COORDINATOR_ROLE, SHARD, WORKER = "coordinator", "shard", "worker"
 SETTLE_S = 0.5
-"""A shard's end may be known a little later than that of a coordinator that could not do without it."""
+"""After the coordinator has ended, wait so long for the exit code of a shard, which may be the cause."""
 
 
 class ForkedProcess:
@@ -102,7 +102,7 @@ class SandblasterProcesses(Supervisor):
             return True
         codes = list(self.codes(WORKER).values())
         if all(codes):
-            raise WorkerLost(f"All workers ended, the last with code {codes[-1]}: look at their output.")
+            raise WorkerLost(f"All workers ended, the last with code {codes[-1]}: see their own output.")
         return False
 
     @property
@@ -206,7 +206,7 @@ def _start(processes: SandblasterProcesses, plan: Plan) -> None:
     deadline = time.monotonic() + START_S
     while not (plan.folder / LINK_FILE).exists():
         if processes.code is not None or time.monotonic() > deadline:
-            raise WorkerLost("The coordinator did not start: look at its output.")
+            raise WorkerLost("The coordinator did not start: see its own output.")
         time.sleep(0.02)
     processes.start(SHARD)
     processes.start(WORKER)

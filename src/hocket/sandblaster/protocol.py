@@ -26,7 +26,7 @@ COORDINATOR = -1
 """The number under which shards and workers reach the coordinator; shard i is number i."""
 BEAT_S = 0.5
 RETRY_S = 0.4
-"""An order that was sent so long ago and is not obeyed may be lost."""
+"""An order without an answer after these seconds is sent again: it may be lost."""
 RESEND_S = 5.0
 """The same for tensors; each repetition waits twice as long as the one before, for a link may be slow."""
 _HEADER_BYTES, _TENSOR_BYTES = 56, 9

@@ -92,7 +92,7 @@ class VectorShard:
             case "total", (str(a),):
                 v[a] = self._sum.total()
             case _:
-                raise HocketError(f"A shard knows no order {verb!r} with {o!r}: see hocket.sandblaster.vectors for those it knows.")
+                raise HocketError(f"A shard has no command {verb!r} with {o!r}: see hocket.sandblaster.vectors for those it has.")
         return []
 
     def _add_up(self, values: Tensor) -> Terms:

@@ -87,7 +87,9 @@ class VirtualWorld:
         self._tell, self._told = watch, 0
         while not self._finished:
             if not self.simulation.step():
-                raise WorkerLost("All virtual workers are dead, so the batch cannot be finished; let some of them live.")
+                raise WorkerLost(
+                    "All virtual workers have died, so the batch cannot be finished; leave at least one worker out of deaths=."
+                )
 
     # --- what happens --------------------------------------------------------------------------------------------------------
 

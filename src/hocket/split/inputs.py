@@ -97,7 +97,7 @@ def loss_in(output: Any, _: Any = None) -> Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(found, Tensor):
         raise HocketError(
-            "The model's output has no loss: give it labels among its inputs, or say what to minimise with "
+            "The model's output has no loss: give it labels among its inputs, or give what to minimise with "
             "pipeline=hocket.Pipeline(loss=…), a function of output and target."
         )
     return found

@@ -94,7 +94,10 @@ def materialize(
             value = part_of(parts or {}, names[key], tensor).take(full_state.pop(key)).to(device)
             if isinstance(tensor, nn.Parameter):
                 if weakref.getweakrefs(tensor):
-                    raise HocketError(f"{type(child).__name__} '{name}' watches its weights; build it without hocket.deferred().")
+                    raise HocketError(
+                        f"{type(child).__name__} '{name}' keeps a weak reference to its weights, which cannot be "
+                        "replaced; build it without hocket.deferred()."
+                    )
                 # The same object: optimisers and other modules that share it keep their reference.
                 torch.utils.swap_tensors(tensor, nn.Parameter(value, requires_grad=tensor.requires_grad))
             else:

@@ -49,7 +49,7 @@ class Mesh:
                 raise HocketError(f"Mesh({name}={value!r}): an axis has a whole number of processes, at least 1.")
         if self.plan is not None and self.tensor == 1:
             raise HocketError(
-                f"Mesh(plan=…) is about splitting operations, but the mesh {self} has no tensor axis; add tensor=2, for example."
+                f"Mesh(plan=…) is for operations that are split, but the mesh {self} has no tensor axis; add tensor=2, for example."
             )
 
     @classmethod

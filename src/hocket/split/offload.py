@@ -41,7 +41,7 @@ def offload(
 ) -> Offload:
     """Keep the weights and the optimiser state of ``model``'s blocks in slow memory, ``"disk"`` or ``"cpu"``.
 
-    The loop stays as it is; ``optimizer.step()`` does nothing, since every ``backward()`` has made the step. ``keep``
+    The training loop does not change; ``optimizer.step()`` does nothing, since every ``backward()`` has made the step. ``keep``
     blocks are in memory beside the one that computes. A model built under ``hocket.deferred()`` gets its weights block by block,
     from ``seed``.
 

@@ -52,15 +52,15 @@ class Pipeline:
 def refuse_split_options(mesh: Mesh | None, pipeline: Pipeline) -> None:
     """Refuse options that say how to split what is not split.
 
-    >>> refuse_split_options(Mesh(tensor=2), Pipeline(num_microbatches=4))
+    >>> refuse_split_options(None, Pipeline(num_microbatches=4))
     Traceback (most recent call last):
-    hocket.errors.HocketError: num_microbatches= is about stages, but the mesh tensor=2 has one; add pipeline=2, for example.
+    hocket.errors.HocketError: num_microbatches= is for a model cut into stages, but there is no mesh; add pipeline=2, for example.
     """
     if mesh is None or mesh.pipeline == 1:
         given = [n for n in ("num_microbatches", "stages_per_rank", "cut", "measure") if getattr(pipeline, n) is not None]
-        where = "there is no mesh" if mesh is None else f"the mesh {mesh} has one"
+        where = "there is no mesh" if mesh is None else f"the mesh {mesh} has one stage"
         for name in given + ["schedule"] * (pipeline.schedule != DEFAULT_SCHEDULE):
-            raise HocketError(f"{name}= is about stages, but {where}; add pipeline=2, for example.")
+            raise HocketError(f"{name}= is for a model cut into stages, but {where}; add pipeline=2, for example.")
         return
     from hocket.split.pipeline.schedules import find  # what splits a model is loaded only where a model is split
 
@@ -84,13 +84,13 @@ def refuse_on_mesh(
     refuse_split_options(mesh, pipeline)
     if accumulate != 1 or scaler is not None or nonfinite != "raise":
         raise HocketError(
-            f"On the mesh {mesh} a step is one backward pass, and gradients that are not finite end it; leave accumulate=, "
-            "scaler= and nonfinite= out (micro-batches are num_microbatches=)."
+            f"On the mesh {mesh} a step is one backward pass, and a gradient with NaN or Inf ends the run; leave accumulate=, "
+            "scaler= and nonfinite='skip' out (for micro-batches use Pipeline(num_microbatches=…))."
         )
     if mesh.pipeline > 1 and (pipeline.sample is None or (pipeline.loss is None and isinstance(pipeline.sample, Tensor))):
         raise HocketError(
-            f"The mesh {mesh} cuts the model into stages, which needs pipeline=hocket.Pipeline(loss=…, sample=…): a function "
-            "of output and target, and some inputs."
+            f"The mesh {mesh} cuts the model into stages, which needs pipeline=hocket.Pipeline(loss=…, sample=…): a function of "
+            "output and target, and a batch of inputs."
         )
     refuse_sharding(strategy, zero, fsdp)
     if fsdp and mesh.splits:
@@ -101,4 +101,4 @@ def refuse_on_mesh(
             "or SGD."
         )
     if mesh.pipeline > 1 and "nccl" in (world.backend or ""):
-        raise HocketError("Stages talk through host memory, which NCCL does not reach; call hocket.init(backend='gloo').")
+        raise HocketError("Stages exchange through host memory, which NCCL does not support; call hocket.init(backend='gloo').")

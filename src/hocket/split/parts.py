@@ -85,14 +85,14 @@ def broadcast_tensors(tensors: Iterable[Tensor], cluster: Cluster) -> None:
 @contextmanager
 def only(optimizer: torch.optim.Optimizer, steps: Callable[[nn.Parameter], bool]) -> Iterator[None]:
     """Inside, the groups of ``optimizer`` hold only those of their parameters that ``steps`` wants."""
-    wholes = [group["params"] for group in optimizer.param_groups]
-    for group, whole in zip(optimizer.param_groups, wholes, strict=True):
-        group["params"] = [p for p in whole if steps(p)]
+    full_groups = [group["params"] for group in optimizer.param_groups]
+    for group, full in zip(optimizer.param_groups, full_groups, strict=True):
+        group["params"] = [p for p in full if steps(p)]
     try:
         yield
     finally:
-        for group, whole in zip(optimizer.param_groups, wholes, strict=True):
-            group["params"] = whole
+        for group, full in zip(optimizer.param_groups, full_groups, strict=True):
+            group["params"] = full
 
 
 @contextmanager

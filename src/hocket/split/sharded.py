@@ -58,7 +58,7 @@ def refuse_sharding(strategy: Strategy, zero: int, fsdp: bool, scaler: Any = Non
         return
     if strategy.compression.compresses or not strategy.topology.one_mean:
         raise HocketError(
-            f"PyTorch's FSDP2 makes the mean of gradients itself and knows no {strategy}; use bulk + allreduce, or ZeRO-1."
+            f"PyTorch's FSDP2 averages gradients itself and does not support {strategy}; use bulk + allreduce, or ZeRO-1."
         )
     if scaler is not None:
         raise HocketError("FSDP2 shards gradients, which a GradScaler judges one by one; use bfloat16, or ZeRO-1.")
@@ -172,7 +172,8 @@ class ShardedState:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
             raise HocketError(
-                "ZeRO-1 steps a part of the parameters, which a closure would not know; call optimizer.step() without one."
+                "Under ZeRO-1 each worker steps a part of the parameters, so closures are not supported; call optimizer.step() "
+                "without one."
             )
         self._step.close()  # of a step that ended with an error
         self._step.enter_context(only(optimizer, lambda p: id(p) not in self._others))

@@ -50,6 +50,9 @@ class Exchanger(Protocol):
 class SplitModel:
     """This process's part of ``model`` on ``mesh``; ``served``: the strategy has servers, for each part its own."""
 
+    skipped = False
+    """Whether the step under way was made without a pass, as may happen in an elastic run."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -296,13 +299,13 @@ def _refuse_cut(cut: Cut, strategy: Strategy, schedule: str, zero: int, served: 
         )
     if cut.tied and strategy.sync.parts > 1:
         raise HocketError(
-            f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which would exchange it in different fragments; "
+            f"{strategy}: '{next(iter(cut.tied))}' is shared by several stages, which would exchange it in different fragments; "
             "leave fragments= out, or use a mesh without a pipeline."
         )
     if cut.tied and served and schedule == ASYNCHRONOUS:
         raise HocketError(
-            f"{strategy}: '{next(iter(cut.tied))}' is held by several stages, which hear shards of their own, and under "
-            f"{ASYNCHRONOUS} never stand still together to be made equal; use another schedule, or a strategy without servers."
+            f"{strategy}: {ASYNCHRONOUS} with servers cannot keep the parameter '{next(iter(cut.tied))}', which several stages "
+            "share, equal across stages; use another schedule, or a strategy without servers."
         )
 
 

@@ -205,7 +205,7 @@ def _run(
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise CannotWrite(f"write in {folder.path}", error) from None
+            raise CannotWrite(f"write into the folder {folder.path}", error) from None
         return folder.fail(planned, sentence(error), searched)
     except BaseException:  # an interruption: the run starts again
         folder.clear(planned)

@@ -166,26 +166,26 @@ class Folder:
         if strange is not None:
             raise HocketError(f"{self.path}/study.json names a folder {strange!r} that no study makes; choose another folder.")
         here = [run.described() for run in study.runs]
-        lost = [settings for settings, _ in there if settings not in here]
-        if lost:
-            raise HocketError(_differs(self.path, lost, [s for s, _ in there], here))
+        missing = [settings for settings, _ in there if settings not in here]
+        if missing:
+            raise HocketError(_differs(self.path, missing, [s for s, _ in there], here))
         return {repr(next(h for h in here if h == settings)): folder for settings, folder in there}
 
 
-def _differs(path: Path, lost: list[dict[str, Any]], there: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
+def _differs(path: Path, missing: list[dict[str, Any]], there: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
     new = [settings for settings in here if settings not in there]
     if not new:
-        named = "{strategy} with {workers} workers and seed {seed}".format(**lost[0])
+        named = "{strategy} with {workers} workers and seed {seed}".format(**missing[0])
         return (
-            f"{path} holds a study of {len(there)} runs, of which this one leaves out {len(lost)}, such as {named}; "
+            f"{path} holds a study of {len(there)} runs, of which this one leaves out {len(missing)}, such as {named}; "
             "ask for all of them, or choose another folder."
         )
 
     def differences(other: dict[str, Any]) -> list[str]:
-        return [name for name in lost[0] if lost[0][name] != other.get(name)]
+        return [name for name in missing[0] if missing[0][name] != other.get(name)]
 
     nearest = min(new, key=lambda other: (len(differences(other)), [n in EACH for n in differences(other)]))
-    words = [f"{name} is {lost[0][name]!r} there and {nearest.get(name)!r} here" for name in differences(nearest)[:3]]
+    words = [f"{name} is {missing[0][name]!r} there and {nearest.get(name)!r} here" for name in differences(nearest)[:3]]
     return f"{path} holds another study: {', '.join(words)}; choose another folder."
 
 

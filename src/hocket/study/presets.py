@@ -86,7 +86,7 @@ diloco(15, 1.0, 0) + topk(64/4096, feedback=0.95) | bins(2)
 
 
 def _llm(workers: int, steps: int) -> list[Entry]:
-    """AdamW as everybody has it, and Muon, which loses less with few exchanges; the baseline of each is bulk with the same."""
+    """AdamW as it is commonly set, and Muon, which loses less with few exchanges; the baseline of each is bulk with the same."""
     adamw = ("bulk + allreduce", "bulk + sign", "local(8)", "diloco(30, 0.7, 0.6)", f"diloco(4, 0.9, 0.5) + {_CODE}")
     muon = [Entry(strategy.strip(), {"optimizer": "muon"}) for strategy in _MUON.split(";")]
     return [*(Entry(strategy) for strategy in adamw), *muon]

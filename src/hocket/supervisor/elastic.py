@@ -13,7 +13,7 @@ from pathlib import Path
 from hocket.cluster.join import RendezvousInfo, without_launcher
 from hocket.drivers.processes import Role, Supervisor, how_ended, interruptible, say
 from hocket.drivers.sockets import SocketDriver
-from hocket.errors import HocketError
+from hocket.errors import HocketError, SettingError
 from hocket.programs.elastic.rendezvous import Rendezvous
 from hocket.train.elastic import Elastic
 from hocket.transport import Keys, Listener
@@ -25,7 +25,7 @@ LIVENESS_TIMEOUT_S = 5.0
 _REFUSED = 2
 """The exit code of a worker that was given wrong settings: another one would end in the same way."""
 _FAST_S, _FASTEST = 10.0, 3
-"""A worker that ends so soon after its start, so often in a row, is not started again."""
+"""A worker that ends within these seconds of its start, this many times in a row, is not started again."""
 _GRACE_S = 6.0
 
 
@@ -85,9 +85,9 @@ class ElasticRun:
                 raise
             watch()
         if not self.program.over:
-            raise HocketError(
-                "No worker is left, and the run has not ended; see the workers' own output above. Where it has written a "
-                "checkpoint, it goes on with --resume."
+            raise SettingError(
+                "No worker is left, and the run has not ended; see the workers' own output above, and start it again with "
+                "<resume:True> where it has written a checkpoint."
             )
 
     def _serve(self, driver: SocketDriver, watch: Callable[[], None]) -> None:
@@ -139,7 +139,9 @@ class ElasticRun:
         fast = time.monotonic() - self._began[number] < _FAST_S and code > 0
         self._fast[number] = self._fast.get(number, 0) + 1 if fast else 0
         if code == _REFUSED or self._fast[number] >= _FASTEST:
-            raise HocketError(f"Worker {number} {how_ended(code)}, and would do so again; see its own output above.")
+            raise HocketError(
+                f"Worker {number} {how_ended(code)}, and a new process would end the same way; see its own output above."
+            )
 
     def _restart(self, number: int, code: int) -> bool:
         """Whether another process takes the place of one that ended; not of one that left when it was asked to."""

@@ -22,7 +22,7 @@ from hocket.train.loop import Progress
 from hocket.transport import Caller, Listener
 
 _MIN_BYTES_PER_S = 10_000_000
-"""So fast at least does the mean come from a worker to this process."""
+"""The least rate at which a worker sends the mean to this process; it sets how long this process waits."""
 
 
 class GossipRun(SupervisedRun):

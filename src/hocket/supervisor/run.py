@@ -249,7 +249,7 @@ class SupervisedRun(ABC):
         elif len(self.dead) < self.settings.workers.count:
             say(f"worker {worker} {how}; the others go on")
         else:
-            raise HocketError(f"Worker {worker} {how}, and no worker is left; see their own output above.")
+            raise HocketError(f"Worker {worker} {how}, and it was the last worker; see the workers' own output above.")
 
     def _await_recordings(self) -> None:
         """Workers that record write how they ended when they leave."""

@@ -19,9 +19,9 @@ from hocket.supervisor.run import WORKER, OnEpoch, SupervisedRun, Watch
 from hocket.train.loop import Progress
 
 _GRACE_S = 5.0
-"""A shard that records writes how it ended."""
+"""The seconds that a recording shard has at the end to write its recording."""
 _SILENCE_S = 20.0
-"""A shard that does not answer for so long, or for two liveness timeouts, is replaced; workers wait for one for a minute."""
+"""A shard that has not answered for these seconds, or for two liveness timeouts, is replaced; workers wait a minute for a shard."""
 _LOOK_S = 1.0
 
 

@@ -24,7 +24,7 @@ from hocket.topology.base import Topology
 
 @dataclass(frozen=True)
 class ACCO(Sync):
-    """``acco``."""
+    """``acco``: the gradients of half a mini-batch are exchanged while the other half is computed."""
 
     name: ClassVar[str] = "acco"
     default_weights: ClassVar[bool] = False

@@ -36,7 +36,9 @@ class AEDiT(Meeting):
     def __post_init__(self) -> None:
         number(self.seconds, "aedit", "seconds", 0, float("inf"))
         if not self.seconds:
-            raise HocketError("aedit(0): a period of no time exchanges after every step; use bulk, or some seconds.")
+            raise HocketError(
+                "aedit(0): with a period of 0 seconds workers exchange after every step; use bulk, or a longer period."
+            )
         whole(self.s, "aedit", "s")
         self.outer_step  # noqa: B018 - refuses what diloco refuses
 

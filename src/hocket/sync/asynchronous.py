@@ -21,23 +21,20 @@ from hocket.sync.base import COMPENSATIONS, Asynchronous, compensation
 from hocket.topology.base import Topology
 
 
-@dataclass(frozen=True)
-class Async(Asynchronous):
-    """``async``, ``async(compensation=adaptive)``, ``async(overlap=True)``."""
+class Compensated(Asynchronous):
+    """What ``async`` and ``ssp`` share: delay compensation, and weights that travel while the next gradient is computed."""
 
-    compensation: str = "none"
-    strength: float | None = None
-    overlap: bool = False
-    name: ClassVar[str] = "async"
-    paper: ClassVar[str] = "Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017"
+    compensation: str
+    strength: float | None
+    overlap: bool
 
-    def __post_init__(self) -> None:
-        compensation(self.compensation, self.strength, "async")
+    def _check(self) -> None:
+        compensation(self.compensation, self.strength, self.name)
         if not isinstance(self.overlap, bool):
-            raise HocketError(f"async(overlap={self.overlap!r}): overlap must be True or False.")
+            raise HocketError(f"{self.name}(overlap={self.overlap!r}): overlap must be True or False.")
         if self.overlap and self.compensation in ("taylor", "adaptive"):
             raise HocketError(
-                f"async(compensation={self.compensation}, overlap=True): the compensation needs the weights fetched last, "
+                f"{self.name}(compensation={self.compensation}, overlap=True): the compensation needs the weights fetched last, "
                 "but with overlap the gradient was computed at earlier ones; leave one of the two out."
             )
 
@@ -48,6 +45,20 @@ class Async(Asynchronous):
     @property
     def delay_compensation(self) -> tuple[str, float]:
         return self.compensation, COMPENSATIONS[self.compensation] if self.strength is None else float(self.strength)
+
+
+@dataclass(frozen=True)
+class Async(Compensated):
+    """``async``, ``async(compensation=adaptive)``, ``async(overlap=True)``."""
+
+    compensation: str = "none"
+    strength: float | None = None
+    overlap: bool = False
+    name: ClassVar[str] = "async"
+    paper: ClassVar[str] = "Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017"
+
+    def __post_init__(self) -> None:
+        self._check()
 
     def _topology_refusal(self, topology: Topology, compressor: Compressor, exchange: str | None) -> str | None:
         if not topology.peer_to_peer:

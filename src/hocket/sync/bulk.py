@@ -13,7 +13,7 @@ from hocket.sync.base import Moment, Sync
 
 @dataclass(frozen=True)
 class Bulk(Sync):
-    """``bulk``."""
+    """``bulk``: all workers exchange in every step and wait for each other."""
 
     name: ClassVar[str] = "bulk"
     default_weights: ClassVar[bool] = False

@@ -74,7 +74,7 @@ class DiLoCo(Sync):
         if self.mix is not None:
             number(self.mix, "diloco", "mix", 0, 1)
         if (self.mix is not None or self.keep != 1) and not self.overlap:
-            raise HocketError("diloco(keep=…, mix=…) say what becomes of steps made during an exchange; give overlap= too.")
+            raise HocketError("diloco(keep=…, mix=…): these say how steps made during an exchange are used; give overlap=, too.")
         if self.mix is not None and self.keep != 1:
             raise HocketError("diloco(keep=…, mix=…): these are two ways to go on after an exchange; give one.")
         if self.guard is not None:

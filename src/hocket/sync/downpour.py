@@ -17,7 +17,7 @@ from hocket.sync.base import Asynchronous, ServerAction, whole
 
 @dataclass(frozen=True)
 class Downpour(Asynchronous):
-    """``downpour(push, fetch, warm=0, overlap=True)``."""
+    """``downpour(push, fetch, warm=0, overlap=True)``: a push every ``push`` steps, a fetch every ``fetch`` steps."""
 
     push: int = 1
     fetch: int = 1

@@ -15,7 +15,7 @@ from hocket.sync.local import proven_period
 
 @dataclass(frozen=True)
 class PostLocal(Sync):
-    """``postlocal(p, after)``."""
+    """``postlocal(p, after)``: ``bulk`` for ``after`` steps, then ``local(p)``."""
 
     p: int = 16
     after: int = 0

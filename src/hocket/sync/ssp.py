@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hocket.errors import HocketError
-from hocket.sync.base import COMPENSATIONS, Asynchronous, compensation, whole
+from hocket.sync.asynchronous import Compensated
+from hocket.sync.base import whole
 
 
 @dataclass(frozen=True)
-class SSP(Asynchronous):
+class SSP(Compensated):
     """``ssp(s)``; ``compensation`` and ``overlap`` as in ``async``."""
 
     s: int = 3
@@ -29,25 +30,10 @@ class SSP(Asynchronous):
 
     def __post_init__(self) -> None:
         whole(self.s, "ssp", "s", 0)
-        compensation(self.compensation, self.strength, "ssp")
-        if not isinstance(self.overlap, bool):
-            raise HocketError(f"ssp(overlap={self.overlap!r}): overlap must be True or False.")
-        if self.overlap and self.compensation in ("taylor", "adaptive"):
-            raise HocketError(
-                f"ssp(compensation={self.compensation}, overlap=True): the compensation needs the weights fetched last, "
-                "but with overlap the gradient was computed at earlier ones; leave one of the two out."
-            )
+        self._check()
         if self.s == 0 and (self.overlap or self.compensation != "none"):
             raise HocketError("ssp(0) is bulk: its gradients are never stale; leave overlap= and compensation= out.")
 
     @property
     def max_staleness(self) -> float:
         return float(self.s)
-
-    @property
-    def overlaps(self) -> bool:
-        return self.overlap
-
-    @property
-    def delay_compensation(self) -> tuple[str, float]:
-        return self.compensation, COMPENSATIONS[self.compensation] if self.strength is None else float(self.strength)

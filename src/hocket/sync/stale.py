@@ -14,7 +14,7 @@ from hocket.sync.base import Meeting, whole
 
 @dataclass(frozen=True)
 class Stale(Meeting):
-    """``stale(s)``."""
+    """``stale(s)``: workers step independently, for at most ``s`` steps since the last mean of their weights."""
 
     s: int = 4
     name: ClassVar[str] = "stale"

@@ -29,12 +29,12 @@ from hocket.compression.sign import Sign
 from hocket.topology.base import Channel, Topology, narrowed, without_shapes
 
 LARGE = 1 << 20
-"""So many values are decoded at once on a CPU."""
+"""The number of values that are decoded at once on a CPU."""
 
 
 @dataclass(frozen=True)
 class AllReduce(Topology):
-    """``allreduce``."""
+    """``allreduce``: all workers receive the mean over all workers."""
 
     name: ClassVar[str] = "allreduce"
     paper: ClassVar[str] = "Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 2009"

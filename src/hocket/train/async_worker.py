@@ -65,25 +65,25 @@ def batch_sequence(settings: RunSettings, data: DataSet, epochs_done: int = 0) -
     return settings.plan().sequence(data, settings.workers.count, epochs_done)
 
 
-def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] | None = None) -> None:
+def work(task: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] | None = None) -> None:
     """Train until there is no mini-batch left, and leave; ``connect`` makes another link than one of sockets."""
-    settings = RunSettings.of(**post.settings)
-    device = torch.device(post.device)
-    data = load(settings.data.name, None if post.data_dir is None else Path(post.data_dir))
-    sequence, loss_of = batch_sequence(settings, data, post.epochs_done), loss_for(data)
+    settings = RunSettings.of(**task.settings)
+    device = torch.device(task.device)
+    data = load(settings.data.name, None if task.data_dir is None else Path(task.data_dir))
+    sequence, loss_of = batch_sequence(settings, data, task.epochs_done), loss_for(data)
     model = settings.build(data).to(device)
-    if post.weights is not None:
-        model.load_state_dict(read_safetensors(_content(Path(post.weights))))
+    if task.weights is not None:
+        model.load_state_dict(read_safetensors(_content(Path(task.weights))))
     optimizer = settings.optimizer_for(model)(list(model.parameters()))
     base = [float(group["lr"]) for group in optimizer.param_groups]
     plan = settings.plan()
     at = plan.lr_factor(sequence)
-    job, link = _enter(post, settings, model, optimizer, sequence, connect)
-    throttle, account = Throttle(settings.workers.slowdown_of(post.worker)), link.account
+    job, link = _enter(task, settings, model, optimizer, sequence, connect)
+    throttle, account = Throttle(settings.workers.slowdown_of(task.worker)), link.account
     train = data.samples.on(device)
     random = draws_numbers(model, loss_of)
     model.train()
-    while (minibatch := _next(job, link, post.worker, sequence)) is not None:
+    while (minibatch := _next(job, link, task.worker, sequence)) is not None:
         throttle.begin()
         inputs, targets, key = plan.samples(minibatch, data, train, settings.workers.count)
         for group, rate in zip(optimizer.param_groups, base, strict=True):
@@ -102,7 +102,7 @@ def work(post: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] |
 
 
 def _enter(
-    post: WorkerTask,
+    task: WorkerTask,
     settings: RunSettings,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -113,54 +113,54 @@ def _enter(
     strategy, numerics = settings.strategy, settings.numerics
 
     def connect_peer(layout: Layout) -> GossipRuntime:
-        config = _peer_config(post, settings)
-        return _connect_peer(post, settings, layout, config) if connect is None else connect(config)
+        config = _peer_config(task, settings)
+        return _connect_peer(task, settings, layout, config) if connect is None else connect(config)
 
     def connect_server(layout: Layout) -> ServerRuntime:
-        config = _server_config(post, settings, layout, sequence)
-        return _connect_server(post, config) if connect is None else connect(config)
+        config = _server_config(task, settings, layout, sequence)
+        return _connect_server(task, config) if connect is None else connect(config)
 
     runtime = peer_runtime(connect_peer) if strategy.runtime == "peers" else server_runtime(connect_server)
     job = Job(model, optimizer, strategy, runtime, nonfinite=numerics.nonfinite, seed=settings.seed, buckets=settings.buckets)
     return job, runtime.link
 
 
-def _peer_config(post: WorkerTask, settings: RunSettings) -> PeerConfig:
-    rule, world, joins = settings.strategy.topology.partner_rule, settings.workers.count, post.incarnation > 0
-    return PeerConfig(post.worker, world, rule, settings.seed, post.liveness_timeout_s, post.incarnation, joins)
+def _peer_config(task: WorkerTask, settings: RunSettings) -> PeerConfig:
+    rule, world, joins = settings.strategy.topology.partner_rule, settings.workers.count, task.incarnation > 0
+    return PeerConfig(task.worker, world, rule, settings.seed, task.liveness_timeout_s, task.incarnation, joins)
 
 
-def _connect_peer(post: WorkerTask, settings: RunSettings, layout: Layout, config: PeerConfig) -> GossipRuntime:
+def _connect_peer(task: WorkerTask, settings: RunSettings, layout: Layout, config: PeerConfig) -> GossipRuntime:
     """A worker without servers finds the others through the coordinator."""
-    job, keys, record = _link_options(post)
+    job, keys, record = _link_options(task)
     most = link_bytes(settings.strategy, layout)
-    coordinator = CoordinatorLink(post.addresses[0], job, post.worker, keys, most, post.incarnation)
-    return GossipRuntime(config, job, most, coordinator=coordinator, bind=post.bind, keys=keys, record=record)
+    coordinator = CoordinatorLink(task.addresses[0], job, task.worker, keys, most, task.incarnation)
+    return GossipRuntime(config, job, most, coordinator=coordinator, bind=task.bind, keys=keys, record=record)
 
 
-def _server_config(post: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> WorkerConfig:
+def _server_config(task: WorkerTask, settings: RunSettings, layout: Layout, sequence: BatchSequence) -> WorkerConfig:
     return WorkerConfig(
         settings.strategy,
         layout,
-        post.worker,
+        task.worker,
         settings.workers.count,
         settings.seed,
-        post.liveness_timeout_s,
+        task.liveness_timeout_s,
         total=len(sequence),
         per_epoch=sequence.per_epoch,
-        replaces=post.incarnation > 0,
+        replaces=task.incarnation > 0,
     )
 
 
-def _connect_server(post: WorkerTask, config: WorkerConfig) -> ServerRuntime:
-    job, keys, record = _link_options(post)
-    return ServerRuntime(post.addresses, job, config, keys, record)
+def _connect_server(task: WorkerTask, config: WorkerConfig) -> ServerRuntime:
+    job, keys, record = _link_options(task)
+    return ServerRuntime(task.addresses, job, config, keys, record)
 
 
-def _link_options(post: WorkerTask) -> tuple[bytes, Keys | None, Path | None]:
+def _link_options(task: WorkerTask) -> tuple[bytes, Keys | None, Path | None]:
     """The id of the job, its keys and the file for the recording."""
-    keys = None if post.keys is None else Keys.read(post.keys)
-    return bytes.fromhex(post.job), keys, None if post.record is None else Path(post.record)
+    keys = None if task.keys is None else Keys.read(task.keys)
+    return bytes.fromhex(task.job), keys, None if task.record is None else Path(task.record)
 
 
 def _content(path: Path) -> bytes:
@@ -168,7 +168,7 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise HocketError(
-            f"Worker cannot read {path} ({error.strerror}): a run goes on from a folder that all machines see."
+            f"Worker cannot read {path} ({error.strerror}): put the run's folder where all machines can read it."
         ) from None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +18,39 @@ from torch import Tensor
 
 from hocket.errors import HocketError
 from hocket.train.runtimes.base import Binding, Runtime
+from hocket.train.watch import check_nonfinite
 
 AUDIT = "audit"
 _TEXT_BYTES = 96
 _WORDS = _TEXT_BYTES // 8
 _WAIT_S = 10.0
 """How long a step waits for the records of others: they may be blocked in an exchange out of order."""
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What a job checks in every step.
+
+    ``check=True`` makes workers agree, in each exchange, on unused parameters and on gradients with NaN or Inf; ``False`` leaves
+    this out. ``"audit"`` also compares the workers' exchanges and, under ``bulk``, their weights, and names the first difference.
+    A gradient with NaN or Inf ends the run (``nonfinite="raise"``) or is left out (``"skip"``).
+
+    >>> Checks(nonfinite="skip")
+    Checks(check=True, nonfinite='skip')
+    """
+
+    check: bool | str = True
+    nonfinite: str = "raise"
+
+    def __post_init__(self) -> None:
+        if self.check not in (True, False, AUDIT):
+            raise HocketError(f"check={self.check!r}: use True, False, 'audit' or a hocket.Checks.")
+        check_nonfinite(self.nonfinite)
+
+    @classmethod
+    def parse(cls, given: Checks | bool | str) -> Checks:
+        """The object itself, or the one of a short form: ``True``, ``False`` or ``"audit"``."""
+        return given if isinstance(given, Checks) else cls(given)
 
 
 class Audit:

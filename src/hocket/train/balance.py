@@ -1,4 +1,4 @@
-"""Each worker's share of a round: as much as everybody's, or by its speed, so that nobody waits for a slow one.
+"""Each worker's share of a round: equal shares, or shares by speed, so that no worker waits for a slow one.
 
 By speed, a round still has N × batch samples, dealt out so that all workers take equally long. A worker's speed is its samples per
 second of computing in the epoch before; the first epoch is even. Its seconds are those of the ledger: all of the epoch but what it
@@ -9,7 +9,8 @@ In every step each gradient is weighed by its worker's samples, also where weigh
 (this scales its rate linearly, as in Goyal 2017): the mean model moves by the mean over all samples, as under even shares.
 Optimisers such as Adam do not see the length of a gradient; there the mean is that of N unbiased steps, a little noisier.
 
-The ledger has gathered everybody's seconds, and all processes round speeds alike: they come to the same shares without a word.
+The ledger has gathered the seconds of all workers, and all processes round speeds alike: they compute the same shares without a
+message.
 """
 
 from __future__ import annotations

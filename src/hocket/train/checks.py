@@ -23,6 +23,7 @@ from hocket.optim import moment_name
 from hocket.split.offload import refuse_offloaded
 from hocket.strategy import Strategy
 from hocket.sync import Moment
+from hocket.train.watch import check_nonfinite
 
 SPARSE = "A gradient is sparse; exchanges are dense, so build the embedding with sparse=False."
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -78,10 +79,7 @@ def check_job(
         raise HocketError(
             f"accumulate={accumulate!r}: the number of backward passes per step must be a whole number of at least 1."
         )
-    if nonfinite not in ("raise", "skip"):
-        raise HocketError(
-            f"nonfinite={nonfinite!r}: use 'raise' (end with the parameter's name) or 'skip' (leave that gradient out)."
-        )
+    check_nonfinite(nonfinite)
     refuse_momentum(optimizer, strategy)
     refuse_clip(strategy, clip)
     groups = range(len(optimizer.param_groups))
@@ -200,8 +198,8 @@ def optimizer_for(factory: Factory, params: list[nn.Parameter]) -> torch.optim.O
     given, groups = {id(p) for p in params}, getattr(optimizer, "param_groups", [])
     if any(id(p) not in given for group in groups for p in group["params"]):
         raise HocketError(
-            "The function that makes the optimiser gave one with parameters of its own, so nothing would be trained; use those it "
-            "is given: optimizer=lambda params: torch.optim.SGD(params, 0.1)."
+            "The function that makes the optimiser did not use the parameters that it was given, so nothing would be trained; use "
+            "them: optimizer=lambda params: torch.optim.SGD(params, 0.1)."
         )
     return optimizer
 

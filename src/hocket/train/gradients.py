@@ -173,7 +173,8 @@ class BucketedGradients:
         if bucket < self._sent:
             if p.grad.data_ptr() == view.data_ptr():
                 raise HocketError(
-                    "The last backward pass ended with an exception when some of its gradients were on their way; to skip such a "
+                    "The last backward pass ended with an exception while some of its gradients were being exchanged; to skip "
+                    "such a "
                     "batch, call optimizer.zero_grad(set_to_none=True) before the next one."
                 )
             return
@@ -358,8 +359,9 @@ def check_passes(binding: Binding, runtime: Runtime, closure: bool = False) -> N
         )
     if passes > accumulate and runtime.mixes_gradients and not runtime.linear:
         raise HocketError(
-            f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}: each was exchanged, "
-            f"and {binding.strategy} mixes what it mixed before; say accumulate={passes}, make a step of an epoch's last passes, "
+            f"optimizer.step() after {passes} backward passes, but accumulate={accumulate}: each pass was exchanged alone, and "
+            f"{binding.strategy} would exchange earlier gradients again; use accumulate={passes}, make a step of an epoch's last "
+            "passes, "
             "too, or discard gradients that are not for this optimiser with zero_grad(set_to_none=True)."
         )
 

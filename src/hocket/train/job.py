@@ -67,7 +67,7 @@ class Job(JobState):
         passes itself (:meth:`exchange`)."""
         check_job(model, optimizer, strategy, accumulate, nonfinite)
         tell = runtime.cluster.workers.start == 0 and not runtime.alone
-        strategy = with_exchange(strategy, optimizer, bool(getattr(runtime, "zero", 0)), tell)
+        strategy = with_exchange(strategy, optimizer, bool(runtime.zero), tell)
         runtime.refuse(strategy, scaler)
         refuse_prediction(strategy, split=split is not None, scaled=scaler is not None, elastic=runtime.cluster.elastic)
         refuse_audit(check, runtime, whole=split is None)
@@ -112,7 +112,7 @@ class Job(JobState):
         All workers must enter together; with servers or peers any worker may enter alone.
         """
         if not self._handles:
-            raise HocketError("This job has ended, so there is no mean to make; job.finish() returns the mean model.")
+            raise HocketError("This job has ended and cannot make a mean; use the model that job.finish() returned.")
         if self.split is not None:
             self.split.drain()
         self._binding.reclaim()
@@ -120,9 +120,9 @@ class Job(JobState):
             yield model if self.split is None else self.split.averaged()
 
     def finish(self) -> nn.Module:
-        """End the training: every worker's model becomes the mean model, hooks go; all workers must call it.
+        """End the training: every worker's model becomes the mean model, hooks are removed; all workers must call it.
 
-        From here on the job keeps no model alive; that of a split model does, for only it can call the parts.
+        Afterwards the job keeps no model alive, except a split one, whose parts only the job can call.
         """
         if not self._handles:
             return self.model
@@ -137,7 +137,7 @@ class Job(JobState):
         return model
 
     def detach(self) -> None:
-        """Remove all hooks; the model goes on alone, from the weights it has."""
+        """Remove all hooks; from here on the model is trained by this worker alone, from the weights that it has."""
         if not self._handles:
             return
         self.runtime.leave()
@@ -157,12 +157,12 @@ class Job(JobState):
         ``exchanges``, ``nonfinite``, ``step_times``, ``late``; with servers or peers also ``staleness`` and ``lost``, on a mesh
         also ``axes``.
 
-        Those of this worker; it waits for nobody, so one worker may ask alone. Which part of ``synchronisation_s`` was wait and
-        which was transfer is known after :meth:`finish` (until then both are None). ``all_workers=True``: means of seconds and sums
-        of bytes over all workers; a collective, which all must call together. An elastic run also has ``workers``, ``lost``,
-        ``left``, ``joined``, ``regroup_s``, ``dealt_again`` and ``skipped``.
+        The figures are those of this worker; it waits for no other, so one worker may call it alone. Which part of
+        ``synchronisation_s`` was wait and which was transfer is known after :meth:`finish` (until then both are None).
+        ``all_workers=True``: means of seconds and sums of bytes over all workers; a collective, which all must call together. An
+        elastic run also has ``workers``, ``lost``, ``left``, ``joined``, ``regroup_s``, ``dealt_again`` and ``skipped``.
         """
-        return {**self.runtime.ledger.summary(all_workers), **getattr(self.runtime, "figures", dict)()}
+        return {**self.runtime.ledger.summary(all_workers), **self.runtime.figures()}
 
     # --- a model that is split -----------------------------------------------------------------------------------------------
 
@@ -182,19 +182,19 @@ class Job(JobState):
         return self._split.clip(max_norm)
 
     def predict(self, x: Inputs) -> Any:
-        """The split model's output, on all processes of the replica; all of them must ask together."""
+        """The split model's output, on all processes of the replica; all of them must call it together."""
         return self._split.predict(x)
 
     def drain(self) -> list[Tensor]:
-        """Let what is in the pipe leave it (``pipedream``); the losses that had not been told."""
+        """Compute the mini-batches that are still in the pipe (``pipedream``) to their end; returns their losses."""
         return self._split.drain()
 
     def picture(self) -> str:
-        """The mesh as text: who holds what, and how many bytes of it; all processes must ask together."""
+        """The mesh as text: what each process holds, and its bytes. All processes must call it together."""
         return self._split.picture()
 
     def timeline(self) -> Timeline | None:
-        """When every stage did what in the latest mini-batch; None without stages. All processes must ask together."""
+        """What each stage did when in the latest mini-batch; None without stages. All processes must call it together."""
         return self._split.timeline()
 
     def explain(self) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import Layout
 from hocket.data.distribute import LoaderPositions
-from hocket.data.elastic_stream import SampleStream
 from hocket.errors import HocketError
 from hocket.programs.repartition import take_over
 from hocket.split.split_model import SplitModel
@@ -30,7 +29,7 @@ class JobState(JobView):
         """All strategy state of this worker, and the place in its data; save it beside the model's and the optimiser's.
 
         It is one entry, named by this process and held in a tuple: ``torch.distributed.checkpoint`` then neither takes it apart (a
-        new job has not got all of its tensors yet) nor takes that of another worker for it.
+        new job lacks some of its tensors) nor confuses it with that of another worker.
         """
         return {self._entry: (self.own_state(),)}
 
@@ -71,23 +70,25 @@ class JobState(JobView):
         In an elastic run a worker that joins others has its state from them, and this does nothing.
         """
         states = [{**each, "job": next(iter(each["job"].values()))[0]} for each in saved]
-        stream: SampleStream | None = getattr(self.runtime, "stream", None)
+        stream = self.runtime.stream
         place, size = self.cluster.workers.start, self.cluster.size
         told = [state["job"] if self.split is None else state["job"].get("job", {}) for state in states]
         if any(("samples" in job) != (stream is not None) for job in told):
             saved_by, here = ("a run that is not elastic", "is") if stream is not None else ("an elastic run", "is not")
-            raise HocketError(f"The states were saved by {saved_by}, and this one {here} elastic; give elastic= as it was there.")
+            raise HocketError(
+                f"The states were saved by {saved_by}, but this run {here} elastic; give the same elastic= as when they were saved."
+            )
         if stream is not None:
-            if self.runtime.began is None:  # type: ignore[attr-defined]
+            if self.runtime.began is None:
                 return
-            place, size = self.runtime.began  # type: ignore[attr-defined]
+            place, size = self.runtime.began
             stream.go_on([job["samples"] for job in told])
         if len(saved) == size:
             self.model.load_state_dict(saved[place]["model"])
             self.optimizer.load_state_dict(saved[place]["optimizer"])
             self.load_own_state(states[place]["job"])
             return
-        program = getattr(self.runtime, "program", None)
+        program = self.runtime.program
         if self.split is not None or program is None:
             raise HocketError(
                 f"{self.strategy} on this model goes on with as many workers as it had ({len(saved)}, not {self.cluster.size}); "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -23,12 +21,12 @@ class JobView:
 
     @property
     def model(self) -> nn.Module:
-        """What is trained; a job that has ended does not keep it alive."""
+        """The model that is trained; a job that has ended does not keep it alive."""
         return self._binding.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What steps it."""
+        """The optimiser of the training loop."""
         return self._binding.optimizer
 
     @property
@@ -54,9 +52,8 @@ class JobView:
     def share(self, **shared: Stateful) -> None:
         """A worker that joins an elastic run gets these states, too, such as that of ``scheduler=scheduler``; where this worker has
         just joined, it takes them. Elsewhere nothing happens."""
-        share: Callable[[str, Stateful], None] = getattr(self.runtime, "share", lambda name, one: None)
         for name, one in shared.items():
-            share(name, one)
+            self.runtime.share(name, one)
 
     @property
     def step(self) -> int:

@@ -33,7 +33,7 @@ AxisFigures = dict[str, dict[str, float]]
 class MeshAxes:
     """The mesh of a split model: what its pipeline and tensor axes cost stands beside the figures of the data axis."""
 
-    place: MeshCoordinate
+    coordinate: MeshCoordinate
     world: Cluster
     own: AxisFigures = field(default_factory=dict)
     """What this process has spent on pipeline and tensor up to the last :meth:`combine`."""
@@ -42,17 +42,17 @@ class MeshAxes:
         """Turn ``entry``, of the data axis, into that of all processes and all axes; the axes' figures since the last call."""
         figures = [float(getattr(entry, name) or 0.0) for name in _SECONDS] + [float(entry.bytes_sent)]
         for name in ("pipeline", "tensor"):
-            taken = _figures(self.place.axes[name].comm_stats.take())
+            taken = _figures(self.coordinate.axes[name].comm_stats.take())
             self.own[name] = _added(self.own.get(name, {}), taken)
             figures += [float(value) for value in taken.values()]
         everyone = self.world.all_gather_metrics(torch.tensor([figures], dtype=torch.float64))
         if self.world.elastic:  # whose workers are replicas
-            everyone = torch.cat(self.place.gather_plain(everyone))
+            everyone = torch.cat(self.coordinate.gather_plain(everyone))
         sums, means = everyone.sum(0).tolist(), everyone.mean(0).tolist()
         for name, value in zip(_SECONDS, means, strict=False):
             setattr(entry, name, value)
         # Every process along a data axis knows the sum over it.
-        sent = sums[5] * self.place.pipeline.size * self.place.tensor.size / len(everyone)
+        sent = sums[5] * self.coordinate.pipeline.size * self.coordinate.tensor.size / len(everyone)
         synchronised = (entry.wait_s or 0.0) + (entry.transfer_s or 0.0)
         found: AxisFigures = {"data": {"bytes_sent": int(sent), "exchanges": entry.exchanges, "seconds": synchronised}}
         for k, name in ((6, "pipeline"), (9, "tensor")):
@@ -66,7 +66,7 @@ class MeshAxes:
         data = {name: summary[name] for name in ("bytes_sent", "exchanges")}
         axes: AxisFigures = {"data": {**data, "seconds": summary["synchronisation_s"] or 0.0}}
         for name in ("pipeline", "tensor"):
-            axes[name] = _added(self.own.get(name, {}), _figures(self.place.axes[name].comm_stats))
+            axes[name] = _added(self.own.get(name, {}), _figures(self.coordinate.axes[name].comm_stats))
         waited = axes["pipeline"]["seconds"] + axes["tensor"]["seconds"]
         compute = None if summary["compute_s"] is None else max(summary["compute_s"] - waited, 0.0)
         sent = int(sum(axis["bytes_sent"] for axis in axes.values()))

@@ -30,9 +30,10 @@ from hocket.noise import step_keys
 from hocket.train.balance import by_speed, check_balance, check_speeds
 from hocket.train.evaluate import LEAST_SAMPLE, Evaluation, Evaluator, Metric, Tally, spread
 from hocket.train.flops import step_flops
+from hocket.train.hosted import Replicas
 from hocket.train.ledger_view import ClusterLedger, JobLedger
 from hocket.train.lr_schedule import factor
-from hocket.train.replicas import Loss, Replicas
+from hocket.train.replicas import Loss
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,7 @@ class TrainingPlan:
             raise SettingError("<partition> gives each worker samples of its own; leave <balance> out.", partition=self.partition)
         if self.last not in get_args(Last):
             hint = nearest(str(self.last), get_args(Last))
-            raise SettingError(
-                f"<last>: the last round of an epoch is dealt out as even or dropped (drop){hint or '.'}", last=self.last
-            )
+            raise SettingError(f"<last>: the last round is divided evenly (even) or left out (drop){hint or '.'}", last=self.last)
 
     def sequence(self, data: DataSet, workers: int, epochs_done: int = 0) -> BatchSequence:
         """All mini-batches of the training, for ``workers`` workers, after those of the first ``epochs_done`` epochs."""
@@ -149,7 +148,7 @@ class EpochLoop(ABC):
         self.epoch = 0
         self.batches = plan.sequence(data, cluster.size)
         self.steps = self.batches.steps
-        self.ledger: JobLedger = getattr(replicas, "ledger", None) or ClusterLedger(cluster)
+        self.ledger: JobLedger = replicas.ledger or ClusterLedger(cluster)
         self.evaluator = Evaluator(data, loss, metric)
         self._train = data.samples.on(cluster.device)
         self._test = None if data.test is None else (data.test[0].to(cluster.device), data.test[1].to(cluster.device))
@@ -264,7 +263,7 @@ class Training(EpochLoop):
             loss = self._step(round_, index, samples)
             losses += [loss] * bool(loss.numel())  # an asynchronous pipe tells losses later, and none while it fills
             self._watch_step(watch)
-        losses += getattr(self.replicas, "drain", list)()
+        losses += self.replicas.drain()
         self.cluster.ledger.pause()
         entry = self.ledger.close_epoch()
         self.epoch += 1
@@ -355,7 +354,8 @@ class Training(EpochLoop):
 
     def full_state(self) -> dict[str, Any] | None:
         """The same with a split model put together; on its first process only."""
-        whole = self.replicas.job.full_state()  # type: ignore[attr-defined]
+        assert self.replicas.job is not None
+        whole = self.replicas.job.full_state()
         return None if whole is None else {**self._progress(), "replicas": None, **whole}
 
     def _progress(self) -> dict[str, Any]:

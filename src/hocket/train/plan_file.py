@@ -35,7 +35,8 @@ def read_plan(path: str | Path) -> dict[str, str]:
             raise SettingError(f"<plan_file> has {kind!r} for '{name}'{hint} Kinds are {', '.join(KINDS)}.", plan_file=path)
     if not plan:
         raise SettingError(
-            '<plan_file> names no module; write for example 1 = "columns", or leave it out: a plan is found.', plan_file=path
+            '<plan_file> names no module; write for example 1 = "columns", or leave it out, and hocket finds a plan.',
+            plan_file=path,
         )
     return plan
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from hocket.train.adaptive import with_exchange
 from hocket.train.checks import Factory, check_equal, check_job, check_memory, layout_for, optimizer_for, refuse_clip
 from hocket.train.engines import Engine, engine_of, stack_buffers
 from hocket.train.engines.loop import draws_numbers, seeded_loss
+from hocket.train.hosted import Hosted
 from hocket.train.job import Job
 from hocket.train.momentum import give_state, taking_momentum
 from hocket.train.other_workers import OneForAll, load_moments
@@ -37,50 +38,10 @@ from hocket.train.watch import NonFinite, first_nonfinite
 Loss = Callable[[Any, Tensor], Tensor]
 
 
-class Replicas(Protocol):
-    """What the loop needs of the workers hosted here."""
-
-    layout: Layout
-    model: nn.Module
-    samples: float
-    """Of all workers in the next step."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimiser to schedule."""
-
-    def step(
-        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
-    ) -> Tensor:
-        """One step of every worker hosted here; the losses ``[rows]``.
-
-        ``weights`` are those of each worker's gradient where gradients are exchanged; ``always``: where weights are, too.
-        """
-
-    def averaged(self) -> AbstractContextManager[nn.Module]:
-        """The mean model, for a while."""
-
-    def audit(self) -> None:
-        """Raise if weights are not finite, where steps are not looked at one by one."""
-
-    def each(self) -> Iterator[nn.Module]:
-        """Each hosted worker's own model, in turn."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Model, optimiser and strategy state of the workers hosted here."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
-
-    def load_full_state(self, state: dict[str, Any]) -> None:
-        """Take the model and the optimiser of a run that was split otherwise."""
-
-
-class JobReplica(ABC):
+class JobReplica(Hosted, ABC):
     """A model, or a part of one, and an optimiser; a job on their hooks makes all exchanges."""
 
     job: Job
-    samples = 1.0
 
     def __init__(self, model: nn.Module, loss: Loss, optimizer: Factory, clip: float | None, autocast: torch.dtype | None) -> None:
         self.model, self.loss, self.clip, self.autocast = model, loss, clip, autocast
@@ -112,7 +73,7 @@ class JobReplica(ABC):
     def averaged(self) -> AbstractContextManager[nn.Module]:
         return self.job.averaged()
 
-    def audit(self) -> None:  # noqa: B027 - nothing is left to do
+    def audit(self) -> None:
         """Every step has been looked at."""
 
     def _optimizer_state(self) -> dict[str, Any]:
@@ -182,10 +143,8 @@ class LiveReplica(JobReplica):
         load_moments(self.model, self.optimizer, common.moments)
 
 
-class RowReplicas:
+class RowReplicas(Hosted):
     """Workers as rows of weights, gradients and buffers, with a gradient engine; all begin with worker 0's model."""
-
-    samples = 1.0
 
     def __init__(
         self,

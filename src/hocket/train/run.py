@@ -28,9 +28,10 @@ from hocket.train.checkpoints import LEAST_KEPT, Checkpoints
 from hocket.train.checks import mention_steps
 from hocket.train.elastic import MOST_WORKERS, Elastic
 from hocket.train.engines import Engine, VmapEngine, choose
+from hocket.train.hosted import Replicas
 from hocket.train.loop import EpochLoop, Progress, Training
 from hocket.train.record import CHECKPOINTS, Record, versions
-from hocket.train.replicas import LiveReplica, Loss, Replicas
+from hocket.train.replicas import LiveReplica, Loss
 from hocket.train.resume import Resumption, facts_of, mean_weights, states_of
 from hocket.train.setting_groups import SplitSettings
 from hocket.train.settings import RunSettings
@@ -142,7 +143,7 @@ def explanation(settings: RunSettings, world: Cluster, data: DataSet) -> str:
     """How the model would be split, and why; all processes must ask together."""
     training = make_training(settings, world, data)
     assert isinstance(training, Training)
-    job = getattr(training.replicas, "job", None)
+    job = training.replicas.job
     if job is None or settings.split is None:
         raise SettingError("Nothing is split; add <mesh:pipeline=2>, for example.")
     return "\n\n".join([*job.explain(), job.picture()])
@@ -217,7 +218,8 @@ def run(
     if checkpoints and (weights := mean_weights(settings, cluster, training)) is not None:
         record.write_weights(weights)
     if settings.split is not None and isinstance(training, Training):
-        timeline = training.replicas.job.timeline()  # type: ignore[attr-defined]
+        assert training.replicas.job is not None
+        timeline = training.replicas.job.timeline()
         record.write_timeline(None if timeline is None else timeline.to_dict())
     return training
 
@@ -307,7 +309,7 @@ def repeated(settings: RunSettings) -> dict[str, Any]:
 
 def bulk_bytes(training: EpochLoop) -> int:
     """What ``bulk + allreduce`` would send in the same number of steps, all workers together (computed, not measured)."""
-    split = getattr(training.replicas, "split", None)
+    split = training.replicas.split
     if split is not None:  # as if each process had a whole model
         processes = split.mesh.size * (training.cluster.size if training.cluster.elastic else 1)
         return ring_bytes(split.whole_bytes, processes) * training.step * processes

@@ -31,7 +31,7 @@ DECAYS = ("auto", "all", "matrices")
 USUAL_MOMENTUM = 0.9
 """Of lars and muon, where none is given."""
 BATCH_OPTIMIZER = "sandblaster"
-"""Goes over the whole batch: no optimiser of a step, but named in its place."""
+"""Sandblaster computes on the whole batch; it is named in place of an optimiser."""
 USUAL_LRS = {BATCH_OPTIMIZER: 1.0, "lars": 1.0, "lamb": 0.003}
 """Of optimisers whose rate is of another size than SGD's."""
 AUTOCAST = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -150,7 +150,8 @@ class OptimizerSettings:
         """The optimiser over ``params``, which are those of ``model`` or of a worker's row of it, in its order."""
         if self.name == BATCH_OPTIMIZER:
             raise SettingError(
-                f"<optimizer>: it goes over the whole batch, not step by step; use hocket.Sandblaster, or {', '.join(OPTIMIZERS)}.",
+                f"<optimizer>: it computes on the whole batch, not on mini-batches; use hocket.Sandblaster, or "
+                f"{', '.join(OPTIMIZERS)}.",
                 optimizer=self.name,
             )
         scale = lr_scale(self.scale_lr, workers)
@@ -213,15 +214,19 @@ class SplitSettings:
         mesh = self.mesh
         staged = [name for name in STAGED if getattr(self, name) is not None]
         if staged and mesh.pipeline == 1:
-            raise SettingError(f"{_about_stages(staged)}, but the mesh {mesh} has one; add pipeline=2, for example.")
+            raise SettingError(f"{_about_stages(staged)}, but the mesh {mesh} has one stage; add pipeline=2, for example.")
         if self.plan_file is not None and mesh.tensor == 1:
-            raise SettingError(f"<plan_file> is about operations, which the mesh {mesh} does not split; add tensor=2, for example.")
+            raise SettingError(
+                f"<plan_file> is for operations that are split, but the mesh {mesh} has no tensor axis; add tensor=2, for example."
+            )
         _ = self.kinds  # refuses a file that is no plan
         if self.pipe is not None and self.pipe not in SCHEDULES:
             hint = nearest(self.pipe, SCHEDULES)
             raise SettingError(f"<pipe>: there is no such schedule{hint or '.'} Use one of {', '.join(SCHEDULES)}.", pipe=self.pipe)
         if self.measure not in (None, *MEASURES):
-            raise SettingError("<measure>: what layers cost is measured in seconds or counted in flops.", measure=self.measure)
+            raise SettingError(
+                "<measure>: use seconds (layers are timed) or flops (their operations are counted).", measure=self.measure
+            )
         if not all(self.points or ["none"]):
             cut = f"'{self.cut}'"
             raise SettingError("<cut>: give names of modules with commas between them, such as blocks.0,blocks.1.", cut=cut)
@@ -265,20 +270,20 @@ def split_settings(given: Mapping[str, Any]) -> SplitSettings | None:
 
     >>> split_settings({"mesh": None, "cut": "3"})
     Traceback (most recent call last):
-    hocket.errors.SettingError: cut= is about a model cut into stages; add mesh=pipeline=2, for example.
+    hocket.errors.SettingError: cut= is for a model cut into stages; add mesh=pipeline=2, for example.
     """
     if given.get("mesh") is not None:
         return SplitSettings(**given)
     if staged := [name for name in STAGED if given.get(name) is not None]:
         raise SettingError(f"{_about_stages(staged)}; add <mesh:pipeline=2>, for example.")
     if given.get("plan_file") is not None:
-        raise SettingError("<plan_file> is about operations that are split; add <mesh:tensor=2>, for example.")
+        raise SettingError("<plan_file> is for operations that are split; add <mesh:tensor=2>, for example.")
     return None
 
 
 def _about_stages(names: list[str]) -> str:
     said = ", ".join(f"<{name}>" for name in names)
-    return f"{said} {'are' if len(names) > 1 else 'is'} about a model cut into stages"
+    return f"{said} {'are' if len(names) > 1 else 'is'} for a model cut into stages"
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,9 @@ class RunSettings:
         self._check_split()
         check_balance(self.data.balance, self.strategy, self.data.partition)
         if self.data.partition != "iid" and self.optimizer.name == BATCH_OPTIMIZER:
-            raise SettingError("<partition>: sandblaster's batches are of all workers; use iid.", partition=self.data.partition)
+            raise SettingError(
+                "<partition>: sandblaster divides each batch between all workers; use iid.", partition=self.data.partition
+            )
         if self.optimizer.name == BATCH_OPTIMIZER and (self.pretrained or self.lora):
             name, value = ("pretrained", self.pretrained) if self.pretrained else ("lora", self.lora)
             raise SettingError(f"<{name}>: sandblaster starts from the model's own weights; leave it out.", **{name: value})

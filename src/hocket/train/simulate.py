@@ -41,7 +41,7 @@ class Run:
     model: nn.Module
     ledger: Entry
     replicas: Any
-    """The workers' rows, for those who want to look at them."""
+    """The workers' rows of weights."""
     strategy: str = ""
     workers: int = 0
     cluster: str = ""
@@ -122,7 +122,7 @@ def simulate(
     where the output is logits of classes or has them as ``logits``, and ``metric(output, targets)``. One batch is tried first.
     ``scale_lr`` multiplies all rates by the workers (``linear``) or their root (``sqrt``). ``cluster`` (preset, file, or
     :class:`hocket.ClusterSpec`) is where they would run: seconds are predicted for it (else None), and ``balance="speed"``
-    deals rounds out by speed. ``partition="dirichlet(0.5)"`` or ``"label(2)"``: samples of each worker's own, by label.
+    divides rounds by speed. ``partition="dirichlet(0.5)"`` or ``"label(2)"``: samples of each worker's own, by label.
 
     >>> x = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)); y = (x.sum(1) > 0).long()
     >>> run = simulate(lambda: nn.Linear(5, 2), nn.functional.cross_entropy, (x, y), (x, y), strategy="local(2) + gossip",

@@ -15,7 +15,7 @@ from hocket.cluster.elastic import ElasticCluster
 from hocket.cluster.join import RendezvousInfo
 from hocket.split.mesh import Mesh
 from hocket.split.options import Pipeline
-from hocket.split.split_model import Facade
+from hocket.split.split_model import Facade, SplitModel
 from hocket.strategy import Strategy
 from hocket.train.elastic import Elastic
 from hocket.train.job import Job
@@ -26,6 +26,8 @@ from hocket.train.split_job import split_job
 
 class MeshReplica(JobReplica):
     """This process's part of a replica that is split over a mesh."""
+
+    split: SplitModel
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class ElasticMeshReplica(MeshReplica):
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor | None:
         """A step that was made without a pass has no loss."""
         loss = super()._step(x, y, key, factor)
-        return None if getattr(self.split, "skipped", False) else loss
+        return None if self.split.skipped else loss
 
 
 class FullReplica(JobReplica):

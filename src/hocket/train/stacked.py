@@ -80,7 +80,9 @@ class StackedOptimizer:
         self._order = _model_order(self._slots, names)
         template = optimizer_for(factory, self._row(0))
         if isinstance(template, torch.optim.LBFGS):
-            raise HocketError("LBFGS needs a closure and cannot run on virtual workers; use SGD, Adam or another one without.")
+            raise HocketError(
+                "LBFGS needs a closure and cannot run on virtual workers; use an optimiser without a closure, such as SGD or Adam."
+            )
         self.stacked = type(template) in ROWWISE and not any(g.get("fused") for g in template.param_groups)
         if self.stacked:
             shaped = {i for i, group in enumerate(template.param_groups) if group.get("matrices") or group.get("layerwise")}
@@ -229,7 +231,7 @@ class StackedOptimizer:
                 self._all[row].state[own[piece.slots[0]].parameter] = {
                     k: v[row].clone() if isinstance(v, Tensor) and v.shape == shape else copy.deepcopy(v) for k, v in state.items()
                 }
-        # It goes on as the one that schedulers turn; a step without gradients tells them that steps are made.
+        # Kept only as the optimiser of learning-rate schedulers; the empty step avoids their warning about the order of calls.
         stacked.state.clear()
         stacked.zero_grad()
         stacked.step()
@@ -306,8 +308,8 @@ def _model_order(slots: list[str], names: Sequence[str] | None) -> list[str]:
         return slots[::-1]
     order = [n for n in names if n in set(slots)]
     if len(order) != len(slots):
-        lost = sorted(set(slots) - set(order))[0]
-        raise HocketError(f"names lacks the parameter {lost!r}; pass the names of all of the model's parameters.")
+        missing = sorted(set(slots) - set(order))[0]
+        raise HocketError(f"names lacks the parameter {missing!r}; pass the names of all of the model's parameters.")
     return order
 
 

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout
-from hocket.errors import NonFiniteGradient
+from hocket.errors import HocketError, NonFiniteGradient
+
+
+def check_nonfinite(policy: str) -> None:
+    """Refuse what is no policy for NaN and Inf."""
+    if policy not in ("raise", "skip"):
+        raise HocketError(f"nonfinite={policy!r}: use 'raise' (end with the parameter's name) or 'skip' (leave that gradient out).")
 
 
 def first_nonfinite(layout: Layout, weights: Sequence[Tensor]) -> tuple[int, str] | None:

@@ -25,7 +25,7 @@ from hocket.topology.partners import answerer, target
 from hocket.transport.frame import Envelope, Kind
 
 _MIN_WEIGHT = 0.5
-"""An update counts ``1/ω`` at the weights that gradients are computed at: a worker with a small ω would take wild steps."""
+"""An update counts ``1/ω`` at the weights that gradients are computed at: with a small ω, steps would be far too large."""
 
 
 class Exchanges(ABC):

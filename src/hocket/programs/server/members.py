@@ -14,9 +14,9 @@ _MAX_BYTES = 1 << 28
 _MAX_KEPT = 1024
 """Snapshots of epochs that no observer has seen, however small their weights are."""
 _MAX_AHEAD = 1 << 16
-"""A worker that holds a mini-batch so far beyond the last one handed out has another job's numbers."""
+"""The most by which a mini-batch of a worker may exceed the last one handed out: beyond, its numbers are those of another job."""
 _MAX_REQUESTS = 64
-"""Observers that come under new identities all the time must not make a server grow."""
+"""The most open requests of observers, so that observers with new identities cannot use up memory."""
 
 
 @dataclass

@@ -22,9 +22,9 @@ from hocket.transport.frame import Envelope, Kind
 
 _LONGEST_DOING = 1000
 _MAX_WORKERS = 1 << 14
-"""A shard holds something for each of them."""
+"""The most workers of a job; a shard holds memory for each."""
 _FIRST_TIMEOUT_S = 60.0
-"""How long a worker that has not come yet is waited for."""
+"""How long a worker that has never connected is waited for."""
 
 
 class Membership(Service):

@@ -79,8 +79,8 @@ class OptimizerSpec:
             fixed = next((k for k, v in found[-1].items() if not _numeric(v) or not _numeric(own[k])), None)
             if fixed is not None:
                 raise HocketError(
-                    f"The optimiser's option {fixed} has changed to {found[-1][fixed]}, which servers do not follow (they follow "
-                    "numbers); call job.detach() and parallelize again."
+                    f"The optimiser's option {fixed} has changed to {found[-1][fixed]}, but servers can change only numbers; call "
+                    "job.detach() and parallelize again."
                 )
         return found if any(found) else []
 
@@ -115,7 +115,7 @@ class OptimizerSpec:
             or not isinstance(groups, list)
             or not all(isinstance(g, dict) for g in groups)
         ):
-            raise HocketError(f"A worker described an optimiser that there is not: {str(data)[:200]}.")
+            raise HocketError(f"A worker described an unknown optimiser: {str(data)[:200]}; use the same hocket everywhere.")
         known = inspect.signature(KNOWN[str(data["name"])].__init__).parameters
         return cls(str(data["name"]), tuple({str(k): _restore(v) for k, v in g.items() if k in known} for g in groups))
 
@@ -156,8 +156,8 @@ def state_rows(optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]]) 
         numbers = [{k: _plain(v) for k, v in state.items() if k not in rows} for state in states]
         if any(set(state) != set(states[0]) or own != numbers[0] for state, own in zip(states, numbers, strict=True)):
             raise HocketError(
-                "The optimiser has made steps of some parameters that it has not made of others, and servers keep one number of "
-                "steps per bucket; give hocket.parallelize(…) a new optimiser."
+                "The optimiser has stepped some parameters more often than others, but servers keep one number of steps per "
+                "bucket; give hocket.parallelize(…) a new optimiser."
             )
         found.append({**numbers[0], **{k: torch.cat([state[k].detach().flatten() for state in states]) for k in sorted(rows)}})
     return tuple(found)
@@ -180,7 +180,7 @@ def load_rows(optimizer: Optimizer, parameters: Sequence[nn.Parameter], state: S
         for k, value in told.items():
             row = isinstance(value, torch.Tensor)
             if k not in kinds or row != (isinstance(kinds[k], torch.Tensor) and kinds[k].dim() > 0):
-                raise ValueError(f"the optimiser remembers no {str(k)[:50]} of this kind")
+                raise ValueError(f"the optimiser has no state {str(k)[:50]} of this kind")
             if row and value.numel() != parameter.numel():
                 raise ValueError(f"the optimiser's {k} has {value.numel()} values instead of {parameter.numel()}")
             if not row and not isinstance(value, (int, float)):
@@ -207,4 +207,7 @@ def _restore(value: Any) -> Any:
         return tuple(_restore(v) for v in value)
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and not math.isnan(value)):
         return value
-    raise HocketError(f"A worker described an optimiser with the option {str(value)[:100]}, which no optimiser takes.")
+    raise HocketError(
+        f"A worker described an optimiser with the option {str(value)[:100]}, which no optimiser has; use the same "
+        "hocket everywhere."
+    )

@@ -66,7 +66,7 @@ class PushEncoder:
     def __init__(self, strategy: Strategy, slices: Slices, worker: int, world: int, seed: int) -> None:
         self.slices, self.worker, self.world, self.seed = slices, worker, world, seed
         self.codec = strategy.compression.codec
-        self.memory: list[list[State]] = [[{} for _ in range(slices.shards)] for _ in slices.sizes]
+        self.states: list[list[State]] = [[{} for _ in range(slices.shards)] for _ in slices.sizes]
         self.errors: list[Tensor | None] = [None for _ in slices.sizes]
 
     def encode(self, step: int, gradients: Sequence[Tensor]) -> list[list[Message]]:
@@ -93,20 +93,20 @@ class PushEncoder:
 
     def _encoded(self, codec: Codec, bucket: int, values: Tensor, context: Context) -> list[Message]:
         """The message of each shard for a bucket's flat ``values``."""
-        keys, memory = context.keys(1, self.slices.shards), self.memory[bucket]
+        keys, states = context.keys(1, self.slices.shards), self.states[bucket]
         messages = []
         for s, part in enumerate(self.slices.cut(bucket, values)):
             row = part.reshape(1, -1)
-            message, memory[s] = codec.encode(row, keys[s : s + 1].to(row.device), memory[s], context)
+            message, states[s] = codec.encode(row, keys[s : s + 1].to(row.device), states[s], context)
             messages.append(message)
         return messages
 
     def state_dict(self) -> dict[str, Any]:
         """The residuals and the state of the codec."""
-        return copy.deepcopy({"memory": self.memory, "errors": self.errors})
+        return copy.deepcopy({"memory": self.states, "errors": self.errors})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.memory, self.errors = state["memory"], state["errors"]
+        self.states, self.errors = state["memory"], state["errors"]
 
 
 def read(strategy: Strategy, message: Message, width: int, bucket: int, step: int, worker: int, world: int, seed: int) -> Tensor:

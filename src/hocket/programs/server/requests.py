@@ -27,9 +27,9 @@ from hocket.transport.frame import Envelope, Kind
 GIVE_UP_S = 60.0
 _PAUSE_S = 0.05
 _LONG = 3
-"""A worker that waits for a shard for so many liveness timeouts need not be waited for by others."""
+"""A worker that has waited for a shard for this many liveness timeouts tells the other shards not to wait for it."""
 _HELLO_AGAIN = ("hello", "step")
-"""Refusals that a new hello mends."""
+"""Refusals after which the worker sends a new HELLO."""
 
 
 @dataclass(frozen=True)

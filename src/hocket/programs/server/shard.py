@@ -261,7 +261,7 @@ class ParameterShard(Shard):
 class AveragingShard(Shard):
     """A shard for ``stale(s)``: workers bring weights, and it takes their mean, weighted by the steps since the last meeting.
 
-    The first to come calls the others, who finish the step in hand and come too. When all who are here have come, everybody gets
+    The first to come calls the others, who finish the step in hand and come too. When all who are here have come, every worker gets
     the mean ``Σ k_i w_i / Σ k_i``, summed in worker order. A worker that is gone is not waited for; what it has brought counts.
     One that missed a meeting comes with weights from before it: these have no effect (``k = 0``), and it goes on from the mean of
     the meeting that it has come to. Where faults have made the meetings of two shards differ, one may wait for a worker that waits

@@ -53,7 +53,7 @@ _WAIT_EVERY_S = 1.0
 _CHECK_EVERY_S = 0.2
 _LATE_S = 2.0
 _NAMED = 3
-"""A worker that has to wait for so long hears whom it waits for, so many of them."""
+"""After these seconds of waiting, a worker is told the names of the workers that it waits for, this many of them."""
 _LONG = 3
 """A worker that is silent for so many liveness timeouts counts as one that has left, where a server ends with its workers."""
 _LONGEST_S = 1e6
@@ -174,7 +174,7 @@ class ShardServer(Membership):
         if message.sender == OBSERVER:
             within_s, epoch = float(message.metadata.get("within_s", 0.0)), whole(message.metadata.get("epoch", 0))
             if not 0 <= within_s <= _LONGEST_S:
-                raise ValueError(f"nobody waits for {within_s} s")
+                raise ValueError(f"a wait of {within_s} s is too short or too long")
             self.epochs.request(SnapshotRequest(peer, message.number, epoch, self.now + within_s))
             return
         shard, member = self._known(peer, message)

@@ -119,7 +119,7 @@ class PipelineRunner:
     @property
     def _asynchronous(self) -> PipeDream:
         if self._pipedream is None:
-            raise HocketError("Only pipedream is fed and updates inside the pipe; with other schedules call run(x, y).")
+            raise HocketError("feed and drain are for the schedule pipedream; with other schedules call run(x, y).")
         return self._pipedream
 
     def forward(self, x: Inputs) -> Any:
@@ -228,5 +228,7 @@ class PipelineRunner:
         if trains and self.weight is not None:
             weights = [float(self.weight(*pair)) if size else 0.0 for *pair, size in zip(parts, targets, sizes, strict=True)]
             if not sum(weights) > 0:
-                raise HocketError(f"The weights of a batch's micro-batches must have a sum above 0; got {weights}: mind weight=.")
+                raise HocketError(
+                    f"The weights of a batch's micro-batches must have a sum above 0; got {weights}: correct Pipeline(weight=…)."
+                )
         return _Batch(parts, targets, sizes, torch.zeros((), device=first.device), trains, weights)

@@ -49,7 +49,7 @@ class AsyncProtocol(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Everybody joins; it takes no time."""
+        """All workers join; it takes no time."""
 
     @abstractmethod
     def next_batch(self, worker: int) -> tuple[int | None, Effects]:

@@ -156,7 +156,7 @@ class AsyncReplicas(RowReplicas):
 
     @contextmanager
     def with_weights(self, rows: list[Tensor], flat: Tensor | None) -> Iterator[nn.Module]:
-        """The model with these weights ``[1, values]`` per bucket and these floating-point buffers (None: everybody's mean)."""
+        """The model with these weights ``[1, values]`` per bucket and these floating-point buffers (None: the mean)."""
         means = {n: b.mean(0) if b.is_floating_point() else b[0] for n, b in self.buffers.items()}
         if flat is not None:
             names = [n for n, b in self.buffers.items() if b.is_floating_point()]

@@ -33,7 +33,7 @@ from hocket.train.replicas import Loss
 from hocket.train.watch import check_weights
 
 DEFAULT_CLUSTER = "1gbit"
-"""Where asynchronous virtual workers are thought to run unless a cluster is described: without a clock they have no order."""
+"""The cluster of asynchronous virtual workers if none is described: without a clock their steps have no order."""
 _COMPUTED = "computed"
 BATCH, COMPUTING, BEFORE, AFTER, ENDING, LEFT = "batch", "computing", "before", "after", "ending", "left"
 """Where a worker stands in its step."""
@@ -70,7 +70,7 @@ class AsyncSimulation(EpochLoop):
         self._start()
 
     def _start(self) -> None:
-        """Everybody joins with the weights that the replicas have, and takes the first mini-batches of the sequence."""
+        """All workers join with the weights that the replicas have, and take the first mini-batches of the sequence."""
         size, replicas = self.cluster.size, self.replicas
         self.phases = [BATCH] * size
         self._begun = [0] * size  # mini-batches that each worker has begun

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -30,6 +30,12 @@ from hocket.split.sharded import ShardedState
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import JobLedger
 from hocket.train.watch import Where
+
+if TYPE_CHECKING:
+    from hocket.data.elastic_stream import SampleStream
+    from hocket.programs.collective import CollectiveProgram
+    from hocket.programs.two_stage import TwoStageProgram
+    from hocket.train.elastic import Stateful
 
 T = TypeVar("T")
 
@@ -137,8 +143,45 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
 
 
+class FixedWorkers:
+    """What a runtime has whose workers do not come and go."""
+
+    zero: int = 0
+    stream: SampleStream | None = None
+    began: tuple[int, int] | None = None
+    program: CollectiveProgram | TwoStageProgram | None = None
+
+    def figures(self) -> dict[str, Any]:
+        return {}
+
+    def share(self, name: str, one: Stateful) -> None:
+        pass
+
+
 class Runtime(Protocol):
     """Carries out the exchanges of one job."""
+
+    @property
+    def zero(self) -> int:
+        """1: each worker keeps a part of the optimiser's state (ZeRO-1)."""
+
+    @property
+    def stream(self) -> SampleStream | None:
+        """Which samples this worker computes, where workers come and go."""
+
+    @property
+    def began(self) -> tuple[int, int] | None:
+        """This worker's place and the number of workers, where an elastic run began with this worker."""
+
+    @property
+    def program(self) -> CollectiveProgram | TwoStageProgram | None:
+        """The strategy's program, where workers make collective exchanges."""
+
+    def figures(self) -> dict[str, Any]:
+        """Figures beside those of the ledger."""
+
+    def share(self, name: str, one: Stateful) -> None:
+        """Workers that join an elastic run get this state, too."""
 
     @property
     def cluster(self) -> Cluster:

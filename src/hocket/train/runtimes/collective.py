@@ -11,22 +11,24 @@ from torch import Tensor, nn
 
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError
-from hocket.programs.two_stage import program_for
+from hocket.programs.collective import CollectiveProgram
+from hocket.programs.two_stage import TwoStageProgram, program_for
 from hocket.split.sharded import ShardedState, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import ClusterLedger, MeshAxes
 from hocket.train.momentum import JobRows, give_state, take_momentum
-from hocket.train.runtimes.base import Binding
+from hocket.train.runtimes.base import Binding, FixedWorkers
 from hocket.train.watch import Where
 
 
-class CollectiveRuntime:
+class CollectiveRuntime(FixedWorkers):
     """The workers of ``cluster``, one per process. ``zero=1``: each keeps a part of the optimiser's state (ZeRO-1)."""
 
     synchronous = True
     in_rows = True
     takes_gradients = False
     steps_locally = True
+    program: CollectiveProgram | TwoStageProgram
 
     def __init__(self, cluster: Cluster, zero: int = 0, axes: MeshAxes | None = None) -> None:
         self.cluster, self.zero, self.axes = cluster, zero, axes

@@ -14,7 +14,7 @@ from hocket.errors import HocketError, WorkerLost
 from hocket.strategy import Strategy
 from hocket.train.runtimes.collective import CollectiveRuntime
 
-AWAY = "This worker was away, and the others went on without it; start it again to join them."
+AWAY = "This worker did not answer in time, and the others went on without it; start it again to join them."
 
 
 class Rejoined(Exception):

@@ -25,7 +25,7 @@ from hocket.split.parts import blocks_of, broadcast_tensors
 from hocket.split.sharded import SEES_WHOLE, refuse_sharding
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import ClusterLedger
-from hocket.train.runtimes.base import Binding
+from hocket.train.runtimes.base import Binding, FixedWorkers
 from hocket.train.watch import Where
 
 _NOT_IN_PARTS = {
@@ -35,7 +35,7 @@ _NOT_IN_PARTS = {
 }
 
 
-class FsdpRuntime:
+class FsdpRuntime(FixedWorkers):
     """The workers of ``cluster``, each with a part of everything."""
 
     synchronous = True
@@ -261,7 +261,7 @@ def refuse_fsdp_on(cluster: Cluster) -> None:
     """Refuse FSDP2 on CUDA over Gloo: its exchanges of CUDA tensors end the process without an error."""
     if cluster.device.type == "cuda" and "nccl" not in (cluster.backend or ""):
         raise HocketError(
-            f"FSDP2 on CUDA needs NCCL, which wants a GPU for every process, but the job talks over {cluster.backend}; use "
+            f"FSDP2 on CUDA needs NCCL, which needs a GPU for each process, but the job exchanges over {cluster.backend}; use "
             "ZeRO-1, or hocket.init(backend='nccl')."
         )
 

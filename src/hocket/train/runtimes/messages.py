@@ -26,7 +26,7 @@ from hocket.programs.account import Account
 from hocket.programs.server.optimizer_spec import shard_optimizer, state_rows, workers_optimize
 from hocket.strategy import Strategy
 from hocket.train.ledger_view import MeshAxes, MessageLedger
-from hocket.train.runtimes.base import Binding
+from hocket.train.runtimes.base import Binding, FixedWorkers
 
 Join = Callable[[Binding], WorkerRuntime]
 
@@ -39,7 +39,7 @@ class _Worker:
     workers: range
 
 
-class MessageRuntime:
+class MessageRuntime(FixedWorkers):
     """A worker whose link ``join`` makes; workers agree on the model on ``cluster`` before they start, if there is one."""
 
     synchronous = False

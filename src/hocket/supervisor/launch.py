@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -38,8 +39,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 rendezvous_handler_registry.register(_BACKEND, LoopbackRendezvous)
 
 
-def launch(arguments: list[str], processes: int) -> None:
-    """Run ``hocket`` with these arguments in ``processes`` processes; returns when all are done.
+def launch(command: Sequence[str], processes: int) -> None:
+    """Run Python with these arguments in ``processes`` processes; returns when all are done.
 
     When one dies the launcher ends the others; the first cause becomes one sentence.
     """
@@ -53,13 +54,13 @@ def launch(arguments: list[str], processes: int) -> None:
             1, 1, processes, logs, run_id=uuid.uuid4().hex, rdzv_backend=_BACKEND, max_restarts=0, monitor_interval=0.1
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "hocket.cli.main", *arguments)
+            elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             raise HocketError(_cause(error.failures)) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise HocketError(f"Ended by signal {error.sigval.name}; the workers were ended too.") from None
+            raise HocketError(f"Signal {error.sigval.name} ended this command; it has ended its workers, too.") from None
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> str:
