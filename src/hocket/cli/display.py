@@ -182,7 +182,7 @@ def study_tables(rows: Sequence[Row]) -> list[Table]:
 ACCURACY, PERPLEXITY = ("accuracy", "worst", "test loss"), ("test loss", "perplexity", "tokens/s")
 """The columns of how good models are; the second ones of text (how fast they learn, too), or where there is no accuracy."""
 LEGEND = (
-    "accuracy, test loss: of the mean model; worst: accuracy of the worst replica. "
+    "accuracy, test loss: of the mean of all workers' models; worst: accuracy of the worst worker's own model. "
     "compute, wait, transfer: seconds, means over workers; tokens/s: of all workers together (of virtual workers: predicted). "
     "MB: sent by all workers together; fewer bytes: how many times fewer than bulk + allreduce."
 )
