@@ -71,9 +71,10 @@ def seen(rows: Sequence[Row]) -> list[str]:
         assert least.accuracy is not None
         who = f"{facet.workers} {facet.kind} workers"
         if (least.times_fewer or 0.0) > 1.005:
+            other = f"; the best strategy here {best:.1%}" if least.accuracy.mean < best else ", more than any other here"
             lines.append(
                 f"{who}: {escape(least.label)} sends {plain(least.times_fewer)} times fewer bytes than bulk + allreduce and "
-                f"classifies {least.accuracy.mean:.1%} of the test digits correctly; the best strategy here {best:.1%}."
+                f"classifies {least.accuracy.mean:.1%} of the test digits correctly{other}."
             )
         else:
             lines.append(f"{who}: no strategy that sends fewer bytes than bulk + allreduce is within two points of {best:.1%}.")
