@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hocket.transport import Keys
-from process.launch import ENVIRON, Hocket, Nursery, free_port, run_script
+from process.launch import ENVIRON, Hocket, Nursery, eventually, free_port, run_script
 from process.launched import NAMESPACE
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +171,15 @@ def on_path(command: list[str], **values: str) -> list[str]:
     ]
 
 
+def test_torchrun_on_this_machine(nursery: Nursery, tmp_path: Path) -> None:
+    command = documented("torchrun", "--nproc-per-node")
+    before, after = command[1 : command.index("--no-python")], options_of(command)
+    words = ["-m", "torch.distributed.run", *before, "-m", "hocket.cli.main", *after, *SMALL, "--out", str(tmp_path / "out")]
+    ended = nursery.command(words, tmp_path / "torchrun", tmp_path, {"MASTER_PORT": str(free_port())}, program="python").ended(150)
+    assert ended.returncode == 0, ended.stderr
+    assert recorded(tmp_path / "out", 4)["cluster"]["processes"] == 4
+
+
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
 def test_mpirun_on_this_machine(tmp_path: Path) -> None:
     command = [*on_path(documented("mpirun", "-n", "4", "hocket")), *SMALL, "--out", str(tmp_path / "out")]
@@ -305,6 +315,31 @@ def test_workers_and_shards_as_actors_of_ray(strategy: str, ray_cluster: dict[st
     ended = run_hocket([*options, *SMALL], tmp_path, ray_cluster)
     assert ended.returncode == 0, ended.stderr
     recorded(tmp_path / "out", 2)
+
+
+def test_a_shard_an_actor_and_what_it_looked_after_come_back(ray_cluster: dict[str, str], tmp_path: Path) -> None:
+    """One of two actors is killed, and with it a worker and a shard; of the other one the shard alone."""
+    out = tmp_path / "out"
+    options = ["--strategy", "async + server(shards=2)", "--workers", "2", "--slowdown", "10,20", "--snapshot", "0.5"]
+    options += ["--model", "mlp", "--epochs", "6", "--device", "cpu", "--replace", "--out", str(out)]
+    command = [sys.executable, "-m", "hocket.cli.main", "train", "--launcher", "ray", *options]
+    environ = {**ENVIRON, **ray_cluster}
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True) as run:
+        assert eventually(lambda: run.poll() is not None or (out / "metrics.jsonl").exists(), 100)
+        shards = [p for p in psutil.Process().children(recursive=True) if "hocket.drivers.shard_process" in p.cmdline()]
+        assert len(shards) == 2, run.poll()
+        actor = shards[0].parent()
+        assert actor is not None
+        assert "AgentActor" in actor.cmdline()[0]
+        for victim in (actor, shards[1]):
+            victim.kill()
+        _, said = run.communicate(timeout=150)
+    assert run.returncode == 0, said
+    assert re.search(r"worker \d was ended by SIGKILL; another takes its place", said)
+    assert sorted(re.findall(r"shard (\d) died and is back from its snapshot", said)) == ["0", "1"]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["accuracy"] > 0.85
 
 
 def test_a_ray_cluster_without_room_is_one_sentence(ray_cluster: dict[str, str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hocket.errors import HocketError
 from hocket.programs.collective import _to
 from hocket.strategy import Strategy
-from hocket.sync import SSP, Async, Bulk, DiLoCo, Downpour, Local, Moment, PostLocal, ServerAction, Stale, Sync, proven_period
+from hocket.sync import SSP, Async, Bulk, DiLoCo, Downpour, Local, Moment, PostLocal, ServerAction, Stale, Sync
 from hocket.sync.guard import guarded, init_guard, limited
 
 
@@ -59,11 +59,6 @@ def test_without_an_outer_optimiser_the_mix_lands_as_it_is() -> None:
     for sync in (Bulk(), Local(2), PostLocal(2, 2)):
         assert sync.apply(mixed, {})[0] is mixed
         assert sync.init_state(mixed) == {}
-
-
-def test_the_proven_period() -> None:
-    assert proven_period(16, 1) == 2
-    assert proven_period(10_000, 16) == pytest.approx(10 / 8)
 
 
 NAMES = ("asynchronous", "static_partition", "keeps_replicas_equal", "pushes_gradients", "averages_weights", "only_weights")

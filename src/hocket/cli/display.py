@@ -165,7 +165,8 @@ def study_tables(rows: Sequence[Row]) -> list[Table]:
         seeds = max(len(row.seeds) for row in here)
         epochs = max(row.epochs for row in here)
         quality = PERPLEXITY if facet.by_loss else ACCURACY
-        table = results_table(f"{facet}, {epochs} epochs{f', means of {seeds} seeds' if seeds > 1 else ''}", quality)
+        how_long = f"{epochs} epoch{'s' * (epochs != 1)}"
+        table = results_table(f"{facet}, {how_long}{f', means of {seeds} seeds' if seeds > 1 else ''}", quality)
         for row in here:
             if not row.ranked:
                 table.add_row(escape(row.label), row.state, style="dim")
@@ -182,10 +183,12 @@ def study_tables(rows: Sequence[Row]) -> list[Table]:
 ACCURACY, PERPLEXITY = ("accuracy", "worst", "test loss"), ("test loss", "perplexity", "tokens/s")
 """The columns of how good models are; the second ones of text (how fast they learn, too), or where there is no accuracy."""
 LEGEND = (
-    "accuracy, test loss: of the mean model; worst: accuracy of the worst replica. "
-    "compute, wait, transfer: seconds, means over workers; tokens/s: of all workers together (of virtual workers: predicted). "
+    "accuracy, test loss: of the mean of all workers' models; worst: accuracy of the worst worker's own model. "
+    "compute, wait, transfer: seconds, means over workers. "
     "MB: sent by all workers together; fewer bytes: how many times fewer than bulk + allreduce."
 )
+SPEED_LEGEND = " tokens/s: of all workers together (of virtual workers: predicted)."
+"""Where there is text."""
 
 
 def predicted_for(settings: RunSettings) -> str:

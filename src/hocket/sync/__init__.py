@@ -8,7 +8,7 @@ from hocket.sync.base import Asynchronous, Moment, ServerAction, Sync
 from hocket.sync.bulk import Bulk
 from hocket.sync.diloco import DiLoCo
 from hocket.sync.downpour import Downpour
-from hocket.sync.local import Local, proven_period
+from hocket.sync.local import Local
 from hocket.sync.postlocal import PostLocal
 from hocket.sync.ssp import SSP
 from hocket.sync.stale import Stale
@@ -34,5 +34,4 @@ __all__ = [
     "Stale",
     "Sync",
     "ServerAction",
-    "proven_period",
 ]

@@ -131,10 +131,6 @@ class Sync(ABC):
         """The same where it depends on what a step takes."""
         return self.period
 
-    def proven_period(self, steps: int, workers: int) -> float | None:
-        """The period up to which convergence is proven for so many steps and workers; None where there is no such bound."""
-        return None
-
     @property
     def residual_stays(self) -> bool:
         """Whether error feedback leaves the residual of exchanged weights in them, not in the compressor's state."""

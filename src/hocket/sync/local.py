@@ -55,9 +55,6 @@ class Local(Sync):
     def period(self) -> int:
         return self.p
 
-    def proven_period(self, steps: int, workers: int) -> float:
-        return proven_period(steps, workers)
-
     def refusal(self, topology: Topology, compressor: Compressor, exchange: str | None, weights: bool) -> str | None:
         if self.mean == "after" and not weights:
             return "mean=after is about weights; leave it out, or use exchange=weights"
@@ -69,12 +66,3 @@ class Local(Sync):
         if step % self.p:
             return Moment.NEVER
         return Moment.GRADIENTS if not weights else Moment.BEFORE if self.mean == "before" else Moment.AFTER
-
-
-def proven_period(steps: int, workers: int) -> float:
-    """The period up to which convergence is proven: ``T^¼ / N^¾``.
-
-    >>> round(proven_period(10_000, 4), 2)
-    3.54
-    """
-    return steps**0.25 / workers**0.75

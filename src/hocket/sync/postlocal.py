@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hocket.sync.base import Moment, Sync, whole
-from hocket.sync.local import proven_period
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,6 @@ class PostLocal(Sync):
     @property
     def period(self) -> int:
         return self.p
-
-    def proven_period(self, steps: int, workers: int) -> float:
-        return proven_period(steps, workers)
 
     def moment(self, step: int, weights: bool, uniform: bool = True) -> Moment:
         if step <= self.after:  # bulk; gossip exchanges weights in this phase, too
