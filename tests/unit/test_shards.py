@@ -7,7 +7,9 @@ import os
 import resource
 import subprocess
 import tarfile
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from hocket.data import load, stream
 from hocket.data.shards import sources
+from hocket.data.shards.cache import Cache
 from hocket.data.shards.check import shuffle_quality
 from hocket.data.shards.index import FILE, Index
 from hocket.data.shards.order import ShardOrder, parts, round_sizes
@@ -210,6 +213,24 @@ def test_loading_processes_share_the_rounds_in_order(shards: Path, rounds: int, 
     assert [found[k % 3][k // 3] for k in range(len(whole))] == whole
 
 
+@pytest.mark.parametrize("processes", [0, 2])
+def test_torchdatas_loader_goes_on_in_mid_epoch(shards: Path, processes: int) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        own = stream(shards, batch_size=90, decode=text, collate=list)
+        return stateful.StatefulDataLoader(own, batch_size=None, num_workers=processes)
+
+    whole, begun = list(loader()), loader()
+    batches = iter(begun)
+    first = [next(batches) for _ in range(5)]
+    state = begun.state_dict()
+    again = loader()
+    again.load_state_dict(state)
+    assert first + list(again) == whole
+    assert numbers(whole) == Counter(range(1003))
+
+
 def test_a_data_loader_takes_batches_of_tensors(tmp_path: Path) -> None:
     data = load("digits")
     index = pack(sources.parts("digits", data)[""], tmp_path, shard_bytes=200_000)
@@ -322,6 +343,19 @@ def test_a_decoder_that_fails_names_the_sample(shards: Path) -> None:
         list(stream(shards, batch_size=50, decode=decode))
 
 
+def test_samples_that_a_decoder_cannot_read_are_left_out_and_counted(shards: Path) -> None:
+    bad = {77, 78, 500}
+
+    def decode(sample: dict[str, bytes]) -> int:
+        return text(sample) if text(sample) not in bad else 1 // 0
+
+    own = stream(shards, batch_size=50, decode=decode, collate=list, on_bad_shard="skip")
+    with pytest.warns(UserWarning, match=r"Left out: The decoder fails on sample \d+ in shard .*ZeroDivisionError"):
+        found = numbers(list(own))
+    assert found == Counter(set(range(1003)) - bad)
+    assert own.skipped == 3
+
+
 def test_shards_that_changed_since_a_checkpoint_are_refused(shards: Path, tmp_path: Path) -> None:
     pack(Numbers(1002), tmp_path)
     with pytest.raises(HocketError, match="changed since the checkpoint"):
@@ -379,8 +413,6 @@ def test_a_cache_keeps_to_its_limit_and_to_its_own_files(shards: Path, tmp_path:
 
 
 def test_a_killed_filler_leaves_nothing_that_is_read(shards: Path, tmp_path: Path) -> None:
-    from hocket.data.shards.cache import Cache
-
     shard = Index.load(str(shards)).shards[0]
     ready, told = os.pipe()
     pid = os.fork()
@@ -400,4 +432,39 @@ def test_a_killed_filler_leaves_nothing_that_is_read(shards: Path, tmp_path: Pat
     os.close(told)
     found = list(stream(shards, batch_size=100, decode=text, collate=list, cache=tmp_path))
     assert numbers(found) == Counter(range(1003))
-    assert sorted(path.stat().st_size for path in tmp_path.iterdir()) == sorted(s.bytes for s in Index.load(str(shards)).shards)
+    kept = sorted(path.stat().st_size for path in tmp_path.iterdir() if path.name != ".hocket.lock")
+    assert kept == sorted(s.bytes for s in Index.load(str(shards)).shards)
+
+
+def test_a_cache_that_many_fill_at_once_keeps_to_its_limit(tmp_path: Path) -> None:
+    """Files that are being filled count, too: with room for three of them the fourth is read without the cache."""
+    size, limit, together = 1000, 3500, threading.Barrier(4)
+    most: list[int] = []
+
+    def fill(out: Any) -> None:
+        together.wait(20)  # all that found room are here, and the one that did not has been told
+        out.write(b"x" * size)
+        most.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+
+    def obtain(name: str) -> bool:
+        found = Cache(tmp_path, limit).obtain(name * 64, size, fill)
+        if found is None:
+            together.wait(20)
+            return False
+        return len(found.read()) == size
+
+    for names in ("abcd", "efgh"):  # the second time there are finished files to evict
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(obtain, names))
+        assert sum(found) == 3
+    assert max(most) <= limit
+
+
+def test_what_a_killed_process_left_of_a_shard_that_nobody_needs_is_removed(tmp_path: Path) -> None:
+    left, full = tmp_path / f".hocket-{'a' * 40}.tar.part", tmp_path / f"hocket-{'b' * 40}.tar"
+    left.write_bytes(b"x" * 3000)
+    full.write_bytes(b"x" * 1000)
+    found = Cache(tmp_path, 2500).obtain("c" * 64, 1000, lambda out: out.write(b"y" * 1000))
+    assert found is not None
+    assert not left.exists()
+    assert full.exists()
