@@ -12,10 +12,10 @@ what the imports take. ``shuffle`` prints how well orders mix classes where the 
 reads one epoch each: files in random order with a DataLoader's threads' worth of decoding, shards in their own shuffled order,
 shards in plain order. ``--drop-caches`` (root) empties the system's caches before each; otherwise they are warm.
 
-``network`` (root; nginx, and for comparison the packages webdataset, litdata and torchdata) reads CIFAR-10 from nginx on a host of its own,
-4 workers on 4 hosts, all links 1 Gbit/s, caches cold: one sequential download, small files, shards by Hocket, by WebDataset and by
-torchdata, and litdata's chunks. ``shared`` trains with 2 workers whose gradients travel over the same links as the data. ``busy`` trains resnet20
-on shards and prints how much of the time its steps wait for data.
+``network`` (root; nginx, and for comparison the packages webdataset, litdata and torchdata) reads CIFAR-10 from nginx on a host of
+its own, 4 workers on 4 hosts, all links 1 Gbit/s, caches cold: one sequential download, small files, shards by Hocket, by
+WebDataset and by torchdata, and litdata's chunks. ``shared`` trains with 2 workers whose gradients travel over the same links as
+the data. ``busy`` trains resnet20 on shards and prints how much of the time its steps wait for data.
 
 Pictures are CIFAR-10's 60,000 as PNG files where ``--data-dir`` has it, otherwise made up. ``--folder`` keeps what was written.
 """

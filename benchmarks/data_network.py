@@ -264,8 +264,9 @@ def torchdata(given: dict[str, Any]) -> tuple[int, int]:
 
     def samples(name: str) -> list[tuple[Any, int]]:
         with urllib.request.urlopen(f"{given['url']}/shards/{name}") as response:
-            tar = tarfile.open(fileobj=io.BytesIO(response.read()))
-        contents = [tar.extractfile(entry).read() for entry in tar]  # type: ignore[union-attr]
+            content = io.BytesIO(response.read())
+        with tarfile.open(fileobj=content) as tar:
+            contents = [tar.extractfile(entry).read() for entry in tar]  # type: ignore[union-attr]
         return [(picture(x), int(y)) for x, y in zip(contents[::2], contents[1::2], strict=True)]
 
     fetched = nodes.ParallelMapper(nodes.IterableWrapper([shard.name for shard in own]), samples, num_workers=4)

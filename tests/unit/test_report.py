@@ -802,7 +802,7 @@ def test_what_reading_data_took_has_columns_where_data_were_read(tmp_path: Path)
     build([tmp_path], tmp_path, png=False)
     names = ("data_wait_s", "data_mb", "data_skipped")
     cells = {c["strategy"]: [c[name] for name in names] for c in csv.DictReader((tmp_path / "table.csv").read_text().splitlines())}
-    assert cells == {"local(4)": ["1.0", "8.0", "3.0"], BASELINE: ["", "", ""]}  # sums over epochs, means over seeds
+    assert cells == {"local(4)": ["1", "8", "3"], BASELINE: ["", "", ""]}  # sums over epochs, means over seeds
     page = (tmp_path / "report.html").read_text()
     for told in ('["waited for data","1.00 s"]', '["data read","8.00 MB"]', '["samples left out","3.00 ± 4.24"]'):
         assert told in page
