@@ -11,7 +11,8 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import fsspec
 import numpy as np
@@ -23,6 +24,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
+import hocket
 from hocket.data import load, stream
 from hocket.data.shards import sources
 from hocket.data.shards.cache import Cache
@@ -31,6 +33,8 @@ from hocket.data.shards.index import FILE, Index
 from hocket.data.shards.order import ShardOrder, parts, round_sizes
 from hocket.data.shards.pack import pack
 from hocket.errors import HocketError
+from hocket.programs.account import Account, checked, data_of
+from hocket.train.ledger_view import MessageLedger
 
 
 class Numbers:
@@ -295,6 +299,39 @@ def test_shards_from_elsewhere_are_fetched_about_once_by_all_workers(tmp_path: P
             assert own.bytes_fetched <= most * index.bytes / workers
     finally:
         storage.rm("/set", recursive=True)
+
+
+def test_a_job_tells_what_reading_its_stream_took(shards: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    hocket.init(device="cpu")
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        job = hocket.parallelize(model, optimizer, "bulk")
+        own = stream(shards, batch_size=500, decode=lambda sample: torch.tensor([float(text(sample))]))
+        assert "data_bytes" not in job.summary()
+        job.reads(own)
+        for _ in range(2):
+            for x in own:
+                model(x).sum().backward()
+                optimizer.step()
+        for found in (job.summary(), job.summary(all_workers=True)):
+            assert found["data_bytes"] == 2 * own.index.sizes.sum()
+            assert found["data_skipped"] == 0
+            assert found["data_wait_s"] == own.wait_s > 0
+        job.finish()
+    finally:
+        hocket.shutdown()
+
+
+def test_workers_that_send_messages_tell_others_what_reading_took() -> None:
+    account = Account()
+    ledger = MessageLedger(cast(Any, SimpleNamespace(account=account)))
+    ledger.tell_reading()
+    assert not data_of({"0": account.describe(0.0)})
+    for wait_s, size in ((0.5, 10), (0.75, 30)):  # so far, each time
+        ledger.reading = lambda w=wait_s, s=size: {"data_wait_s": w, "data_bytes": s, "data_skipped": 1}  # type: ignore[misc]
+        ledger.tell_reading()
+    assert data_of({"0": checked(account.describe(0.0))}) == {"data_wait_s": 0.75, "data_bytes": 30, "data_skipped": 1}
 
 
 def damaged(shards: Path, folder: Path, what: str) -> Path:
