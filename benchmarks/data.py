@@ -12,10 +12,10 @@ what the imports take. ``shuffle`` prints how well orders mix classes where the 
 reads one epoch each: files in random order with a DataLoader's threads' worth of decoding, shards in their own shuffled order,
 shards in plain order. ``--drop-caches`` (root) empties the system's caches before each; otherwise they are warm.
 
-``network`` (root; nginx, and for comparison the packages webdataset and litdata) reads CIFAR-10 from nginx on a host of its own,
-4 workers on 4 hosts, all links 1 Gbit/s, caches cold: one sequential download, small files, shards by Hocket, by WebDataset, and
-litdata's chunks. ``shared`` trains with 2 workers whose gradients travel over the same links as the data. ``busy`` trains resnet20
-on shards and prints how much of the time its steps wait for data.
+``network`` (root; nginx, and for comparison the packages webdataset, litdata and torchdata) reads CIFAR-10 from nginx on a host of
+its own, 4 workers on 4 hosts, all links 1 Gbit/s, caches cold: one sequential download, small files, shards by Hocket, by
+WebDataset and by torchdata, and litdata's chunks. ``shared`` trains with 2 workers whose gradients travel over the same links as
+the data. ``busy`` trains resnet20 on shards and prints how much of the time its steps wait for data.
 
 Pictures are CIFAR-10's 60,000 as PNG files where ``--data-dir`` has it, otherwise made up. ``--folder`` keeps what was written.
 """
@@ -291,7 +291,7 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--latency-ms", type=float, default=0.0, help="nginx waits so long before each answer")
     parser.add_argument("--decode", action="store_true", help="decode the pictures, too")
-    parser.add_argument("--ways", default="download,files,hocket,webdataset,litdata")
+    parser.add_argument("--ways", default="download,files,hocket,webdataset,litdata,torchdata")
     parser.add_argument("--device", default="cpu", help="of busy")
     parser.add_argument("--processes", type=int, default=min(8, (os.cpu_count() or 2) - 2), help="of busy: that load")
     parser.add_argument("--batch-size", type=int, default=128, help="of busy")

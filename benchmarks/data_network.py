@@ -34,21 +34,23 @@ http {{
   access_log off; sendfile on; tcp_nopush on; keepalive_requests 100000; default_type application/octet-stream;
   client_body_temp_path {folder}/t1; proxy_temp_path {folder}/t2; fastcgi_temp_path {folder}/t3; uwsgi_temp_path {folder}/t4;
   scgi_temp_path {folder}/t5;
-  server {{ listen {port}; root {root}; location / {{ {wait} }} }}
+  server {{ listen {port}; root {root}; location / {{ {wait} {directives} }} }}
 }}
 """
 _MODULES = "load_module /usr/lib/nginx/modules/ndk_http_module.so; load_module /usr/lib/nginx/modules/ngx_http_lua_module.so;"
 
 
 @contextmanager
-def nginx(lab: Lab, host: int, root: Path, latency_ms: float = 0.0) -> Iterator[str]:
-    """A server of the files under ``root`` on a host of the lab; gives its address."""
+def nginx(lab: Lab, host: int, root: Path, latency_ms: float = 0.0, directives: str = "") -> Iterator[str]:
+    """A server of the files under ``root`` on a host of the lab; gives its address. ``directives``: more of nginx's own."""
     if shutil.which("nginx") is None:
         raise SystemExit("data.py: nginx is missing: apt-get install nginx-light (and libnginx-mod-http-lua for --latency-ms)")
     folder = root / ".nginx"
     folder.mkdir(exist_ok=True)
     wait = f"access_by_lua_block {{ ngx.sleep({latency_ms / 1000:g}) }}" if latency_ms else ""
-    text = _CONF.format(modules=_MODULES if latency_ms else "", folder=folder, port=PORT, root=root, wait=wait)
+    text = _CONF.format(
+        modules=_MODULES if latency_ms else "", folder=folder, port=PORT, root=root, wait=wait, directives=directives
+    )
     (folder / "nginx.conf").write_text(text)
     command = [
         "ip",
@@ -246,6 +248,35 @@ def litdata(given: dict[str, Any]) -> tuple[int, int]:
     return total, size
 
 
+def torchdata(given: dict[str, Any]) -> tuple[int, int]:
+    """torchdata's nodes on the same shards, a part of them for each worker: four threads fetch and unpack, shuffled by shard."""
+    import io
+    import tarfile
+    import urllib.request
+
+    from torchdata import nodes
+
+    from hocket.data.shards.index import Index
+
+    picture, index, total = _picture(given), Index.load(f"{given['url']}/shards"), 0
+    own = list(index.shards[given["worker"] :: given["workers"]])
+    random.Random(0).shuffle(own)
+
+    def samples(name: str) -> list[tuple[Any, int]]:
+        with urllib.request.urlopen(f"{given['url']}/shards/{name}") as response:
+            content = io.BytesIO(response.read())
+        with tarfile.open(fileobj=content) as tar:
+            contents = [tar.extractfile(entry).read() for entry in tar]  # type: ignore[union-attr]
+        return [(picture(x), int(y)) for x, y in zip(contents[::2], contents[1::2], strict=True)]
+
+    fetched = nodes.ParallelMapper(nodes.IterableWrapper([shard.name for shard in own]), samples, num_workers=4)
+    loader = nodes.Loader(nodes.Batcher(nodes.Unbatcher(fetched), given["batch_size"], drop_last=False))
+    _pass(given)
+    for batch in loader:
+        total += len(batch)
+    return total, sum(shard.bytes for shard in own)
+
+
 def train(given: dict[str, Any]) -> tuple[int, int]:
     """Steps of bulk training on data from memory, from small files, from shards, or from shards that a cache has."""
     import itertools
@@ -319,7 +350,7 @@ def _listed(samples: list[Any]) -> list[Any]:
     return samples
 
 
-WAYS = {"download": download, "files": files, "hocket": hocket, "webdataset": webdataset, "litdata": litdata, "train": train}
+WAYS = {f.__name__: f for f in (download, files, hocket, webdataset, litdata, torchdata, train)}
 
 
 def _worker() -> None:

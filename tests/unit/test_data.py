@@ -9,6 +9,7 @@ import io
 import os
 import tarfile
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -45,8 +46,10 @@ from hocket.data import (
     stacked,
 )
 from hocket.data.base import identity
+from hocket.data.batches import BatchSequence
 from hocket.data.distribute import BatchDispatcher, LoaderPositions
 from hocket.data.partition import proportional
+from hocket.data.shards.order import ShardOrder
 from hocket.errors import HocketError
 
 NOWHERE = "http://127.0.0.1:9/"
@@ -103,6 +106,26 @@ def test_partition_uses_every_sample_once_apart_from_the_dropped_remainder(
             assert r.weights == [1.0] * workers
             assert torch.equal(stacked(r), torch.cat(r.indices).view(workers, -1))
     assert all(r.sizes == (batch_size,) * workers for r in rounds[:-1])
+
+
+@settings(max_examples=150, deadline=None)
+@given(**sizes, epoch=st.integers(0, 5), share=st.floats(0.1, 9))
+def test_of_packed_shards_every_sample_is_used_once_whatever_the_workers(samples, workers, batch_size, seed, epoch, share):
+    """No rest is dropped: it makes the last round larger, by at most one sample per worker."""
+    samples += workers
+    partition = Partition(samples, workers, batch_size, seed, order=ShardOrder([samples], seed))
+    for shares in (None, [share, *[1.0] * (workers - 1)]):
+        rounds = partition.rounds(epoch, shares)
+        assert sorted(int(i) for r in rounds for part in r.indices for i in part) == list(range(samples))
+        assert len(rounds) == len(partition)
+        assert all(sum(r.sizes) == workers * batch_size for r in rounds[:-1])
+        assert min(rounds[-1].sizes) >= 1
+        assert sum(rounds[-1].weights) == pytest.approx(workers)
+    assert max(partition.rounds(epoch)[-1].sizes) <= batch_size + 1
+    assert torch.equal(partition.permutation(epoch), torch.cat([part for r in partition.rounds(epoch) for part in r.indices]))
+    numbered = BatchSequence(partition, 2 * len(partition))  # as asynchronous workers take them
+    epochs = [numbered.minibatch(n).indices.tolist() for n in range(len(numbered))]
+    assert Counter(i for batch in epochs for i in batch) == dict.fromkeys(range(samples), 2)
 
 
 def test_partition_is_the_same_everywhere_and_new_in_every_epoch():

@@ -794,6 +794,22 @@ def test_lost_batches_have_a_column_where_there_are_any(tmp_path: Path) -> None:
     assert "lost through faults" in page
 
 
+def test_what_reading_data_took_has_columns_where_data_were_read(tmp_path: Path) -> None:
+    for seed, skipped in enumerate((3, 0)):
+        read = {"data_wait_s": 0.5, "data_bytes": 4_000_000, "data_skipped": skipped}
+        write_run(tmp_path / str(seed), "local(4)", [line(e, 0.7, **read) for e in (1, 2)], epochs=2, seed=seed)
+    write_run(tmp_path / "plain", BASELINE, flat(0.7), epochs=2)
+    build([tmp_path], tmp_path, png=False)
+    names = ("data_wait_s", "data_mb", "data_skipped")
+    cells = {c["strategy"]: [c[name] for name in names] for c in csv.DictReader((tmp_path / "table.csv").read_text().splitlines())}
+    assert cells == {"local(4)": ["1", "8", "3"], BASELINE: ["", "", ""]}  # sums over epochs, means over seeds
+    page = (tmp_path / "report.html").read_text()
+    for told in ('["waited for data","1.00 ± 0.00 s"]', '["data read","8.00 ± 0.00 MB"]', '["samples left out","3.00 ± 4.24"]'):
+        assert told in page
+    build([tmp_path / "plain"], tmp_path / "alone", png=False)
+    assert "data_wait_s" not in (tmp_path / "alone" / "table.csv").read_text()
+
+
 @pytest.mark.parametrize(
     "found",
     [7, "old", [], None, {"x": 1}, {"-1": 1}, {"9" * 400: 1}, {"²": 1}, {"1": "2"}, {"1": -3}, {"1": 1.5}, {"1": 10**400}],

@@ -7,9 +7,12 @@ import os
 import resource
 import subprocess
 import tarfile
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import fsspec
 import numpy as np
@@ -21,13 +24,17 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
+import hocket
 from hocket.data import load, stream
 from hocket.data.shards import sources
+from hocket.data.shards.cache import Cache
 from hocket.data.shards.check import shuffle_quality
 from hocket.data.shards.index import FILE, Index
 from hocket.data.shards.order import ShardOrder, parts, round_sizes
 from hocket.data.shards.pack import pack
 from hocket.errors import HocketError
+from hocket.programs.account import Account, checked, data_of
+from hocket.train.ledger_view import MessageLedger
 
 
 class Numbers:
@@ -210,6 +217,24 @@ def test_loading_processes_share_the_rounds_in_order(shards: Path, rounds: int, 
     assert [found[k % 3][k // 3] for k in range(len(whole))] == whole
 
 
+@pytest.mark.parametrize("processes", [0, 2])
+def test_torchdatas_loader_goes_on_in_mid_epoch(shards: Path, processes: int) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        own = stream(shards, batch_size=90, decode=text, collate=list)
+        return stateful.StatefulDataLoader(own, batch_size=None, num_workers=processes)
+
+    whole, begun = list(loader()), loader()
+    batches = iter(begun)
+    first = [next(batches) for _ in range(5)]
+    state = begun.state_dict()
+    again = loader()
+    again.load_state_dict(state)
+    assert first + list(again) == whole
+    assert numbers(whole) == Counter(range(1003))
+
+
 def test_a_data_loader_takes_batches_of_tensors(tmp_path: Path) -> None:
     data = load("digits")
     index = pack(sources.parts("digits", data)[""], tmp_path, shard_bytes=200_000)
@@ -276,6 +301,39 @@ def test_shards_from_elsewhere_are_fetched_about_once_by_all_workers(tmp_path: P
         storage.rm("/set", recursive=True)
 
 
+def test_a_job_tells_what_reading_its_stream_took(shards: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    hocket.init(device="cpu")
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        job = hocket.parallelize(model, optimizer, "bulk")
+        own = stream(shards, batch_size=500, decode=lambda sample: torch.tensor([float(text(sample))]))
+        assert "data_bytes" not in job.summary()
+        job.reads(own)
+        for _ in range(2):
+            for x in own:
+                model(x).sum().backward()
+                optimizer.step()
+        for found in (job.summary(), job.summary(all_workers=True)):
+            assert found["data_bytes"] == 2 * own.index.sizes.sum()
+            assert found["data_skipped"] == 0
+            assert found["data_wait_s"] == own.wait_s > 0
+        job.finish()
+    finally:
+        hocket.shutdown()
+
+
+def test_workers_that_send_messages_tell_others_what_reading_took() -> None:
+    account = Account()
+    ledger = MessageLedger(cast(Any, SimpleNamespace(account=account)))
+    ledger.tell_reading()
+    assert not data_of({"0": account.describe(0.0)})
+    for wait_s, size in ((0.5, 10), (0.75, 30)):  # so far, each time
+        ledger.reading = lambda w=wait_s, s=size: {"data_wait_s": w, "data_bytes": s, "data_skipped": 1}  # type: ignore[misc]
+        ledger.tell_reading()
+    assert data_of({"0": checked(account.describe(0.0))}) == {"data_wait_s": 0.75, "data_bytes": 30, "data_skipped": 1}
+
+
 def damaged(shards: Path, folder: Path, what: str) -> Path:
     for file in shards.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -320,6 +378,19 @@ def test_a_decoder_that_fails_names_the_sample(shards: Path) -> None:
 
     with pytest.raises(HocketError, match=r"decoder fails on sample \d+ in shard shard-\d+\.tar .*ZeroDivisionError"):
         list(stream(shards, batch_size=50, decode=decode))
+
+
+def test_samples_that_a_decoder_cannot_read_are_left_out_and_counted(shards: Path) -> None:
+    bad = {77, 78, 500}
+
+    def decode(sample: dict[str, bytes]) -> int:
+        return text(sample) if text(sample) not in bad else 1 // 0
+
+    own = stream(shards, batch_size=50, decode=decode, collate=list, on_bad_shard="skip")
+    with pytest.warns(UserWarning, match=r"Left out: The decoder fails on sample \d+ in shard .*ZeroDivisionError"):
+        found = numbers(list(own))
+    assert found == Counter(set(range(1003)) - bad)
+    assert own.skipped == 3
 
 
 def test_shards_that_changed_since_a_checkpoint_are_refused(shards: Path, tmp_path: Path) -> None:
@@ -379,8 +450,6 @@ def test_a_cache_keeps_to_its_limit_and_to_its_own_files(shards: Path, tmp_path:
 
 
 def test_a_killed_filler_leaves_nothing_that_is_read(shards: Path, tmp_path: Path) -> None:
-    from hocket.data.shards.cache import Cache
-
     shard = Index.load(str(shards)).shards[0]
     ready, told = os.pipe()
     pid = os.fork()
@@ -400,4 +469,39 @@ def test_a_killed_filler_leaves_nothing_that_is_read(shards: Path, tmp_path: Pat
     os.close(told)
     found = list(stream(shards, batch_size=100, decode=text, collate=list, cache=tmp_path))
     assert numbers(found) == Counter(range(1003))
-    assert sorted(path.stat().st_size for path in tmp_path.iterdir()) == sorted(s.bytes for s in Index.load(str(shards)).shards)
+    kept = sorted(path.stat().st_size for path in tmp_path.iterdir() if path.name != ".hocket.lock")
+    assert kept == sorted(s.bytes for s in Index.load(str(shards)).shards)
+
+
+def test_a_cache_that_many_fill_at_once_keeps_to_its_limit(tmp_path: Path) -> None:
+    """Files that are being filled count, too: with room for three of them the fourth is read without the cache."""
+    size, limit, together = 1000, 3500, threading.Barrier(4)
+    most: list[int] = []
+
+    def fill(out: Any) -> None:
+        together.wait(20)  # all that found room are here, and the one that did not has been told
+        out.write(b"x" * size)
+        most.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+
+    def obtain(name: str) -> bool:
+        found = Cache(tmp_path, limit).obtain(name * 64, size, fill)
+        if found is None:
+            together.wait(20)
+            return False
+        return len(found.read()) == size
+
+    for names in ("abcd", "efgh"):  # the second time there are finished files to evict
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(obtain, names))
+        assert sum(found) == 3
+    assert max(most) <= limit
+
+
+def test_what_a_killed_process_left_of_a_shard_that_nobody_needs_is_removed(tmp_path: Path) -> None:
+    left, full = tmp_path / f".hocket-{'a' * 40}.tar.part", tmp_path / f"hocket-{'b' * 40}.tar"
+    left.write_bytes(b"x" * 3000)
+    full.write_bytes(b"x" * 1000)
+    found = Cache(tmp_path, 2500).obtain("c" * 64, 1000, lambda out: out.write(b"y" * 1000))
+    assert found is not None
+    assert not left.exists()
+    assert full.exists()

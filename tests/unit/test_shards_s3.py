@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +99,79 @@ def test_what_is_wrong_with_a_bucket_is_said_in_one_sentence(bucket: str, monkey
     with pytest.raises(HocketError, match=r"could not be read for 0.1 s .*check the address"):
         stream(bucket, retry_s=0.1)
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+BAD = "shard-000002.tar"
+
+
+class Faulty(ThreadingHTTPServer):
+    """Passes requests on to another server, but the first ``faults`` for one shard it answers with 503, or hangs up on."""
+
+    daemon_threads = True
+
+    def __init__(self, behind: str, fault: str, faults: int) -> None:
+        super().__init__(("127.0.0.1", 0), Passing)
+        self.behind, self.fault, self.faults = behind.removeprefix("http://"), fault, faults
+        self.asked: Counter[str] = Counter()
+
+
+class Passing(BaseHTTPRequestHandler):
+    server: Faulty
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2].partition("?")[0]
+        self.server.asked[name] += 1
+        if name == BAD and self.server.asked[name] <= self.server.faults:
+            if self.server.fault == "hangs up":
+                self.close_connection = True
+                self.connection.shutdown(2)
+                return
+            return self._answer(503, {}, b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>")
+        behind = HTTPConnection(self.server.behind)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        behind.request(self.command, self.path, body, dict(self.headers))
+        response = behind.getresponse()
+        self._answer(response.status, dict(response.headers), response.read())
+        behind.close()
+
+    do_HEAD = do_POST = do_GET
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            if name.lower() not in ("connection", "transfer-encoding", "date", "server"):
+                self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def faulty(behind: str, fault: str, faults: int) -> Iterator[Faulty]:
+    with Faulty(behind, fault, faults) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("fault", ["503", "hangs up"])
+def test_a_store_that_fails_for_a_while_loses_and_repeats_nothing(
+    bucket: str, folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with faulty(os.environ["AWS_ENDPOINT_URL"], fault, 7) as server:  # s3fs itself tries six times
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
+        s3fs.S3FileSystem.clear_instance_cache()
+        try:
+            own = stream(bucket, batch_size=100)
+            assert sums(own) == sums(stream(folder, batch_size=100))
+            assert server.asked[BAD] > 7
+        finally:
+            s3fs.S3FileSystem.clear_instance_cache()

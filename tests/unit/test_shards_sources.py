@@ -49,6 +49,19 @@ def test_class_folders_of_pictures(tmp_path: Path) -> None:
     assert "cls: " in data("sample", tmp_path / "out", 2)
 
 
+@pytest.mark.parametrize("lacks", ["train", "test"])
+def test_a_class_has_the_same_number_in_both_parts(tmp_path: Path, lacks: str) -> None:
+    for part in ("train", "test"):
+        for number, name in enumerate(["cat", "dog", "emu"]):
+            if (part, name) != (lacks, "cat"):
+                picture(tmp_path / "in" / part / name / "a.png", 10 * number)
+    data("pack", tmp_path / "in", tmp_path / "out")
+    for folder in (tmp_path / "out", tmp_path / "out" / "test"):
+        assert Index.load(str(folder)).about["classes"] == ["cat", "dog", "emu"]
+        assert {(int(x[0].max()), y) for x, y in everything(folder)} <= {(0, 0), (10, 1), (20, 2)}
+    assert load(f"shards:{tmp_path / 'out'}").classes == 3
+
+
 def test_pictures_as_they_are_keep_their_bytes(tmp_path: Path) -> None:
     picture(tmp_path / "in" / "a.jpg", 7)
     picture(tmp_path / "in" / "b.png", 9, mode="L")
@@ -69,6 +82,11 @@ def test_text_jsonl_and_csv(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"t{n}", "label": n % 2}) + "\n\n" for n in range(5)))
     data("pack", tmp_path / "b.jsonl", tmp_path / "b")
     assert sorted(everything(tmp_path / "b")) == [(f"t{n}", n % 2) for n in range(5)]
+
+    (tmp_path / "n.jsonl").write_text("".join(json.dumps({"text": n, "label": f"{n}!"}) + "\n" for n in "bab"))
+    data("pack", tmp_path / "n.jsonl", tmp_path / "n", "--no-shuffle")
+    assert everything(tmp_path / "n") == [("b", 1), ("a", 0), ("b", 1)]
+    assert Index.load(str(tmp_path / "n")).about["classes"] == ["a!", "b!"]
 
     (tmp_path / "c.jsonl").write_text('{"a": 1}\n{"a": 2}')
     data("pack", tmp_path / "c.jsonl", tmp_path / "c", "--no-shuffle")
@@ -147,6 +165,16 @@ def test_what_cannot_be_packed_is_said_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "named").mkdir()
     (tmp_path / "named" / os.fsdecode(b"\xff.txt")).write_bytes(b"text")
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "b"}\n')
+    labels = {"f": [1, "b"], "g": ["b", 1], "h": [None, 1], "i": ["", "b"]}
+    for name, two in labels.items():
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": "a"} | ({} if label is None else {"label": label})) + "\n" for label in two)
+        )
+    (tmp_path / "j.jsonl").write_text('{"text": "a"}\n{"text": "b", "more": 1}\n')
+    (tmp_path / "f.csv").write_text("x,label\n1,yes\n2,\n")
+    apart = tmp_path / "apart"
+    picture(apart / "train" / "cat" / "a.png", 1)
+    picture(apart / "test" / "a.png", 1)
     (tmp_path / "b.jsonl").write_text("[1]\n")
     (tmp_path / "c.jsonl").write_text("{")
     (tmp_path / "d.jsonl").write_text("")
@@ -161,7 +189,14 @@ def test_what_cannot_be_packed_is_said_in_one_sentence(tmp_path: Path) -> None:
         ((wrong, "out"), "no picture that can be read"),
         ((tmp_path / "latin", "out2"), "no text in UTF-8"),
         ((tmp_path / "named", "out"), "is not text: rename"),
-        ((tmp_path / "a.jsonl", "out3"), "mixes lines"),
+        ((tmp_path / "a.jsonl", "out3"), r"mixes labels \(record 2 has no label\)"),
+        ((tmp_path / "f.jsonl", "out4"), r"mixes labels \(record 2 has \"b\" as label\)"),
+        ((tmp_path / "g.jsonl", "out5"), r"mixes labels \(record 2 has 1 as label\)"),
+        ((tmp_path / "h.jsonl", "out6"), r"mixes labels \(record 2 has 1 as label\)"),
+        ((tmp_path / "i.jsonl", "out7"), r"mixes labels \(record 1 has \"\" as label\)"),
+        ((tmp_path / "j.jsonl", "out8"), "mixes records with only text and others"),
+        ((tmp_path / "f.csv", "out"), "Row 3 of .* has no label"),
+        ((apart, "out"), "one has pictures in class folders and the other not"),
         ((tmp_path / "b.jsonl", "out"), "is list, not an object"),
         ((tmp_path / "c.jsonl", "out"), "is no JSON"),
         ((tmp_path / "d.jsonl", "out"), "no samples"),

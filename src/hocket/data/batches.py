@@ -56,7 +56,7 @@ class BatchSequence:
         if not data.language:
             return {}
         rounds = min(len(self.partition), self.steps - epoch * len(self.partition))
-        samples = min(rounds * self.partition.workers * self.partition.batch_size, self.partition.samples)
+        samples = sum(self.partition.sizes(self.partition.samples, self.partition.workers)[:rounds])
         return {"tokens": samples * data.train[1][0].numel()}
 
     def own(self, worker: int, step: int) -> int:

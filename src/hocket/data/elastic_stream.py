@@ -11,6 +11,7 @@ Workers may be some mini-batches apart when they learn of a change; all go over 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -127,10 +128,8 @@ class SampleStream:
 
     def _deal(self, order: Tensor, workers: int) -> list[Round]:
         assert self._partition is not None
-        size = workers * self._partition.batch_size
-        full, rest = divmod(len(order), size)
-        count = full + (self._partition.last == "even" and rest >= workers)
-        return [Round(list(order[r * size : (r + 1) * size].tensor_split(workers))) for r in range(count)]
+        spans = pairwise(accumulate(self._partition.sizes(len(order), workers), initial=0))
+        return [Round(list(order[first:end].tensor_split(workers))) for first, end in spans]
 
     # --- changes -------------------------------------------------------------------------------------------------------------
 

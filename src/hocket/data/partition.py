@@ -3,7 +3,8 @@
 Every epoch has one permutation of all samples, drawn from ``fold(seed, epoch)``, or ``order`` gives one. Round ``r`` takes the next
 ``workers · batch_size`` of it and worker ``i`` the ``i``-th consecutive part. The samples left at the end are divided as evenly as
 possible (``last="even"``), so that sizes differ by at most one, or dropped: always under ``last="drop"``, and when fewer samples
-than workers are left. So all workers have the same number of rounds.
+than workers are left. So all workers have the same number of rounds. Where an ``order`` is given, ``last="even"`` drops nothing:
+fewer samples than workers are added to the round before; where there is none, some workers have no sample in that round.
 
 With ``owners`` every sample belongs to one worker (:mod:`hocket.data.label_skew`), and a round takes the next ``batch_size`` of
 each worker's own; the last one takes all that are left.
@@ -17,6 +18,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 import torch
@@ -91,24 +93,37 @@ class Partition:
         self._owned = None if owners is None else int(owners.bincount(minlength=workers).min())
         if self._owned == 0:
             raise HocketError(f"{samples} samples divided by label leave a worker without any: use fewer workers or more data.")
+        self._length = len(self.sizes(samples, workers)) if self._owned is None else self._owned_count(self._owned)
 
     def __len__(self) -> int:
         """Rounds in an epoch."""
-        if self._owned is not None:
-            full, rest = divmod(self._owned, self.batch_size)
-            return full + (rest > 0 and (self.last == "even" or not full))
-        return self._count(self.samples)
+        return self._length
 
-    def _count(self, samples: int) -> int:
-        full, rest = divmod(samples, self.workers * self.batch_size)
-        return full + (self.last == "even" and rest >= self.workers)
+    def _owned_count(self, samples: int) -> int:
+        full, rest = divmod(samples, self.batch_size)
+        return full + (rest > 0 and (self.last == "even" or not full))
+
+    def sizes(self, samples: int, workers: int) -> list[int]:
+        """How many samples each round has that ``workers`` workers compute while ``samples`` are left of an epoch.
+
+        >>> from hocket.data.shards.order import ShardOrder
+        >>> plain, exact = (Partition(11, 3, 3, seed=0, order=order) for order in (None, ShardOrder([11], seed=0)))
+        >>> plain.sizes(11, 3), exact.sizes(11, 3), plain.sizes(2, 3), exact.sizes(2, 3)
+        ([9], [11], [], [2])
+        """
+        full, rest = divmod(samples, workers * self.batch_size)
+        sizes = [workers * self.batch_size] * full
+        if self.last == "even" and (rest >= workers or (rest and self.order is not None and not full)):
+            sizes.append(rest)
+        elif self.last == "even" and self.order is not None and full:
+            sizes[-1] += rest
+        return sizes
 
     def permutation(self, epoch: int) -> Tensor:
         """All samples, in the order of an epoch, round by round."""
         if self.order is not None:
-            size, begun = self.workers * self.batch_size, epoch * self.samples
-            spans = [(first, min(self.samples, first + size)) for first in range(0, self.samples, size)]
-            return torch.cat([torch.from_numpy(self.order.dealt(begun + first, begun + end)) for first, end in spans])
+            ends, begun = [0, *accumulate(self.sizes(self.samples, self.workers)), self.samples], epoch * self.samples
+            return torch.cat([torch.from_numpy(self.order.dealt(begun + first, begun + end)) for first, end in pairwise(ends)])
         if not self.shuffle:
             return torch.arange(self.samples)
         return torch.randperm(self.samples, generator=torch.Generator().manual_seed(noise.fold(self.seed, epoch)))
@@ -124,9 +139,7 @@ class Partition:
         """
         if self.owners is not None:
             return self._owned_rounds(epoch)
-        size = self.workers * self.batch_size
-        spans = [(first, min(self.samples, first + size)) for first in range(used, self.samples, size)]
-        spans = spans[: self._count(self.samples - used)]
+        spans = list(pairwise(accumulate(self.sizes(self.samples - used, self.workers), initial=used)))
         if self.order is not None:  # a round at a time, divided by the lanes of the shards
             begun = epoch * self.samples
             dealt = [torch.from_numpy(self.order.dealt(begun + first, begun + end)) for first, end in spans]

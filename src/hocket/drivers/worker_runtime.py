@@ -15,7 +15,7 @@ from torch import Tensor
 from hocket.drivers.record import Recorder
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError
-from hocket.programs.account import Account, entry_of, steps_of
+from hocket.programs.account import Account, data_of, entry_of, steps_of
 
 REDIAL_S = 3.0
 """A connection without acknowledgements for these seconds is closed and opened again."""
@@ -121,7 +121,7 @@ class WorkerRuntime(ABC):
         Workers and servers that do not answer keep the figures that they told last.
         """
         accounts, counts = self.refresh()
-        return {**vars(entry_of(accounts)[0]), **counts, "step_times": steps_of(accounts)}
+        return {**vars(entry_of(accounts)[0]), **data_of(accounts), **counts, "step_times": steps_of(accounts)}
 
     @abstractmethod
     def refresh(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

@@ -8,6 +8,7 @@ moved; joining, heartbeats and status requests do not count. Without servers a w
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hocket.cluster.ledger import Entry
@@ -17,6 +18,8 @@ MAX_STALENESS = 4095
 """Staler gradients count as this stale, so that the histogram fits into a message."""
 STEP_TIMES = ("step_p50_s", "step_p99_s")
 """The percentiles of a worker's computing time per step."""
+DATA = ("data_wait_s", "data_bytes", "data_skipped")
+"""The keys of what a worker reads while it trains."""
 
 
 @dataclass
@@ -42,6 +45,10 @@ class Account:
     step_ended: float | None = None
     stalled_s: float = 0.0
     """Wait and transfer when the last step ended."""
+    data_wait_s: float = 0.0
+    """Steps waited for so long for data that are read while training; then bytes of samples read, and samples left out."""
+    data_bytes: int = 0
+    data_skipped: int = 0
     begun: float | None = None
     paused: float | None = None
 
@@ -83,6 +90,12 @@ class Account:
         self.loss += loss
         self.losses += 1
 
+    def add_data(self, data_wait_s: float = 0.0, data_bytes: float = 0, data_skipped: float = 0) -> None:
+        """What reading a mini-batch took."""
+        self.data_wait_s += data_wait_s
+        self.data_bytes += int(data_bytes)
+        self.data_skipped += int(data_skipped)
+
     def add_staleness(self, age: int) -> None:
         """A gradient of this staleness was applied."""
         age = min(age, MAX_STALENESS)
@@ -96,10 +109,11 @@ class Account:
         staleness = sorted(self.staleness.copy().items())  # another thread may ask
         steps = self.steps.copy()
         times |= {name: float(f"{percentile(steps, share):.3g}") for name, share in zip(STEP_TIMES, (0.5, 0.99), strict=True)}
+        times |= {name: getattr(self, name) for name in DATA} if self.data_bytes else {}
         return {**times, **plain, "staleness": {str(age): count for age, count in staleness}}
 
 
-_COUNTS = ("bytes_sent", "exchanges", "nonfinite", "lost", "losses")
+_COUNTS = ("bytes_sent", "exchanges", "nonfinite", "lost", "losses", "data_bytes", "data_skipped")
 _MAX_SECONDS = 1e12
 
 
@@ -117,7 +131,7 @@ def checked(told: Any) -> dict[str, Any]:
             right = right and all(age.isdecimal() and type(count) is int for age, count in value.items())
         elif name in _COUNTS:
             right = type(value) is int and 0 <= value < 1 << 62
-        elif name in (*_SECONDS, *STEP_TIMES):
+        elif name in (*_SECONDS, *STEP_TIMES, "data_wait_s"):
             right = isinstance(value, int | float) and abs(value) < _MAX_SECONDS
         else:
             right = name == "loss" and isinstance(value, float | int) and (isinstance(value, float) or abs(value) < 1 << 62)
@@ -137,22 +151,30 @@ def entry_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, An
     >>> entry.seconds, entry.compute_s, entry.bytes_sent, loss
     (4.0, 3.5, 5, 2.0)
     """
-    before = before or {}
-
-    def since(worker: str, name: str) -> float:
-        # A replacement starts its account anew.
-        new, old = accounts[worker].get(name, 0), before.get(worker, {}).get(name, 0)
-        return float(new - old if new >= old else new)
-
-    def total(name: str) -> float:
-        return sum(since(worker, name) for worker in accounts)
-
-    count = max(len(accounts), 1)
+    total, count = partial(_total, accounts, before or {}), max(len(accounts), 1)
     seconds, wait, transfer, hidden = (total(name) / count for name in _SECONDS)
     counts = {name: int(total(name)) for name in ("bytes_sent", "exchanges", "nonfinite")}
     entry = Entry(seconds, max(seconds - wait - transfer, 0.0), wait, transfer, hidden, **counts)
     losses = total("losses")
     return entry, total("loss") / losses if losses else None
+
+
+def data_of(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]] | None = None) -> dict[str, float]:
+    """What reading data took since ``before``: the mean of seconds, sums of bytes and of samples left out; nothing where none did.
+
+    >>> data_of({"0": {"data_wait_s": 1.0, "data_bytes": 5}, "1": {"data_wait_s": 2.0, "data_bytes": 6}}), data_of({"0": {}})
+    ({'data_wait_s': 1.5, 'data_bytes': 11, 'data_skipped': 0}, {})
+    """
+    if not any("data_bytes" in account for account in accounts.values()):
+        return {}
+    wait, read, skipped = (_total(accounts, before or {}, name) for name in DATA)
+    return dict(zip(DATA, (wait / len(accounts), int(read), int(skipped)), strict=True))
+
+
+def _total(accounts: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]], name: str) -> float:
+    """Of all workers since ``before``; a replacement starts its account anew."""
+    pairs = [(account.get(name, 0), before.get(worker, {}).get(name, 0)) for worker, account in accounts.items()]
+    return float(sum(new - old if new >= old else new for new, old in pairs))
 
 
 def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,6 +211,7 @@ def _tip(row: Row) -> list[list[str]]:
     pairs += [["tokens/s", row.tokens_per_s.text()]] if row.tokens_per_s else []
     pairs += [["waited for data", f"{row.data_wait.text()} s"]] if row.data_wait else []
     pairs += [["data read", f"{row.data_bytes.scaled(1e-6).text()} MB"]] if row.data_bytes else []
+    pairs += [["samples left out", row.data_skipped.text()]] if row.data_skipped and row.data_skipped.mean else []
     pairs.append(["sent per worker", "–" if row.mb_per_worker is None else f"{plain(row.mb_per_worker)} MB"])
     if row.times_fewer is not None:
         pairs.append(["fewer bytes", times(row.times_fewer)])

@@ -121,11 +121,13 @@ class Row:
     measured: Measured | None = None
     """The timeline of one of its runs."""
     stragglers: Stragglers | None = None
+    """Step times by worker, of the first seed that has them."""
     data_wait: Figure | None = None
     """Seconds that steps waited for data that are read while training; mean over processes."""
     data_bytes: Figure | None = None
     """Bytes of samples that all processes read."""
-    """Step times by worker, of the first seed that has them."""
+    data_skipped: Figure | None = None
+    """Samples that could not be read and were left out."""
     times_fewer: float | None = None
     """How many times fewer bytes than ``bulk + allreduce`` of the same facet."""
     on_frontier: bool = False
@@ -308,6 +310,7 @@ def _row(runs: list[RunRecord]) -> Row:
         measured=next((run.measured for run in runs if run.measured), None),
         data_wait=total("data_wait_s"),
         data_bytes=total("data_bytes"),
+        data_skipped=total("data_skipped"),
         stragglers=next((found for run in runs if run.lines and (found := Stragglers.of(run.lines[-1]))), None),
     )
 

@@ -85,6 +85,10 @@ def _median_step(row: Row) -> float | None:
     return None if row.stragglers is None else row.stragglers.median_s
 
 
+def _left_out(row: Row) -> bool:
+    return row.data_skipped is not None and row.data_skipped.mean > 0
+
+
 _COLUMNS = (
     Column("strategy", "strategy", lambda r: r.label),
     Column("accuracy", "accuracy", lambda r: r.accuracy, "%", scale=100, digits=1),
@@ -99,6 +103,14 @@ _COLUMNS = (
     Column("transfer_s", "transfer", lambda r: r.transfer, "s", scale=1),
     Column("data_wait_s", "data wait", lambda r: r.data_wait, "s", scale=1, needed=lambda r: r.data_wait),
     Column("data_mb", "data read", lambda r: r.data_bytes, "MB", scale=1e-6, needed=lambda r: r.data_bytes),
+    Column(
+        "data_skipped",
+        "left out",
+        lambda r: r.data_skipped,
+        "samples",
+        scale=1,
+        needed=lambda r: r.data_skipped and r.data_skipped.mean > 0,
+    ),
     Column("step_p50_s", "step", _median_step, "p50, s", needed=_median_step),
     Column("slowest_worker", "slowest", lambda r: str(r.stragglers or ""), "p50 / p99, s", needed=lambda r: r.stragglers),
     Column("sent_mb_per_worker", "sent per worker", lambda r: r.mb_per_worker, "MB"),

@@ -21,7 +21,7 @@ from hocket.drivers.processes import Role, Supervisor, error_told, how_ended, sa
 from hocket.drivers.replay import describe_recording
 from hocket.errors import HocketError, NonFiniteGradient, SettingError
 from hocket.models import loss_for
-from hocket.programs.account import entry_of, staleness_since, steps_of
+from hocket.programs.account import data_of, entry_of, staleness_since, steps_of
 from hocket.programs.server.optimizer_spec import shard_optimizer
 from hocket.programs.server.wire import LIVENESS_TIMEOUT_S, SNAPSHOT_S, link_bytes
 from hocket.supervisor.kept import Keeping, KeptWeights
@@ -117,7 +117,7 @@ class EpochMetrics:
         evaluation = found if isinstance(found, Evaluation) else Evaluation(accuracy=found)
         line = {"epoch": len(self.before) + epoch, **evaluation.line(loss), **vars(entry), "wall_s": max(took - self._took, 0.0)}
         line |= {"step_times": steps} if (steps := steps_of(workers)) else {}
-        line |= self._tokens(len(self.before) + epoch - 1)
+        line |= self._tokens(len(self.before) + epoch - 1) | data_of(workers, before["workers"])
         line["staleness"] = staleness_since(figures["staleness"], before["staleness"])
         totals = {name: max(count, before.get(name, 0)) for name, count in counts.items()}
         line |= {name: total - before.get(name, 0) for name, total in totals.items()}

@@ -86,6 +86,7 @@ def work(task: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] |
     while (minibatch := _next(job, link, task.worker, sequence)) is not None:
         throttle.begin()
         inputs, targets, key = plan.samples(minibatch, data, train, settings.workers.count)
+        account.add_data(**train.figures())
         for group, rate in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = rate * at(minibatch.step)
         job.weight = minibatch.weight

@@ -100,14 +100,16 @@ class ElasticTraining(Training):
 
     def _deal(self, round_: Round, stream: SampleStream) -> Tensor:
         plan, slot = self.plan, stream.worker
-        x, y = self._train[round_.indices[slot]]
+        own = round_.indices[slot]
+        stands_in = not len(own)  # fewer samples than workers are left: one of another worker's, which counts for nothing
+        x, y = self._train[torch.cat(round_.indices)[:1] if stands_in else own]
         key = step_keys(plan.seed, self.step, stream.workers)[slot : slot + 1]
         inputs = [plan.prepared(x.unsqueeze(0), key, self.data)[0]]
         weight = 1.0 if round_.even else round_.weights[slot]
-        loss = self.replicas.step(inputs, [y], key, [weight])
+        loss = self.replicas.step(inputs, [y], key, [weight], always=stands_in)
         self.step = self.runtime.step
         self.scheduler.step()
-        return loss
+        return loss[:0] if stands_in else loss
 
     def _mean_loss(self, losses: list[Tensor]) -> float:
         own = [math.fsum(t.item() for t in losses) / max(len(losses), 1)]

@@ -160,7 +160,8 @@ class Job(JobState):
         The figures are those of this worker; it waits for no other, so one worker may call it alone. Which part of
         ``synchronisation_s`` was wait and which was transfer is known after :meth:`finish` (until then both are None).
         ``all_workers=True``: means of seconds and sums of bytes over all workers; a collective, which all must call together. An
-        elastic run also has ``workers``, ``lost``, ``left``, ``joined``, ``regroup_s``, ``dealt_again`` and ``skipped``.
+        elastic run also has ``workers``, ``lost``, ``left``, ``joined``, ``regroup_s``, ``dealt_again`` and ``skipped``; a job that
+        :meth:`reads` a stream has ``data_wait_s``, ``data_bytes`` and ``data_skipped``.
         """
         return {**self.runtime.ledger.summary(all_workers), **self.runtime.figures()}
 
@@ -264,6 +265,7 @@ class Job(JobState):
         if self._gradients is not None:
             self._gradients.show()
         self._binding.backwards = 0
+        self.runtime.ledger.tell_reading()
         self.runtime.after_update()
         if self.split is not None and self.split.world is not self.runtime.cluster:
             self.split.world.end_step(self.step)  # the cluster of the data axis may be this process alone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +50,11 @@ class JobView:
     @samples.setter
     def samples(self, samples: float) -> None:
         self._binding.samples = samples
+
+    def reads(self, data: Any) -> None:
+        """:meth:`summary` tells what reading ``data``, a :func:`hocket.data.stream`, takes in this process: ``data_wait_s``,
+        ``data_bytes`` and ``data_skipped``. All workers call it."""
+        self.runtime.ledger.reading = data.figures
 
     def share(self, **shared: Stateful) -> None:
         """A worker that joins an elastic run gets these states, too, such as that of ``scheduler=scheduler``; where this worker has

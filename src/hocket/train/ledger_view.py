@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 from hocket.cluster.base import Cluster
 from hocket.cluster.ledger import Entry
 from hocket.cluster.step_times import described
-from hocket.programs.account import entry_of
+from hocket.programs.account import data_of, entry_of
 
 if TYPE_CHECKING:  # sockets, and what splits a model, are loaded only where they are needed
     from hocket.drivers.worker_runtime import WorkerRuntime
@@ -81,6 +81,11 @@ class JobLedger(ABC):
         self.last: AxisFigures = {}
         """On a mesh: the axes' figures between the last two calls of :meth:`close_epoch`, of all processes."""
         self._axes: AxisFigures = {}
+        self.reading: Callable[[], dict[str, float]] | None = None
+        """What reading data took so far in this process."""
+
+    def tell_reading(self) -> None:  # noqa: B027 - where figures are gathered nobody has to be told
+        """A step ends: others may ask for what reading data took."""
 
     @abstractmethod
     def close_epoch(self) -> Entry:
@@ -146,6 +151,7 @@ class ClusterLedger(JobLedger):
             return self._own()
         self.close_epoch()
         found = {**vars(self.total()), "step_times": self.step_times(), "late": self._cluster.late_exchanges()}
+        found |= {} if self.reading is None else read_by_all(self._cluster, self.reading())
         if self._computed:
             found["computed"] = ["bytes_sent"]
         return found if self._mesh is None else {**found, "axes": self._axes}
@@ -161,6 +167,7 @@ class ClusterLedger(JobLedger):
         ledger = self._cluster.ledger
         before, (now, exposed) = sum(ledger.own_entries[self._first :], Entry()), ledger.open()
         found: dict[str, Any] = {**vars(before + now), "late": self._cluster.late_exchanges()}
+        found |= {} if self.reading is None else self.reading()
         p50_s, p99_s = ([], []) if ledger.steps is None else ledger.steps.percentiles().T.tolist()
         found["step_times"] = described(p50_s, p99_s, self._cluster.workers.start)
         found["synchronisation_s"] = None if exposed is None else (before.wait_s or 0.0) + (before.transfer_s or 0.0) + exposed
@@ -178,7 +185,12 @@ class MessageLedger(JobLedger):
     def __init__(self, worker: WorkerRuntime, axes: MeshAxes | None = None) -> None:
         super().__init__(axes)
         self._worker = worker
-        self._total, self._steps = Entry(), dict[str, Any]()
+        self._total, self._steps, self._told = Entry(), dict[str, Any](), dict[str, float]()
+
+    def tell_reading(self) -> None:
+        if self.reading is not None:
+            before, self._told = self._told, self.reading()
+            self._worker.account.add_data(**{name: value - before.get(name, 0) for name, value in self._told.items()})
 
     def close_epoch(self) -> Entry:
         """Everything so far of all workers, on a mesh of all processes (a collective there alone)."""
@@ -202,9 +214,18 @@ class MessageLedger(JobLedger):
         told = self._worker.summary()
         if all_workers:
             return told
-        own = vars(entry_of({"": self._worker.figures()})[0])
+        account = {"": self._worker.figures()}
+        own = vars(entry_of(account)[0]) | data_of(account)
         found = {**told, **own, "synchronisation_s": own["wait_s"] + own["transfer_s"], "late": self._worker.late_exchanges()}
         return found if self._mesh is None else self._mesh.beside(found)
+
+
+def read_by_all(cluster: Cluster, own: dict[str, float]) -> dict[str, float]:
+    """What reading data took, of all processes (a collective): bytes and samples together, seconds as their mean."""
+    rows = torch.zeros(cluster.rows, len(own), dtype=torch.float64)
+    rows[0] = torch.tensor(list(own.values()), dtype=torch.float64)
+    sums = dict(zip(own, cluster.all_gather_metrics(rows).sum(0).tolist(), strict=True))
+    return {name: value / cluster.processes if name.endswith("_s") else int(value) for name, value in sums.items()}
 
 
 def _added(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:

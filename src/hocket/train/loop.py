@@ -31,7 +31,7 @@ from hocket.train.balance import by_speed, check_balance, check_speeds
 from hocket.train.evaluate import LEAST_SAMPLE, Evaluation, Evaluator, Metric, Tally, spread
 from hocket.train.flops import step_flops
 from hocket.train.hosted import Replicas
-from hocket.train.ledger_view import ClusterLedger, JobLedger
+from hocket.train.ledger_view import ClusterLedger, JobLedger, read_by_all
 from hocket.train.lr_schedule import factor
 from hocket.train.replicas import Loss
 
@@ -219,12 +219,7 @@ class EpochLoop(ABC):
     def _data_figures(self) -> dict[str, float]:
         """What reading took: bytes and samples of all processes, seconds as their mean."""
         own = self._train.figures()
-        if not own:
-            return {}
-        rows = torch.zeros(self.cluster.rows, len(own), dtype=torch.float64)
-        rows[0] = torch.tensor(list(own.values()), dtype=torch.float64)
-        sums = dict(zip(own, self.cluster.all_gather_metrics(rows).sum(0).tolist(), strict=True))
-        return {name: value / self.cluster.processes if name.endswith("_s") else int(value) for name, value in sums.items()}
+        return read_by_all(self.cluster, own) if own else {}
 
     def _watch_step(self, watch: Watch) -> None:
         watch(Progress(self.epoch, self.plan.epochs, self.step, self.steps))

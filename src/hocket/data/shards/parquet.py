@@ -29,8 +29,8 @@ class ParquetTable:
         if not names:
             raise HocketError(f"{path} has no column but {LABEL}: give a table with inputs, too.")
         labels = self.table[LABEL].to_pylist() if LABEL in self.table.column_names else []
-        if None in labels:
-            raise HocketError(f"Row {labels.index(None) + 1} of {path} has no {LABEL}: fill it in, or remove the row.")
+        if (empty := next((n for n, label in enumerate(labels, 1) if label is None or not str(label).strip()), None)) is not None:
+            raise HocketError(f"Row {empty} of {path} has no {LABEL}: fill it in, or remove the row.")
         known = sorted(set(labels))
         whole = all(isinstance(label, int) and label >= 0 for label in known)
         self.labels = labels if whole else list(map({name: n for n, name in enumerate(known)}.__getitem__, labels))

@@ -214,7 +214,6 @@ class ShardReader:
                 return
             got = f"{count:,} bytes with SHA-256 {digest.hexdigest()[:12]}…"
             out.seek(0)
-            out.truncate(0)
         expected = f"expected {known.bytes:,} bytes with SHA-256 {known.sha256[:12]}…, got {got}"
         raise BadShard(f"Shard {known.name} of {self.storage.url} is damaged ({expected}): {_REMEDY}")
 

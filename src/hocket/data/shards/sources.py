@@ -52,7 +52,8 @@ class Pictures:
         return found
 
     def digest(self) -> str:
-        return _digest(f"{f.relative_to(self.folder)}:{f.stat().st_size}" for f in self.files) + f"/{self.size}"
+        files = (f"{f.relative_to(self.folder)}:{f.stat().st_size}" for f in self.files)
+        return f"{_digest([*files, *self.numbers])}/{self.size}"
 
 
 class Texts:
@@ -80,7 +81,8 @@ class Texts:
 
 
 class Lines:
-    """The lines of a JSONL file: ``text`` and ``label`` become fields of their own where a line has nothing else."""
+    """The lines of a JSONL file: ``text`` becomes a field of its own where a line has nothing else but ``label``, and ``label``,
+    where it is a whole number or a text, the class."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.content = path, np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
@@ -90,26 +92,39 @@ class Lines:
             (a, b) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True) if self.content[a:b].tobytes().strip()
         ]
         first = self._line(0) if self.edges else {}
-        self.plain = isinstance(first.get("text"), str) and set(first) <= {"text", LABEL}
-        self.labels = isinstance(first.get(LABEL), int)
+        kind = type(first.get(LABEL))
+        self.open = LABEL in first and kind not in (str, int, bool, type(None))  # a target of the user's own, which stays in JSON
+        self.plain = isinstance(first.get("text"), str) and set(first) <= {"text", LABEL} and not self.open
+        self.labels, self.numbers, names = LABEL in first and not self.open, dict[str, int](), list[str]()
+        if kind is str:
+            self.numbers, names = _numbered(str(self._line(number).get(LABEL)) for number in range(len(self.edges)))
         self.fields = ("txt" if self.plain else "json", *(["cls"] if self.labels else []))
-        self.about: dict[str, Any] = {"kind": "text" if self.plain else "json"}
+        self.about: dict[str, Any] = {"kind": "text" if self.plain else "json", "classes": names}
 
     def __len__(self) -> int:
         return len(self.edges)
 
     def __getitem__(self, number: int) -> dict[str, bytes]:
         line = self._line(number)
-        if self.labels and not isinstance(line.get(LABEL), int):
-            raise HocketError(
-                f"{self.path} mixes lines with a whole number as {LABEL} and without (record {number + 1}): make them alike."
-            )
-        found = {"cls": str(line[LABEL]).encode()} if self.labels else {}
+        found = {"cls": str(self._class(number, line)).encode()} if self.labels or (LABEL in line and not self.open) else {}
         if not self.plain:
             return {"json": json.dumps(line).encode(), **found}
-        if not isinstance(line.get("text"), str):
-            raise HocketError(f"{self.path} mixes lines with text and without (record {number + 1}): make them alike.")
+        if not isinstance(line.get("text"), str) or not set(line) <= {"text", LABEL}:
+            raise HocketError(f"{self.path} mixes records with only text and others (record {number + 1}): make them alike.")
         return {"txt": line["text"].encode(), **found}
+
+    def _class(self, number: int, line: dict[str, Any]) -> int:
+        """The number of a line's class, of the kind that the first line has."""
+        label = line.get(LABEL)
+        if self.labels and self.numbers and isinstance(label, str) and label.strip():
+            return self.numbers[label]
+        if self.labels and not self.numbers and isinstance(label, int) and label >= 0:
+            return int(label)
+        has = f"{json.dumps(label)} as {LABEL}" if LABEL in line else f"no {LABEL}"
+        raise HocketError(
+            f"{self.path} mixes labels (record {number + 1} has {has}): give all records a whole number from 0 as {LABEL}, or all "
+            "a text, or none."
+        )
 
     def _line(self, number: int) -> dict[str, Any]:
         start, stop = self.edges[number]
@@ -138,16 +153,16 @@ class Table:
             except (csv.Error, UnicodeDecodeError) as error:
                 raise HocketError(f"{path} cannot be read as CSV ({error}): convert it to UTF-8 with commas.") from None
         self.header, self.rows = (rows[0] if rows else []), [row for row in rows[1:] if row]
+        self.at = self.header.index(LABEL) if LABEL in self.header else None
         for number, row in enumerate(self.rows, 2):
             if len(row) != len(self.header):
                 raise HocketError(f"Row {number} of {path} has {len(row)} columns, the header {len(self.header)}: correct it.")
-        self.at = self.header.index(LABEL) if LABEL in self.header else None
-        names = sorted({row[self.at] for row in self.rows}) if self.at is not None else []
-        numbers = all(name.isdigit() for name in names)
-        self.classes = {name: int(name) if numbers else number for number, name in enumerate(names)}
+            if self.at is not None and not row[self.at].strip():
+                raise HocketError(f"Row {number} of {path} has no {LABEL}: fill it in, or remove the row.")
+        self.classes, names = _numbered(row[self.at] for row in self.rows) if self.at is not None else ({}, [])
         self.numeric = bool(self.rows) and all(_is_number(cell) for row in self.rows for cell in self._inputs(row))
         self.fields = ("npy" if self.numeric else "json", *(["cls"] if self.at is not None else []))
-        self.about: dict[str, Any] = {"kind": "table", "columns": self._inputs(self.header), "classes": [] if numbers else names}
+        self.about: dict[str, Any] = {"kind": "table", "columns": self._inputs(self.header), "classes": names}
 
     def _inputs(self, row: list[str]) -> list[str]:
         return [cell for place, cell in enumerate(row) if place != self.at]
@@ -234,7 +249,7 @@ def parts(name: str, data: DataSet | None = None, size: int | None = None) -> di
             return {"": ParquetTable(path)}
         inner = {part: path / part for part in ("train", "test") if (path / part).is_dir()}
         if set(inner) == {"train", "test"}:
-            return {"": _folder(inner["train"], size), "test": _folder(inner["test"], size)}
+            return _with_common_classes(_folder(inner["train"], size), _folder(inner["test"], size))
         return {"": _folder(path, size)}
     kinds: dict[str, Any] = {".jsonl": Lines, ".ndjson": Lines, ".csv": Table, ".parquet": ParquetTable}
     if path.suffix.lower() not in kinds:
@@ -266,6 +281,16 @@ def _folder(folder: Path, size: int | None) -> Source:
     return Pictures(folder, pictures, classes, size)
 
 
+def _with_common_classes(train: Source, test: Source) -> dict[str, Source]:
+    """Both parts with the classes of either, so that a class has the same number in both, also where one lacks some."""
+    pictures = [part for part in (train, test) if isinstance(part, Pictures)]
+    if len({(isinstance(part, Pictures), "cls" in part.fields) for part in (train, test)}) > 1:
+        raise HocketError("Of the folders train and test one has pictures in class folders and the other not: make them alike.")
+    classes = sorted({name for part in pictures for name in part.numbers})
+    parts = [Pictures(part.folder, part.files, classes, part.size) for part in pictures] or [train, test]
+    return dict(zip(("", "test"), parts, strict=True))
+
+
 def _square(content: bytes, size: int) -> bytes:
     from PIL import ImageOps
 
@@ -281,6 +306,18 @@ def _digest(parts: Iterable[str]) -> str:
     for part in parts:
         digest.update(part.encode(errors="surrogateescape") + b"\n")
     return digest.hexdigest()[:32]
+
+
+def _numbered(labels: Iterable[str]) -> tuple[dict[str, int], list[str]]:
+    """The number of each class, and their names: none where labels are whole numbers, which stay as they are.
+
+    >>> _numbered(["yes", "no", "yes"]), _numbered(["7", "0"])
+    (({'no': 0, 'yes': 1}, ['no', 'yes']), ({'0': 0, '7': 7}, []))
+    """
+    names = sorted(set(labels))
+    if all(name.isdecimal() for name in names):
+        return {name: int(name) for name in names}, []
+    return {name: number for number, name in enumerate(names)}, names
 
 
 def _is_number(cell: str) -> bool:

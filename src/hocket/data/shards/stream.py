@@ -97,7 +97,9 @@ class ShardStream(IterableDataset[Any]):
         self.weight = 1.0
         """This worker's samples in the last batch × workers / all samples of the round, for ``job.weight``."""
         self.wait_s, self.bytes_read, self.bytes_fetched, self.skipped = 0.0, 0, 0, 0
-        """Seconds that iterations waited for data; bytes of samples; bytes from elsewhere; samples left out as bad."""
+        """Seconds that all iterations waited for data; of the last one bytes of samples, bytes from elsewhere, and samples left out
+        as bad."""
+        self._before = 0, 0
         self._in_turn = False
         check_reading(**reading)
 
@@ -127,7 +129,14 @@ class ShardStream(IterableDataset[Any]):
         self.order = ShardOrder(self.index.counts, state["seed"], state["lanes"], state["window"], state["shuffle"])
         self.cursor, self._in_turn = state["cursor"], state["in_turn"]
 
+    def figures(self) -> dict[str, float]:
+        """Of all iterations in this process: seconds waited for data, bytes of samples read, samples left out."""
+        read, skipped = self._before
+        return {"data_wait_s": self.wait_s, "data_bytes": read + self.bytes_read, "data_skipped": skipped + self.skipped}
+
     def __iter__(self) -> Iterator[Any]:
+        read, skipped = self._before
+        self._before, self.bytes_read, self.skipped = (read + self.bytes_read, skipped + self.skipped), 0, 0
         size = self.workers * (self.batch_size or 1)
         reader = ShardReader(self.url, self.index, **self.reading)
         reader.keep = self.order.open_pieces(self.workers, reader.pieces, self.prefetch * size) + self.threads

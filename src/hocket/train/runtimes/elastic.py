@@ -258,7 +258,7 @@ class ElasticRuntime(ElasticView):
         if parts == 1 and ((table[:, 0] >= 0) & (table[:, 0] < count)).any():  # otherwise each has those of its part
             tell_flags(cluster, donor)
         cluster.wait_here()  # all have the weights
-        scale = 1.0 if joins else float(size / table[known, 3].sum().clamp(min=1e-9)) * (float(known.sum()) / size)
+        scale = 1.0 if joins or not table[known, 3].any() else float(size / table[known, 3].sum()) * (float(known.sum()) / size)
         self.program.adopt(found, scale if abs(scale - 1.0) > 1e-9 else 1.0)
         was = int(table[donor if joins else rank, 4]) // parts
         self._rescaled *= (times := self.elastic.change(replicas, was))
