@@ -287,8 +287,10 @@ def _with_common_classes(train: Source, test: Source) -> dict[str, Source]:
     if len({(isinstance(part, Pictures), "cls" in part.fields) for part in (train, test)}) > 1:
         raise HocketError("Of the folders train and test one has pictures in class folders and the other not: make them alike.")
     classes = sorted({name for part in pictures for name in part.numbers})
-    parts = [Pictures(part.folder, part.files, classes, part.size) for part in pictures] or [train, test]
-    return dict(zip(("", "test"), parts, strict=True))
+    if not pictures:
+        return {"": train, "test": test}
+    common = (Pictures(part.folder, part.files, classes, part.size) for part in pictures)
+    return dict(zip(("", "test"), common, strict=True))
 
 
 def _square(content: bytes, size: int) -> bytes:
