@@ -324,7 +324,8 @@ class WatchPage(Bytes):
                 _Handler(served, ("127.0.0.1", 1), server)
             served.shutdown(socket.SHUT_RDWR) if served.fileno() >= 0 else None
             with contextlib.suppress(OSError):
-                self.found[client.recv(12)[9:].decode(errors="replace") or "no answer"] += 1
+                answer = client.recv(12)
+                self.found[answer[9:].decode() if answer.startswith(b"HTTP/1.") else "without a status" if answer else "none"] += 1
 
     def _over_connection(self, server: Server, request: bytes) -> None:
         with contextlib.suppress(OSError), socket.create_connection(server.server_address[:2], 5) as client:

@@ -26,6 +26,7 @@ import time
 import warnings
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,6 +53,7 @@ from hocket.train.simulate import train_rows
 
 STATE = process_file(0)
 OTHER_KINDS = (None, "text", [torch.zeros(2, 2)], {"a": 1}, torch.zeros(3))
+PLAIN = (None, "text", [1], {"a": 1}, -1, 0, 10**30, 0.5)
 FACTS = {"workers": 2, "processes": 1, "run": {}}
 
 
@@ -128,7 +130,7 @@ def damaged(content: bytes, draw: random.Random) -> tuple[str, bytes]:
     return kind, bytes(changed)
 
 
-def restructured(state: Any, draw: random.Random) -> Any:
+def restructured(state: Any, draw: random.Random, others: Sequence[Any] = OTHER_KINDS) -> Any:
     """The same state with one entry missing, or of another kind."""
     state = copy.deepcopy(state)
     part, name = state, ""
@@ -140,7 +142,7 @@ def restructured(state: Any, draw: random.Random) -> Any:
     if draw.random() < 0.5 or not isinstance(part, (dict, list, torch.Tensor)):
         del holder[name]
     else:
-        holder[name] = draw.choice([other for other in OTHER_KINDS if not isinstance(other, type(part))])
+        holder[name] = draw.choice([other for other in others if not isinstance(other, type(part))])
     return state
 
 
@@ -208,23 +210,26 @@ class Elastic:
     }
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.loop = folder, alone(self.STRATEGY)
-        settings = RunSettings.of(strategy=self.STRATEGY, workers=1, momentum=0.9)
-        self.resumption = Resumption(settings, self.loop.cluster, self.loop, {"virtual": False}, 0, 1)
+        self.folder, self.settings = folder, RunSettings.of(strategy=self.STRATEGY, workers=1, momentum=0.9)
         loops = [alone(self.STRATEGY, seed) for seed in (1, 2)]
         self.states: dict[int, dict[str, Any]] = {}
         for number, *_ in zip((1, 2), *(loop.run() for loop in loops), strict=False):
             states = {process_file(k): copy.deepcopy(loop.state_dict()) for k, loop in enumerate(loops)}
-            self.states[number] = {**states, WHOLE: copy.deepcopy(loops[0].full_state())}
-        self.facts = {"step": loops[0].step, "epoch": loops[0].epoch}
+            first = states[STATE]["replicas"]
+            whole = {**states[STATE], "replicas": None, "model": first["model"], "optimizer": first["optimizer"]}
+            self.states[number] = {**states, WHOLE: whole}  # as a split model put together
         self.saved = {(n, shape): self._alone(n, shape) for n in self.states for shape in ("whole models", "split")}
+
+    def _resumption(self) -> Resumption:
+        loop = alone(self.STRATEGY)
+        return Resumption(self.settings, loop.cluster, loop, {"virtual": False}, 0, 1)
 
     def _alone(self, number: int, shape: str) -> str:
         """What a run has that goes on from this generation alone."""
-        self._write(number, shape, *self._files(number, shape))
-        generation = Generation.read(self.folder / str(number))
-        self.resumption._load(generation)
-        return digest(self.loop.state_dict()["replicas"])
+        self._write(number, *self._files(number, shape))
+        run = self._resumption()
+        run._load(Generation.read(self.folder / str(number)))
+        return digest(run.training.state_dict()["replicas"])
 
     def _files(self, number: int, shape: str) -> tuple[dict[str, bytes], dict[str, Any]]:
         state = self.states[number]
@@ -232,7 +237,7 @@ class Elastic:
         place = {"step": state[STATE]["step"], "epoch": state[STATE]["epoch"]}
         return {name: state_bytes(state[name]) for name in names}, {**place, **self.SHAPES[shape]}
 
-    def _write(self, number: int, shape: str, files: dict[str, bytes], facts: dict[str, Any]) -> None:
+    def _write(self, number: int, files: dict[str, bytes], facts: dict[str, Any]) -> None:
         folder = self.folder / str(number)
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
@@ -243,15 +248,16 @@ class Elastic:
         (folder / MANIFEST).write_bytes(sealed_json({"files": sealed_files, "facts": facts}))
 
     def attempt(self, draw: random.Random) -> str:
-        before, shape = draw.choice(("whole models", "split")), draw.choice(list(self.SHAPES))
-        self._write(1, before, *self._files(1, before))
+        shape, run = draw.choice(list(self.SHAPES)), self._resumption()
+        before = "split" if shape == "split" else "whole models"
+        self._write(1, *self._files(1, before))
         files, facts = self._files(2, shape)
         name, how = draw.choice(list(files)), draw.choice(["damage", "damage", "manifest", "structure", "facts", "lost"])
         if how == "structure":
             files[name] = state_bytes(restructured(self.states[2][name], draw))
         elif how == "facts":
-            facts = restructured(facts, draw)
-        self._write(2, shape, files, facts)
+            facts = restructured(facts, draw, PLAIN)
+        self._write(2, files, facts)
         folder, kind = self.folder / "2", how
         if how in ("damage", "manifest"):
             path = folder / (name if how == "damage" else MANIFEST)
@@ -260,11 +266,13 @@ class Elastic:
         elif how == "lost":
             (folder / name).unlink()
         try:
-            generation = Checkpoints(self.folder, self.loop.cluster).resume(self.resumption._needed, self.resumption._load)
+            generation = Checkpoints(self.folder, run.cluster).resume(run._needed, run._load)
         except HocketError:
             return f"elastic, {kind}: refused"
+        if how == "facts":  # what a manifest says with the right checksum is believed where it can be
+            return f"elastic, {kind}: generation {generation.number} taken"
         taken = before if generation.number == 1 else shape
-        if self.saved.get((generation.number, taken)) != digest(self.loop.state_dict()["replicas"]):
+        if self.saved.get((generation.number, taken)) != digest(run.training.state_dict()["replicas"]):
             raise AssertionError(f"elastic, {shape}, {name}, {how}: generation {generation.number} was loaded, not as saved")
         return f"elastic, {kind}: generation {generation.number} taken"
 
@@ -312,7 +320,7 @@ class Told:
             other = draw.choice(
                 ("", "[]", "{}", "[null, []]", "[3, {}]", '["no space", {}]', "null", "[" * 2000, json.dumps([None]))
             )
-            content = sealed_json({"said": other} if draw.random() < 0.8 else restructured({**told, "more": 1}, draw))
+            content = sealed_json({"said": other} if draw.random() < 0.8 else restructured({**told, "more": 1}, draw, PLAIN))
         path.write_bytes(content)
         return kind
 

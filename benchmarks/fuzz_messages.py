@@ -302,8 +302,8 @@ def rendezvous(parts: int) -> Target:
         told = {"generation": 1, "names": ["address 1", "count"]}
         messages.append((b"m%d" % uid, Envelope(Kind.FETCH, uid, number=4, metadata=told)))
         messages.append((b"m%d" % uid, Envelope(Kind.GOODBYE, uid, metadata={"attempt": 0, "before": 2})))
-    split = f", {parts} processes each" * (parts > 1)
-    return Target(f"rendezvous of replicas{split}", make, messages, beat(77, 1), Kind.ORDER)
+    whom = "workers" if parts == 1 else f"replicas of {parts}"
+    return Target(f"rendezvous of {whom}", make, messages, beat(77, 1), Kind.ORDER)
 
 
 def _terms(asked: Envelope) -> dict[str, Any]:

@@ -289,7 +289,7 @@ def _write_files(folder: Path, states: Mapping[str, Any]) -> dict[str, tuple[int
 
 def _told(text: str | None) -> tuple[str | None, dict[str, Any]] | None:
     """What a process says of the files that it has written: a problem, or length and checksum of each. None where it says none."""
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         problem, files = json.loads(text or "")
         if isinstance(problem, str | None) and isinstance(files, dict):
             return problem, files
