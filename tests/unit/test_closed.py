@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from hocket.cluster import join
 from hocket.cluster.join import LaunchInfo
+from hocket.cluster.message import Message
 from hocket.cluster.store import connect_through, serve_through, store_on_loopback
 from hocket.errors import HocketError
 from hocket.programs.base import Send
@@ -28,12 +29,14 @@ from hocket.programs.coordinator import Coordinator
 from hocket.programs.elastic import rendezvous
 from hocket.programs.elastic.rendezvous import Rendezvous
 from hocket.programs.gossip.state import PeerState
+from hocket.programs.server.push_encoder import _context
 from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.wire import OBSERVER, read_figures
 from hocket.programs.summation import SummationServer
 from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator
 from hocket.sandblaster.lbfgs import Settings
 from hocket.sandblaster.roles import SandblasterShard
+from hocket.strategy import Strategy
 from hocket.transport import Caller, Envelope, Keys, Kind, Listener, pack, unpack
 from hocket.transport.authenticator import MOST_UNKNOWN
 from hocket.transport.frame import FRAME_BYTES
@@ -233,6 +236,35 @@ def test_the_store_of_a_generation_is_bounded_in_bytes_and_its_answers_in_names(
     assert put(["b"], torch.zeros(1)) == put("b", torch.ones(1, dtype=torch.int64), adds=True) == Kind.REFUSAL
     assert get(["a", "b"]) == [Kind.REPLY]
     assert get(["a", "a"]) == get("ab") == get([1]) == [Kind.REFUSAL]
+
+
+CODES = ("qsgd(4)", "sign", "bins(2)", "cast(e3m0)", "cast(fp8)", "ternary", "natural", "topk(0.1)", "topk(0.1, indices=rice)")
+
+
+@pytest.mark.parametrize("text", [*CODES, "topk(0.1) | qsgd(4)"])
+def test_what_lies_behind_a_part_of_a_message_is_not_read(text: str) -> None:
+    """Parts may be shorter than they should be, and of another type; compiled codes look at memory themselves."""
+    size, context = 70_001, _context(0, 1, 0, 0, 1)
+    codec = Strategy.parse(f"bulk + {text}").compression.codec
+    assert codec is not None
+    coded = codec.encode(torch.randn(1, size), context.keys(1, 1), {}, context)[0]
+
+    def found(place: int, width: int, dtype: torch.dtype, behind: int) -> torch.Tensor | None:
+        memory = torch.full((1, 8 * size), behind).to(dtype)
+        memory[:, :width] = coded.parts[place][:, :width].to(dtype)
+        parts = tuple(memory[:, :width] if k == place else part for k, part in enumerate(coded.parts))
+        lengths = None if coded.lengths is None else torch.tensor([[part.shape[1] for part in parts]])
+        try:
+            return codec.decode(Message(parts, lengths), size, context)
+        except (ValueError, RuntimeError, AssertionError, IndexError):
+            return None
+
+    for place, part in enumerate(coded.parts):
+        for width in {0, 1, part.shape[1] // 2, max(part.shape[1] - 1, 0)}:
+            for dtype in (part.dtype, torch.int8, torch.int64):
+                one, other = found(place, width, dtype, 0), found(place, width, dtype, 1)
+                assert (one is None) == (other is None)
+                assert one is None or other is None or torch.equal(one.nan_to_num(), other.nan_to_num()), (place, width, dtype)
 
 
 def test_what_stands_in_the_store_of_a_job_starts_nothing_and_ends_in_a_sentence() -> None:
