@@ -312,6 +312,7 @@ def _terms(asked: Envelope) -> dict[str, Any]:
 
 def targets() -> list[Target]:
     texts = ("async + server", "bulk + server + topk(0.1)", "ssp(2) + server + qsgd(4)", "stale(2) + server")
+    texts += ("async + server + topk(0.1, indices=rice) | sign", "async + server + natural")
     shards = [shard(text) for text in texts]
     others = [coordinator(), gossip("rotating"), gossip("pushsum"), summation(), sandblaster_shard(), sandblaster_coordinator()]
     return [*shards, empty_shard(), *others, rendezvous(1), rendezvous(3)]
