@@ -67,6 +67,7 @@ class Tunnel:
             dealer.connect(address)
             found = bool(let_in.poll(int(within_s * 1000)))
             dealer.disable_monitor()
+            let_in.close(0)
             return found
 
     def enter(self, address: str) -> int:
