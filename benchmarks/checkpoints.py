@@ -1,16 +1,21 @@
 """What a checkpoint costs: how long training stands still for it, and an epoch with checkpoints beside one without.
 
     python benchmarks/checkpoints.py
+    python benchmarks/checkpoints.py --elastic 2
 
 One worker and an MLP of ``--widths`` on made-up images, ``--steps`` steps per epoch, a checkpoint after every epoch (the default of
 ``hocket train``). *blocked* is the time for which ``save`` holds the training up (states are copied; a checkpoint that is still
 being written is awaited), as a share of the epoch's seconds. *CPU* is the processor time of copying and writing, as a share of the
 epoch's: what training loses where no core is idle.
+
+``--elastic N``: an elastic run of N processes and an MLP on the digits. Its workers agree on each checkpoint in one exchange, and
+make the mean model in another; *blocked* has both.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -53,14 +58,57 @@ class Timed(Checkpoints):
         self.cpu_s = time.thread_time()
 
 
+def elastic(workers: int, epochs: int, folder: Path | None) -> None:
+    """An elastic run by the command line, each of whose workers is :func:`member`."""
+    from hocket.supervisor.elastic import ElasticRun
+    from hocket.train.elastic import Elastic
+
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        limits = f"{workers}:{workers}"
+        arguments = ["train", "--data", "digits", "--model", "mlp", "--elastic", limits, "--epochs", str(epochs), "--out", out]
+        ElasticRun([sys.executable, __file__, "--member", *arguments], workers, Elastic(workers, workers), replace=False).run()
+        lines = [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
+        told = json.loads(Path(out, "blocked.json").read_text())
+        size = sum(path.stat().st_size for path in Path(out, "checkpoints", str(epochs)).iterdir())
+    epoch, blocked = statistics.median(line["wall_s"] for line in lines), statistics.median(told)
+    share = blocked / epoch
+    print(f"{workers} workers  checkpoint {size / 1e6:.1f} MB  epoch {epoch:.1f} s  blocked {1e3 * blocked:.1f} ms  {share:.2%}")
+
+
+def member(arguments: list[str]) -> None:
+    """One worker; the first one writes how long each checkpoint held it up."""
+    from hocket.cli.main import main as command
+    from hocket.train import elastic_checkpoints
+
+    save, blocked = elastic_checkpoints._save, list[float]()
+
+    def timed(training: Any, kept: Checkpoints, *given: Any, **options: Any) -> None:
+        begun = time.perf_counter()
+        save(training, kept, *given, **options)
+        blocked.append(time.perf_counter() - begun)
+        if training.cluster.rank == 0:
+            (kept.folder.parent / "blocked.json").write_text(json.dumps(blocked))
+
+    elastic_checkpoints._save = timed
+    sys.argv = ["hocket", *arguments]
+    command()
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--member"]:
+        member(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", default="256,1024,3072", help="of the MLPs, with commas between them")
     parser.add_argument("--steps", type=int, default=200, help="steps per epoch")
     parser.add_argument("--rounds", type=int, default=5, help="checkpoints")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: the temporary folder)")
+    parser.add_argument("--elastic", type=int, help="an elastic run of so many processes instead")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
+    if given.elastic is not None:
+        elastic(given.elastic, given.rounds, given.folder)
+        return
     print("parameters  checkpoint    step  epoch   copied in  blocked  written in     CPU")
     for width in map(int, given.widths.split(",")):
         loop = training(width, given.steps, 2 * given.rounds + 1)

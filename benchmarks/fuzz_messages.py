@@ -1,4 +1,5 @@
-"""Made-up messages against every listener: shards, coordinators, gossip workers, servers that sum, Sandblaster's processes.
+"""Made-up messages against every listener: shards, coordinators, gossip workers, servers that sum, Sandblaster's processes, the
+rendezvous of elastic runs; and bytes against what is no program: agents of a launcher's job, the tunnel, `hocket watch`.
 
     python benchmarks/fuzz_messages.py --messages 1000000
 
@@ -9,7 +10,7 @@ metadata with other types, sizes and names; other kinds, senders, steps and numb
 them travels over real sockets, with and without keys, beside bytes that are no messages at all.
 
 A *crash* is any error that leaves the program, an answer that cannot be sent, a message that takes longer than a second, and a
-listener that does not serve a right message afterwards.
+listener that does not serve a right message afterwards. What is no program is in benchmarks/fuzz_bytes.py.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import psutil
 import torch
 import zmq
 from flood import mutated
+from fuzz_bytes import Agents, Bytes, TunnelExit, WatchPage
 from torch import nn
 
 from hocket.cluster.layout import Layout
@@ -46,6 +48,7 @@ from hocket.drivers.sockets import SocketDriver
 from hocket.errors import WorkerLost
 from hocket.programs.base import Connect, Effects, Program, Send, SetTimer
 from hocket.programs.coordinator import Coordinator
+from hocket.programs.elastic.rendezvous import Rendezvous
 from hocket.programs.gossip.links import PeerConfig
 from hocket.programs.gossip.peer import GossipPeer
 from hocket.programs.gossip.state import PeerState, weight_tensor
@@ -268,15 +271,55 @@ def sandblaster_coordinator() -> Target:
     return Target("Sandblaster's coordinator", make, messages, (b"w0", Envelope(Kind.GOODBYE, 0)), Kind.REFUSAL)
 
 
+def rendezvous(parts: int) -> Target:
+    """Of two replicas of ``parts`` processes, which have formed their first generation; another one comes."""
+    members = range(2 * parts)
+
+    def beat(uid: int, number: int, **changes: Any) -> tuple[bytes, Envelope]:
+        told = {"attempt": 0, "formed": 0, "failed": 0, "leaving": False, "finished": False, "terms": "same"}
+        metadata = {**told, "part": uid % parts, "parts": parts, **changes}
+        return b"m%d" % uid, Envelope(Kind.BEAT, uid, number=number, metadata=metadata)
+
+    def make() -> tuple[Program, Effects]:
+        program = Rendezvous(1, 4, 2)
+        effects = program.start(0.0)
+        for number, formed in ((1, 0), (2, 1)):
+            for uid in members:
+                effects += program.message(*beat(uid, number, formed=formed), 0.1 * number)
+            effects += program.timer("check", 0.25 * number)
+        assert len(program.generation.members) == len(members)
+        return program, effects
+
+    messages = [beat(uid, number, formed=1) for uid in members for number in (3, 4, 50)]
+    messages += [beat(uid, 1) for uid in range(members.stop, members.stop + parts + 1)]
+    messages += [beat(0, 5, formed=1, failed=1), beat(1, 6, formed=1, leaving=True), beat(1, 7, formed=1, finished=True)]
+    messages += [beat(1, 8, attempt=1), beat(0, 9, formed=2), beat(9, 1, attempt=-1, terms="")]
+    for uid in members:
+        for k, adds in ((1, False), (2, True), (3, False)):
+            value = torch.tensor([k]) if adds else torch.ones(WIDTH, dtype=torch.uint8)
+            told = {"generation": 1, "name": "count" if adds else f"address {k}", "adds": adds}
+            messages.append((b"m%d" % uid, Envelope(Kind.PUSH, uid, number=k, metadata=told, tensors=(value,))))
+        told = {"generation": 1, "names": ["address 1", "count"]}
+        messages.append((b"m%d" % uid, Envelope(Kind.FETCH, uid, number=4, metadata=told)))
+        messages.append((b"m%d" % uid, Envelope(Kind.GOODBYE, uid, metadata={"attempt": 0, "before": 2})))
+    whom = "workers" if parts == 1 else f"replicas of {parts}"
+    return Target(f"rendezvous of {whom}", make, messages, beat(77, 1), Kind.ORDER)
+
+
 def _terms(asked: Envelope) -> dict[str, Any]:
     return {"answers": [[1.0] for _ in asked.metadata["ask"]], "moved": 1}
 
 
 def targets() -> list[Target]:
     texts = ("async + server", "bulk + server + topk(0.1)", "ssp(2) + server + qsgd(4)", "stale(2) + server")
+    texts += ("async + server + topk(0.1, indices=rice) | sign", "async + server + natural")
     shards = [shard(text) for text in texts]
     others = [coordinator(), gossip("rotating"), gossip("pushsum"), summation(), sandblaster_shard(), sandblaster_coordinator()]
-    return [*shards, empty_shard(), *others]
+    return [*shards, empty_shard(), *others, rendezvous(1), rendezvous(3)]
+
+
+def listeners_of_bytes() -> list[Bytes]:
+    return [Agents(), TunnelExit(), WatchPage()]
 
 
 # --- messages with something wrong -----------------------------------------------------------------------------------------------
@@ -359,7 +402,7 @@ def fuzz(target: Target, count: int, seed: int) -> None:
     dice = random.Random(f"{target.name} {seed}")
     while target.sent < count:
         program, effects = target.make()
-        now, due = 1.0, list[str]()
+        now, due = 1.0, list(_carried_out(effects))
         for _ in range(min(target.round, count - target.sent)):
             target.sent += 1
             now += dice.random() * 0.02
@@ -368,7 +411,7 @@ def fuzz(target: Target, count: int, seed: int) -> None:
             try:
                 effects = _handed_over(program, peer, frames, now, target)
                 effects += _timers(program, due, now) if dice.random() < 0.02 else []
-                due = [*due, *_carried_out(effects)][-8:]
+                due = list(dict.fromkeys([*due, *_carried_out(effects)]))[-8:]
             except Exception as error:
                 _note(target, error, frames)
                 break
@@ -501,9 +544,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    every = targets()
+    every, others = targets(), listeners_of_bytes()
     before, begun, crashes = psutil.Process().memory_info().rss, time.monotonic(), 0
-    share = max(given.messages // len(every) - given.socket_messages, 0)
+    each = given.messages // (len(every) + len(others))
+    share = max(each - given.socket_messages, 0)
     for target in every:
         fuzz(target, share, given.seed)
         print(f"{target.name:30} {target.sent:8} in process   {_told(target)}", flush=True)
@@ -512,13 +556,21 @@ def main() -> int:
             if wrong is not None:
                 target.crashes.append(f"over sockets: {wrong}")
         target.sent += given.socket_messages // 2 * 2
-        for crash, times in Counter(target.crashes).most_common(8):
-            print(f"    CRASH {times} × {crash}")
-        crashes += len(target.crashes)
-    seconds, sent = time.monotonic() - begun, sum(target.sent for target in every)
+        crashes += _tell_crashes(target.crashes)
+    for other in others:
+        other.fuzz(each, given.seed)
+        print(f"{other.name:30} {other.sent:8} of bytes     {other.told()}", flush=True)
+        crashes += _tell_crashes(other.crashes)
+    seconds, sent = time.monotonic() - begun, sum(one.sent for one in (*every, *others))
     grown = (psutil.Process().memory_info().rss - before) / 2**20
     print(f"{sent} messages in {seconds:.0f} s, {sent / seconds:.0f} per second; {crashes} crashes; memory grew by {grown:.0f} MiB")
     return int(crashes > 0)
+
+
+def _tell_crashes(crashes: list[str]) -> int:
+    for crash, times in Counter(crashes).most_common(8):
+        print(f"    CRASH {times} × {crash}")
+    return len(crashes)
 
 
 def _told(target: Target) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hocket.errors import SettingError
 
@@ -75,6 +76,11 @@ def sync_folder(folder: Path) -> None:
 
 
 # --- states ------------------------------------------------------------------------------------------------------------------
+
+
+def copied(state: Any) -> Any:
+    """``state`` with copies of its tensors on the CPU, so that it can be written while training changes them."""
+    return tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), state)
 
 
 def state_bytes(state: Any) -> bytes:
@@ -145,7 +151,10 @@ def unsealed_json(content: bytes) -> dict[str, Any]:
     >>> unsealed_json(sealed_json({"step": 3}))
     {'step': 3}
     """
-    found = json.loads(content)
+    try:
+        found = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
     if not isinstance(found, dict) or found.pop(_CHECK, None) != zlib.crc32(json.dumps(found).encode()):
         raise ValueError("its checksum is another")
     return found

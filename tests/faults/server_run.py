@@ -59,6 +59,11 @@ class ServerRun:
         self.simulation.on_effect, self.simulation.on_call, self.simulation.on_idle = self._effect, self._call, self._idle
         self.servers: dict[int, ShardServer] = {}
         self.snapshots: dict[int, dict[str, Any]] = {}
+        """What is on the disk of each shard."""
+        self.writes: dict[int, list[dict[str, Any]]] = {}
+        """What a shard's thread writes, and what follows it."""
+        self.written, self.writing = 0, dict[int, int]()
+        self._disk = random.Random(schedule.seed ^ 0xD15C)
         self.workers: dict[int, _Worker] = {}
         self.computed: set[tuple[int, int]] = set()
         """Gradients (worker, step); a worker that was away skips steps."""
@@ -104,7 +109,28 @@ class ServerRun:
     def _effect(self, key: Key, effect: Any) -> None:
         if isinstance(effect, Snapshot):
             assert isinstance(key, tuple)
-            self.snapshots[key[1]] = self.servers[key[1]].state_dict()
+            place, state = key[1], self.servers[key[1]].state_dict()
+            if effect.durable:
+                self.snapshots[place] = state
+                self.writes.pop(place, None)
+                return
+            self.writes[place] = [*self.writes.get(place, [])[:1], state]
+            if len(self.writes[place]) == 1:
+                self._write(place)
+
+    def _write(self, place: int) -> None:
+        """The thread begins to write; a shard that crashes before the end has its snapshots of before."""
+        self.written += 1
+        self.writing[place] = self.written
+        took = self._disk.choice((0.0, 0.05, 3.0))
+        self.simulation.put(self.simulation.now + took, Call(f"written {self.written}", ("shard", place)))
+
+    def _has_written(self, place: int, number: int) -> None:
+        waiting = self.writes.get(place, [])
+        if waiting and self.writing[place] == number:
+            self.snapshots[place] = waiting.pop(0)
+            if waiting:
+                self._write(place)
 
     def _fault(self, fault: Fault) -> None:
         assert isinstance(fault.node, tuple)
@@ -120,6 +146,8 @@ class ServerRun:
             self.simulation.remove(fault.node)
             if kind == "worker":
                 self._crashed.add(number)
+            else:
+                self.writes.pop(number, None)
             if fault.kind == "crash":
                 self.simulation.put(self.simulation.now + fault.seconds, Call("restart", fault.node))
             elif len(self._dead) < self.size - 1:
@@ -153,6 +181,8 @@ class ServerRun:
             self._beat()
         elif call.name == "restart":
             self._restart(call.node)
+        elif call.name.startswith("written"):
+            self._has_written(call.node[1], int(call.name.split()[1]))
         elif call.node in self.simulation.nodes:
             name, incarnation = call.name.split()
             assert isinstance(call.node, tuple)

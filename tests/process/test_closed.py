@@ -27,12 +27,14 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 TRAIN = ["train", "--data", "digits", "--model", "mlp", "--epochs", "2", "--workers", "2", "--max-steps", "4"]
 
 
-@pytest.mark.parametrize("strategy", ["bulk", "async + server(2)", "async + gossip"])
-def test_no_other_machine_reaches_a_run_on_this_one_and_nothing_stays(strategy: str, nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [["bulk"], ["async + server(2)"], ["async + gossip"], ["bulk", "--elastic", "1:2"]], ids=" ".join
+)
+def test_no_other_machine_reaches_a_run_on_this_one_and_nothing_stays(options: list[str], nursery: Nursery, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     seen: set[str] = set()
-    with nursery.command([*TRAIN, "--strategy", strategy], tmp_path / "said", tmp_path, {"TMPDIR": str(temporary)}) as run:
+    with nursery.command([*TRAIN, "--strategy", *options], tmp_path / "said", tmp_path, {"TMPDIR": str(temporary)}) as run:
 
         def over() -> bool:
             for process in (psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)):
@@ -53,6 +55,15 @@ def test_processes_of_a_launcher_listen_on_loopback(nursery: Nursery, tmp_path: 
     for result in group.results():
         assert result["everyone"] == [0.0, 1.0]
         assert set(result["listens"]) <= LOOPBACK
+
+
+def test_the_doctor_of_one_machine_listens_on_loopback(nursery: Nursery, tmp_path: Path) -> None:
+    group = nursery.start("process.doctors:examined", 2, tmp_path, arguments=["--json"], fault="listens")
+    assert group.wait(60) == [0, 0], group.said()
+    for rank in (0, 1):
+        listens = set((tmp_path / f"{rank}.listens").read_text().split())
+        assert listens, "it listened nowhere"
+        assert listens <= LOOPBACK
 
 
 def test_processes_on_several_machines_want_keys_or_a_closed_network(nursery: Nursery, tmp_path: Path) -> None:

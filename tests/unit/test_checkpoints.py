@@ -69,8 +69,8 @@ def test_workers_that_share_a_folder_seal_what_all_of_them_have_written(tmp_path
     assert newest is not None
     assert sorted(newest.manifest["files"]) == [process_file(0), process_file(1)]
     assert [line for kept in both for line in kept.said] == [
-        "Checkpoint 3 was not saved: process 1 has said nothing in the folder 'told': it is lost, or has another folder; "
-        "checkpoint 2 is the newest, and training goes on."
+        "Checkpoint 3 was not saved: process 1 has said nothing that can be read in the folder 'told': it is lost, or has another "
+        "folder; checkpoint 2 is the newest, and training goes on."
     ]
     assert Kept(tmp_path).checkpoints.next == 3
 
@@ -90,6 +90,43 @@ def test_a_worker_that_cannot_tell_is_one_that_has_said_nothing(tmp_path: Path) 
     (tmp_path / "told").touch()  # a file, where a folder would be
     FolderAgreement(tmp_path, 1, 2, lambda: False).gather("written 1", "", 1.0)
     assert FolderAgreement(tmp_path, 0, 2, lambda: False, 0.1).gather("written 1", "", 1.0) == ["", None]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"[" * 5000, sealed_json({"said": "[]"}), sealed_json({"said": "[3, 3]"})])
+def test_what_a_worker_tells_costs_that_checkpoint_where_it_is_damaged(tmp_path: Path, content: bytes) -> None:
+    both = [Kept(tmp_path), Kept(tmp_path)]
+    for place in (1, 0):
+        kept = both[place].checkpoints
+        kept.meet(agreement := FolderAgreement(tmp_path, place, 2, lambda: False, 30.0), 1)
+        if place == 0:
+            (told,) = (tmp_path / "told").iterdir()
+            told.write_bytes(content)
+            (tmp_path / "told" / "a folder").mkdir()
+            agreement.clear()
+        kept.save({process_file(place): {"weights": torch.zeros(5)}}, {**FACTS, "processes": 2, "step": 1})
+        kept.wait()
+    assert both[0].checkpoints.newest() is None
+    assert both[0].said == [
+        f"Checkpoint 1 was not saved: process 1 {agreement.silent}; there is none before it, and training goes on."
+    ]
+
+
+def test_facts_that_do_not_fit_are_those_of_a_damaged_generation(tmp_path: Path) -> None:
+    """A manifest may be of another version, and its checksum right."""
+    Kept(tmp_path).save(1, 2)
+    path = tmp_path / "2" / MANIFEST
+    manifest = unsealed_json(path.read_bytes())
+    for wrong in ({"run": None}, {"workers": 0}, {"processes": 1 << 60}, {"step": -1}):
+        path.write_bytes(sealed_json({**manifest, "facts": {**manifest["facts"], **wrong}}))
+        assert Kept(tmp_path).resume() == 1.0
+
+    def needed(generation: Generation) -> list[str]:
+        return [process_file(0)] if generation.number == 1 else [str(generation.facts["run"]["mesh"])]
+
+    path.write_bytes(sealed_json(manifest))
+    again = Kept(tmp_path)
+    assert again.checkpoints.resume(needed, lambda _: None).number == 1
+    assert "has facts that do not fit (KeyError)" in again.said[0]
 
 
 def test_the_last_generations_are_kept_and_the_newest_is_taken(tmp_path: Path) -> None:

@@ -19,17 +19,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hocket.cluster import join
+from hocket.cluster.join import LaunchInfo
+from hocket.cluster.message import Message
 from hocket.cluster.store import connect_through, serve_through, store_on_loopback
 from hocket.errors import HocketError
 from hocket.programs.base import Send
 from hocket.programs.coordinator import Coordinator
+from hocket.programs.elastic import rendezvous
+from hocket.programs.elastic.rendezvous import Rendezvous
 from hocket.programs.gossip.state import PeerState
+from hocket.programs.server.push_encoder import _context
 from hocket.programs.server.shard_server import ShardServer
 from hocket.programs.server.wire import OBSERVER, read_figures
 from hocket.programs.summation import SummationServer
 from hocket.sandblaster.coordinator import CoordinatorConfig, SandblasterCoordinator
 from hocket.sandblaster.lbfgs import Settings
 from hocket.sandblaster.roles import SandblasterShard
+from hocket.strategy import Strategy
 from hocket.transport import Caller, Envelope, Keys, Kind, Listener, pack, unpack
 from hocket.transport.authenticator import MOST_UNKNOWN
 from hocket.transport.frame import FRAME_BYTES
@@ -173,6 +180,101 @@ def test_a_thousand_workers_can_be_observed() -> None:
     assert len(read_figures(status.tensors)["workers"]) == world
 
 
+BEAT = {"attempt": 0, "formed": 0, "failed": 0, "leaving": False, "finished": False, "terms": "same", "part": 0, "parts": 1}
+
+
+def beat(uid: int, **changes: Any) -> Envelope:
+    return Envelope(Kind.BEAT, uid, number=1, metadata={**BEAT, **changes})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(
+            {"attempt": True},
+            {"attempt": 1e999},
+            {"formed": 1},
+            {"failed": "0"},
+            {"leaving": 1},
+            {"finished": None},
+            {"terms": ["same"]},
+        ),
+        *({"part": 1}, {"part": -1}, {"parts": 0}, {"parts": 1 << 30}, {"parts": 2.0}, {"sender": -1}, {"number": -1}),
+    ],
+)
+def test_a_beat_that_is_none_changes_nothing(wrong: dict[str, Any]) -> None:
+    """Neither who the members are, nor what the first of them decides for all."""
+    program = Rendezvous(1, 2, 1)
+    envelope = beat(wrong.pop("sender", 3), **{name: value for name, value in wrong.items() if name != "number"})
+    envelope.number = wrong.get("number", 1)
+    assert answers(program.message(b"m3", envelope, 0.0))[0].kind == Kind.REFUSAL
+    assert program.members == []
+    assert answers(program.message(b"m4", beat(4, terms="other", part=1, parts=2), 0.0))[0].kind == Kind.ORDER
+    assert program.members == [4]
+
+
+def test_the_store_of_a_generation_is_bounded_in_bytes_and_its_answers_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_MOST_BYTES", 1000)
+    program = Rendezvous(1, 2, 1)
+    program.message(b"m3", beat(3), 0.0)
+    program.timer("check", 0.25)
+    numbers = iter(range(1, 100))
+
+    def put(name: Any, value: torch.Tensor, adds: bool = False) -> Kind:
+        told = {"generation": 1, "name": name, "adds": adds}
+        message = Envelope(Kind.PUSH, 3, number=next(numbers), metadata=told, tensors=(value,))
+        return answers(program.message(b"m3", message, 0.5))[0].kind
+
+    def get(names: Any) -> list[Kind]:
+        told = {"generation": 1, "names": names}
+        return [a.kind for a in answers(program.message(b"m3", Envelope(Kind.FETCH, 3, number=50, metadata=told), 0.5))]
+
+    assert [put("a", torch.zeros(600, dtype=torch.uint8)) for _ in range(3)] == [Kind.REPLY] * 3, "it takes the place of the last"
+    assert put("b", torch.zeros(400, dtype=torch.uint8)) == Kind.REFUSAL
+    assert put("b" * 400, torch.zeros(1, dtype=torch.uint8)) == Kind.REFUSAL, "names count, too"
+    assert put("b", torch.zeros(390, dtype=torch.uint8)) == Kind.REPLY
+    assert put(["b"], torch.zeros(1)) == put("b", torch.ones(1, dtype=torch.int64), adds=True) == Kind.REFUSAL
+    assert get(["a", "b"]) == [Kind.REPLY]
+    assert get(["a", "a"]) == get("ab") == get([1]) == [Kind.REFUSAL]
+
+
+CODES = ("qsgd(4)", "sign", "bins(2)", "cast(e3m0)", "cast(fp8)", "ternary", "natural", "topk(0.1)", "topk(0.1, indices=rice)")
+
+
+@pytest.mark.parametrize("text", [*CODES, "topk(0.1) | qsgd(4)"])
+def test_what_lies_behind_a_part_of_a_message_is_not_read(text: str) -> None:
+    """Parts may be shorter than they should be, and of another type; compiled codes look at memory themselves."""
+    size, context = 70_001, _context(0, 1, 0, 0, 1)
+    codec = Strategy.parse(f"bulk + {text}").compression.codec
+    assert codec is not None
+    coded = codec.encode(torch.randn(1, size), context.keys(1, 1), {}, context)[0]
+
+    def found(place: int, width: int, dtype: torch.dtype, behind: int) -> torch.Tensor | None:
+        memory = torch.full((1, 8 * size), behind).to(dtype)
+        memory[:, :width] = coded.parts[place][:, :width].to(dtype)
+        parts = tuple(memory[:, :width] if k == place else part for k, part in enumerate(coded.parts))
+        lengths = None if coded.lengths is None else torch.tensor([[part.shape[1] for part in parts]])
+        try:
+            return codec.decode(Message(parts, lengths), size, context)
+        except (ValueError, RuntimeError, AssertionError, IndexError):
+            return None
+
+    for place, part in enumerate(coded.parts):
+        for width in {0, 1, part.shape[1] // 2, max(part.shape[1] - 1, 0)}:
+            for dtype in (part.dtype, torch.int8, torch.int64):
+                one, other = found(place, width, dtype, 0), found(place, width, dtype, 1)
+                assert (one is None) == (other is None)
+                assert one is None or other is None or torch.equal(one.nan_to_num(), other.nan_to_num()), (place, width, dtype)
+
+
+def test_what_stands_in_the_store_of_a_job_starts_nothing_and_ends_in_a_sentence() -> None:
+    import fuzz_bytes
+
+    for listener in (fuzz_bytes.Agents(), fuzz_bytes.TunnelExit(), fuzz_bytes.WatchPage()):
+        listener.fuzz(400, seed=7)
+        assert listener.crashes == [], listener.name
+
+
 def test_thousands_of_made_up_messages_end_no_listener() -> None:
     """More of them: python benchmarks/fuzz_messages.py."""
     import fuzz_messages
@@ -281,6 +383,31 @@ def test_a_store_behind_a_tunnel_opens_to_the_jobs_keys_alone() -> None:
     host, port = urlsplit(address).hostname, urlsplit(address).port
     with pytest.raises((RuntimeError, dist.DistError)):
         dist.TCPStore(str(host), int(port or 0), None, False, timedelta(seconds=1), wait_for_workers=False).get("a")
+
+
+def test_a_tunnel_is_found_where_the_store_still_tells_of_the_one_before() -> None:
+    """torchrun keeps its store when it starts processes again, and its nodes count these starts differently."""
+    tried, keys, kept = list[str](), Keys.make(), dist.HashStore()
+
+    class Watched(Tunnel):
+        def reaches(self, address: str, within_s: float) -> bool:
+            tried.append(address)
+            return super().reaches(address, within_s)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # where the tunnel was, another service may be
+        kept.set("hocket/tunnel", before := f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        places = [LaunchInfo("torchrun", r, 2, 0, 1, "127.0.0.1", 1, keeps_store=True, attempt=str(1 - r)) for r in (0, 1)]
+        found: list[dist.TCPStore] = []
+        reader = threading.Thread(target=lambda: found.append(join._tunnelled(places[1], 60.0, Watched(keys), kept)))
+        reader.start()
+        deadline = time.monotonic() + 30
+        while not tried and time.monotonic() < deadline:
+            time.sleep(0.01)
+        store = join._tunnelled(places[0], 60.0, Tunnel(keys), kept)
+        reader.join(60)
+    assert tried[0] == before
+    store.set("a", "1")
+    assert found[0].get("a") == b"1"
 
 
 def test_a_store_on_loopback_listens_nowhere_else_and_can_be_had_again() -> None:

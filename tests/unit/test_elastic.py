@@ -248,7 +248,8 @@ def test_the_last_replica_leaves_after_it_has_handed_over(waiting: bool) -> None
 def test_parts_that_are_none_of_the_run_are_refused() -> None:
     run = _Replicas()
     run.beat(0)
-    beat = Envelope(Kind.BEAT, 9, metadata={"attempt": 0, "terms": "same", "part": 2, "parts": 3})
+    told = {"attempt": 0, "formed": 0, "failed": 0, "leaving": False, "finished": False, "terms": "same"}
+    beat = Envelope(Kind.BEAT, 9, metadata={**told, "part": 2, "parts": 3})
     run.program.message(b"9", beat, now=run.now)
     assert run.program.rejected["parts"] == 1
     assert run.program.members == [0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -628,6 +631,91 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before_it(tmp_path: Path, capsy
     assert newest.name in capsys.readouterr().err
     before.write_bytes(b"")
     assert kept.load() is None
+
+
+class _Disk:
+    """A disk on which nothing is written while it is held."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self.begun, fsync = threading.Event(), threading.Event(), os.fsync
+
+        def held(handle: int) -> None:
+            self.begun.set()
+            assert self.free.wait(30)
+            fsync(handle)
+
+        monkeypatch.setattr(os, "fsync", held)
+
+
+def test_a_snapshot_is_written_beside_the_shard_and_the_newest_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, weights = Snapshots(tmp_path, 0), torch.zeros(1000)
+    kept.save({"k": 0, "weights": weights})
+    disk = _Disk(monkeypatch)
+    for k in (1, 2, 3):
+        weights.fill_(float(k))
+        kept.begin({"k": k, "weights": weights})
+        assert disk.begun.wait(30)
+    weights.fill_(9.0)
+    found = Snapshots(tmp_path, 0).load()
+    assert found is not None
+    assert found["k"] == 0, "whoever is killed while it writes goes on from the one before"
+    disk.free.set()
+    kept.wait()
+    assert [(k, bool((w == k).all())) for k, w in (_snapshot(path).values() for path in sorted(tmp_path.iterdir()))] == [
+        (1, True),
+        (3, True),
+    ]
+
+
+def _snapshot(path: Path) -> dict[str, Any]:
+    return dict(unsealed(path.read_bytes()))
+
+
+def test_a_snapshot_that_others_are_told_of_is_on_the_disk_before_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another is being written; one that has not begun gives way to it."""
+    kept = Snapshots(tmp_path, 0)
+    disk = _Disk(monkeypatch)
+    kept.begin({"k": 1})
+    assert disk.begun.wait(30)
+    kept.begin({"k": 2})
+    threading.Timer(0.2, disk.free.set).start()
+    kept.save({"k": 3})
+    assert [_snapshot(path)["k"] for path in sorted(tmp_path.iterdir())] == [1, 3]
+
+
+def test_final_weights_and_the_first_ones_are_told_of_once_they_are_durable() -> None:
+    """Others count on them: whatever comes after any other snapshot is counted as lost."""
+    made = host("async + server", snapshot_s=1.0, world=1)
+    first = Host(snapshot_s=1.0).message(b"w0", hello(0, "async + server", 1), 100.0)
+    made.handle(b"w0", push(0, 1))
+    fetch = Envelope(Kind.FETCH, 0, 0, 1, 5, {"fetch": True, "want": 0, "final": True})
+    for effects, kind in ((first, Kind.WELCOME), (made.message(b"w0", fetch, 100.1), Kind.REPLY)):
+        told = [k for k, effect in enumerate(effects) if isinstance(effect, Send) and effect.message.kind == kind]
+        durable = [k for k, effect in enumerate(effects) if isinstance(effect, Snapshot) and effect.durable]
+        assert durable
+        assert told
+        assert durable[0] < told[0]
+    assert [effect.durable for effect in made.timer("check", 102.0) if isinstance(effect, Snapshot)] == [False]
+
+
+def test_a_full_disk_does_not_end_a_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kept = Snapshots(tmp_path, 0)
+    kept.save({"k": 0})
+    monkeypatch.setattr(os, "fsync", full)
+    kept.begin({"k": 1})
+    kept.wait()
+    monkeypatch.undo()
+    assert "shard 0: Cannot write" in (said := capsys.readouterr().err)
+    assert "(No space left on device); it trains on" in said
+    assert kept.load() == {"k": 0}
+    kept.begin({"k": 2})
+    kept.wait()
+    assert kept.load() == {"k": 2}
 
 
 @given(st.integers(0, 2**30), st.integers(1, 255))

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.errors import HocketError
 
 RENDEZVOUS, RENDEZVOUS_JOB, RENDEZVOUS_MEMBER = "HOCKET_RENDEZVOUS", "HOCKET_JOB", "HOCKET_MEMBER"
+_TUNNEL = "hocket/tunnel"
+"""In a store that torchrun keeps: where the tunnel to the job's own store is."""
+_REACH_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -296,15 +300,25 @@ def _open_store(place: LaunchInfo, timeout_s: float, tunnel: StoreTunnel | None)
 
 def _tunnelled(place: LaunchInfo, timeout_s: float, tunnel: StoreTunnel, kept: dist.Store | None = None) -> dist.TCPStore:
     """The store of this job behind a tunnel; ``kept``, which is open to all, only tells where that is."""
-    name = f"hocket/tunnel/{place.attempt}"
     if place.rank == 0:
         host = place.address if kept is None else address_towards(place.address)
         store, address = serve_through(tunnel, host, 0 if kept is not None else place.port, timeout_s)
         if kept is not None:
-            kept.set(name, address)
+            kept.set(_TUNNEL, address)
         return store
-    address = f"tcp://{bracketed(place.address)}:{place.port}" if kept is None else kept.get(name).decode()
-    return connect_through(tunnel, address, timeout_s)
+    if kept is None:
+        return connect_through(tunnel, f"tcp://{bracketed(place.address)}:{place.port}", timeout_s)
+    return connect_through(tunnel, _exit_of(tunnel, kept, timeout_s), timeout_s)
+
+
+def _exit_of(tunnel: StoreTunnel, kept: dist.Store, timeout_s: float) -> str:
+    """Where the tunnel is. Where processes were started again, ``kept`` may still tell where the one before was: launchers on
+    several machines count starts differently, so nothing in its name could tell the two apart."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        address = kept.get(_TUNNEL).decode(errors="replace")
+        if tunnel.reaches(address, _REACH_S) or time.monotonic() > deadline:
+            return address
 
 
 def _give_up(place: LaunchInfo, timeout_s: float) -> None:

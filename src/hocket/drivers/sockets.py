@@ -121,6 +121,8 @@ class SocketDriver:
         self.callers = {}
         if self.listener is not None:
             self.listener.close(linger_s)
+        if self.snapshots is not None:
+            self.snapshots.wait()
         self.recorder.end(self.program)
 
     @property
@@ -180,7 +182,8 @@ class SocketDriver:
                 self._timers[effect.name] = effect.at
             elif isinstance(effect, Snapshot):
                 if self.snapshots is not None:
-                    self.snapshots.save(self.program.state_dict())
+                    write = self.snapshots.save if effect.durable else self.snapshots.begin
+                    write(self.program.state_dict())
             elif isinstance(effect, Say):
                 say(effect.text)
             elif isinstance(effect, Connect):

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ class StoreAgent:
         if not self._store.check([key]):
             time.sleep(wait_s)
             return False
-        signature, _, order = self._store.get(key).decode().partition(" ")
-        if not hmac.compare_digest(signature, _signature(self._secret, key, order)):
+        signature, _, order = self._store.get(key).decode(errors="replace").partition(" ")
+        if not hmac.compare_digest(signature.encode(), _signature(self._secret, key, order).encode()):
             raise HocketError(
                 f"Process {self._rank} received a command that the first process has not signed; block the store's port for other "
                 "users."
@@ -167,9 +168,14 @@ class StoreMachines(Machines):
 
 def _place(store: dist.Store, rank: int) -> Location:
     try:
-        return Location(*json.loads(store.get(f"place/{rank}")))
+        entry = store.get(f"place/{rank}")
     except (RuntimeError, dist.DistError):
         raise HocketError(f"Process {rank} of the job has not reported its address; see its own output.") from None
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(entry)
+        if isinstance(found, list) and len(found) == len(fields(Location)) and all(isinstance(field, str) for field in found):
+            return Location(*found)
+    raise HocketError(f"The store's entry for the address of process {rank} is damaged; block the store's port for other users.")
 
 
 class OwnProcess(RemoteProcess):
@@ -200,10 +206,16 @@ class StoreProcess(RemoteProcess):
     def look(self) -> tuple[int | None, list[str]]:
         ended = self._store.check([f"ended/{self._name}"])  # before the lines, which were told before it
         while self._store.check([line := f"line/{self._name}/{len(self._known)}"]):
-            self._known.append(self._store.get(line).decode())
+            self._known.append(self._store.get(line).decode(errors="replace"))
         if ended:
-            return int(self._store.get(f"ended/{self._name}")), self._known
+            return self._code(), self._known
         return None if self._machines.lives(self._place) else LOST, self._known
+
+    def _code(self) -> int:
+        told = self._store.get(f"ended/{self._name}")
+        with contextlib.suppress(ValueError):
+            return int(told)
+        raise HocketError(f"What the store says of process {self._name} is no exit code; close the store's port to others.")
 
 
 def _signature(secret: bytes, key: str, order: str) -> str:
@@ -212,11 +224,14 @@ def _signature(secret: bytes, key: str, order: str) -> str:
 
 def _read_secret(path: Path) -> bytes:
     """The store, into which others may write, names the file: only one as the first process makes it counts."""
-    with path.open("rb") as file:
-        found, secret = os.fstat(file.fileno()), file.read(_SECRET_BYTES + 1)
-    named = path.parent == Path(tempfile.gettempdir()) and path.name.startswith(_PREFIX)
-    private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-    if not (named and private and len(secret) == _SECRET_BYTES):
+    secret, private = b"", False
+    if path.parent == Path(tempfile.gettempdir()) and path.name.startswith(_PREFIX):
+        with contextlib.suppress(OSError, ValueError):
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+            with os.fdopen(handle, "rb") as file:
+                found, secret = os.fstat(handle), file.read(_SECRET_BYTES + 1)
+                private = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    if not (private and len(secret) == _SECRET_BYTES):
         raise HocketError(f"{path} is not the secret file of a job of this user; block the store's port for other users.")
     return secret
 
@@ -227,7 +242,7 @@ def job_secret(store: dist.Store, rank: int, keys: Path | None) -> Iterator[byte
     if keys is not None:
         yield hashlib.sha256(b"orders" + keys.read_bytes()).digest()
     elif rank > 0:
-        yield _read_secret(Path(store.get("secret").decode()))
+        yield _read_secret(Path(store.get("secret").decode(errors="replace")))
     else:
         handle, name = tempfile.mkstemp(prefix=_PREFIX)
         with os.fdopen(handle, "wb") as file:

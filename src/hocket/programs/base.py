@@ -43,9 +43,14 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Write this program's ``state_dict()`` to disk, under ``name`` where it keeps several."""
+    """Write this program's ``state_dict()`` to disk, under ``name`` where it keeps several.
+
+    It may be written while the program goes on, and where it is lost, the one before counts. ``durable``: it is on the disk before
+    the next effect is carried out, as what is told to others afterwards needs it.
+    """
 
     name: str = ""
+    durable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from hocket.cluster.heartbeat import boot_id
 from hocket.cluster.join import LaunchInfo
+from hocket.cluster.store import LOOPBACK, connect, stay_on_loopback, store_on_loopback
 from hocket.compression.kernels.build import compiler
 from hocket.supervisor.diagnosis import FAIL, Facts, Finding, diagnose
 from hocket.train.record import versions
@@ -42,6 +43,8 @@ def examine(place: LaunchInfo | None, environ: Mapping[str, str], out: Path | No
     could not meet the others (subject ``rendezvous``)."""
     if place is None or place.processes == 1:
         return diagnose({0: gather(environ, 1, _folder(out, None))}, 1, {}, None)
+    if place.one_host:
+        stay_on_loopback()
     met = _Meeting.at(place, environ, timeout_s)
     if isinstance(met, Finding):
         return [met]
@@ -54,7 +57,7 @@ def examine(place: LaunchInfo | None, environ: Mapping[str, str], out: Path | No
         facts = meeting.exchange("facts", {**gather(environ, place.per_host, folder), "port": meeting.port})
         if out is not None and place.rank == 0:
             (out / mark).unlink(missing_ok=True)
-        pairs = meeting.exchange("pairs", call_all(place.rank, facts))
+        pairs = meeting.exchange("pairs", call_all(place.rank, facts, place.one_host))
         found = {rank: {int(called): answer for called, answer in row.items()} for rank, row in pairs.items()}
         whole = len(facts) == place.processes and not any(isinstance(a, str) for row in found.values() for a in row.values())
         said = meeting.exchange("exchange", _mean(meeting.store, place, timeout_s) if whole else None)
@@ -116,7 +119,7 @@ def _ports() -> dict[str, Any]:
     low, high = map(int, path.read_text().split()) if path.exists() else (49152, 65535)
     try:
         with socket.socket() as sock:
-            sock.bind(("", 0))
+            sock.bind((LOOPBACK, 0))
             sock.listen(1)
         return {"range": high - low + 1, "error": ""}
     except OSError as error:
@@ -148,14 +151,15 @@ class _Meeting:
     def __init__(self, place: LaunchInfo, store: Any, token: str, timeout_s: float) -> None:
         self.place, self.store, self.token, self.timeout_s = place, store, token, timeout_s
         self._here = set(range(place.processes))
-        self._listener = socket.create_server(("", 0), backlog=256)
+        self._listener = socket.create_server((LOOPBACK if place.one_host else "", 0), backlog=256)
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._answer, name="hocket-doctor", daemon=True).start()
 
     @classmethod
     def at(cls, place: LaunchInfo, environ: Mapping[str, str], timeout_s: float) -> _Meeting | Finding:
         """Where the launcher says; what is wrong, if there is no such place."""
-        hosts = place.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        kept = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        hosts = place.rank == 0 and not kept
         where, limit = f"{place.address}:{place.port}", timedelta(seconds=timeout_s)
         text = f"process {place.rank} on {socket.gethostname()} cannot reach process 0 at {where}"
         lost = Finding(FAIL, "rendezvous", text, "check MASTER_ADDR, MASTER_PORT and the firewall, and that process 0 was started")
@@ -163,8 +167,12 @@ class _Meeting:
         late.daemon = True
         late.start()
         try:
-            store = dist.TCPStore(place.address, place.port, None, hosts, limit, wait_for_workers=False, multi_tenant=True)
-        except (RuntimeError, ValueError) as error:
+            store: dist.Store
+            if place.one_host and not kept:
+                store = store_on_loopback(place.port, timeout_s) if hosts else connect(LOOPBACK, place.port, timeout_s)
+            else:
+                store = dist.TCPStore(place.address, place.port, None, hosts, limit, wait_for_workers=False, multi_tenant=True)
+        except (RuntimeError, ValueError, OSError) as error:
             if hosts and ("address already in use" in str(error).lower() or "EADDRINUSE" in str(error)):
                 return Finding(FAIL, "rendezvous", f"port {place.port} of {place.address} is taken", "choose another MASTER_PORT")
             return lost
@@ -223,16 +231,21 @@ def _give_up(finding: Finding) -> None:
     os._exit(1)
 
 
-def call_all(rank: int, facts: Mapping[int, Facts]) -> dict[int, Any]:
-    """Call every other process: the shortest round trip and by how much its clock is ahead, or why it cannot be reached."""
+def call_all(rank: int, facts: Mapping[int, Facts], here: bool = False) -> dict[int, Any]:
+    """Call every other process: the shortest round trip and by how much its clock is ahead, or why it cannot be reached.
+
+    ``here``: all are on this machine, and listen on loopback.
+    """
     others = [other for other in facts if other != rank]
     with ThreadPoolExecutor(max_workers=32) as pool:
-        return dict(zip(others, pool.map(lambda other: _call(facts[other]), others), strict=True))
+        return dict(zip(others, pool.map(lambda other: _call(facts[other], here), others), strict=True))
 
 
-def _call(facts: Facts) -> Any:
+def _call(facts: Facts, here: bool) -> Any:
     try:
-        with socket.create_connection((facts["interface"]["address"], facts["port"]), timeout=_CALL_S) as sock:
+        with socket.create_connection(
+            (LOOPBACK if here else facts["interface"]["address"], facts["port"]), timeout=_CALL_S
+        ) as sock:
             trips = []
             for _ in range(_TRIPS):
                 begun = time.time()

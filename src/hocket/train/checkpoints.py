@@ -22,17 +22,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
-
 from hocket.cluster.agreement import Agreement
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError, SettingError
-from hocket.files import CannotWrite, read_state, safetensors, sealed_json, state_bytes, sync_folder, unsealed_json, write_whole
+from hocket.files import (
+    CannotWrite,
+    copied,
+    read_state,
+    safetensors,
+    sealed_json,
+    state_bytes,
+    sync_folder,
+    unsealed_json,
+    write_whole,
+)
 from hocket.train.record import WEIGHTS
 
 MANIFEST, WHOLE = "manifest.json", "whole.pt"
 LEAST_KEPT = 2
+_MOST = 1 << 20
+"""Workers, or processes."""
 _TOGETHER_S = 600.0
 """How long a process waits for others to have written their files."""
 _LEAVE_S = 10.0
@@ -53,11 +62,6 @@ class SharedAgreement(Protocol):
 def process_file(process: int) -> str:
     """The file of one process."""
     return f"process-{process}.pt"
-
-
-def copied(state: Any) -> Any:
-    """``state`` with copies of its tensors on the CPU, so that it can be written while training changes them."""
-    return tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), state)
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,11 @@ class Generation:
         try:
             manifest = unsealed_json((folder / MANIFEST).read_bytes())
             files, facts = manifest["files"], manifest["facts"]
-            if not all(isinstance(facts[name], int) for name in ("step", "epoch", "workers", "processes")):
+            numbers = [facts[name] for name in ("step", "epoch", "workers", "processes")]
+            if not all(isinstance(number, int) for number in numbers) or not isinstance(facts["run"], dict):
                 raise TypeError("its facts are of another kind")
+            if min(numbers) < 0 or not 0 < facts["workers"] <= _MOST or not 0 < facts["processes"] <= _MOST:
+                raise ValueError("its facts are none")
             if not all(isinstance(length, int) and isinstance(check, int) for length, check in files.values()):
                 raise TypeError("its files are of another kind")
         except FileNotFoundError:
@@ -231,7 +238,7 @@ class Checkpoints:
         shared = self._agreement.shared
         if shared and self.process > 0:
             return  # the first process seals it
-        told = [(self._agreement.silent, {}) if text is None else json.loads(text) for text in everyone]
+        told = [_told(text) or (self._agreement.silent, {}) for text in everyone]
         problem = _named([said or "" for said, _ in told])
         if problem is None:
             manifest = {"files": {name: entry for _, own in told for name, entry in sorted(own.items())}, "facts": facts}
@@ -280,6 +287,15 @@ def _write_files(folder: Path, states: Mapping[str, Any]) -> dict[str, tuple[int
     return found
 
 
+def _told(text: str | None) -> tuple[str | None, dict[str, Any]] | None:
+    """What a process says of the files that it has written: a problem, or length and checksum of each. None where it says none."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        problem, files = json.loads(text or "")
+        if isinstance(problem, str | None) and isinstance(files, dict):
+            return problem, files
+    return None
+
+
 def _problem(folder: Path, needed: Callable[[Generation], list[str]]) -> str:
     """What is wrong with a generation as this process finds it; empty where nothing is."""
     try:
@@ -288,6 +304,8 @@ def _problem(folder: Path, needed: Callable[[Generation], list[str]]) -> str:
             generation.content(name)
     except ValueError as error:
         return str(error)
+    except Exception as error:  # its facts are those of another version, or made up
+        return f"has facts that do not fit ({type(error).__name__})"
     return ""
 
 

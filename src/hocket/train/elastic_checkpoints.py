@@ -23,7 +23,7 @@ from torch import Tensor
 from hocket.cluster.replica import ReplicaLost
 from hocket.drivers.processes import say
 from hocket.errors import HocketError
-from hocket.files import CannotWrite, write_whole
+from hocket.files import CannotWrite, sealed_json, unsealed_json, write_whole
 from hocket.train.checkpoints import Checkpoints, process_file
 from hocket.train.elastic_loop import ElasticTraining
 from hocket.train.loop import EpochLoop
@@ -31,6 +31,7 @@ from hocket.train.resume import mean_files
 
 _TOLD = "told"
 """The folder beside the generations in which workers say what they have written."""
+_SAID = "said"
 _PAUSE_S, _MOST_S, _GRACE_S = 0.02, 60.0, 10.0
 """How often the first worker looks, for how long, and how long where another has left, which may still be writing."""
 _MARK_BITS = 52
@@ -43,7 +44,7 @@ class FolderAgreement:
     """What workers tell the first of them by files in a folder that all share; ``gone`` says whether one of them is lost."""
 
     shared = True
-    silent = f"has said nothing in the folder '{_TOLD}': it is lost, or has another folder"
+    silent = f"has said nothing that can be read in the folder '{_TOLD}': it is lost, or has another folder"
 
     def __init__(
         self, folder: Path, rank: int, processes: int, gone: Callable[[], bool], most_s: float = _MOST_S, mark: int = 0
@@ -53,32 +54,44 @@ class FolderAgreement:
         self._mark = f"{mark:013x}"
 
     def gather(self, name: str, text: str, timeout_s: float) -> list[str | None]:
-        """What each worker says of ``name``, on the first one; the others wait for nobody. None for one that says nothing."""
+        """What each worker says of ``name``, on the first one; the others wait for nobody. None for one that says nothing, or
+        whose file is damaged."""
         found: list[str | None] = [None] * self.processes
         found[self.rank] = text
-        paths = [self._folder / f"{self._mark} {name} {rank}" for rank in range(self.processes)]
+        paths = {rank: self._folder / f"{self._mark} {name} {rank}" for rank in range(self.processes)}
         if self.rank > 0:
             with contextlib.suppress(OSError, CannotWrite):  # the first one says who has said nothing
                 self._folder.mkdir(parents=True, exist_ok=True)
-                write_whole(paths[self.rank], text.encode())
+                write_whole(paths[self.rank], sealed_json({_SAID: text}))
             return found
+        del paths[self.rank]
         end, lost = time.monotonic() + min(timeout_s, self._most_s), False
-        while None in found and time.monotonic() < end:
+        while True:
+            for rank, path in list(paths.items()):
+                with contextlib.suppress(OSError):
+                    content = path.read_bytes()
+                    del paths[rank]
+                    path.unlink(missing_ok=True)
+                    found[rank] = _said(content)
+            if not paths or time.monotonic() >= end:
+                return found
             if not lost and self._gone():
                 end, lost = min(end, time.monotonic() + _GRACE_S), True
             time.sleep(_PAUSE_S)
-            for rank, path in enumerate(paths):
-                if found[rank] is None:
-                    with contextlib.suppress(OSError):
-                        found[rank] = path.read_text()
-                        path.unlink(missing_ok=True)
-        return found
 
     def clear(self) -> None:
         """Remove what was told of earlier checkpoints, which all have written; others may have told of this one already."""
         for path in self._folder.glob("*") if self.rank == 0 else ():
             if not path.name.startswith(self._mark):
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # what is no file of ours
+                    path.unlink(missing_ok=True)
+
+
+def _said(content: bytes) -> str | None:
+    """What a worker has told in a file; None where it is damaged."""
+    with contextlib.suppress(ValueError, KeyError):
+        return str(unsealed_json(content)[_SAID])
+    return None
 
 
 def begun(

@@ -10,10 +10,10 @@ import torch
 
 from hocket.cluster.base import Cluster
 from hocket.errors import HocketError, SettingError
-from hocket.files import read_safetensors, unlike
+from hocket.files import copied, read_safetensors, unlike
 from hocket.programs.repartition import mean_of
 from hocket.split import Mesh
-from hocket.train.checkpoints import WHOLE, Checkpoints, Generation, copied, process_file
+from hocket.train.checkpoints import WHOLE, Checkpoints, Generation, process_file
 from hocket.train.loop import EpochLoop, Training
 from hocket.train.other_workers import of_weights, one_for_all, stacked_buffers
 from hocket.train.record import MAY_CHANGE, WEIGHTS, Record

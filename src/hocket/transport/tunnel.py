@@ -28,6 +28,8 @@ from hocket.transport.frame import FRAME_BYTES
 from hocket.transport.keys import Keys
 
 _IDENTITY_BYTES = 9
+_NAME_BYTES = 64
+"""Of a connection: a peer's identity, and what its socket names the connection."""
 _LOOPBACK = "tcp://127.0.0.1"
 
 
@@ -58,20 +60,35 @@ class Tunnel:
         _forward(_Exit(router, stream, f"{_LOOPBACK}:{port}"), {router: "from_link", stream: "from_stream"})
         return listens
 
+    def reaches(self, address: str, within_s: float) -> bool:
+        """Whether an exit that these keys open is at ``address``: a connection to an entrance waits for one without end."""
+        with zmq.Context(io_threads=1) as context, self._dealer(context, address) as dealer:
+            let_in = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            dealer.connect(address)
+            found = bool(let_in.poll(int(within_s * 1000)))
+            dealer.disable_monitor()
+            let_in.close(0)
+            return found
+
     def enter(self, address: str) -> int:
         """A port of this loopback that leads to the exit at ``address``."""
         context = zmq.Context(io_threads=1)
-        dealer, stream = _socket(context, zmq.DEALER, ":" in numeric_of(parts_of(address)[0])), _socket(context, zmq.STREAM)
-        dealer.setsockopt(zmq.ROUTING_ID, b"t" + secrets.token_bytes(_IDENTITY_BYTES - 1))
-        dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public.encode())
-        dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.worker_public.encode())
-        dealer.setsockopt(zmq.CURVE_SECRETKEY, self._keys.worker_secret.encode())
+        dealer, stream = self._dealer(context, address), _socket(context, zmq.STREAM)
         broken = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         stream.bind(f"{_LOOPBACK}:*")
         dealer.connect(address)
         end = _Entrance(dealer, stream)
         _forward(end, {dealer: "from_link", stream: "from_stream", broken: "link_broke"})
         return parts_of(stream.getsockopt_string(zmq.LAST_ENDPOINT))[1]
+
+    def _dealer(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> Any:
+        """A socket that the exit at ``address`` lets in."""
+        dealer = _socket(context, zmq.DEALER, ":" in numeric_of(parts_of(address)[0]))
+        dealer.setsockopt(zmq.ROUTING_ID, b"t" + secrets.token_bytes(_IDENTITY_BYTES - 1))
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public.encode())
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.worker_public.encode())
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, self._keys.worker_secret.encode())
+        return dealer
 
 
 class _Entrance:
@@ -109,10 +126,10 @@ class _Exit:
 
     def from_link(self, peer: bytes, name: bytes, data: bytes) -> None:
         name = peer + name
-        if name not in self._open and data:
-            self._open[name] = False
+        if name not in self._open and data and len(name) <= _NAME_BYTES:
             self._stream.setsockopt(zmq.CONNECT_ROUTING_ID, name)
             self._stream.connect(self._target)
+            self._open[name] = False
         if name in self._open:
             self._stream.send_multipart([name, data])
 

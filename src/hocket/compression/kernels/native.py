@@ -54,11 +54,26 @@ def _encoded(name: str, rows: Tensor, given: tuple[Any, ...], block: int, bits: 
     return scale, packed
 
 
-def _decoded(name: str, scale: Tensor, packed: Tensor, size: int, *given: int) -> Tensor:
-    scale, packed, out = _real(scale), _adjacent(packed), _floats(len(packed), size)
+def _part(part: Tensor, dtype: torch.dtype, rows: int, width: int) -> Tensor:
+    """A part of a message, as adjacent rows. A peer may send any: ValueError where the library would read what is not there."""
+    if part.dtype != dtype or part.dim() != 2 or len(part) < rows or part.shape[1] < width:
+        raise ValueError(f"a part has {list(part.shape)} values of {part.dtype}; [{rows}, {width}] of {dtype} were expected")
+    return _adjacent(part)
+
+
+def _decoded(
+    name: str, scale: Tensor, packed: Tensor, size: int, widths: tuple[int, int], *given: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """``widths``: so many values a row of both parts has at least; ``dtype`` is that of the first."""
+    rows, (scales, codes) = len(packed), widths
+    scale, packed, out = _part(scale, dtype, rows, scales), _part(packed, torch.uint8, rows, codes), _floats(rows, size)
     strides = scale.stride(0), packed.stride(0)
-    _call(name, scale, strides[0], packed, strides[1], len(packed), size, *given, out, torch.get_num_threads())
+    _call(name, scale, strides[0], packed, strides[1], rows, size, *given, out, torch.get_num_threads())
     return out
+
+
+def _widths(size: int, block: int, bits: int, scales: int = 1) -> tuple[int, int]:
+    return -(-size // block) * scales, packed_size_padded(size, bits)
 
 
 def _keys(keys: Tensor) -> Tensor:
@@ -71,7 +86,7 @@ def qsgd(rows: Tensor, keys: Tensor, bits: int, block: int) -> tuple[Tensor, Ten
 
 
 def qsgd_decode(norms: Tensor, packed: Tensor, size: int, bits: int, block: int) -> Tensor:
-    return _decoded("qsgd_decode", norms, packed, size, block, bits)
+    return _decoded("qsgd_decode", norms, packed, size, _widths(size, block, bits), block, bits)
 
 
 def sign(rows: Tensor, counts: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +95,7 @@ def sign(rows: Tensor, counts: Tensor | None, block: int) -> tuple[Tensor, Tenso
 
 
 def sign_decode(means: Tensor, packed: Tensor, size: int, block: int) -> Tensor:
-    return _decoded("sign_decode", means, packed, size, block)
+    return _decoded("sign_decode", means, packed, size, _widths(size, block, 1), block)
 
 
 def bins(rows: Tensor, counts: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
@@ -89,7 +104,7 @@ def bins(rows: Tensor, counts: Tensor | None, block: int) -> tuple[Tensor, Tenso
 
 
 def bins_decode(levels: Tensor, packed: Tensor, size: int, block: int) -> Tensor:
-    return _decoded("bins_decode", levels, packed, size, block)
+    return _decoded("bins_decode", levels, packed, size, _widths(size, block, 2, scales=2), block)
 
 
 def e3m0(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +113,7 @@ def e3m0(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def e3m0_decode(scale: Tensor, packed: Tensor, size: int, block: int) -> Tensor:
-    return _decoded("e3m0_decode", scale, packed, size, block)
+    return _decoded("e3m0_decode", scale, packed, size, _widths(size, block, 4), block)
 
 
 def ternary(rows: Tensor, keys: Tensor, scale: Tensor) -> Tensor:
@@ -109,7 +124,7 @@ def ternary(rows: Tensor, keys: Tensor, scale: Tensor) -> Tensor:
 
 
 def ternary_decode(scale: Tensor, packed: Tensor, size: int) -> Tensor:
-    return _decoded("ternary_decode", scale, packed, size)
+    return _decoded("ternary_decode", scale, packed, size, (1, -(-size // 5)))
 
 
 def natural(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +135,7 @@ def natural(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def natural_decode(exponents: Tensor, signs: Tensor, size: int) -> Tensor:
-    return _decoded("natural_decode", exponents, signs, size)
+    return _decoded("natural_decode", exponents, signs, size, (size, -(-size // 8)), dtype=torch.uint8)
 
 
 def cast(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -137,8 +152,9 @@ def cast(rows: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 def cast_decode(coded: Tensor, scale: Tensor | None, size: int) -> Tensor:
     if scale is None:
         return coded.to(torch.float32)
-    coded, out = _adjacent(coded), _floats(len(coded), size)
-    _call("fp8_decode", coded, coded.stride(0), scale.contiguous(), len(coded), size, out, torch.get_num_threads())
+    coded, out = _part(coded, FP8, len(coded), size), _floats(len(coded), size)
+    scale = _part(scale, torch.float32, len(coded), 1)[:, 0].contiguous()
+    _call("fp8_decode", coded, coded.stride(0), scale, len(coded), size, out, torch.get_num_threads())
     return out
 
 
@@ -175,7 +191,8 @@ def largest_of_chunks(rows: Tensor, chunk: int, k: int) -> Tensor:
 
 def put(counts: Tensor, low: Tensor, values: Tensor, size: int) -> Tensor:
     """Values at indices whose sixteen low bits are ``low``; ``counts`` says how many lie in each block of 65,536."""
-    counts, low, values, out = _adjacent(counts), _adjacent(low), _real(values), _floats(len(values), size)
+    low, out = _part(low, torch.int16, len(values), 0), _floats(len(values), size)
+    counts, values = _part(counts, torch.int32, len(low), 0), _part(values, torch.float32, len(low), low.shape[1])
     blocks = counts, counts.stride(0), counts.shape[1]
     _call("put", *blocks, low, low.stride(0), values, values.stride(0), len(values), low.shape[1], size, out)
     return out
@@ -193,15 +210,17 @@ def rice(indices: Tensor, counts: Tensor, bits: Tensor) -> tuple[Tensor, Tensor,
 
 def rice_counts(unary: Tensor) -> Tensor:
     """How many indices each row has."""
-    unary, counts = _adjacent(unary), torch.empty(len(unary), dtype=torch.int64)
+    unary, counts = _part(unary, torch.uint8, len(unary), 0), torch.empty(len(unary), dtype=torch.int64)
     _call("rice_count", unary, unary.stride(0), unary.shape[1], len(unary), counts)
     return counts
 
 
 def read_rice(low: Tensor, unary: Tensor, counts: Tensor, bits: Tensor, size: int) -> Tensor:
     """The indices in rows of ``size``, with zeros behind them."""
+    if int(counts.max()) > size:
+        raise ValueError(f"{int(counts.max())} indices in a row of {size} values")
     indices = torch.empty(len(unary), int(counts.max()), dtype=torch.int64)
-    low, unary = _adjacent(low), _adjacent(unary)
+    low, unary = _part(low, torch.uint8, len(unary), 0), _part(unary, torch.uint8, len(unary), 0)
     coded = (low, low.stride(0), low.shape[1], unary, unary.stride(0), unary.shape[1], len(unary))
     _call("rice_read", *coded, bits.contiguous(), size, indices.shape[1], indices)
     return indices

@@ -18,25 +18,29 @@ The store is where members of a generation exchange the addresses of their proce
 Where a model is split, each member holds one of its parts, as its BEAT says. A replica is one process for each part: it becomes a
 member, is counted, leaves and is lost as a whole. Processes of a lost replica that live are newcomers: they wait for processes that
 hold the other parts.
+
+A message is read as a whole before it changes anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hocket.programs.base import Address, Rejected, Say, Service, event
+from hocket.programs.base import Address, Rejected, Say, Service, event, whole
 from hocket.programs.elastic.generation import Generation
 from hocket.transport.frame import Envelope, Kind
 
 CHECK_EVERY_S = 0.25
 _CHECK = "check"
-_MOST_VALUES = 4096
-"""Values in the store of a generation."""
+_MOST_VALUES, _MOST_BYTES = 4096, 1 << 27
+"""In the store of a generation: values, and their bytes with those of their names."""
+_MOST_MEMBERS = 2048
+"""An order names all of them."""
 _MOST_PARTS = 4096
 """Processes of a replica."""
 _SILENT_S = 1.5
@@ -59,9 +63,36 @@ class _Member:
     finished: bool = False
     answered: int = -1
     """Its last request to the store, and the answer."""
-    answer: Any = None
+    answer: tuple[Tensor, ...] = ()
     fetch: tuple[int, int, list[str]] | None = None
     """It waits for these names: number of the request, generation, names."""
+
+
+class _Beat(NamedTuple):
+    """What a BEAT says."""
+
+    attempt: int
+    formed: int
+    failed: int
+    leaving: bool
+    finished: bool
+    terms: str
+    part: int
+    parts: int
+
+    @classmethod
+    def read(cls, message: Envelope, newest: int) -> _Beat:
+        """ValueError where one of its fields is none; ``newest`` is the number of the latest generation."""
+        told = message.metadata
+        whole(message.sender)
+        whole(message.number)
+        flags = told["leaving"], told["finished"]
+        if not all(isinstance(flag, bool) for flag in flags) or not isinstance(told["terms"], str):
+            raise ValueError("truth values and a text were expected")
+        attempt = whole(told["attempt"], -1)  # -1: it has not joined yet
+        numbers = attempt, whole(told["formed"], 0, newest), whole(told["failed"], 0, newest)
+        part, parts = whole(told.get("part", 0)), whole(told.get("parts", 1))
+        return cls(*numbers, *flags, told["terms"], part, parts)
 
 
 class Rendezvous(Service):
@@ -86,6 +117,8 @@ class Rendezvous(Service):
         self._parts = 1
         self._terms: str | None = None
         self._store: dict[str, Tensor] = {}
+        self._held = 0
+        """Bytes in the store."""
         self._checked, self._first, self._broken = 0.0, 0.0, 0.0
 
     @property
@@ -126,27 +159,27 @@ class Rendezvous(Service):
     # --- messages ------------------------------------------------------------------------------------------------------------
 
     def _beat(self, peer: bytes, message: Envelope) -> None:
-        uid, told = message.sender, message.metadata
-        attempt, member = int(told["attempt"]), self._members.get(uid)
-        if member is None or attempt > member.attempt:
-            if attempt <= self._removed.get(uid, -1):
+        uid, told = message.sender, _Beat.read(message, self.generation.number)
+        member = self._members.get(uid)
+        if member is None or told.attempt > member.attempt:
+            if told.attempt <= self._removed.get(uid, -1):
                 self._answer(peer, Kind.ORDER, message.number, {**self.generation.described(), "known": False})
                 return
-            self._check_terms(str(told["terms"]))
-            part = self._check_part(int(told.get("part", 0)), int(told.get("parts", 1)))
+            self._check_newcomer(told)
             if member is not None:
                 self._remove([uid])
-            member = self._members[uid] = _Member(peer, attempt, self.now, part)
+            self._terms, self._parts = told.terms, told.parts
+            member = self._members[uid] = _Member(peer, told.attempt, self.now, told.part)
             self._first = self._first or self.now
-        if attempt < member.attempt or message.number <= member.last:
+        if told.attempt < member.attempt or message.number <= member.last:
             return
         member.peer, member.heard, member.last = peer, self.now, message.number
-        member.formed, member.leaving = max(member.formed, int(told["formed"])), member.leaving or bool(told["leaving"])
+        member.formed, member.leaving = max(member.formed, told.formed), member.leaving or told.leaving
         if member.formed in self._announced and member.formed > self._formed.number:
             self._formed = self._announced[member.formed]
-        if int(told["failed"]) == self.generation.number and uid in self.generation.members and not self._broken:
+        if told.failed == self.generation.number and uid in self.generation.members and not self._broken:
             self._broken = self.now
-        member.finished = bool(told["finished"])
+        member.finished = told.finished
         if member.finished and self.generation.planned and self._formed != self.generation and uid in self._formed.members:
             self._announce(self._standing(), planned=False)  # no step follows at whose end others could join
         self.over |= all(uid in self._members and self._members[uid].finished for uid in self.generation.members or [-1])
@@ -156,22 +189,21 @@ class Rendezvous(Service):
         return {"over": self.over}
 
     def _goodbye(self, peer: bytes, message: Envelope) -> None:
-        member = self._members.get(message.sender)
-        if member is not None and int(message.metadata["attempt"]) == member.attempt:
-            self._remove([message.sender], in_order=int(message.metadata["before"]) == self.generation.number)
+        member, told = self._members.get(message.sender), message.metadata
+        attempt, before = whole(told["attempt"], -1), whole(told["before"])
+        if member is not None and attempt == member.attempt:
+            in_order = before == self.generation.number and message.sender not in self.generation.members
+            self._remove([message.sender], in_order)
 
-    def _check_terms(self, terms: str) -> None:
-        if self._terms is None or not self._members:
-            self._terms = terms
-        if terms != self._terms:
-            raise Rejected("terms", f"This run has {self._terms}, but a worker that joins has {terms}: start it as the others.")
-
-    def _check_part(self, part: int, parts: int) -> int:
-        if not self._members and 1 <= parts <= _MOST_PARTS:
-            self._parts = parts
-        if parts != self._parts or not 0 <= part < parts:
-            raise Rejected("parts", f"A replica of this run has {self._parts} parts; part {part} of {parts} is none of them.")
-        return part
+    def _check_newcomer(self, told: _Beat) -> None:
+        """The first member decides what all must have in common."""
+        terms, parts = (self._terms, self._parts) if self._members else (told.terms, told.parts)
+        if told.terms != terms:
+            raise Rejected("terms", f"This run has {terms}, but a worker that joins has {told.terms}: start it as the others.")
+        if told.parts != parts or not 0 <= told.part < parts <= _MOST_PARTS:
+            raise Rejected("parts", f"A replica of this run has {parts} parts; part {told.part} of {told.parts} is none of them.")
+        if len(self._members) >= _MOST_MEMBERS:
+            raise Rejected("size", f"This run has {_MOST_MEMBERS} workers already: start fewer.")
 
     # --- generations ---------------------------------------------------------------------------------------------------------
 
@@ -230,7 +262,7 @@ class Rendezvous(Service):
         for uid in before.members if planned else ():
             if uid in self._members and uid not in members:
                 self._members[uid].dropped = True
-        self._broken, self._store = 0.0, {}
+        self._broken, self._store, self._held = 0.0, {}, 0
         for member in self._members.values():
             member.fetch = None
             self._answer(member.peer, Kind.ORDER, -1, {**self.generation.described(), "known": True})
@@ -239,25 +271,29 @@ class Rendezvous(Service):
 
     def _push(self, peer: bytes, message: Envelope) -> None:
         member, told = self._member(message), message.metadata
-        if int(told["generation"]) != self.generation.number or message.number <= member.answered:
-            if message.number == member.answered:
+        number = whole(message.number)
+        if whole(told["generation"]) != self.generation.number or number <= member.answered:
+            if number == member.answered:
                 self._reply(peer, message.number, member.answer)
             return
-        name, (value,) = str(told["name"]), message.tensors
-        if len(self._store) >= _MOST_VALUES and name not in self._store:
-            raise Rejected("size", f"The store has {_MOST_VALUES} values already.")
-        if told["adds"]:
-            value = value + self._store.get(name, torch.zeros(1, dtype=torch.int64))
-        self._store[name] = value.clone()
-        member.answered, member.answer = message.number, (self._store[name],) if told["adds"] else ()
+        (name,), (value,), adds = _names([told["name"]]), message.tensors, bool(told["adds"])
+        if adds:
+            value = _number(value) + _number(self._store.get(name, torch.zeros(1, dtype=torch.int64)))
+        before = self._store.get(name)
+        held = self._held + value.nbytes + (len(name.encode()) if before is None else -before.nbytes)
+        if (before is None and len(self._store) >= _MOST_VALUES) or held > _MOST_BYTES:
+            raise Rejected("size", f"The store holds {_MOST_VALUES} values and {_MOST_BYTES} bytes at most.")
+        self._store[name], self._held = value.clone(), held
+        member.answered, member.answer = message.number, (self._store[name],) if adds else ()
         self._reply(peer, message.number, member.answer)
         for other in self._members.values():
             self._look_up(other)
 
     def _fetch(self, peer: bytes, message: Envelope) -> None:
         member, told = self._member(message), message.metadata
-        if int(told["generation"]) == self.generation.number:
-            member.peer, member.fetch = peer, (message.number, self.generation.number, [str(name) for name in told["names"]])
+        names, number = _names(told["names"]), whole(told["generation"])
+        if number == self.generation.number:
+            member.peer, member.fetch = peer, (message.number, number, names)
             self._look_up(member)
 
     def _look_up(self, member: _Member) -> None:
@@ -272,3 +308,17 @@ class Rendezvous(Service):
 
     def _reply(self, peer: bytes, number: int, tensors: tuple[Tensor, ...]) -> None:
         self._answer(peer, Kind.REPLY, number, {}, tensors)
+
+
+def _names(told: Any) -> list[str]:
+    """Names in the store, each once; ValueError where there is something else."""
+    if not isinstance(told, list) or not all(isinstance(name, str) for name in told) or len(set(told)) < len(told):
+        raise ValueError("names were expected, each once")
+    return told
+
+
+def _number(value: Tensor) -> Tensor:
+    """A value of the store that can be added to."""
+    if value.dtype != torch.int64 or value.numel() != 1:
+        raise ValueError("a whole number was expected")
+    return value

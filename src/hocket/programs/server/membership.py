@@ -102,8 +102,8 @@ class Membership(Service):
         if not weights or not all(w.is_floating_point() for w in weights):
             raise ValueError("weights are floating-point numbers")
         self._start_shard(config, start, weights, read_state(metadata.get("state", []), tensors[len(weights) :]))
-        if self.snapshot_s > 0:
-            self._save()
+        if self.snapshot_s > 0:  # that the job has weights must survive a restart
+            self._save(durable=True)
 
     def _start_shard(
         self, config: JobConfig, start: dict[str, Any], weights: list[Tensor], state: tuple[dict[str, Any], ...] = ()
@@ -178,9 +178,9 @@ class Membership(Service):
         if self.place == 0:
             self._effects.append(Say(text))
 
-    def _save(self) -> None:
+    def _save(self, durable: bool = False) -> None:
         self._saved = self.now
-        self._effects.append(Snapshot())
+        self._effects.append(Snapshot(durable=durable))
 
     def _miss_silent(self, suspended_s: float) -> None:
         """Go on without workers that are silent; time in which this process was stopped does not count against them."""

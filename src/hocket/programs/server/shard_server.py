@@ -239,7 +239,7 @@ class ShardServer(Membership):
         assert self.shard is not None
         if self.snapshot_s > 0 and self._final != self.shard.version:
             self._final = self.shard.version
-            self._save()
+            self._save(durable=True)
 
     def _weights(self) -> tuple[Tensor, ...]:
         """A copy to send, made once per version: nobody writes to it."""
