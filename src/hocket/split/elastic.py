@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.live_groups import STANDS
 from hocket.cluster.message import framed, ring_bytes
 from hocket.cluster.replica import Replica
 from hocket.split.axis import Axis
@@ -72,9 +73,12 @@ class ElasticAxis(Axis):
         with self.replica.waiting():
             yield
 
+    def wait(self, work: Any) -> None:
+        self._blocked(lambda: work.wait(STANDS))
+
     def _wait_for(self, work: Callable[[], object]) -> None:
         with self.replica.waiting():
-            work()
+            self.replica.watched(self.name, self.ranks, work)
 
 
 @dataclass
