@@ -85,8 +85,8 @@ def test_a_worker_joins_with_the_state_of_the_others(nursery: Nursery, tmp_path:
 
 
 def test_neither_a_slow_worker_nor_a_slow_handover_breaks_a_group(nursery: Nursery, tmp_path: Path) -> None:
-    """Connections are made in 1.5 seconds; a step, and whatever is sent to a worker that joins, take 3."""
-    arguments: dict[str, Any] = {"strategy": "bulk", "epochs": 80, "build_s": 1.5}
+    """Connections are made in a second; a step, and whatever is sent to a worker that joins, take two."""
+    arguments: dict[str, Any] = {"strategy": "bulk", "epochs": 80, "build_s": 1.0}
     with rendezvous(2) as (_, environ):
         group = nursery.start(TRAIN, 2, tmp_path / "two", environ, fault="slow", at=3, **arguments)
         assert eventually((tmp_path / "two" / "1.steps").exists), group.said()
