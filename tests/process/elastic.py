@@ -137,7 +137,7 @@ def train(
     job.finish()
     weights = [p.detach().clone() for p in model.parameters()]
     found = {"weights": weights, "computed": computed, "first": first, "steps": steps, "host_size": job.cluster.host_size}
-    torch.save({**found, **job.summary(), "generation": job.cluster.generation}, f"{folder}/{rank}.pt")
+    torch.save({**found, **job.summary(), "generation": getattr(job.cluster, "generation", 0)}, f"{folder}/{rank}.pt")
 
 
 def train_split(

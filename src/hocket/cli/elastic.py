@@ -52,8 +52,8 @@ def launch(
     parsed = Elastic.parse(elastic)
     command = [sys.executable, script, *context.args]
     parts = 1 if mesh is None else dataclasses.replace(Mesh.parse(mesh), data=1).size
-    how = {"replace": replace, "parts": parts, "hang_timeout_s": hang_timeout}
-    ElasticRun(command, parsed.least if workers is None else workers, parsed, liveness_timeout, **how).run()
+    count = parsed.least if workers is None else workers
+    ElasticRun(command, count, parsed, liveness_timeout, replace, parts=parts, hang_timeout_s=hang_timeout).run()
 
 
 def rendezvous(

@@ -91,20 +91,25 @@ def hand_down(chain: list[int], packed: Tensor | None) -> Tensor:
     before, after = chain[max(place - 1, 0) : place], chain[place + 1 : place + 2]
     size = torch.tensor([0 if packed is None else packed.numel()])
     for rank in before:
-        dist.irecv(size, rank).wait(STANDS)
+        _end(dist.irecv(size, rank))
     for rank in after:
-        dist.isend(size, rank).wait(STANDS)
+        _end(dist.isend(size, rank))
     packed = torch.empty(int(size), dtype=torch.uint8) if packed is None else packed
-    sends: deque[Any] = deque()
+    sends: deque[dist.Work | None] = deque()
     for piece in packed.split(_PIECE_BYTES):
         for rank in before:
-            dist.irecv(piece, rank).wait(STANDS)
+            _end(dist.irecv(piece, rank))
         sends += [dist.isend(piece, rank) for rank in after]
         if len(sends) > _PIECES:
-            sends.popleft().wait(STANDS)
+            _end(sends.popleft())
     for work in sends:
-        work.wait(STANDS)
+        _end(work)
     return packed
+
+
+def _end(work: dist.Work | None) -> None:
+    assert work is not None, "this process belongs to the group"
+    work.wait(STANDS)
 
 
 def pass_on(cluster: Cluster, donor: int, receivers: list[int], state: Callable[[], Any]) -> Any:
