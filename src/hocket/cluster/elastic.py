@@ -231,7 +231,7 @@ class ElasticCluster(ProcessCluster):
 
     def wait_here(self) -> None:
         """Wait until all members have come here; no exchange is under way."""
-        self.start(lambda: dist.all_reduce(torch.zeros(1)))()
+        self.start(lambda: dist.all_reduce(torch.zeros(1)), "all members")()
 
     def gather_everybody(self, own: list[float]) -> Tensor:
         """What each process tells of itself, in the order of their ranks; no exchange is under way."""

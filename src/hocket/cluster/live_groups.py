@@ -14,9 +14,10 @@ import torch.distributed as dist
 _ABORT = timedelta(milliseconds=1)
 _ABORT_TAG = 2**30 + 1
 """Above all tags of messages."""
-STANDS = timedelta(days=7)
-"""How long an exchange of a group that stands may take: the rendezvous finds members that are lost, and ends it. (Collectives have
-the timeout of their group; a send or a receive needs to be told when it is waited for.)"""
+STANDS = timedelta(hours=2)
+"""How long an operation of a group that stands may take: the rendezvous finds members that are lost, and ends it. This is for a
+connection that is broken without either side's knowledge. (Collectives have the timeout of their group; a send or a receive needs
+to be told when it is waited for.)"""
 
 
 def abort_group(group: Any, rank: int, size: int) -> None:

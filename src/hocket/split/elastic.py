@@ -15,7 +15,7 @@ from hocket.cluster.base import Cluster
 from hocket.cluster.live_groups import STANDS
 from hocket.cluster.message import framed, ring_bytes
 from hocket.cluster.replica import Replica
-from hocket.split.axis import Axis
+from hocket.split.axis import Axis, Received
 from hocket.split.mesh import Mesh, MeshCoordinate
 
 
@@ -61,8 +61,10 @@ class ElasticAxis(Axis):
             return self._group.send([values.cpu()], to, tag)
 
     def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
+        buffer = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
         with self._guarded():
-            return self._group.recv([into], source, tag)
+            work = self._group.recv([buffer], source, tag)
+        return work if buffer is into else Received(work, buffer, into)
 
     @property
     def _group(self) -> Any:
