@@ -31,9 +31,9 @@ SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
 
 
 @contextmanager
-def rendezvous(workers: int, least: int = 1) -> Iterator[tuple[Rendezvous, dict[str, str]]]:
+def rendezvous(workers: int, least: int = 1, hang_timeout_s: float = 600.0) -> Iterator[tuple[Rendezvous, dict[str, str]]]:
     """A rendezvous in a thread of this process, and what its workers find it by."""
-    program, ended = Rendezvous(least, 8, workers, liveness_timeout_s=2.0), Event()
+    program, ended = Rendezvous(least, 8, workers, liveness_timeout_s=2.0, hang_timeout_s=hang_timeout_s), Event()
     with Listener("tcp://127.0.0.1:0", bytes(16)) as listener:
         driver = SocketDriver(program, listener=listener)
 

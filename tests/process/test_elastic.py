@@ -120,6 +120,17 @@ def test_the_others_name_a_worker_whose_training_thread_hangs(nursery: Nursery, 
     assert said(group, 0, "went on after")
 
 
+def test_a_worker_whose_training_thread_hangs_for_long_is_lost_and_joins_again(nursery: Nursery, tmp_path: Path) -> None:
+    with rendezvous(3, least=3, hang_timeout_s=3.5) as (program, environ):
+        group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk + topk(0.2)", fault="hang", at=3)
+        assert eventually(lambda: len(program.generation.members) == 2), group.said()  # too few: they wait for it
+        (tmp_path / "go").touch()
+        assert group.wait(30) == [0, 0, 0], group.said()
+    found = _results(group, 0, 1, 2)
+    assert _equal(found)
+    assert [found[0]["lost"], found[2]["lost"], found[1]["skipped"]] == [1, 1, 1]
+
+
 def test_workers_of_one_machine_are_one_host(nursery: Nursery, tmp_path: Path) -> None:
     """Whatever the order in which they come."""
     strategy = "local(2) + hierarchical(allreduce, gossip)"
