@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ class Replica:
         """Whether there is a generation to be formed at once."""
         self.regroup: Callable[[], None] = lambda: None
         """Forms it."""
-        self.watched: Callable[[str, Sequence[int], Callable[[], object]], None] = lambda axis, ranks, work: cast(None, work())
+        self.watched: Callable[[str, Sequence[int], Callable[[], object]], None] = _unwatched
         """Calls what waits for others along an axis."""
         self._groups: dict[str, Any] = {}
         self._waits = self._failed = self._closed = False
@@ -134,3 +134,7 @@ class Replica:
                     except BaseException:  # the thread that waits begins anew
                         self._failed = True
                         self.abort()
+
+
+def _unwatched(axis: str, ranks: Sequence[int], work: Callable[[], object]) -> None:
+    work()
