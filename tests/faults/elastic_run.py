@@ -15,7 +15,6 @@ among those that hold it, and acknowledged by all.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,6 @@ from hocket.programs.elastic.member import Abandon, Member
 from hocket.programs.elastic.rendezvous import Rendezvous
 
 HANG_S, MAX_EVENTS = QUIET_S + 240.0, 200_000
-BUILD_S = 20.0
 RENDEZVOUS = ("shard", 0)
 _EVERY = 3
 """Exchanges of a step: only the last is at its end."""
@@ -117,6 +115,7 @@ class ElasticRun:
         key = ("worker", place)
         part = place % self.parts
         worker = self.workers[place] = Worker(Member(self.uids, HANG_S, part, self.parts), part=part)
+        worker.member.host = f"host {place // self.parts % 2}"
         self.simulation.add(key, worker.member, f"worker {self.uids}".encode(), {0: RENDEZVOUS})
         self.uids += 1
         self._join(place)
@@ -213,9 +212,8 @@ class ElasticRun:
             self._call(place, member.put, number, f"of {member.uid}", torch.zeros(1))
         elif worker.asked_in != number:
             worker.asked_in = number
-            within_s = math.inf if worker.log is None else BUILD_S
-            self._call(place, member.get, number, [f"of {uid}" for uid in member.latest.members], within_s=within_s)
-        elif member.values is None:  # somebody has not come in time
+            self._call(place, member.get, number, [f"of {uid}" for uid in member.latest.members])
+        elif member.values is None:  # the generation is over
             self._call(place, member.has_failed, number)
             self._call(place, member.wait_newer, number)
         else:

@@ -16,19 +16,24 @@ from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import hocket
+import hocket.drivers.elastic as drivers
 from hocket.cluster.elastic_exchange import ElasticExchange
 from hocket.drivers.sockets import SocketDriver
 from hocket.programs.elastic.rendezvous import Rendezvous
+from hocket.train import handover
+from hocket.train.runtimes import regroup
 from hocket.transport import Listener
 from process.cases import net, sgd
+from process.late import held_up_by_its_data
 
 SAMPLES, BATCH, EPOCHS = 120, 4, 3
+SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
 
 
 @contextmanager
-def rendezvous(workers: int, least: int = 1) -> Iterator[tuple[Rendezvous, dict[str, str]]]:
+def rendezvous(workers: int, least: int = 1, hang_timeout_s: float = 600.0) -> Iterator[tuple[Rendezvous, dict[str, str]]]:
     """A rendezvous in a thread of this process, and what its workers find it by."""
-    program, ended = Rendezvous(least, 8, workers, liveness_timeout_s=2.0), Event()
+    program, ended = Rendezvous(least, 8, workers, liveness_timeout_s=2.0, hang_timeout_s=hang_timeout_s), Event()
     with Listener("tcp://127.0.0.1:0", bytes(16)) as listener:
         driver = SocketDriver(program, listener=listener)
 
@@ -65,6 +70,17 @@ def break_next(mark: Path) -> None:
     ElasticExchange.wait = broken  # type: ignore[method-assign]
 
 
+def slow_down(module: Any, name: str, seconds: float) -> None:
+    """Calls of a function take that much longer."""
+    before = getattr(module, name)
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return before(*arguments)
+
+    setattr(module, name, slow)
+
+
 def train(
     rank: int,
     folder: str,
@@ -75,10 +91,18 @@ def train(
     elastic: bool = True,
     epochs: int = EPOCHS,
     saved: list[str] | None = None,
+    build_s: float = 0.0,
+    hosts: str = "",
 ) -> None:
     """Three epochs; the victim ends or stops after a step, and all leave what they have computed and what became of them.
 
-    With the fault "save" all end after a step, with what ``saved`` names another run goes on."""
+    With the fault "save" all end after a step, with what ``saved`` names another run goes on. With "hang" the victim is held up
+    until there is a file ``go``, with "slow" it takes longer than ``build_s``. ``hosts`` are names of machines, by rank."""
+    if build_s:
+        regroup.BUILD_S = build_s
+        slow_down(handover, "pack_state", 2 * build_s)
+    if hosts:
+        drivers.host_name = lambda: hosts[rank]
     hocket.init(device="cpu", seed=1)
     torch.manual_seed(0)
     model = net()
@@ -103,12 +127,17 @@ def train(
                 torch.save({**state, "computed": computed}, f"{folder}/{job.cluster.rank}.saved")
                 job.finish()
                 return
-            elif fault and rank == victim and job.step == at:
+            elif fault == "hang" and rank == victim and job.step == at:
+                held_up_by_its_data(Path(folder, "go"))
+            elif fault == "slow" and rank == victim and job.step == at:
+                time.sleep(2 * build_s)
+            elif fault in SIGNALS and rank == victim and job.step == at:
                 os.kill(os.getpid(), getattr(signal, fault))
     steps = job.step
     job.finish()
     weights = [p.detach().clone() for p in model.parameters()]
-    torch.save({"weights": weights, "computed": computed, "first": first, "steps": steps, **job.summary()}, f"{folder}/{rank}.pt")
+    found = {"weights": weights, "computed": computed, "first": first, "steps": steps, "host_size": job.cluster.host_size}
+    torch.save({**found, **job.summary(), "generation": getattr(job.cluster, "generation", 0)}, f"{folder}/{rank}.pt")
 
 
 def train_split(

@@ -10,9 +10,17 @@ from torch.nn import functional as F
 
 import hocket
 from process.cases import batch, net, sgd
+from process.launch import Group
 
 STEP = 6
 """In this step worker 1 is held up."""
+
+
+def said(group: Group, rank: int, *parts: str) -> bool:
+    """Whether a worker has written a line with all of these."""
+    path = group.folder / f"{rank}.err"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return any(all(part in line for part in parts) for line in lines)
 
 
 def held_up_by_its_data(path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from process.elastic import EPOCHS, SAMPLES, rendezvous
+from process.late import said
 from process.launch import Group, Nursery, eventually
 
 pytestmark = pytest.mark.process
@@ -81,6 +82,62 @@ def test_a_worker_joins_with_the_state_of_the_others(nursery: Nursery, tmp_path:
     assert found[2]["first"] > 0, "it does not begin at the first step"
     assert found[0]["joined"] == 1
     assert found[0]["steps"] == found[2]["steps"]
+
+
+def test_neither_a_slow_worker_nor_a_slow_handover_breaks_a_group(nursery: Nursery, tmp_path: Path) -> None:
+    """Connections are made in a second; a step, and whatever is sent to a worker that joins, take two."""
+    arguments: dict[str, Any] = {"strategy": "bulk", "epochs": 80, "build_s": 1.0}
+    with rendezvous(2) as (_, environ):
+        group = nursery.start(TRAIN, 2, tmp_path / "two", environ, fault="slow", at=3, **arguments)
+        assert eventually((tmp_path / "two" / "1.steps").exists), group.said()
+        third = nursery.start(TRAIN, 1, tmp_path / "third", environ, **arguments)
+        assert group.wait(60) == [0, 0], group.said()
+        assert third.wait(60) == [0], third.said()
+    found = [*_results(group, 0, 1), *_results(third, 0)]
+    assert _equal(found)
+    assert [one["generation"] for one in found] == [2, 2, 2], "one where it began, one where the third joined"
+
+
+def test_the_others_name_a_worker_whose_training_thread_hangs(nursery: Nursery, tmp_path: Path) -> None:
+    with rendezvous(3) as (program, environ):
+        group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk", fault="hang")
+        who = f"(process {group.pids[1]} on "
+        where = (
+            "has not arrived: in step 9 it has been computing for",
+            "held_up_by_its_data (process/late.py:",
+            "train (process/elastic",
+        )
+        assert eventually(lambda: all(said(group, rank, who, *where) for rank in range(3))), group.said()
+        assert len(program.generation.members) == 3, "nobody is lost"
+        (tmp_path / "go").touch()
+        assert group.wait(30) == [0, 0, 0], group.said()
+    found = _results(group, 0, 1, 2)
+    assert _equal(found)
+    for one in found:
+        (late,) = one["late"][-1]["late"]
+        assert (late["state"], late["step"]) == ("computing", 9)
+        assert any("held_up_by_its_data" in frame for frame in late["stack"])
+    assert said(group, 0, "went on after")
+
+
+def test_a_worker_whose_training_thread_hangs_for_long_is_lost_and_joins_again(nursery: Nursery, tmp_path: Path) -> None:
+    with rendezvous(3, least=3, hang_timeout_s=3.5) as (program, environ):
+        group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk + topk(0.2)", fault="hang", at=3)
+        assert eventually(lambda: len(program.generation.members) == 2), group.said()  # too few: they wait for it
+        (tmp_path / "go").touch()
+        assert group.wait(30) == [0, 0, 0], group.said()
+    found = _results(group, 0, 1, 2)
+    assert _equal(found)
+    assert [found[0]["lost"], found[2]["lost"], found[1]["skipped"]] == [1, 1, 1]
+
+
+def test_workers_of_one_machine_are_one_host(nursery: Nursery, tmp_path: Path) -> None:
+    """Whatever the order in which they come."""
+    strategy = "local(2) + hierarchical(allreduce, gossip)"
+    with rendezvous(4) as (_, environ):
+        group = nursery.start(TRAIN, 4, tmp_path, environ, strategy=strategy, epochs=1, hosts="abab")
+        assert group.wait(30) == [0, 0, 0, 0], group.said()
+    assert [one["host_size"] for one in _results(group, 0, 1, 2, 3)] == [2] * 4
 
 
 def test_a_worker_that_is_asked_to_hands_over_and_leaves(nursery: Nursery, tmp_path: Path) -> None:
@@ -271,6 +328,7 @@ def test_replicas_that_are_split_go_on_from_their_checkpoints(nursery: Nursery, 
         (("--mesh", "data=3,pipeline=2"), "make data= the same"),
         (("--strategy", "async + server"), "leave async + server(1) out"),
         (("--workers", "9"), "--workers 9 is not within --elastic"),
+        (("--host-size", "2"), "leave --host-size out"),
         (("--resume",), "--resume needs --out"),
         (("--log", "jsonl"), "add --out FOLDER"),
     ],

@@ -8,18 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from process.late import STEP
+from process.late import STEP, said
 from process.launch import Group, Nursery, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 LIMIT_S = 60.0
-
-
-def said(group: Group, rank: int, *parts: str) -> bool:
-    """Whether a worker has written a line with all of these."""
-    path = group.folder / f"{rank}.err"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return any(all(part in line for part in parts) for line in lines)
 
 
 def everybody_says(group: Group, *parts: str, ranks: tuple[int, ...] = (0, 1)) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import hocket
 from hocket.cluster.elastic import ElasticCluster
 from hocket.cluster.ending import Ending
+from hocket.cluster.join import RendezvousInfo, elastic_device
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression.base import Context
 from hocket.data.elastic_stream import SampleStream
@@ -56,17 +57,20 @@ def test_residuals_of_the_workers_that_are_left_keep_their_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "workers", "found"),
+    ("strategy", "workers", "host_size", "found"),
     [
-        ("local(2) + hierarchical(allreduce, gossip, size=2)", 4, "hierarchical"),
-        ("local(2) + hierarchical(allreduce, gossip, size=2)", 3, "gossip"),
-        ("gossip(matrix=[[0.5, 0.5], [0.5, 0.5]])", 2, "gossip"),
-        ("gossip(matrix=[[0.5, 0.5], [0.5, 0.5]])", 3, "gossip"),
+        ("local(2) + hierarchical(allreduce, gossip, size=2)", 4, 4, "hierarchical"),
+        ("local(2) + hierarchical(allreduce, gossip, size=2)", 4, 1, "hierarchical"),
+        ("local(2) + hierarchical(allreduce, gossip, size=2)", 3, 3, "gossip"),
+        ("local(2) + hierarchical(allreduce, gossip, size=2)", 6, 3, "gossip"),
+        ("local(2) + hierarchical(allreduce, gossip)", 6, 3, "hierarchical"),
+        ("gossip(matrix=[[0.5, 0.5], [0.5, 0.5]])", 2, 2, "gossip"),
+        ("gossip(matrix=[[0.5, 0.5], [0.5, 0.5]])", 3, 3, "gossip"),
     ],
 )
-def test_a_topology_that_does_not_fit_gives_way_to_one_that_does(strategy: str, workers: int, found: str) -> None:
+def test_a_topology_that_does_not_fit_gives_way_to_one_that_does(strategy: str, workers: int, host_size: int, found: str) -> None:
     cluster = VirtualCluster(workers)
-    topology = Strategy.parse(strategy).topology.for_workers(workers, workers)
+    topology = Strategy.parse(strategy).topology.for_workers(workers, host_size)
     assert topology.name == found
     topology.bind(cluster, cluster.world, 0)
 
@@ -163,19 +167,24 @@ def test_a_step_of_an_epoch_that_the_others_have_ended_is_void() -> None:
 
 
 class _Replicas:
-    """A rendezvous of replicas of two processes each, which beat when a test says so."""
+    """A rendezvous of replicas of two processes each (or ``parts``), which beat when a test says so."""
 
-    def __init__(self, least: int = 1, most: int = 3, expected: int = 2) -> None:
-        self.program, self.now, self.beats = Rendezvous(least, most, expected), 0.0, 0
+    def __init__(self, least: int = 1, most: int = 3, expected: int = 2, parts: int = 2, hang_timeout_s: float = 60.0) -> None:
+        self.program = Rendezvous(least, most, expected, hang_timeout_s=hang_timeout_s)
+        self.now, self.beats, self.parts = 0.0, 0, parts
         self.program.start(now=0.0)
 
-    def beat(self, *uids: int, attempt: int = 0, formed: bool = True, leaving: bool = False) -> None:
+    def beat(self, *uids: int, attempt: int = 0, formed: bool = True, leaving: bool = False, **more: Any) -> list[Any]:
+        effects: list[Any] = []
         for uid in uids:  # the number of a process says which part it holds
             number = self.program.generation.number if formed and uid in self.program.generation.members else 0
             told = {"attempt": attempt, "formed": number, "failed": 0, "leaving": leaving, "finished": False, "terms": "same"}
             self.beats += 1
-            beat = Envelope(Kind.BEAT, uid, number=self.beats, metadata={**told, "part": uid % 2, "parts": 2})
-            self.program.message(str(uid).encode(), beat, now=self.now)
+            told |= {"part": uid % self.parts, "parts": self.parts, **more}
+            effects += self.program.message(
+                str(uid).encode(), Envelope(Kind.BEAT, uid, number=self.beats, metadata=told), now=self.now
+            )
+        return effects
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
@@ -243,6 +252,103 @@ def test_the_last_replica_leaves_after_it_has_handed_over(waiting: bool) -> None
     assert run.replicas == ((0, 1), (2, 3)), "it gives its weights to those that come"
     run.beat(0, 1, 2, 3)
     assert run.replicas == ((2, 3),)
+
+
+def test_those_of_one_machine_have_neighbouring_ranks_whatever_the_order_in_which_they_come() -> None:
+    run = _Replicas(most=8, expected=3, parts=1)
+    for uid, host in ((0, "a"), (1, "b"), (2, "a")):
+        run.beat(uid, host=host)
+    assert run.replicas == ((0,), (2,), (1,))
+    assert run.program.generation.host_size == 1, "two on one machine, one on the other"
+    run.beat(0, 1, 2)
+    run.beat(3, host="b")
+    assert run.replicas == ((0,), (2,), (1,), (3,))
+    assert run.program.generation.host_size == 2
+    run.beat(0, 1, 2, 3)
+    run.beat(4, host="a")
+    assert run.replicas == ((0,), (2,), (4,), (1,), (3,)), "next to those of its machine"
+    run.program.member_lost(4, now=run.now)
+    assert run.program.generation.host_size == 2
+
+
+def _waits(seconds: float) -> dict[str, Any]:
+    return {"for_s": seconds, "launched": {"elastic": [9, 4]}, "waits": ["elastic", 9, "gradients"], "late": 0.1, "pid": 7}
+
+
+COMPUTES = {"for_s": 99.0, "launched": {"elastic": [8, 4]}, "stack": ["read (data.py:7)"], "pid": 8}
+
+
+def test_a_member_whose_training_thread_hangs_is_named_and_after_long_lost() -> None:
+    run = _Replicas(parts=1, expected=3, hang_timeout_s=60.0)
+    run.beat(0, 1, 2, host="node")
+    assert run.replicas == ((0,), (1,), (2,))
+    run.beat(2, standing=COMPUTES)
+    run.beat(0, 1, standing={**_waits(3.5), "late": 0.1})
+    assert run.replicas == ((0,), (1,), (2,))
+    (answer,) = run.beat(0, standing=_waits(3.7))
+    report = answer.message.metadata["late"]
+    assert "Worker 2 (process 8 on node) has not arrived: in step 5 it has been computing for 99.0 s in read" in report["text"]
+    assert [one["process"] for one in report["late"]] == [2]
+    (answer,) = run.beat(0, standing=_waits(4.0), reported=report["number"])
+    assert "late" not in answer.message.metadata, "each report once"
+    run.beat(2, standing=COMPUTES)
+    run.beat(0, 1, standing=_waits(59.0))
+    assert run.replicas == ((0,), (1,), (2,))
+    run.beat(0, standing=_waits(61.0))
+    assert run.replicas == ((0,), (1,))
+    assert run.program.lost == 1
+    run.beat(0, 1, standing=COMPUTES)
+    (answer,) = run.beat(1, standing=COMPUTES)
+    assert run.replicas == ((0,), (1,)), "nobody waits for anybody who computes"
+    assert "late" not in run.beat(1, standing=COMPUTES)[0].message.metadata
+
+
+JUNK = [{"late": 1}, {"late": "x", "waits": [1]}, {"late": 0.1, "for_s": 5.0, "waits": ["e", 1, "w"], "launched": 3}]
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_nothing_that_a_member_says_of_its_thread_stops_the_rendezvous(junk: dict[str, Any]) -> None:
+    run = _Replicas(parts=1, expected=2)
+    run.beat(0, 1, standing=junk)
+    assert run.replicas == ((0,), (1,))
+    run.beat(0, 1, standing=junk)
+    assert run.replicas == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "member", "here", "torchrun", "found"),
+    [
+        (None, 0, 1, 2, None, "cpu"),
+        (None, 2, 3, 2, None, "cuda:1"),  # started again: 3 = 1 + 2 · 1
+        (None, 1, 1, 2, None, "cpu"),  # two processes and one GPU
+        (None, 2, None, 0, ("1", "2"), "cuda:1"),
+        (None, 2, None, 0, None, "cuda:0"),
+        ("cuda", 1, 1, 2, None, "cuda:0"),
+        ("cpu", 2, 1, 2, None, "cpu"),
+    ],
+)
+def test_a_worker_has_a_gpu_of_its_own_or_none(
+    asked: str | None,
+    gpus: int,
+    member: int | None,
+    here: int,
+    torchrun: tuple[str, str] | None,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    environ = (
+        {} if torchrun is None else {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": torchrun[0], "LOCAL_WORLD_SIZE": torchrun[1]}
+    )
+    assert elastic_device(asked, RendezvousInfo("tcp://a:1", bytes(16), member, here), environ) == torch.device(found)
+
+
+def test_another_backend_than_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_RENDEZVOUS", "tcp://127.0.0.1:1")
+    with pytest.raises(hocket.HocketError, match=r"backend='nccl': an elastic run .* leave backend out"):
+        hocket.init(backend="nccl")
 
 
 def test_parts_that_are_none_of_the_run_are_refused() -> None:

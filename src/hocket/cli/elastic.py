@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hocket.programs.elastic.waits import HANG_TIMEOUT_S
 from hocket.programs.server.wire import job_id
 from hocket.split.mesh import Mesh
 from hocket.supervisor.elastic import LIVENESS_TIMEOUT_S, ElasticRun, serve_rendezvous
@@ -16,6 +17,7 @@ from hocket.train.elastic import Elastic
 from hocket.transport import Keys
 
 _LIVENESS = typer.Option(help="Seconds of silence after which a worker is lost.")
+_HANG = typer.Option(help="Seconds for which others may wait for a worker whose training thread hangs, before it is lost.")
 
 
 def follow(path: Path, tell: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
@@ -43,13 +45,15 @@ def launch(
     workers: Annotated[int | None, typer.Option(help="How many to start here (default: the least).")] = None,
     replace: Annotated[bool, typer.Option(help="Start another worker for one that died.")] = True,
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
+    hang_timeout: Annotated[float, _HANG] = HANG_TIMEOUT_S,
     mesh: Annotated[str | None, typer.Option(help="How the script splits each worker's model, such as pipeline=2.")] = None,
 ) -> None:
     """Run a training script as workers on this machine; the others go on when one is lost, and another joins."""
     parsed = Elastic.parse(elastic)
     command = [sys.executable, script, *context.args]
     parts = 1 if mesh is None else dataclasses.replace(Mesh.parse(mesh), data=1).size
-    ElasticRun(command, parsed.least if workers is None else workers, parsed, liveness_timeout, replace, parts=parts).run()
+    count = parsed.least if workers is None else workers
+    ElasticRun(command, count, parsed, liveness_timeout, replace, parts=parts, hang_timeout_s=hang_timeout).run()
 
 
 def rendezvous(
@@ -62,8 +66,9 @@ def rendezvous(
         typer.Option(help="Its id, 32 hexadecimal digits, if several have the same keys (HOCKET_JOB of workers)."),
     ] = None,
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
+    hang_timeout: Annotated[float, _HANG] = HANG_TIMEOUT_S,
 ) -> None:
     """Let workers that torchrun, Slurm or others start find each other, and go on when some are lost."""
     found = None if keys is None else Keys.read(keys)
     identity = bytes(16) if job is None else job_id(job)
-    serve_rendezvous(Elastic.parse(elastic), bind, identity, found, workers or 0, liveness_timeout)
+    serve_rendezvous(Elastic.parse(elastic), bind, identity, found, workers or 0, liveness_timeout, hang_timeout)

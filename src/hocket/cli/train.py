@@ -236,6 +236,7 @@ def _train_elastic(settings: RunSettings, start: Start, liveness_timeout_s: floa
         "--explain": start.explain,
         settings.sharding.named: bool(settings.sharding.named),
         "--processes": start.processes is not None,
+        "--host-size": settings.workers.host_size is not None,
         "--balance": settings.data.balance != "even",
         "--partition": settings.data.partition != "iid",
         f"--optimizer {settings.optimizer.name}": settings.optimizer.name == BATCH_OPTIMIZER,

@@ -1,8 +1,7 @@
 """Real processes whose number changes: a process group per generation of members, on Gloo.
 
-torch's groups do not survive a lost member, so every generation has a default group of its own. Gloo has no call that aborts a
-collective, but a receive that runs into its timeout closes all connections of its group, so that whatever is under way there fails:
-that is :meth:`ElasticCluster.abort`.
+torch's groups do not survive a lost member, so every generation has a default group of its own; what is under way in one that is
+over is made to fail (:mod:`hocket.cluster.live_groups`).
 
 What becomes of an exchange that is interrupted: :mod:`hocket.cluster.elastic_exchange`.
 """
@@ -10,7 +9,6 @@ What becomes of an exchange that is interrupted: :mod:`hocket.cluster.elastic_ex
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -28,15 +26,12 @@ from hocket.cluster.elastic_exchange import ElasticExchange, Kept
 from hocket.cluster.ending import Ending
 from hocket.cluster.exchange_thread import ExchangeThread, Pending
 from hocket.cluster.groups import Partition, ProcessGroups
+from hocket.cluster.live_groups import STANDS, LiveGroups
+from hocket.cluster.member_progress import MemberProgress
 from hocket.cluster.point_to_point import PointToPoint
 from hocket.cluster.processes import ProcessCluster, split_workers
-from hocket.cluster.progress import Progress
 from hocket.cluster.replica import Replica
 from hocket.errors import HocketError
-
-_ABORT = timedelta(milliseconds=1)
-_ABORT_TAG = 2**30 + 1
-"""Above all tags of messages."""
 
 
 class ElasticCluster(ProcessCluster):
@@ -47,7 +42,8 @@ class ElasticCluster(ProcessCluster):
     def __init__(self, device: torch.device | str = "cpu", exact: bool = False, keys: Path | None = None) -> None:
         Cluster.__init__(self, 1, range(1), torch.device(device), True)
         self.backend, self.exact, self.keys = "gloo", exact, keys
-        self.generation, self.done, self.held, self.change = 0, 0, False, False
+        self.live = LiveGroups()
+        self.done, self.held, self.change = 0, False, False
         self.everybody = 1
         """Processes of all replicas."""
         self.latest_generation: Callable[[], int] = lambda: self.generation
@@ -72,33 +68,31 @@ class ElasticCluster(ProcessCluster):
         self.open: list[Pending] = []
         """What was launched and not awaited."""
         self._unconfirmed: Pending | None = None
-        self._track = Progress().track("elastic", [0])
+        self.progress = MemberProgress()
+        self._track = self.progress.exchanges
         self._thread: ExchangeThread | None = ExchangeThread()
-        self._lock = threading.Lock()
-        self._live: list[dist.ProcessGroup] = []
         self._store: dist.Store | None = None
         self._reductions, self._derived, self._shares_heartbeat = {}, set(), False  # type: ignore[assignment]
 
     # --- generations ---------------------------------------------------------------------------------------------------------
 
     def form(self, number: int, store: dist.Store, rank: int, size: int, timeout_s: float, host_size: int | None = None) -> None:
-        """Be process ``rank`` of the ``size`` ones of generation ``number``, which find each other by ``store``. Where replicas
-        have several processes, each exchanges with those that hold the same part."""
+        """Be process ``rank`` of the ``size`` ones of generation ``number``, which find each other by ``store`` and connect in
+        ``timeout_s``. Where replicas have several processes, each exchanges with those that hold the same part."""
         self.dissolve()
-        self._thread, self._store = ExchangeThread(), store
-        options: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=timeout_s)}
-        dist.init_process_group("gloo", store=store, **options)
-        with self._lock:  # before there is anything to abort: only a later generation ends what follows
-            self.generation, self.change = number, False
-        parts = self.parts
-        self._keep(dist.group.WORLD)
-        self._groups = _Groups(self._keep, None if parts == 1 else [range(k, size, parts) for k in range(parts)])
+        self._thread, self._store, timeout = ExchangeThread(), store, timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        self.live.begin(number)
+        self.change, parts = False, self.parts
+        self.live.add(dist.group.WORLD)
+        self._groups = _Groups(self.live.add, None if parts == 1 else [range(k, size, parts) for k in range(parts)], timeout)
         self._ranks, self.everybody = list(range(rank % parts, size, parts)), size
         rank, size = rank // parts, size // parts
         self.rank, self.processes = rank, size
         self.size, self.workers, self.hosting = size, range(rank, rank + 1), split_workers(size, size)
-        self.host_size, self.world = host_size if host_size and size % host_size == 0 else size, Subgroups.world(size)
+        self.host_size, self.world = host_size or size, Subgroups.world(size)
         self._messages = PointToPoint(rank, self._ranks, self.hosting, "gloo", self.device)
+        self._messages.timeout = STANDS
 
     def dissolve(self) -> None:
         """Leave the group; nothing may be under way in it."""
@@ -107,8 +101,7 @@ class ElasticCluster(ProcessCluster):
             with contextlib.suppress(RuntimeError):
                 self._unconfirmed.block()
             self._unconfirmed = None
-        with self._lock:
-            self._live.clear()
+        self.live.clear()
         self.open.clear()
         if self._thread is not None:
             self._thread.close(self.liveness_timeout_s)
@@ -119,16 +112,16 @@ class ElasticCluster(ProcessCluster):
 
     def abort(self, before: int | None = None) -> None:
         """Make everything fail that is under way in the group (of a generation ``before`` the given one); from any thread."""
-        with self._lock:
-            for group in self._live if before is None or self.generation < before else ():
-                with contextlib.suppress(RuntimeError):  # it says that its time is up, or that connections are closed already
-                    other = (group.rank() + 1) % max(group.size(), 2)
-                    group.recv([torch.zeros(1)], other, _ABORT_TAG).wait(_ABORT)
+        self.live.abort(before)
 
-    def _keep(self, group: dist.ProcessGroup | None) -> None:
-        if group is not None and group.size() > 1:
-            with self._lock:
-                self._live.append(group)
+    def wait_for_members(self, work: Callable[[], Any], what: str) -> None:
+        """Call ``work``, which waits until all members have launched what this one has."""
+        self._track.wait(work, self._track.number, what)
+
+    @property
+    def generation(self) -> int:
+        """The number of the latest generation that was formed, or begun to be."""
+        return self.live.generation
 
     @property
     def parts(self) -> int:
@@ -181,7 +174,7 @@ class ElasticCluster(ProcessCluster):
     def _confirm(self) -> None:
         """Wait until all members have the results of the last exchange, where that has not been awaited."""
         if self._unconfirmed is not None:
-            self._unconfirmed.wait()
+            self.wait_for_members(self._unconfirmed.wait, "the acknowledgement of the last exchange")
             self._unconfirmed = None
 
     def assemble(self) -> bool:
@@ -238,7 +231,7 @@ class ElasticCluster(ProcessCluster):
 
     def wait_here(self) -> None:
         """Wait until all members have come here; no exchange is under way."""
-        self.start(lambda: dist.all_reduce(torch.zeros(1)))()
+        self.start(lambda: dist.all_reduce(torch.zeros(1)), "all members")()
 
     def gather_everybody(self, own: list[float]) -> Tensor:
         """What each process tells of itself, in the order of their ranks; no exchange is under way."""
@@ -273,7 +266,10 @@ class ElasticCluster(ProcessCluster):
         return Agreement(0, 1)  # processes come and go: whoever saves together meets in a folder that all share
 
     def late_exchanges(self) -> list[dict[str, Any]]:
-        return []  # who does not come in time is lost, and the others go on
+        return self.progress.reports()
+
+    def watched(self, axis: str, ranks: Sequence[int], work: Callable[[], object]) -> None:
+        self.progress.track(axis, ranks).wait(work, 0, f"the {axis} axis of the mesh")
 
     def explain(self, error: BaseException) -> BaseException:
         return error
@@ -293,9 +289,13 @@ class ElasticCluster(ProcessCluster):
 class _Groups(ProcessGroups):
     """Groups that can be aborted."""
 
-    def __init__(self, track: Callable[[dist.ProcessGroup | None], None], parts: Partition | None) -> None:
-        self._track = track
+    def __init__(self, track: Callable[[dist.ProcessGroup | None], None], parts: Partition | None, timeout: timedelta) -> None:
+        self._track, self._timeout = track, timeout
         super().__init__(None, parts, torch.device("cpu"))
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
 
     def _new(self, parts: Partition) -> dist.ProcessGroup | None:
         made = super()._new(parts)

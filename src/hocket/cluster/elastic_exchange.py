@@ -68,6 +68,7 @@ class ElasticExchange(Exchange):
     def __init__(self, cluster: ElasticCluster, long: bool = False, ending: Ending = Ending.ACKNOWLEDGED) -> None:
         super().__init__(cluster, long)
         self.ending, self.start_s, self.latest_start_s = ending, 0.0, 0.0
+        self._names: list[str] = []
         self.sums: list[Tensor] = []
         self.flags: Tensor | None = None
         """Those on which the workers that hold one part have agreed."""
@@ -79,6 +80,7 @@ class ElasticExchange(Exchange):
     def submit(self, work: Callable[[], Any], produced: float = 1.0, name: str = "flags") -> None:
         """Flags, which come last, are agreed on in the acknowledgement itself."""
         self._flagged = self._sealed = name == "flags"
+        self._names.append(name)
         self.start_s = self.latest_start_s = self._cluster.ledger.clock.seconds(self._cluster.ledger.clock.stamp())
         super().submit(partial(self._launch, work), produced, name)
 
@@ -166,9 +168,9 @@ class ElasticExchange(Exchange):
         ledger = self._cluster.ledger
         blocked = ledger.clock.stamp()
         results = [ticket() for ticket in self._tickets]
-        for part in results:
+        for part, name in zip(results, [*self._names, "the acknowledgement"], strict=False):
             if isinstance(part, _Launched):
-                part.pending.block()
+                self._cluster.wait_for_members(part.pending.block, name)
         # All is there: from here on rows are written to.
         results = [part.pending.wait() if isinstance(part, _Launched) else part for part in results]
         end = ledger.clock.stamp() if self._ended is None else self._ended

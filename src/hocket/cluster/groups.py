@@ -1,6 +1,7 @@
 """The process groups of one cluster: all processes make them together, and destroy them when the cluster is closed."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,12 @@ class ProcessGroups:
             return self._own
         return dist.group.WORLD if self._some is None else self._some
 
+    @property
+    def timeout(self) -> timedelta:
+        """Of new groups: that of all processes."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD._get_backend(self._device).options._timeout
+
     def create(self, members: list[list[int]], own: int) -> None:
         """A group for each of ``members`` (ranks in the cluster), of which this process is in the one at ``own``."""
         key = tuple(members[own])
@@ -53,7 +60,6 @@ class ProcessGroups:
     def _new(self, parts: Partition) -> dist.ProcessGroup | None:
         """A new group for each part; that of this process. All processes call it in the same order: names of groups count all that
         were made, and one that only its members made could get the name of an older one."""
-        assert dist.group.WORLD is not None
-        timeout, rank = dist.group.WORLD._get_backend(self._device).options._timeout, dist.get_rank()
+        timeout, rank = self.timeout, dist.get_rank()
         made = [dist.new_group(list(ranks), timeout=timeout) for ranks in parts]
         return next((group for group, ranks in zip(made, parts, strict=True) if rank in ranks), None)

@@ -41,6 +41,7 @@ RENDEZVOUS, RENDEZVOUS_JOB, RENDEZVOUS_MEMBER = "HOCKET_RENDEZVOUS", "HOCKET_JOB
 _TUNNEL = "hocket/tunnel"
 """In a store that torchrun keeps: where the tunnel to the job's own store is."""
 _REACH_S = 2.0
+RENDEZVOUS_HERE = "HOCKET_MEMBERS_HERE"
 
 
 @dataclass(frozen=True)
@@ -105,17 +106,19 @@ def find_launcher(environ: Mapping[str, str]) -> LaunchInfo | None:
 
 @dataclass(frozen=True)
 class RendezvousInfo:
-    """Where the rendezvous of an elastic run is, the run's id, and the number by which its launcher knows this process."""
+    """Where the rendezvous of an elastic run is, the run's id, the number by which its launcher knows this process, and how many
+    processes the launcher keeps on this machine (0: nobody says)."""
 
     address: str
     job: bytes
     member: int | None = None
+    here: int = 0
 
     @property
     def environ(self) -> dict[str, str]:
         """What :func:`find_rendezvous` reads."""
         found = {RENDEZVOUS: self.address, RENDEZVOUS_JOB: self.job.hex()}
-        return found if self.member is None else {**found, RENDEZVOUS_MEMBER: str(self.member)}
+        return found if self.member is None else {**found, RENDEZVOUS_MEMBER: str(self.member), RENDEZVOUS_HERE: str(self.here)}
 
 
 def find_rendezvous(environ: Mapping[str, str]) -> RendezvousInfo | None:
@@ -128,7 +131,7 @@ def find_rendezvous(environ: Mapping[str, str]) -> RendezvousInfo | None:
         return None
     member = environ.get(RENDEZVOUS_MEMBER)
     job = bytes.fromhex(environ.get(RENDEZVOUS_JOB, "")) or bytes(16)
-    return RendezvousInfo(environ[RENDEZVOUS], job, None if member is None else int(member))
+    return RendezvousInfo(environ[RENDEZVOUS], job, None if member is None else int(member), int(environ.get(RENDEZVOUS_HERE) or 0))
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
@@ -198,8 +201,10 @@ def join(
 
     ``keys`` are for links of messages between machines, ``tunnel``, which the same keys open, for the store.
     """
-    if find_rendezvous(os.environ) is not None:
-        return ElasticCluster(device or "cpu", exact, keys)
+    if (found := find_rendezvous(os.environ)) is not None:
+        if backend not in (None, "gloo"):
+            raise HocketError(f"backend={backend!r}: an elastic run forms its groups on Gloo, also on GPUs; leave backend out.")
+        return ElasticCluster(elastic_device(device, found, os.environ), exact, keys)
     place = find_launcher(os.environ)
     if not dist.is_initialized():
         if place is None or place.processes == 1:
@@ -217,6 +222,21 @@ def join(
     if per_host is not None and workers is not None:
         per_host = per_host * workers // dist.get_world_size() if workers % dist.get_world_size() == 0 else None
     return ProcessCluster(workers, device, exact, per_host, liveness_timeout_s, keys)
+
+
+def elastic_device(device: torch.device | str | None, found: RendezvousInfo, environ: Mapping[str, str]) -> torch.device:
+    """The device of a worker of an elastic run, whose tensors travel by way of the CPU: a GPU, if this machine has one for each of
+    its processes as far as anybody says how many there are; of several GPUs each process has another one."""
+    said, gpus = announced(environ), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = found.here if said is None else said.per_host
+    if device is None:
+        device = "cuda" if 0 < max(here, 1) <= gpus else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        number = (found.member or 0) % max(here, 1) if said is None else said.local_rank
+        device = torch.device("cuda", number % max(gpus, 1))
+        torch.cuda.set_device(device)
+    return device
 
 
 def store_host() -> str:

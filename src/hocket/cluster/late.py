@@ -33,6 +33,9 @@ class Standing:
     beat: dict[str, Any]
     silent_s: float | None
     left: bool
+    worker: int
+    """The first one that it hosts."""
+    name: str
 
     def launched(self, track: str) -> int:
         return int(self.beat.get("launched", {}).get(track, (0, 0))[0])
@@ -56,6 +59,44 @@ class Standing:
         for_s = self.beat.get("for_s", 0.0) if self.silent_s is None else self.silent_s
         waits = self.beat.get("waits", ["", 0, ""])[2]
         return {"state": self.state, "for_s": for_s, "step": step + 1, "waits": waits, "stack": self.beat.get("stack", [])}
+
+
+@dataclass(frozen=True)
+class LateWait:
+    """A process has waited too long; the fields are those of :class:`~hocket.cluster.progress.Wait`."""
+
+    track: str
+    number: int
+    what: str
+    step: int
+    longest_s: float
+    waited_s: float
+
+    def missing(self, others: Sequence[Standing]) -> list[Standing]:
+        """Those of the ``others`` that it waits for."""
+        track = self.track
+        missing = [one for one in others if not one.has_come(track, self.number)]
+        # In a chain of neighbours some wait for others in turn: the first of the chain is the one that does not wait there.
+        missing = [one for one in missing if one.state != "waiting" or not one.waits_in(track)] or missing
+        if not self.number:
+            missing = [one for one in missing if one.state != "waiting"] or missing
+        return missing or [one for one in others if one.state in ("silent", "left")]
+
+    def report(self, others: Sequence[Standing], number: int) -> dict[str, Any]:
+        """Who is missing, as data and in words; ``number`` is that of the report."""
+        track, missing = self.track, self.missing(others)
+        waiting = 1 + sum(one.state == "waiting" and one.waits_in(track) for one in others)
+        text = f"{waiting} of {len(others) + 1} processes have waited {self.waited_s:.1f} s for {self.what} (step {self.step}); "
+        text += f"lately such a wait took at most {self.longest_s:.2g} s. "
+        text += " ".join(_sentence(one, track) for one in missing[:_NAMED])
+        text += f" {len(missing) - _NAMED} more have not arrived." if len(missing) > _NAMED else ""
+        if not missing:
+            text += "All workers have arrived, so the exchange itself is slow or stuck: look at the links with `hocket doctor`."
+        late = [{"worker": one.worker, "process": one.rank, **one.describe(track)} for one in missing[:_NAMED]]
+        return {**self.described(), "number": number, "late": late, "text": text}
+
+    def described(self) -> dict[str, Any]:
+        return {"track": self.track, "what": self.what, "step": self.step, "waited_s": round(self.waited_s, 1)}
 
 
 class LateWatch:
@@ -92,7 +133,7 @@ class LateWatch:
         waited = time.monotonic() - wait.begun
         if waited > (2 * self._told_s if self._told is wait else wait.late_s) and self._first(store):
             self._told, self._told_s = wait, waited
-            report = self._compose(wait, waited, self._standings(store, wait.track.ranks))
+            report = _late(wait, waited).report(self._standings(store, wait.track.ranks), self._count + 1)
             store.set("late", json.dumps(report))
             self._take(report)
 
@@ -104,8 +145,8 @@ class LateWatch:
         self._told, self._told_s = wait, time.monotonic() - wait.begun
         text = f"This process has waited {self._told_s:.1f} s for {wait.what} (step {wait.track.step + 1}). "
         text += f"{self._name(0)}, or the launcher if it hosts the job's store, is silent: no answer for {silent_s:.1f} s."
-        late = {"worker": self.hosting[0].start, "process": 0, **Standing(0, {}, silent_s, False).describe(wait.track.name)}
-        self.reports.append({**_what(wait, self._told_s), "number": self._count, "late": [late], "text": text})
+        late = {"worker": self.hosting[0].start, "process": 0, **self._standing(0, {}, silent_s, False).describe(wait.track.name)}
+        self.reports.append({**_late(wait, self._told_s).described(), "number": self._count, "late": [late], "text": text})
         self._say(text)
 
     def _first(self, store: Any) -> bool:
@@ -124,36 +165,11 @@ class LateWatch:
         beats = {rank: _parsed(raw) for rank, raw in zip(others, store.multi_get([f"beat/{rank}" for rank in others]), strict=True)}
         heard = [beat["hears"] for beat in beats.values() if "hears" in beat] + [self.progress.hears] * bool(self.progress.hears)
         silent = {int(rank): float(seconds) for rank, seconds in heard}
-        return [Standing(rank, beat, silent.get(rank), bool(store.check([f"left/{rank}"]))) for rank, beat in beats.items()]
+        left = {rank: bool(store.check([f"left/{rank}"])) for rank in beats}
+        return [self._standing(rank, beat, silent.get(rank), left[rank]) for rank, beat in beats.items()]
 
-    def _compose(self, wait: Wait, waited: float, others: list[Standing]) -> dict[str, Any]:
-        track = wait.track.name
-        missing = [one for one in others if not one.has_come(track, wait.number)]
-        # In a chain of neighbours some wait for others in turn: the first of the chain is the one that does not wait there.
-        missing = [one for one in missing if one.state != "waiting" or not one.waits_in(track)] or missing
-        if not wait.number:
-            missing = [one for one in missing if one.state != "waiting"] or missing
-        missing = missing or [one for one in others if one.state in ("silent", "left")]
-        waiting = 1 + sum(one.state == "waiting" and one.waits_in(track) for one in others)
-        text = f"{waiting} of {len(others) + 1} processes have waited {waited:.1f} s for {wait.what} (step {wait.track.step + 1}); "
-        text += f"lately such a wait took at most {wait.longest_s:.2g} s. "
-        text += " ".join(self._sentence(one, track) for one in missing[:_NAMED])
-        text += f" {len(missing) - _NAMED} more have not arrived." if len(missing) > _NAMED else ""
-        if not missing:
-            text += "All workers have arrived, so the exchange itself is slow or stuck: look at the links with `hocket doctor`."
-        late = [{"worker": self.hosting[one.rank].start, "process": one.rank, **one.describe(track)} for one in missing[:_NAMED]]
-        return {**_what(wait, waited), "number": self._count + 1, "late": late, "text": text}
-
-    def _sentence(self, one: Standing, track: str) -> str:
-        step = one.describe(track)["step"]
-        did = doing(one.beat) or ("was waiting" if "waits" in one.beat else "was computing")
-        how = {
-            "left": "has left the job.",
-            "silent": f"is silent: no heartbeat for {one.silent_s or 0:.1f} s (stopped, swapping or cut off?); then it {did}.",
-            "waiting": f"has not arrived: in step {step} it {did}; so its loop took another way (fewer batches, or an `if`).",
-            "computing": f"has not arrived: in step {step} it {did}.",
-        }
-        return f"{self._name(one.rank)} {how[one.state]}"
+    def _standing(self, rank: int, beat: dict[str, Any], silent_s: float | None, left: bool) -> Standing:
+        return Standing(rank, beat, silent_s, left, self.hosting[rank].start, self._name(rank))
 
     def _name(self, rank: int) -> str:
         hosted = self.hosting[rank]
@@ -164,8 +180,20 @@ class LateWatch:
         print(f"hocket: {text}", file=sys.stderr, flush=True)
 
 
-def _what(wait: Wait, waited_s: float) -> dict[str, Any]:
-    return {"track": wait.track.name, "what": wait.what, "step": wait.track.step + 1, "waited_s": round(waited_s, 1)}
+def _sentence(one: Standing, track: str) -> str:
+    step = one.describe(track)["step"]
+    did = doing(one.beat) or ("was waiting" if "waits" in one.beat else "was computing")
+    how = {
+        "left": "has left the job.",
+        "silent": f"is silent: no heartbeat for {one.silent_s or 0:.1f} s (stopped, swapping or cut off?); then it {did}.",
+        "waiting": f"has not arrived: in step {step} it {did}; so its loop took another way (fewer batches, or an `if`).",
+        "computing": f"has not arrived: in step {step} it {did}.",
+    }
+    return f"{one.name} {how[one.state]}"
+
+
+def _late(wait: Wait, waited_s: float) -> LateWait:
+    return LateWait(wait.track.name, wait.number, wait.what, wait.track.step + 1, wait.longest_s, waited_s)
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The size of a message may depend on the data; its sender then announces the size
 
 from __future__ import annotations
 
+from datetime import timedelta
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,6 +54,8 @@ class PointToPoint:
         """The process of each worker."""
         self.device = device if "nccl" in backend else torch.device("cpu")
         """Where a tensor must be to be sent."""
+        self.timeout = timedelta(0)
+        """How long a send or a receive may take; 0: as long as the group was made for."""
         self._workers = hosting[rank]
         self._sequence = 0
 
@@ -116,7 +119,7 @@ class PointToPoint:
             rounds = [sorted((o for operations in distances.values() for o in operations), key=_sends)]
         for operations in rounds:
             for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
+                work.wait(self.timeout)
 
     def _tag(self, source: int, target: int, slot: int) -> int:
         size = len(self.owner)

@@ -19,6 +19,8 @@ FLOOR_S = 3.0
 TIMES = 5.0
 FADES = 0.98
 """An exchange is late when it takes ``TIMES`` as long as the longest one of late; the memory of that fades with each exchange."""
+RENDEZVOUS = "rendezvous"
+"""The track of processes that wait for the rendezvous of an elastic run: nobody waits for these."""
 _STUCK_S = 1.0
 """A process that has waited in one place for these seconds reports its stack."""
 _FRAMES = 6
@@ -51,6 +53,8 @@ class Track:
     def __init__(self, progress: Progress, name: str, ranks: Sequence[int]) -> None:
         self._progress, self.name, self.ranks = progress, name, list(ranks)
         self.launched = 0
+        self.counted = True
+        """Whether its processes launch the same in the same order now; otherwise its waits have the number 0."""
         self._step: int | None = None
         self.longest_s = 0.0
 
@@ -63,10 +67,15 @@ class Track:
     def step(self, step: int) -> None:
         self._step = self._progress.step = step
 
+    @property
+    def number(self) -> int:
+        """Of the latest launch."""
+        return self.launched if self.counted else 0
+
     def launch(self) -> int:
         """Count one more; its number."""
         self.launched += 1
-        return self.launched
+        return self.number
 
     def wait(self, result: Callable[[], Any], number: int, what: str) -> Any:
         """Call ``result``, which may block until all processes have launched ``number``."""
@@ -120,6 +129,8 @@ class Progress:
         found["launched"] = {name: [track.launched, track.step] for name, track in list(self._tracks.items())}
         if wait is not None:
             found["waits"] = [wait.track.name, wait.number, wait.what]
+            if time.monotonic() - begun > wait.late_s:
+                found["late"] = wait.longest_s
         if self.hears is not None:
             found["hears"] = self.hears
         if found["for_s"] >= _STUCK_S:

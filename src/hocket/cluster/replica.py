@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hocket.cluster.live_groups import STANDS, abort_group
 from hocket.errors import WorkerLost
-
-_ABORT = timedelta(milliseconds=1)
-_ABORT_TAG = 2**30 + 1
-_PASS = timedelta(hours=1)
-"""How long a pass may wait; a process that is silent for longer than the rendezvous allows is lost before that."""
 
 
 class ReplicaLost(WorkerLost):
@@ -41,6 +37,8 @@ class Replica:
         """Whether there is a generation to be formed at once."""
         self.regroup: Callable[[], None] = lambda: None
         """Forms it."""
+        self.watched: Callable[[str, Sequence[int], Callable[[], object]], None] = _unwatched
+        """Calls what waits for others along an axis."""
         self._groups: dict[str, Any] = {}
         self._waits = self._failed = self._closed = False
         self._lock, self._wake = threading.Lock(), threading.Event()
@@ -77,7 +75,7 @@ class Replica:
             if self.size(name) > 1:
                 line = dist.PrefixStore(f"{name} {self.place(other)}", store)
                 group = dist.ProcessGroupGloo(line, self.place(name), self.size(name), timedelta(seconds=timeout_s))
-                group._set_default_timeout(_PASS)
+                group._set_default_timeout(STANDS)
                 self._groups[name] = group
         self.connected = number
 
@@ -89,8 +87,7 @@ class Replica:
     def abort(self) -> None:
         """Make everything fail that is under way between its processes; from any thread."""
         for name, group in list(self._groups.items()):
-            with contextlib.suppress(RuntimeError):  # it says that its time is up, or that connections are closed already
-                group.recv([torch.zeros(1)], (self.place(name) + 1) % self.size(name), _ABORT_TAG).wait(_ABORT)
+            abort_group(group, self.place(name), self.size(name))
 
     def close(self) -> None:
         self._closed = True
@@ -143,3 +140,7 @@ class Replica:
                     except BaseException:  # the thread that waits begins anew
                         self._failed = True
                         self.abort()
+
+
+def _unwatched(axis: str, ranks: Sequence[int], work: Callable[[], object]) -> None:
+    work()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.cluster.progress import Progress
 from hocket.drivers.threaded import ThreadedDriver
 from hocket.errors import HocketError
 from hocket.programs.base import Effects
@@ -39,10 +40,15 @@ class MemberDriver(ThreadedDriver):
     ) -> None:
         """``uid``: the number that whoever started this process knows it by. ``part``, of ``parts``: see :class:`Member`."""
         program = Member(secrets.randbits(30) + 2**30 if uid is None else uid, part=part, parts=parts)
+        program.host = host_name()
         super().__init__(program, callers={RENDEZVOUS: Caller(address, job, keys, redial_s=_REDIAL_S)})
         self.on_abandon: Callable[[Generation], None] = lambda _: None
         """Called, in the thread, when what is under way with others cannot be completed."""
         self.is_saving = False
+
+    def watch(self, progress: Progress) -> None:
+        """Tell the others where this process stands."""
+        self.program.standing = lambda: {**progress.describe(), "pid": os.getpid()}
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -62,11 +68,17 @@ class MemberDriver(ThreadedDriver):
 
 class GenerationStore(dist.Store):
     """What members of generation ``number`` tell each other when they build their process group; it fails once the generation is
-    over, so nobody waits for a member that is lost, or when a value does not come ``within_s`` seconds."""
+    over, so nobody waits for a member that is lost, or when a value does not come within ``within_s`` seconds."""
 
-    def __init__(self, driver: MemberDriver, number: int, within_s: float = math.inf) -> None:
+    def __init__(self, driver: MemberDriver, number: int, within_s: float) -> None:
         super().__init__()
         self._driver, self._number, self._within_s = driver, number, within_s
+
+    def meet(self, members: Sequence[int]) -> None:
+        """Wait until all ``members`` have come, however long that takes: the rendezvous finds those that are lost."""
+        program = self._driver.program
+        self._call(program.put, f"here {program.uid}", torch.zeros(1, dtype=torch.uint8))
+        self._call(program.get, [f"here {uid}" for uid in members])
 
     def set(self, key: str, value: bytes | str) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)
@@ -87,6 +99,11 @@ class GenerationStore(dist.Store):
         if values is None:
             raise RuntimeError(f"Generation {self._number} is over, or one of its members has not come.")
         return values
+
+
+def host_name() -> str:
+    """Equal on workers of one machine."""
+    return socket.gethostname()
 
 
 def leave_on_signals(driver: MemberDriver) -> None:

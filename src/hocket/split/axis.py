@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class Axis:
         there = wire()
         buffer = into if there == into.device else torch.empty_like(into, device=there)
         work = dist.irecv(buffer, self.ranks[source], group=self.group, tag=tag)
-        return work if buffer is into else _Received(work, buffer, into)
+        return work if buffer is into else Received(work, buffer, into)
 
     def wait(self, work: Any) -> None:
         """Wait for a send or receive; the time counts."""
@@ -149,15 +150,15 @@ class Axis:
 
 
 @dataclass
-class _Received:
+class Received:
     """A message received into a buffer and copied to its destination."""
 
     work: Any
     buffer: Tensor
     into: Tensor
 
-    def wait(self) -> None:
-        self.work.wait()
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        self.work.wait(timeout)
         self.into.copy_(self.buffer)
 
 

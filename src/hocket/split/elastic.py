@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.live_groups import STANDS
 from hocket.cluster.message import framed, ring_bytes
 from hocket.cluster.replica import Replica
-from hocket.split.axis import Axis
+from hocket.split.axis import Axis, Received
 from hocket.split.mesh import Mesh, MeshCoordinate
 
 
@@ -60,8 +61,10 @@ class ElasticAxis(Axis):
             return self._group.send([values.cpu()], to, tag)
 
     def receive(self, into: Tensor, source: int, tag: int = 0) -> Any:
+        buffer = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
         with self._guarded():
-            return self._group.recv([into], source, tag)
+            work = self._group.recv([buffer], source, tag)
+        return work if buffer is into else Received(work, buffer, into)
 
     @property
     def _group(self) -> Any:
@@ -72,9 +75,12 @@ class ElasticAxis(Axis):
         with self.replica.waiting():
             yield
 
+    def wait(self, work: Any) -> None:
+        self._blocked(lambda: work.wait(STANDS))
+
     def _wait_for(self, work: Callable[[], object]) -> None:
         with self.replica.waiting():
-            work()
+            self.replica.watched(self.name, self.ranks, work)
 
 
 @dataclass

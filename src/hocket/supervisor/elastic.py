@@ -15,6 +15,7 @@ from hocket.drivers.processes import Role, Supervisor, how_ended, interruptible,
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError, SettingError
 from hocket.programs.elastic.rendezvous import Rendezvous
+from hocket.programs.elastic.waits import HANG_TIMEOUT_S
 from hocket.train.elastic import Elastic
 from hocket.transport import Keys, Listener
 from hocket.transport.address import is_loopback
@@ -30,10 +31,16 @@ _GRACE_S = 6.0
 
 
 def serve_rendezvous(
-    elastic: Elastic, bind: str, job: bytes, keys: Keys | None, expected: int, liveness_timeout_s: float = LIVENESS_TIMEOUT_S
+    elastic: Elastic,
+    bind: str,
+    job: bytes,
+    keys: Keys | None,
+    expected: int,
+    liveness_timeout_s: float = LIVENESS_TIMEOUT_S,
+    hang_timeout_s: float = HANG_TIMEOUT_S,
 ) -> None:
     """A rendezvous alone, for workers that others start; until all have finished."""
-    program = Rendezvous(elastic.least, elastic.most, expected, liveness_timeout_s)
+    program = Rendezvous(elastic.least, elastic.most, expected, liveness_timeout_s, hang_timeout_s=hang_timeout_s)
     with Listener(bind, job, keys) as listener, interruptible():
         say(f"workers find this rendezvous with HOCKET_RENDEZVOUS={listener.address}")
         driver = SocketDriver(program, listener=listener)
@@ -56,10 +63,11 @@ class ElasticRun:
         keys: Path | None = None,
         on_start: Callable[[int, int], None] = lambda number, pid: None,
         parts: int = 1,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
     ) -> None:
         """``parts``: processes of a worker, where the model is split. ``replace``: start another worker for one that died.
         ``bind``: where workers of other machines find the rendezvous."""
-        self.program = Rendezvous(elastic.least, elastic.most, workers, liveness_timeout_s)
+        self.program = Rendezvous(elastic.least, elastic.most, workers, liveness_timeout_s, hang_timeout_s=hang_timeout_s)
         workers *= parts
         self.command, self.workers, self.replace, self.bind = list(command), workers, replace, bind
         self.keys = None if keys is None else Keys.read(keys)
@@ -112,7 +120,7 @@ class ElasticRun:
         return number + self.workers * self.supervisor.incarnations[WORKER, number]
 
     def _start(self, number: int, incarnation: int) -> subprocess.Popen[bytes]:
-        found = RendezvousInfo(self._address, self.job, number + self.workers * incarnation)
+        found = RendezvousInfo(self._address, self.job, number + self.workers * incarnation, self.workers)
         environ = {**without_launcher(os.environ), **found.environ}
         if is_loopback(self._address):
             environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -53,8 +53,10 @@ class Hierarchical(Topology):
         return self.inner.uniform and self.outer.uniform and self.every == 1
 
     def for_workers(self, workers: int, host_size: int) -> Topology:
-        """While workers do not fill whole hosts, all exchange as hosts do."""
-        return self if workers % (self.size or host_size) == 0 else self.outer.for_workers(workers, host_size)
+        """While workers do not fill whole hosts, all exchange as hosts do. Each ``host_size`` workers in a row are on one host."""
+        size = self.size or host_size
+        fits = workers % size == 0 and (host_size % size == 0 or size % host_size == 0)
+        return self if fits else self.outer.for_workers(workers, host_size)
 
     def bind(self, cluster: Cluster, subgroups: Subgroups, seed: int) -> Channel:
         size = self.size or cluster.host_size

@@ -23,8 +23,9 @@ from hocket.train.evaluate import Evaluation, Tally
 from hocket.train.job import Job
 from hocket.train.loop import Training, TrainingPlan, Watch
 from hocket.train.replicas import JobReplica, LiveReplica, Loss
-from hocket.train.runtimes.elastic import ElasticRuntime, Rejoined
+from hocket.train.runtimes.elastic import ElasticRuntime
 from hocket.train.runtimes.elastic_replica import ReplicaRuntime
+from hocket.train.runtimes.elastic_view import Rejoined
 from hocket.train.split_replicas import MeshReplica
 from hocket.train.throttle import Throttle
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.cluster.base import Cluster
+from hocket.cluster.live_groups import STANDS
 from hocket.errors import HocketError
 from hocket.programs.collective import CollectiveProgram
 from hocket.train.elastic import Stateful
@@ -19,6 +21,8 @@ from hocket.train.runtimes.base import Binding
 from hocket.transport.frame import DTYPES
 
 _LENGTH = struct.Struct("<Q")
+_PIECE_BYTES, _PIECES = 1 << 22, 4
+"""Of these many pieces of a state are under way to the next worker at once."""
 _NAMES = {str(dtype): dtype for dtype in (*DTYPES, torch.complex64, torch.complex128)}
 
 _OWN = ("error", "u", "v", "momentum", "inner", "sender", "owner")
@@ -80,31 +84,42 @@ def load_state(binding: Binding, program: CollectiveProgram, shared: Shared, sta
     shared.load_state_dict(state["shared"])
 
 
-def send_state(packed: Tensor, ranks: list[int]) -> None:
-    """Send packed state to processes of the default group."""
-    for rank in ranks:
-        dist.send(torch.tensor([packed.numel()]), rank)
-        dist.send(packed, rank)
-
-
-def receive_state(donor: int) -> Tensor:
-    """What a process of the default group sends."""
-    size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, donor)
-    packed = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(packed, donor)
+def hand_down(chain: list[int], packed: Tensor | None) -> Tensor:
+    """Packed state of the first process of ``chain`` for all others of it; each gives every piece to the next one as soon as it has
+    it, so many wait hardly longer than one. (The ranks are those of the default group.)"""
+    place = chain.index(dist.get_rank())
+    before, after = chain[max(place - 1, 0) : place], chain[place + 1 : place + 2]
+    size = torch.tensor([0 if packed is None else packed.numel()])
+    for rank in before:
+        _end(dist.irecv(size, rank))
+    for rank in after:
+        _end(dist.isend(size, rank))
+    packed = torch.empty(int(size), dtype=torch.uint8) if packed is None else packed
+    sends: deque[dist.Work | None] = deque()
+    for piece in packed.split(_PIECE_BYTES):
+        for rank in before:
+            _end(dist.irecv(piece, rank))
+        sends += [dist.isend(piece, rank) for rank in after]
+        if len(sends) > _PIECES:
+            _end(sends.popleft())
+    for work in sends:
+        _end(work)
     return packed
+
+
+def _end(work: dist.Work | None) -> None:
+    assert work is not None, "this process belongs to the group"
+    work.wait(STANDS)
 
 
 def pass_on(cluster: Cluster, donor: int, receivers: list[int], state: Callable[[], Any]) -> Any:
     """Give ``state()`` of the process ``donor`` to other processes of the default group; what a receiver gets, None elsewhere."""
     rank = dist.get_rank()
-    if rank == donor and receivers:
-        packed = pack_state(state())
-        cluster.start(lambda: send_state(packed, receivers))()
-    elif rank in receivers:
-        return unpack_state(cluster.start(lambda: receive_state(donor))())
-    return None
+    if not receivers or rank not in (donor, *receivers):
+        return None
+    packed = pack_state(state()) if rank == donor else None
+    given = cluster.start(lambda: hand_down([donor, *receivers], packed), "the state of another worker")()
+    return unpack_state(given) if rank != donor else None
 
 
 def _others(binding: Binding) -> list[Tensor]:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Generation:
-    """One membership. ``members`` are in the order of their ranks: whoever was there before comes before newcomers.
+    """One membership. ``members`` are in the order of their ranks: those of one host are neighbours, hosts and their members in the
+    order in which they came.
 
     Where a model is split, ``parts`` processes are a replica: they are neighbours, in the order of the parts that they hold.
 
@@ -28,17 +29,21 @@ class Generation:
     since: tuple[int, ...] = ()
     """For each member the number of the first generation from which on it has been in all of them."""
     parts: int = 1
+    host_size: int = 0
+    """So many replicas in a row are on one host, which may have several such rows; 0: nobody knows."""
 
     @classmethod
-    def after(cls, last: Generation, members: Sequence[int], planned: bool, hold: bool, parts: int = 1) -> Generation:
+    def after(
+        cls, last: Generation, members: Sequence[int], planned: bool, hold: bool, parts: int = 1, host_size: int = 0
+    ) -> Generation:
         """The generation that follows ``last``.
 
         >>> Generation.after(Generation(3, (7, 9), since=(1, 3)), [9, 12], False, False)
-        Generation(number=4, members=(9, 12), planned=False, hold=False, since=(3, 4), parts=1)
+        Generation(number=4, members=(9, 12), planned=False, hold=False, since=(3, 4), parts=1, host_size=0)
         """
         since = dict(zip(last.members, last.since, strict=True))
         begun = tuple(since.get(m, last.number + 1) for m in members)
-        return cls(last.number + 1, tuple(members), planned, hold, begun, parts)
+        return cls(last.number + 1, tuple(members), planned, hold, begun, parts, host_size)
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
@@ -64,6 +69,7 @@ class Generation:
             "hold": self.hold,
             "since": list(self.since),
             "parts": self.parts,
+            "host_size": self.host_size,
         }
 
     @classmethod
@@ -71,7 +77,8 @@ class Generation:
         members = tuple(int(member) for member in metadata["members"])
         since = tuple(int(number) for number in metadata["since"])
         flags = bool(metadata["planned"]), bool(metadata["hold"])
-        return cls(int(metadata["generation"]), members, *flags, since, int(metadata.get("parts", 1)))
+        sizes = int(metadata.get("parts", 1)), int(metadata.get("host_size", 0))
+        return cls(int(metadata["generation"]), members, *flags, since, *sizes)
 
 
 class Position(NamedTuple):

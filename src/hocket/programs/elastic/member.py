@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hocket.errors import HocketError, WorkerLost
-from hocket.programs.base import Address, Client, Link, Task, Until, event
+from hocket.programs.base import Address, Client, Link, Say, Task, Until, event
 from hocket.programs.elastic.generation import Generation
 from hocket.transport.frame import Envelope, Kind
 
@@ -47,6 +48,16 @@ class Member(Client):
         """It asks to leave; its training is complete; that of all members is."""
         self.values: tuple[Tensor, ...] | None = None
         """What the last request to the store gave; None: the generation is over, or the time for it is."""
+        self.host = ""
+        """The name of its machine."""
+        self.standing: Callable[[], dict[str, Any]] = dict
+        """Where its training thread stands, as :meth:`hocket.cluster.progress.Progress.describe` says."""
+        self.reports: deque[dict[str, Any]] = deque(maxlen=8)
+        """The latest ones of late members."""
+        self._reported = 0
+        """The number of the latest."""
+        self._waits: tuple[list[Any], float] | None = None
+        """The wait of this member that it is about, and when that began."""
         self._attempt, self._failed, self._beats = -1, 0, 0
         self._heard = self._beaten = 0.0
         self._link = Link(RENDEZVOUS)
@@ -146,9 +157,21 @@ class Member(Client):
             self.latest = generation
             # A planned one takes effect later: until then a member that leaves takes part.
             self.excluded |= self.uid not in generation.members and self.formed > 0 and not generation.planned
+        if (report := message.metadata.get("late")) is not None:
+            self._note(report)
         newer = generation == self.latest and generation.number > self.formed and not generation.planned
         if self.excluded or newer:
             self._effects.append(Abandon(generation))  # type: ignore[arg-type]
+
+    def _note(self, report: dict[str, Any]) -> None:
+        """What the rendezvous says of a late member."""
+        if report["number"] <= self._reported:
+            return
+        self._reported, standing = report["number"], self.standing()
+        self.reports.append(report)
+        self._effects.append(Say(report["text"].rstrip(".")))
+        if "late" in standing:
+            self._waits = standing["waits"], self.now - standing["for_s"]
 
     def on_timer(self, name: str) -> None:
         if name != _BEAT:
@@ -163,6 +186,10 @@ class Member(Client):
         self._beaten, self._beats = self.now, self._beats + 1
         told: dict[str, Any] = {"attempt": self._attempt, "formed": self.formed, "failed": self._failed, "leaving": self.leaving}
         told |= {"finished": self.finished, "terms": self.terms, "part": self.part, "parts": self.parts}
+        told |= {"host": self.host, "standing": (standing := self.standing()), "reported": self._reported}
+        if self._waits is not None and standing.get("waits") != self._waits[0]:
+            self._effects.append(Say(f"{self._waits[0][2]} went on after {self.now - self._waits[1]:.1f} s"))
+            self._waits = None
         message = Envelope(Kind.BEAT, self.uid, number=self._beats, metadata=told)
         self._send(RENDEZVOUS, message)
         self._set_timer(_BEAT, self.now + BEAT_S)

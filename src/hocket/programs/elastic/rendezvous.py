@@ -6,8 +6,8 @@ state in every BEAT, and every answer is the whole latest generation, so a messa
 
 =========  ==============================================================  ===================================================
 BEAT       attempt to join, generation formed, generation that failed,     ORDER: the latest generation, whether this member
-           whether it leaves or has finished, its terms                    is still known, whether all have finished; also
-                                                                           sent when the generation changes
+           whether it leaves or has finished, its terms, its host, where   is still known, whether all have finished; also
+           its training thread stands                                      sent when the generation changes; who is late
 PUSH       a value of the generation's store (to set or to add)            REPLY
 FETCH      names in the store                                              REPLY, once all are there
 GOODBYE                                                                    (none)
@@ -24,8 +24,10 @@ A message is read as a whole before it changes anything.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from torch import Tensor
 
 from hocket.programs.base import Address, Rejected, Say, Service, event, whole
 from hocket.programs.elastic.generation import Generation
+from hocket.programs.elastic.waits import HANG_TIMEOUT_S, Waits, standing_of
 from hocket.transport.frame import Envelope, Kind
 
 CHECK_EVERY_S = 0.25
@@ -53,6 +56,9 @@ class _Member:
     attempt: int
     heard: float
     part: int = 0
+    host: str = ""
+    standing: dict[str, Any] = field(default_factory=dict)
+    """Where its training thread stands."""
     last: int = -1
     """The number of its latest BEAT."""
     formed: int = 0
@@ -79,6 +85,9 @@ class _Beat(NamedTuple):
     terms: str
     part: int
     parts: int
+    host: str
+    standing: dict[str, Any]
+    """Where its training thread stands."""
 
     @classmethod
     def read(cls, message: Envelope, newest: int) -> _Beat:
@@ -92,16 +101,29 @@ class _Beat(NamedTuple):
         attempt = whole(told["attempt"], -1)  # -1: it has not joined yet
         numbers = attempt, whole(told["formed"], 0, newest), whole(told["failed"], 0, newest)
         part, parts = whole(told.get("part", 0)), whole(told.get("parts", 1))
-        return cls(*numbers, *flags, told["terms"], part, parts)
+        host, standing = told.get("host", ""), told.get("standing", {})
+        if not isinstance(host, str) or not isinstance(standing, dict):
+            raise ValueError("a text and a mapping were expected")
+        return cls(*numbers, *flags, told["terms"], part, parts, host, standing)
 
 
 class Rendezvous(Service):
-    """Of ``least`` to ``most`` replicas; the run begins with ``expected`` ones, or after ``gather_s`` with fewer."""
+    """Of ``least`` to ``most`` replicas; the run begins with ``expected`` ones, or after ``gather_s`` with fewer. A member whose
+    training thread keeps others waiting for ``hang_timeout_s`` is lost."""
 
     role = "The rendezvous"
 
-    def __init__(self, least: int, most: int, expected: int = 0, liveness_timeout_s: float = 5.0, gather_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        least: int,
+        most: int,
+        expected: int = 0,
+        liveness_timeout_s: float = 5.0,
+        gather_s: float = 30.0,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
+    ) -> None:
         super().__init__()
+        self._waits = Waits(hang_timeout_s)
         self.least, self.most, self.expected = least, most, max(expected, least)
         self.liveness_timeout_s, self.gather_s = liveness_timeout_s, gather_s
         self.generation = Generation()
@@ -153,6 +175,7 @@ class Rendezvous(Service):
         self._remove([uid for uid, member in self._members.items() if self.now - member.heard > limit])
         if broken and self._broken:  # all members live: a connection was cut
             self._announce(self._standing(), planned=False)
+        self._look_for_hung()
         self._let_in()
         self._set_timer(_CHECK, self.now + CHECK_EVERY_S)
 
@@ -169,7 +192,7 @@ class Rendezvous(Service):
             if member is not None:
                 self._remove([uid])
             self._terms, self._parts = told.terms, told.parts
-            member = self._members[uid] = _Member(peer, told.attempt, self.now, told.part)
+            member = self._members[uid] = _Member(peer, told.attempt, self.now, told.part, told.host)
             self._first = self._first or self.now
         if told.attempt < member.attempt or message.number <= member.last:
             return
@@ -179,11 +202,12 @@ class Rendezvous(Service):
             self._formed = self._announced[member.formed]
         if told.failed == self.generation.number and uid in self.generation.members and not self._broken:
             self._broken = self.now
-        member.finished = told.finished
+        member.finished, member.standing = told.finished, told.standing
         if member.finished and self.generation.planned and self._formed != self.generation and uid in self._formed.members:
             self._announce(self._standing(), planned=False)  # no step follows at whose end others could join
         self.over |= all(uid in self._members and self._members[uid].finished for uid in self.generation.members or [-1])
-        self._answer(peer, Kind.ORDER, message.number, {**self.generation.described(), "known": True})
+        news = self._waits.news(int(told.get("reported", 0)))
+        self._answer(peer, Kind.ORDER, message.number, {**self.generation.described(), "known": True, **news})
 
     def _status(self) -> dict[str, Any]:
         return {"over": self.over}
@@ -226,6 +250,19 @@ class Rendezvous(Service):
             self._effects.append(Say(f"{whom} is lost; {len(left)} go on"))
             self._announce(left, planned=False)
 
+    def _look_for_hung(self) -> None:
+        """Members that others wait for: all are told of them, and after a long time they are lost."""
+        if self.over:
+            return
+        uids = list(dict.fromkeys([*self.generation.members, *self._formed.members]))
+        found = [(uid, self._members[uid]) for uid in uids if uid in self._members]
+        table = [standing_of(k, k // self._parts, m.standing, self.now - m.heard, m.host) for k, (_, m) in enumerate(found)]
+        if hung := [found[one.rank][0] for one in self._waits.look(table)]:
+            self._effects.append(
+                Say(f"others have waited {self._waits.hang_timeout_s:g} s for worker {hung[0]}, so it is given up")
+            )
+            self._remove(hung)
+
     def _standing(self) -> list[tuple[int, ...]]:
         """Those of the latest generation that live and have weights for sure: newcomers may not, before anybody has formed it."""
         base = self.generation if self._formed == self.generation or not self._formed.members else self._formed
@@ -241,7 +278,7 @@ class Rendezvous(Service):
         complete = list(zip(*([uid for uid in waiting if members[uid].part == part] for part in range(self._parts)), strict=False))
         if not staying and complete:  # whoever leaves last hands over first
             staying = [one for one in current.replicas if all(uid in members for uid in one)][:1]
-        joined = [*staying, *complete[: max(self.most - len(staying), 0)]]
+        joined = self._by_host([*staying, *complete[: max(self.most - len(staying), 0)]])
         if not current.members:
             if len(joined) >= min(self.expected, self.most) or (
                 len(joined) >= self.least and self.now - self._first > self.gather_s
@@ -253,9 +290,18 @@ class Rendezvous(Service):
             else:  # nobody is left to whom the last replica could hand over
                 self._remove(current.members)
 
+    def _by_host(self, replicas: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Those of one host next to each other, in the order in which hosts come; a replica may be on several hosts."""
+        places = {host: place for place, host in enumerate(dict.fromkeys(map(self._host, replicas)))}
+        return sorted(replicas, key=lambda replica: places[self._host(replica)])
+
+    def _host(self, replica: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self._members[uid].host for uid in replica)
+
     def _announce(self, replicas: Sequence[tuple[int, ...]], planned: bool) -> None:
         before, members = self.generation, tuple(uid for replica in replicas for uid in replica)
-        new = self.generation = Generation.after(before, members, planned, len(replicas) < self.least, self._parts)
+        host_size = math.gcd(*Counter(map(self._host, replicas)).values())
+        new = self.generation = Generation.after(before, members, planned, len(replicas) < self.least, self._parts, host_size)
         self._announced = {n: g for n, g in self._announced.items() if n >= self._formed.number} | {new.number: new}
         if not members:
             self._formed, self._first = self.generation, 0.0  # nobody has the weights any more

@@ -15,8 +15,10 @@ from hocket.drivers.elastic import GenerationStore, MemberDriver
 from hocket.errors import WorkerLost
 from hocket.programs.elastic.generation import Generation
 from hocket.train.elastic import Elastic
-from hocket.train.runtimes.elastic import BUILD_S, ElasticRuntime
+from hocket.train.runtimes.elastic import ElasticRuntime
 from hocket.train.runtimes.elastic_view import AWAY, Rejoined
+from hocket.train.runtimes.meeting import Meeting
+from hocket.train.runtimes.regroup import BUILD_S
 
 
 class StepVoid(Exception):
@@ -36,7 +38,7 @@ class ReplicaRuntime(ElasticRuntime):
         self._skipping: int | None = None
         self.driven = False
         """The passes of the step are the job's own, so that it can be made without one."""
-        replica.abandoned, replica.regroup = cluster.abandoned, self._regroup
+        replica.abandoned, replica.regroup, replica.watched = cluster.abandoned, self._regroup, cluster.watched
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -119,11 +121,12 @@ class ReplicaRuntime(ElasticRuntime):
         self.replica.disconnect()
         super()._join()
 
-    def _told(self) -> list[float]:
-        return [self.replica.connected, self.mid_step, self.program.step]
+    def _told(self) -> dict[str, float]:
+        return {"connected": self.replica.connected, "mid_step": self.mid_step, "step": self.program.step}
 
-    def _form_replica(self, number: int, store: GenerationStore, place: int, mates: Tensor) -> None:
+    def _form_replica(self, number: int, store: GenerationStore, meeting: Meeting) -> None:
         """Where one of its processes was in a step, it takes part in the next one without a pass, and so do the others."""
+        mates, place = meeting.mates, self.cluster.rank
         if mates[:, 5].min() > 0 and bool((mates[:, 5] == mates[0, 5]).all()):
             return
         self.replica.connect(number, dist.PrefixStore(f"replica {place}", store), BUILD_S)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hocket.cluster.elastic import ElasticCluster
 from hocket.data.elastic_stream import SampleStream
 from hocket.errors import HocketError, WorkerLost
+from hocket.programs.elastic.generation import Generation
 from hocket.strategy import Strategy
 from hocket.train.runtimes.collective import CollectiveRuntime
 
@@ -26,7 +27,10 @@ class ElasticView(CollectiveRuntime):
 
     cluster: ElasticCluster
     stream: SampleStream
-    events: list[dict[str, Any]]
+
+    def __init__(self, cluster: ElasticCluster) -> None:
+        super().__init__(cluster)
+        self.events: list[dict[str, Any]] = []  # what happened: one entry per generation
 
     def refuse(self, strategy: Strategy, scaler: Any) -> None:
         super().refuse(strategy, scaler)
@@ -52,6 +56,12 @@ class ElasticView(CollectiveRuntime):
             yield
         except Rejoined:
             raise WorkerLost(AWAY) from None
+
+    def _note(self, generation: Generation, seconds: float, gone: int, came: int) -> None:
+        """A generation has been formed, without ``gone`` workers of the one before and with ``came`` others."""
+        entry = {"generation": generation.number, "workers": self.cluster.size, "step": self.program.step, "seconds": seconds}
+        lost, left = (0, gone) if generation.planned else (gone, 0)
+        self.events.append({**entry, "lost": lost, "left": left, "joined": came})
 
     def figures(self) -> dict[str, Any]:
         """How many workers there are now, and what has happened to others so far."""
