@@ -39,6 +39,8 @@ _MOST_VALUES = 4096
 """Values in the store of a generation."""
 _MOST_PARTS = 4096
 """Processes of a replica."""
+_QUIET_S = 0.75
+"""Three beats: nobody is let in while a member is silent for longer."""
 _SILENT_S = 1.5
 """After an exchange has failed, a member that was silent for so long is the one that is lost."""
 
@@ -204,6 +206,8 @@ class Rendezvous(Service):
         current, members = self.generation, self._members
         if self.over or any(member.finished for member in members.values()):
             return
+        if self._broken or any(self.now - members[uid].heard > _QUIET_S for uid in current.members if uid in members):
+            return  # one of them may be lost: a process that was started in its place would be let in with it, and dropped with it
         staying = [one for one in current.replicas if all(uid in members and not members[uid].leaving for uid in one)]
         waiting = [uid for uid, m in members.items() if uid not in current.members and not m.leaving and not m.dropped]
         complete = list(zip(*([uid for uid in waiting if members[uid].part == part] for part in range(self._parts)), strict=False))
