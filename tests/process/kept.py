@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hocket
 from hocket import files
 from hocket.cluster.join import join
-from hocket.train import checkpoints
+from hocket.train import checkpoints, job_state
 from hocket.train.loop import Progress
 from hocket.train.run import run
 from hocket.train.settings import RunSettings
@@ -152,6 +152,13 @@ def goes_on(rank: int, folder: str, before: str) -> None:
         sentence = ""
     except hocket.HocketError as error:
         sentence = str(error)
+    merge, hosts = job_state.one_for_all, list[Any]()
+
+    def merged(*given: Any) -> Any:
+        hosts.append(given[-1])
+        return merge(*given)
+
+    job_state.one_for_all = merged
     job.load_workers(saved)
-    found = {"sentence": sentence, "weights": flat(model).clone(), "step": job.step}
+    found = {"hosts": hosts, "sentence": sentence, "weights": flat(model).clone(), "step": job.step}
     torch.save({**found, "samples": learn(model, optimizer)}, Path(folder, f"{rank}.pt"))

@@ -94,4 +94,5 @@ def test_an_epoch_goes_on_with_fewer_workers_behind_its_last_sample(stopped: Any
     assert sorted(seen) == list(range(50))
     assert torch.equal(alone["weights"], torch.stack([w["weights"] for w in workers]).double().mean(0).float())
     assert alone["step"] == 3
+    assert alone["hosts"] == [2], "it merges by the hosts of those that saved"
     assert "process 1" in alone["sentence"], "the state of another process is not taken for one's own"

@@ -19,6 +19,8 @@ from hocket.drivers.start import ENDS_WITH
 from hocket.errors import HocketError
 
 _BACKEND = "hocket-loopback"
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Those that the launcher passes on to the workers."""
 
 rendezvous_handler_registry.register(_BACKEND, lambda parameters: LoopbackRendezvous(parameters.run_id, _BACKEND))
 
@@ -35,7 +37,15 @@ def launch(arguments: list[str], processes: int) -> None:
     with tempfile.TemporaryDirectory(prefix="hocket-") as folder:
         logs = DefaultLogsSpecs(folder)  # else torch leaves a folder of its own behind
         config = LaunchConfig(
-            1, 1, processes, logs, run_id=uuid.uuid4().hex, rdzv_backend=_BACKEND, max_restarts=0, monitor_interval=0.1
+            1,
+            1,
+            processes,
+            logs,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend=_BACKEND,
+            max_restarts=0,
+            monitor_interval=0.1,
+            signals_to_handle=_SIGNALS,
         )
         try:
             elastic_launch(config, sys.executable)("-m", "hocket.cli.main", *arguments)
