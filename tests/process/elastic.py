@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import signal
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 import hocket
 import hocket.drivers.elastic as drivers
 from hocket.cluster.elastic_exchange import ElasticExchange
+from hocket.cluster.join import RendezvousInfo
 from hocket.drivers.sockets import SocketDriver
 from hocket.programs.elastic.rendezvous import Rendezvous
 from hocket.train import handover
@@ -27,14 +30,18 @@ from process.cases import net, sgd
 from process.late import held_up_by_its_data
 
 SAMPLES, BATCH, EPOCHS = 120, 4, 3
-SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM")
+SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1")
 
 
 @contextmanager
 def rendezvous(workers: int, least: int = 1, hang_timeout_s: float = 600.0) -> Iterator[tuple[Rendezvous, dict[str, str]]]:
     """A rendezvous in a thread of this process, and what its workers find it by."""
-    program, ended = Rendezvous(least, 8, workers, liveness_timeout_s=2.0, hang_timeout_s=hang_timeout_s), Event()
-    with Listener("tcp://127.0.0.1:0", bytes(16)) as listener:
+    program, ended, job = (
+        Rendezvous(least, 8, workers, liveness_timeout_s=2.0, hang_timeout_s=hang_timeout_s),
+        Event(),
+        secrets.token_bytes(16),
+    )
+    with Listener("tcp://127.0.0.1:0", job) as listener:
         driver = SocketDriver(program, listener=listener)
 
         def serve() -> None:
@@ -45,7 +52,7 @@ def rendezvous(workers: int, least: int = 1, hang_timeout_s: float = 600.0) -> I
         thread = Thread(target=serve)
         thread.start()
         try:
-            yield program, {"HOCKET_RENDEZVOUS": listener.address, "GLOO_SOCKET_IFNAME": "lo"}
+            yield program, {**RendezvousInfo(listener.address, job).environ, "GLOO_SOCKET_IFNAME": "lo"}
         finally:
             ended.set()
             thread.join()
@@ -91,46 +98,62 @@ def train(
     elastic: bool = True,
     epochs: int = EPOCHS,
     saved: list[str] | None = None,
+    until: str = "",
+    keys: str | None = None,
     build_s: float = 0.0,
     hosts: str = "",
 ) -> None:
     """Three epochs; the victim ends or stops after a step, and all leave what they have computed and what became of them.
 
-    With the fault "save" all end after a step, with what ``saved`` names another run goes on. With "hang" the victim is held up
-    until there is a file ``go``, with "slow" it takes longer than ``build_s``. ``hosts`` are names of machines, by rank."""
+    With the fault "save" all end after a step, with "leave" all are told to; with what ``saved`` names another run goes on.
+    With "hang" the victim is held up until there is a file ``go``, with "slow" it takes longer than ``build_s``. Steps are slow
+    ``until`` that file exists. ``hosts`` are names of machines, by rank."""
     if build_s:
         regroup.BUILD_S = build_s
         slow_down(handover, "pack_state", 2 * build_s)
     if hosts:
         drivers.host_name = lambda: hosts[rank]
-    hocket.init(device="cpu", seed=1)
+    computed: list[list[int]] = []
+
+    def save(job: hocket.Job) -> None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": job.state_dict()}
+        torch.save({**state, "step": job.step}, f"{folder}/{job.cluster.rank}.saved")
+
+    hocket.init(device="cpu", seed=1, keys=keys)
     torch.manual_seed(0)
     model = net()
     optimizer = sgd(model, lr=0.05)
-    job = hocket.parallelize(model, optimizer, strategy, elastic="1:8" if elastic else None)
+    buckets = hocket.Buckets(64, 64) if "fragments" in strategy else hocket.Buckets()
+    limits = hocket.Elastic(1, 8, on_leave=save) if elastic else None
+    job = hocket.parallelize(model, optimizer, strategy, buckets=buckets, elastic=limits)
     if saved is not None:
         job.load_workers([torch.load(path) for path in saved])
-    computed: list[list[int]] = []
     first = job.step
     for _ in hocket.epochs(epochs):
         computed.append([])
         for x, y, number in hocket.distribute(DataLoader(data(), batch_size=BATCH, shuffle=True)):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            computed[-1] += number.tolist()
+            try:
+                optimizer.step()
+            finally:  # also where it leaves at the end of the step
+                computed[-1] += number.tolist()
+                Path(folder, f"{rank}.computed").write_text(json.dumps(computed))
             Path(folder, f"{rank}.steps").write_text(str(job.step))
+            if until and not Path(until).exists():
+                time.sleep(0.05)
             if fault == "break" and rank == victim and job.step == at:
                 break_next(Path(folder, "broken"))
             elif fault == "save" and job.step == at:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "job": job.state_dict()}
-                torch.save({**state, "computed": computed}, f"{folder}/{job.cluster.rank}.saved")
+                save(job)
                 job.finish()
                 return
             elif fault == "hang" and rank == victim and job.step == at:
                 held_up_by_its_data(Path(folder, "go"))
             elif fault == "slow" and rank == victim and job.step == at:
                 time.sleep(2 * build_s)
+            elif fault == "leave" and job.step == at:
+                os.kill(os.getpid(), signal.SIGTERM)
             elif fault in SIGNALS and rank == victim and job.step == at:
                 os.kill(os.getpid(), getattr(signal, fault))
     steps = job.step

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import hocket
 from hocket import files
 from hocket.cluster.join import join
-from hocket.train import checkpoints
+from hocket.train import checkpoints, job_state
+from hocket.train.loop import Progress
 from hocket.train.run import run
 from hocket.train.settings import RunSettings
 
@@ -47,10 +49,12 @@ def killed(path: Path, content: bytes) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(rank: int, folder: str, name: str, cluster: Any, epochs: int = EPOCHS, resume: bool = False) -> dict[str, Any]:
+def train(
+    rank: int, folder: str, name: str, cluster: Any, epochs: int = EPOCHS, resume: bool = False, **options: Any
+) -> dict[str, Any]:
     said: list[str] = []
     out = Path(folder, name, f"disk-{rank}")
-    training = run(SETTINGS.changed(epochs=epochs), cluster, out=out, resume=resume, note=said.append)
+    training = run(SETTINGS.changed(epochs=epochs), cluster, out=out, resume=resume, note=said.append, **options)
     kept = sorted(path.name for path in (out / "checkpoints").iterdir())
     return {"weights": [w.clone() for w in training.replicas.job.weights], "said": said, "kept": kept}
 
@@ -59,6 +63,18 @@ def dies(rank: int, folder: str) -> None:
     """Process 1 is killed in the midst of its third checkpoint."""
     refusing(rank, 3, killed)
     train(rank, folder, "killed", join(device="cpu", exact=True, liveness_timeout_s=2.0))
+
+
+def leaves(rank: int, folder: str, cluster: Any) -> dict[str, Any]:
+    """Process 1 is told to leave in the second epoch; all leave, and go on."""
+
+    def told(progress: Progress) -> None:
+        if rank == 1 and progress.step == 7:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.raises(SystemExit):
+        train(rank, folder, "left", cluster, watch=told, leaves=True)
+    return train(rank, folder, "left", cluster, resume=True)
 
 
 def main(rank: int, folder: str, before: str) -> None:
@@ -73,6 +89,7 @@ def main(rank: int, folder: str, before: str) -> None:
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
     found["flipped"] = train(rank, folder, "full", cluster, resume=True)
+    found["left"] = leaves(rank, folder, cluster)
     torch.save(found, Path(folder, f"{rank}.pt"))
     cluster.close()
 
@@ -135,6 +152,13 @@ def goes_on(rank: int, folder: str, before: str) -> None:
         sentence = ""
     except hocket.HocketError as error:
         sentence = str(error)
+    merge, hosts = job_state.one_for_all, list[Any]()
+
+    def merged(*given: Any) -> Any:
+        hosts.append(given[-1])
+        return merge(*given)
+
+    job_state.one_for_all = merged
     job.load_workers(saved)
-    found = {"sentence": sentence, "weights": flat(model).clone(), "step": job.step}
+    found = {"hosts": hosts, "sentence": sentence, "weights": flat(model).clone(), "step": job.step}
     torch.save({**found, "samples": learn(model, optimizer)}, Path(folder, f"{rank}.pt"))

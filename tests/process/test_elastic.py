@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
+import tomllib
 from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +21,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hocket.cluster.torchrun import BACKEND, backend
+from hocket.transport import Keys
 from process.elastic import EPOCHS, SAMPLES, rendezvous
 from process.late import said
 from process.launch import Group, Nursery, eventually
+from process.launched import NAMESPACE
 
+SPEC = importlib.util.spec_from_file_location("netlab", Path(__file__).parents[2] / "benchmarks" / "netlab.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+netlab = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(netlab)
 pytestmark = pytest.mark.process
 TRAIN = "process.elastic:train"
 
@@ -40,6 +54,10 @@ def _equal(found: list[dict[str, Any]]) -> bool:
         "local(2) + gossip + topk(0.3)",
         "diloco(4) + topk(0.3) | qsgd(4)",
         "local(2) + hierarchical(allreduce, gossip, size=2)",
+        "local(2) + hierarchical(allreduce, gossip, size=2) + topk(0.3)",
+        "postlocal(3, 5)",
+        "diloco(4, fragments=2, overlap=1)",
+        "bulk + topk(0.2) + exchange=updates",
     ],
 )
 def test_the_others_go_on_when_one_is_killed(strategy: str, nursery: Nursery, tmp_path: Path) -> None:
@@ -140,9 +158,10 @@ def test_workers_of_one_machine_are_one_host(nursery: Nursery, tmp_path: Path) -
     assert [one["host_size"] for one in _results(group, 0, 1, 2, 3)] == [2] * 4
 
 
-def test_a_worker_that_is_asked_to_hands_over_and_leaves(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["SIGTERM", "SIGUSR1"])
+def test_a_worker_that_is_asked_to_hands_over_and_leaves(fault: str, nursery: Nursery, tmp_path: Path) -> None:
     with rendezvous(3) as (_, environ):
-        group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk", fault="SIGTERM", epochs=80)
+        group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk", fault=fault, epochs=80)
         assert group.wait(30) == [0, 0, 0], group.said()
     found = _results(group, 0, 2)
     assert not (tmp_path / "1.pt").exists()
@@ -152,23 +171,27 @@ def test_a_worker_that_is_asked_to_hands_over_and_leaves(nursery: Nursery, tmp_p
     assert max(computed.values()) <= 80
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 2)])
+@pytest.mark.parametrize(("before", "after", "fault"), [(2, 3, "save"), (2, 2, "save"), (2, 3, "leave")])
 def test_a_run_goes_on_in_the_middle_of_an_epoch_with_another_number_of_workers(
-    before: int, after: int, nursery: Nursery, tmp_path: Path
+    before: int, after: int, fault: str, nursery: Nursery, tmp_path: Path
 ) -> None:
+    """Also where all workers are told to leave; if one has left before the others know that they are to, it has handed over."""
     with rendezvous(before) as (_, environ):
-        group = nursery.start(TRAIN, before, tmp_path / "first", environ, strategy="bulk + topk(0.2)", fault="save", at=4)
+        group = nursery.start(TRAIN, before, tmp_path / "first", environ, strategy="bulk + topk(0.2)", fault=fault, at=4)
         assert group.wait(60) == [0] * before, group.said()
-    paths = [str(tmp_path / "first" / f"{rank}.saved") for rank in range(before)]
+    paths = [str(path) for path in sorted((tmp_path / "first").glob("*.saved"))]
+    assert len(paths) == before or (paths and fault == "leave")
     with rendezvous(after) as (_, environ):
         others = nursery.start(TRAIN, after, tmp_path / "then", environ, strategy="bulk + topk(0.2)", epochs=1, saved=paths)
         assert others.wait(60) == [0] * after, others.said()
-    found = [torch.load(path)["computed"] for path in paths], [one["computed"] for one in _results(others, *range(after))]
+    computed = [json.loads((tmp_path / "first" / f"{rank}.computed").read_text()) for rank in range(before)]
+    found = computed, [one["computed"] for one in _results(others, *range(after))]
     given = Counter(number for runs in found for worker in runs for number in worker[0])
     assert max(given.values()) == 1
     assert len(given) > SAMPLES - after
-    assert _results(others, 0)[0]["first"] == 4
-    owed = [torch.load(path)["job"][f"process {rank}"][0]["gradient_state"] for rank, path in enumerate(paths)]
+    states = [torch.load(path) for path in paths]
+    assert _results(others, 0)[0]["first"] == states[0]["step"] >= 4
+    owed = [state["job"][f"process {rank}"][0]["gradient_state"] for rank, state in enumerate(states)]
     assert any(bool(state["error"].any()) for states in owed for state in states), "there was something to share out"
 
 
@@ -235,6 +258,111 @@ def test_a_replica_is_lost_as_a_whole_and_comes_back(nursery: Nursery, tmp_path:
     assert found[3]["first"] > 0, "it does not begin at the first step"
     assert len({one["steps"] for one in found}) == 1
     assert sorted((one["lost"], one["joined"], one["workers"]) for one in found)[-1] == (1, 1, 2)
+
+
+def test_torchruns_agents_start_their_own_workers_again_and_no_others(nursery: Nursery, tmp_path: Path) -> None:
+    """The command of the page; one worker is killed, then an agent with its worker."""
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "elastic.md").read_text()
+    (line,) = re.findall(r"^torchrun .*", page, re.MULTILINE)
+    script, back = tmp_path / "train.py", tmp_path / "back"
+    script.write_text(
+        "import os\nfrom process.elastic import train\nnode = int(os.environ['NODE'])\n"
+        f"open(f'{tmp_path}/{{node}}.pid', 'w').write(str(os.getpid()))\n"
+        f"train(node, '{tmp_path}', 'bulk', epochs=60, until='{back}')\n"
+    )
+
+    def worker(node: int) -> int:
+        return int((tmp_path / f"{node}.pid").read_text() or 0)
+
+    def steps(node: int) -> int:
+        return int((tmp_path / f"{node}.steps").read_text() or 0)
+
+    with rendezvous(3) as (program, environ):
+        endpoint, job = environ.pop("HOCKET_RENDEZVOUS").removeprefix("tcp://"), environ.pop("HOCKET_JOB")
+        said = {"10.0.0.1:7000": endpoint, "$HOCKET_JOB": job, "train.py": str(script)}
+        words = [said.get(word, word) for word in shlex.split(line, comments=True)[1:]]
+        agents = [
+            nursery.command(words, tmp_path / f"agent{node}", tmp_path, {**environ, "NODE": str(node)}, program="torchrun")
+            for node in range(3)
+        ]
+        assert eventually(lambda: all((tmp_path / f"{node}.steps").exists() for node in range(3))), agents[0].group.said()
+        first = [worker(node) for node in range(3)]
+        os.kill(first[1], signal.SIGKILL)
+        before = steps(0)
+        assert eventually(lambda: program.lost == 1 and worker(1) != first[1] and steps(1) > before), agents[1].said()
+        assert [worker(node) == first[node] for node in range(3)] == [True, False, True]
+        for pid in (agents[2].pid, first[2]):
+            os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: program.lost == 2 and len(program.generation.members) == 2), agents[0].said()
+        back.touch()
+        for agent in agents[:2]:
+            ended = agent.ended(60)
+            assert ended.returncode == 0, ended.stderr
+    assert worker(0) == first[0]
+    found = [torch.load(tmp_path / f"{node}.pt") for node in range(2)]
+    assert _equal(found)
+    assert [(one["lost"], one["workers"]) for one in found] == [(2, 2), (1, 2)]
+    assert found[0]["steps"] == found[1]["steps"]
+
+
+def test_torchrun_finds_the_backend_by_the_projects_entry_point() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    ((name, value),) = project["entry-points"]["torchrun.handlers"].items()
+    assert (name, EntryPoint(name, value, "torchrun.handlers").load()) == (BACKEND, backend)
+
+
+@pytest.fixture
+def lab() -> Iterator[Any]:
+    if reason := netlab.missing():
+        pytest.skip(reason)
+    with netlab.Lab(3) as lab:
+        yield lab
+
+
+@pytest.mark.root
+def test_a_worker_whose_link_is_cut_joins_again_when_it_is_mended(lab: Any, nursery: Nursery, tmp_path: Path) -> None:
+    keys, back, bind = tmp_path / "job.keys", tmp_path / "back", f"tcp://{lab.addresses[0]}:7000"
+    Keys.make().write(keys)
+    told = {"HOCKET_RENDEZVOUS": bind, "HOCKET_JOB": "0" * 32, "GLOO_SOCKET_IFNAME": "eth0"}
+    options = ["--elastic", "1:3", "--workers", "3", "--bind", bind, "--keys", str(keys), "--job", told["HOCKET_JOB"]]
+    hosts = [{NAMESPACE: lab.namespace(host)} for host in range(3)]
+    service = nursery.command(["rendezvous", *options, "--liveness-timeout", "2"], tmp_path / "service", tmp_path, hosts[0])
+    arguments = {"strategy": "bulk", "epochs": 60, "until": str(back), "keys": str(keys)}
+    group = nursery._start(TRAIN, tmp_path, [{**told, **host} for host in hosts], arguments)
+
+    def steps(rank: int) -> int:
+        path = tmp_path / f"{rank}.steps"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    assert eventually(lambda: steps(2) > 0), group.said()
+    lab.plug(2, False)
+    assert eventually(lambda: "is lost; 2 go on" in service.said()), group.said()
+    alone, cut = steps(0), steps(2)
+    assert eventually(lambda: steps(0) > alone), group.said()
+    assert steps(2) == cut
+    lab.plug(2, True)
+    assert eventually(lambda: steps(2) > alone), group.said()
+    back.touch()
+    assert group.wait(60) == [0, 0, 0], group.said()
+    assert service.ended(30).returncode == 0
+    found = _results(group, 0, 1, 2)
+    assert _equal(found)
+    assert [(one["lost"], one["joined"]) for one in found[:2]] == [(1, 1), (1, 1)]
+
+
+def test_a_script_of_ones_own_is_started_with_keys(nursery: Nursery, tmp_path: Path) -> None:
+    keys, script = tmp_path / "job.keys", tmp_path / "train.py"
+    Keys.make().write(keys)
+    script.write_text(
+        f"import os, sys\nfrom process.elastic import train\n"
+        f"train(int(os.environ['HOCKET_MEMBER']), sys.argv[1], 'bulk', epochs=1, keys='{keys}')\n"
+    )
+    options = ["--elastic", "1:3", "--workers", "2", "--keys", str(keys), "--bind", "tcp://*:0", str(script), str(tmp_path)]
+    with nursery.command(["launch", *options], tmp_path / "said", tmp_path, {"GLOO_SOCKET_IFNAME": "lo"}) as command:
+        done = command.ended(60)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"HOCKET_RENDEZVOUS=tcp://0.0.0.0:\d+ HOCKET_JOB=[0-9a-f]{32}\.", done.stderr)
+    assert _equal([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])
 
 
 def test_the_command_replaces_a_worker_that_was_killed(nursery: Nursery, tmp_path: Path) -> None:

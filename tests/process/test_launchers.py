@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -264,6 +265,33 @@ def test_the_batch_script_of_slurm_asks_for_what_it_uses() -> None:
     assert subprocess.run(["sh", "-n", str(FILES / "slurm.sh")]).returncode == 0
     assert "#SBATCH --nodes=2" in script
     assert options_of(shlex.split(re.findall(r"^srun .*", script, re.MULTILINE)[0]))[:3] == options_of(documented("srun"))[:3]
+
+
+def test_the_elastic_batch_script_of_slurm_goes_on_without_a_lost_worker(nursery: Nursery, tmp_path: Path, keys: str) -> None:
+    """What its commands were given is written down, and then they are run as forks."""
+    for name, then in (("hocket", ""), ("srun", f"until [ -s {tmp_path}/hocket.words ]; do sleep 0.02; done")):
+        stub = tmp_path / name
+        stub.write_text(f"""#!/bin/sh\n{then}\nenv -0 > {tmp_path}/{name}.env\nprintf '%s\\0' "$@" > {tmp_path}/{name}.words\n""")
+        stub.chmod(0o755)
+    told = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "127.0.0.1", "PORT": str(free_port()), "KEYS": keys}
+    told |= {"OUT": str(tmp_path / "out"), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    code, output = run_script(["sh", str(FILES / "slurm-elastic.sh")], tmp_path, 30, told)
+    assert code == 0, output
+    service, words = ((tmp_path / f"{name}.words").read_text().split("\0")[:-1] for name in ("hocket", "srun"))
+    found = dict(line.split("=", 1) for line in (tmp_path / "srun.env").read_text().split("\0") if line.startswith("HOCKET_"))
+    rendezvous = nursery.command(service, tmp_path / "rendezvous", tmp_path)
+    environs = [{**found, **slurm(rank, "node1", "4711"), "GLOO_SOCKET_IFNAME": "lo"} for rank in range(4)]
+    options = [*options_of(words), "--data", "digits", "--model", "mlp", "--batch-size", "16", "--epochs", "12"]
+    group = nursery._start("process.command:main", tmp_path / "task", environs, {"arguments": options, "cwd": str(tmp_path)})
+    assert eventually((tmp_path / "out" / "metrics.jsonl").exists), group.said()
+    os.kill(group.pids[2], signal.SIGKILL)
+    assert group.wait(100) == [0, 0, -signal.SIGKILL, 0], group.said()
+    ended = rendezvous.ended(30)
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(1, 13))
+    assert sum(line["lost"] for line in lines) == 1
+    assert lines[-1]["accuracy"] > 0.9
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ import contextlib
 import errno
 import json
 import os
+import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from hocket.files import safetensors, sealed_json, unsealed_json
 from hocket.models import build
 from hocket.train.checkpoints import MANIFEST, Checkpoints, Generation, process_file
 from hocket.train.elastic_checkpoints import FolderAgreement
+from hocket.train.loop import Progress
 from hocket.train.run import run
 from hocket.train.settings import RunSettings
 
@@ -275,3 +279,32 @@ def test_a_run_loads_in_plain_pytorch_as_the_page_says(tmp_path: Path) -> None:
         assert all(torch.equal(own[name], value) for name, value in model.state_dict().items())
     momenta = [entry["momentum_buffer"] for entry in given["optimizer"].state.values()]
     assert len(momenta) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("signalled", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_told_to_leave_goes_on_in_the_middle_of_the_epoch(signalled: int, tmp_path: Path) -> None:
+    def told(progress: Progress) -> None:
+        if progress.step == 34:
+            os.kill(os.getpid(), signalled)
+        time.sleep(0.002 * (progress.step >= 34))
+
+    given = RunSettings.of(strategy="local(3) + topk(0.2)", workers=2, virtual=True, epochs=3, batch_size=24, lr=0.05)
+    data = load("digits")
+    before = [signal.getsignal(signalled), signal.set_wakeup_fd(-1)]
+    with pytest.raises(SystemExit) as end:
+        run(given, VirtualCluster(2), out=tmp_path, data=data, watch=told, leaves=True)
+    assert end.value.code == 0
+    assert [signal.getsignal(signalled), signal.set_wakeup_fd(-1)] == before
+    newest = Checkpoints(tmp_path / "checkpoints", VirtualCluster(2)).newest()
+    assert newest is not None
+    assert newest.facts["epoch"] == 1
+    assert newest.facts["step"] == 30 + newest.facts["taken"] >= 34
+    other, number = tmp_path / "other", str(newest.number)
+    shutil.copytree(tmp_path / "checkpoints" / number, other / "checkpoints" / number)
+    shutil.copy(tmp_path / "run.json", other)
+    with pytest.raises(HocketError, match="only as many workers"):
+        run(given.changed(workers=3), VirtualCluster(3), out=other, data=data, resume=True)
+    resumed, whole = run(given, VirtualCluster(2), out=tmp_path, data=data, resume=True), run(given, VirtualCluster(2), data=data)
+    pairs = zip(resumed.replicas.weights, whole.replicas.weights, strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert [line["accuracy"] for line in resumed.metrics] == [line["accuracy"] for line in whole.metrics]

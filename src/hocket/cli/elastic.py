@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from hocket.supervisor.elastic import LIVENESS_TIMEOUT_S, ElasticRun, serve_rend
 from hocket.train.elastic import Elastic
 from hocket.transport import Keys
 
+_HERE = "tcp://127.0.0.1:0"
 _LIVENESS = typer.Option(help="Seconds of silence after which a worker is lost.")
 _HANG = typer.Option(help="Seconds for which others may wait for a worker whose training thread hangs, before it is lost.")
 
@@ -47,13 +49,15 @@ def launch(
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
     hang_timeout: Annotated[float, _HANG] = HANG_TIMEOUT_S,
     mesh: Annotated[str | None, typer.Option(help="How the script splits each worker's model, such as pipeline=2.")] = None,
+    keys: Annotated[Path | None, typer.Option(help="Those that the script gives to hocket.init, made by `hocket keys`.")] = None,
+    bind: Annotated[str, typer.Option(help="Where workers find it; an address that other machines reach needs --keys.")] = _HERE,
 ) -> None:
     """Run a training script as workers on this machine; the others go on when one is lost, and another joins."""
     parsed = Elastic.parse(elastic)
     command = [sys.executable, script, *context.args]
     parts = 1 if mesh is None else dataclasses.replace(Mesh.parse(mesh), data=1).size
     count = parsed.least if workers is None else workers
-    ElasticRun(command, count, parsed, liveness_timeout, replace, parts=parts, hang_timeout_s=hang_timeout).run()
+    ElasticRun(command, count, parsed, liveness_timeout, replace, bind, keys, parts=parts, hang_timeout_s=hang_timeout).run()
 
 
 def rendezvous(
@@ -63,12 +67,12 @@ def rendezvous(
     keys: Annotated[Path | None, typer.Option(help="Keys made by `hocket keys`.")] = None,
     job: Annotated[
         str | None,
-        typer.Option(help="Its id, 32 hexadecimal digits, if several have the same keys (HOCKET_JOB of workers)."),
+        typer.Option(help="The run's id, 32 hexadecimal digits, HOCKET_JOB of workers (default: a new one, which is printed)."),
     ] = None,
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
     hang_timeout: Annotated[float, _HANG] = HANG_TIMEOUT_S,
 ) -> None:
     """Let workers that torchrun, Slurm or others start find each other, and go on when some are lost."""
     found = None if keys is None else Keys.read(keys)
-    identity = bytes(16) if job is None else job_id(job)
+    identity = secrets.token_bytes(16) if job is None else job_id(job)
     serve_rendezvous(Elastic.parse(elastic), bind, identity, found, workers or 0, liveness_timeout, hang_timeout)

@@ -322,7 +322,7 @@ def _train(settings: RunSettings, cluster: Cluster, start: Start) -> None:
     with shown as display, start.loggers(settings, cluster.rank == 0 and not cluster.elastic) as loggers:
         given = (start.data_dir, start.out, start.resume, display.step, each(display.epoch, loggers.epoch))
         note = (lambda text: say(text.rstrip("."))) if cluster.elastic else display.note
-        training = run(settings, cluster, *given, checkpoints=start.checkpoints, note=note, keep=start.keep)
+        training = run(settings, cluster, *given, checkpoints=start.checkpoints, note=note, keep=start.keep, leaves=True)
     if cluster.process == 0:
         title = f"{settings.model} on {settings.data.name}, {_who(settings, cluster)}, {training.step} steps"
         _show(title, strategy, training.metrics, cluster.size, bulk_bytes(training), start.out, predicted_for(settings))

@@ -5,6 +5,7 @@ No collective is disturbed, and a process that is late or gone holds nobody up f
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 from typing import Any
@@ -39,6 +40,19 @@ class Agreement:
             store = store.clone()  # a connection of its own: a thread that waits here does not keep others from the store
             store.set_timeout(timedelta(seconds=_STORE_S))
             self._store = dist.PrefixStore(f"hocket/agreement/{_made}", store)
+
+    def announce(self, name: str) -> None:
+        """Say ``name``; whoever says it first says it for all."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(name, "")
+
+    def announced(self, name: str) -> bool:
+        """Whether a process has said ``name``."""
+        try:
+            return self._store is not None and bool(self._store.check([name]))
+        except RuntimeError:  # whoever hosts the store is gone
+            return False
 
     def gather(self, name: str, text: str, timeout_s: float) -> list[str | None]:
         """What each process says of ``name``, which is asked once; None for one that has said nothing in time."""

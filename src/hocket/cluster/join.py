@@ -124,14 +124,21 @@ class RendezvousInfo:
 def find_rendezvous(environ: Mapping[str, str]) -> RendezvousInfo | None:
     """The rendezvous that this process is to join; None where the run is not elastic.
 
-    >>> find_rendezvous({"HOCKET_RENDEZVOUS": "tcp://10.0.0.1:7000"}).address
+    >>> find_rendezvous({"HOCKET_RENDEZVOUS": "tcp://10.0.0.1:7000", "HOCKET_JOB": "5d41402abc4b2a76b9719d911017c592"}).address
     'tcp://10.0.0.1:7000'
     """
     if not environ.get(RENDEZVOUS):
         return None
     member = environ.get(RENDEZVOUS_MEMBER)
-    job = bytes.fromhex(environ.get(RENDEZVOUS_JOB, "")) or bytes(16)
-    return RendezvousInfo(environ[RENDEZVOUS], job, None if member is None else int(member), int(environ.get(RENDEZVOUS_HERE) or 0))
+    job = environ.get(RENDEZVOUS_JOB, "")
+    if not re.fullmatch("[0-9a-fA-F]{32}", job):
+        raise HocketError(
+            f"{RENDEZVOUS_JOB}={job}: a worker of an elastic run needs the run's id, 32 hexadecimal digits; `hocket rendezvous` "
+            "prints it, or takes it by --job."
+        )
+    return RendezvousInfo(
+        environ[RENDEZVOUS], bytes.fromhex(job), None if member is None else int(member), int(environ.get(RENDEZVOUS_HERE) or 0)
+    )
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:

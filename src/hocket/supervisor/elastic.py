@@ -42,11 +42,16 @@ def serve_rendezvous(
     """A rendezvous alone, for workers that others start; until all have finished."""
     program = Rendezvous(elastic.least, elastic.most, expected, liveness_timeout_s, hang_timeout_s=hang_timeout_s)
     with Listener(bind, job, keys) as listener, interruptible():
-        say(f"workers find this rendezvous with HOCKET_RENDEZVOUS={listener.address}")
+        say(_how_found(listener.address, job))
         driver = SocketDriver(program, listener=listener)
         driver.begin(program.start)
         while not program.over or program.members:
             driver.poll(0.1)
+
+
+def _how_found(address: str, job: bytes) -> str:
+    found = " ".join(f"{name}={value}" for name, value in RendezvousInfo(address, job).environ.items())
+    return f"workers find this rendezvous with {found}"
 
 
 class ElasticRun:
@@ -82,6 +87,8 @@ class ElasticRun:
         """Until all workers have ended; ``watch`` is called some times a second."""
         with interruptible(signal.SIGUSR1), self.supervisor, Listener(self.bind, self.job, self.keys) as listener:
             self._address = listener.address
+            if not is_loopback(self._address):
+                say(_how_found(self._address, self.job))
             driver = SocketDriver(self.program, listener=listener)
             driver.begin(self.program.start)
             self.supervisor.start(WORKER)

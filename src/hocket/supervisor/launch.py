@@ -12,31 +12,18 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from hocket.cluster.store import LOOPBACK, store_on_loopback
+from hocket.cluster.loopback import LoopbackRendezvous
 from hocket.drivers.start import ENDS_WITH
 from hocket.errors import HocketError
 
 _BACKEND = "hocket-loopback"
-_TIMEOUT_S = 600
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Those that the launcher passes on to the workers."""
 
-
-class LoopbackRendezvous(StaticTCPRendezvous):
-    """One machine, whose store listens on loopback; torch's own rendezvous listen on all interfaces."""
-
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        store = store_on_loopback()
-        super().__init__(LOOPBACK, store.port, 0, 1, parameters.run_id, _TIMEOUT_S)
-        self._store = store
-
-    def get_backend(self) -> str:
-        return _BACKEND
-
-
-rendezvous_handler_registry.register(_BACKEND, LoopbackRendezvous)
+rendezvous_handler_registry.register(_BACKEND, lambda parameters: LoopbackRendezvous(parameters.run_id, _BACKEND))
 
 
 def launch(command: Sequence[str], processes: int) -> None:
@@ -51,7 +38,15 @@ def launch(command: Sequence[str], processes: int) -> None:
     with tempfile.TemporaryDirectory(prefix="hocket-") as folder:
         logs = DefaultLogsSpecs(folder)  # else torch leaves a folder of its own behind
         config = LaunchConfig(
-            1, 1, processes, logs, run_id=uuid.uuid4().hex, rdzv_backend=_BACKEND, max_restarts=0, monitor_interval=0.1
+            1,
+            1,
+            processes,
+            logs,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend=_BACKEND,
+            max_restarts=0,
+            monitor_interval=0.1,
+            signals_to_handle=_SIGNALS,
         )
         try:
             elastic_launch(config, sys.executable)(*command)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,8 @@ class Elastic:
     With fewer than ``least`` the others wait at the end of a step until enough have joined; above ``most`` workers wait, ready to
     take the place of one that is lost. ``scale_lr="linear"`` keeps the learning rate proportional to the number of workers,
     ``"sqrt"`` to its root; the optimiser's own rate is that of ``counted`` workers (None: of those that the run starts with).
+    ``on_leave`` is called with the job on every worker, where all of them have been told to leave, so that nobody is left to hand
+    over to: in the optimiser's step, at its end, within seconds (save a checkpoint).
 
     >>> Elastic.parse("2:8")
     Elastic(least=2, most=8, scale_lr='none', counted=None)
@@ -52,6 +55,7 @@ class Elastic:
     most: int
     scale_lr: str | bool = "none"
     counted: int | None = None
+    on_leave: Callable[[Job], None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale_lr", scaling(self.scale_lr))
@@ -138,7 +142,11 @@ class ElasticStart:
             given = (self.cluster, mesh, pipeline, self.rendezvous, self.elastic, os.environ)
             job = elastic_split_job(model, optimizer, strategy, *given, **options)
             assert isinstance(job.runtime, ElasticRuntime)
-            return job, job.runtime.stream
-        keys = None if self.keys is None else Keys.read(self.keys)
-        runtime = elastic_runtime(self.cluster, self.rendezvous, self.elastic, keys)
-        return Job(model, optimizer, strategy, runtime, **options), runtime.stream
+        else:
+            keys = None if self.keys is None else Keys.read(self.keys)
+            job = Job(model, optimizer, strategy, elastic_runtime(self.cluster, self.rendezvous, self.elastic, keys), **options)
+        runtime = job.runtime
+        assert isinstance(runtime, ElasticRuntime)
+        if self.elastic.on_leave is not None:
+            runtime.on_last = partial(self.elastic.on_leave, job)
+        return job, runtime.stream

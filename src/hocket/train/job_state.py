@@ -15,6 +15,9 @@ from hocket.strategy import Strategy
 from hocket.train.job_view import JobView
 from hocket.train.other_workers import load_moments, one_for_all
 
+_HOST_SIZE = "host_size"
+"""Workers of a host as they were when the state was saved: what a hierarchical exchange left behind is of such hosts."""
+
 
 class JobState(JobView):
     """The state of a job; it satisfies ``torch.distributed.checkpoint.stateful.Stateful``."""
@@ -31,7 +34,7 @@ class JobState(JobView):
         It is one entry, named by this process and held in a tuple: ``torch.distributed.checkpoint`` then neither takes it apart (a
         new job lacks some of its tensors) nor confuses it with that of another worker.
         """
-        return {self._entry: (self.own_state(),)}
+        return {self._entry: ({**self.own_state(), _HOST_SIZE: self.cluster.host_size},)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; with servers or peers, before the first step."""
@@ -56,7 +59,7 @@ class JobState(JobView):
         return state if self.loaders is None else {**state, "loaders": self.loaders.state_dict()}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        own = {name: value for name, value in state.items() if name != "loaders"}
+        own = {name: value for name, value in state.items() if name not in ("loaders", _HOST_SIZE)}
         self.runtime.load_state_dict(own if self.split is None else self.split.load_described(own))
         if self.loaders is not None and "loaders" in state:
             self.loaders.load_state_dict(state["loaders"])
@@ -94,11 +97,10 @@ class JobState(JobView):
                 f"{self.strategy} on this model goes on with as many workers as it had ({len(saved)}, not {self.cluster.size}); "
                 "save job.full_state() of a model in parts, or the mean model of job.averaged()."
             )
-        given = (self.model, self.optimizer, self.strategy, self.layout, program.seed, self.cluster.host_size)
-        loaders = states[0]["job"].pop("loaders", None)
-        for state in states[1:]:
-            state["job"].pop("loaders", None)
-        common = one_for_all(states, *given)
+        loaders, host_size = states[0]["job"].get("loaders"), states[0]["job"].get(_HOST_SIZE, self.cluster.host_size)
+        for state in states:
+            state["job"] = {name: value for name, value in state["job"].items() if name not in ("loaders", _HOST_SIZE)}
+        common = one_for_all(states, self.model, self.optimizer, self.strategy, self.layout, program.seed, host_size)
         take_over(program, self.weights, common.merged)
         for name, buffer in self.model.named_buffers():
             buffer.data.copy_(common.buffers.get(name, buffer))

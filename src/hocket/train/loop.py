@@ -230,6 +230,7 @@ class Training(EpochLoop):
 
     replicas: Replicas
     step: int = 0
+    taken = 0  # rounds of the epoch under way that were done before the run was resumed
 
     def __init__(
         self, replicas: Replicas, cluster: Cluster, data: DataSet, loss: Loss, plan: TrainingPlan, metric: Metric | None = None
@@ -251,8 +252,7 @@ class Training(EpochLoop):
     def _train_epoch(self, watch: Watch) -> tuple[Entry, float]:
         losses: list[Tensor] = []
         self.cluster.ledger.resume()
-        rounds = self.batches.partition.rounds(self.epoch, self.shares)
-        rounds = rounds[: self.steps - self.step]
+        rounds = self.batches.partition.rounds(self.epoch, self.shares)[self.taken :][: self.steps - self.step]
         indices = self._indices(rounds)
         for round_, index, samples in zip(rounds, indices, self._train.batches(indices), strict=True):
             loss = self._step(round_, index, samples)
@@ -261,7 +261,7 @@ class Training(EpochLoop):
         losses += self.replicas.drain()
         self.cluster.ledger.pause()
         entry = self.ledger.close_epoch()
-        self.epoch += 1
+        self.epoch, self.taken = self.epoch + 1, 0
         self.replicas.audit()
         self._samples = [sum(sizes) for sizes in zip(*(r.sizes for r in rounds[: len(losses)]), strict=True)]
         return entry, self._mean_loss(losses)

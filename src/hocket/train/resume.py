@@ -44,10 +44,12 @@ def mean_files(training: EpochLoop, split: bool) -> dict[str, Any]:
     return {} if whole is None else {WHOLE: whole, WEIGHTS: whole["model"]}
 
 
-def facts_of(settings: RunSettings, cluster: Cluster, training: EpochLoop, run: Mapping[str, Any]) -> dict[str, Any]:
-    """What the manifest says of a checkpoint; ``run`` is run.json."""
+def facts_of(
+    settings: RunSettings, cluster: Cluster, training: EpochLoop, run: Mapping[str, Any], taken: int = 0
+) -> dict[str, Any]:
+    """What the manifest says of a checkpoint; ``run`` is run.json, ``taken`` how many rounds of an epoch under way are done."""
     where = {"workers": settings.workers.count, "processes": cluster.processes, "host_size": cluster.host_size}
-    return {"step": training.step, "epoch": training.epoch, **where, "run": dict(run)}
+    return {"step": training.step, "epoch": training.epoch, **where, "run": dict(run), **({"taken": taken} if taken else {})}
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ class Resumption:
         facts, training = generation.facts, self.training
         if facts.get("within") and not self.cluster.elastic:
             raise HocketError("it was saved in the middle of an epoch, and only an elastic run can go on there")
+        if facts.get("taken") and (self._resplit(facts) or self._moved(facts)):
+            raise HocketError("it was saved in the middle of an epoch, and only as many workers of the same kind can go on there")
         if self._resplit(facts):
             self._load_whole(generation)
         elif self._moved(facts) and self.settings.split is None:
@@ -136,6 +140,7 @@ class Resumption:
             check_structure(generation, training, state, whole=not (self.settings.split or self.settings.sharding.named))
             if not self.cluster.elastic:
                 training.load_state_dict(state)
+                training.taken = facts.get("taken", 0)  # type: ignore[attr-defined]
                 return
             training.replicas.load_state_dict(state["replicas"])
             self._go_on(generation, state)

@@ -29,6 +29,7 @@ from hocket.train.checks import mention_steps
 from hocket.train.elastic import MOST_WORKERS, Elastic
 from hocket.train.engines import Engine, VmapEngine, choose
 from hocket.train.hosted import Replicas
+from hocket.train.leaving import leaving
 from hocket.train.loop import EpochLoop, Progress, Training
 from hocket.train.record import CHECKPOINTS, Record, versions
 from hocket.train.replicas import LiveReplica, Loss
@@ -180,12 +181,14 @@ def run(
     briefly: bool = False,
     note: Callable[[str], None] = lambda _: None,
     keep: int = LEAST_KEPT,
+    leaves: bool = False,
 ) -> EpochLoop:
     """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given.
 
     ``checkpoints``: one after every epoch, the last ``keep`` of which are kept; a full disk then does not end the training.
     ``briefly``: nothing is evaluated but the mean model at the end. ``note`` is told, on the first process, what people should
-    know: who holds what of a split model, which checkpoint the run goes on from, which one could not be written.
+    know: who holds what of a split model, which checkpoint the run goes on from, which one could not be written. ``leaves``:
+    SIGTERM and SIGUSR1 to any process make all write a checkpoint at the end of a step, and leave.
     """
     process = cluster.process
     record = None if out is None else Record(out, int(cluster.elastic) or process, resume)
@@ -209,12 +212,14 @@ def run(
         go_on = partial(_go_on, settings, cluster, training, described, kept, record, note)
         save = _saver(settings, cluster, training, described, kept, go_on, resume, checkpoints)
         record.write_run(described)
-        for metrics in training.run(watch):
-            record.process = cluster.process  # elastic workers are numbered anew when one is lost
-            _write_metrics(record, training, checkpoints, note)
-            if checkpoints:
-                save()
-            on_epoch(metrics)
+        with leaving(training, cluster, kept, save, leaves and checkpoints) as (watching, after_epoch):
+            for metrics in training.run(watching(watch)):
+                record.process = cluster.process  # elastic workers are numbered anew when one is lost
+                _write_metrics(record, training, checkpoints, note)
+                if checkpoints:
+                    save()
+                on_epoch(metrics)
+                after_epoch()
     if checkpoints and (weights := mean_weights(settings, cluster, training)) is not None:
         record.write_weights(weights)
     if settings.split is not None and isinstance(training, Training):
@@ -249,7 +254,7 @@ def _saver(
     go_on: Callable[[int, int], int],
     resume: bool,
     checkpoints: bool,
-) -> Callable[[], None]:
+) -> Callable[..., None]:
     """What writes one more checkpoint; before that ``go_on`` is called, if this is to."""
     if cluster.elastic:
         from hocket.train.elastic_checkpoints import begun  # sockets are loaded only where they are needed
@@ -257,7 +262,11 @@ def _saver(
         return begun(training, kept, described, go_on, resume, checkpoints)
     if resume:
         go_on(cluster.rank, settings.workers.count)
-    return lambda: kept.save(states_of(settings, cluster, training), facts_of(settings, cluster, training, described))
+
+    def save(taken: int = 0) -> None:
+        kept.save(states_of(settings, cluster, training), facts_of(settings, cluster, training, described, taken))
+
+    return save
 
 
 def _write_metrics(record: Record, training: EpochLoop, goes_on: bool, note: Callable[[str], None]) -> None:

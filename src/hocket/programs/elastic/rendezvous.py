@@ -46,6 +46,8 @@ _MOST_MEMBERS = 2048
 """An order names all of them."""
 _MOST_PARTS = 4096
 """Processes of a replica."""
+_QUIET_S = 0.75
+"""Three beats: nobody is let in while a member is silent for longer."""
 _SILENT_S = 1.5
 """After an exchange has failed, a member that was silent for so long is the one that is lost."""
 
@@ -88,6 +90,8 @@ class _Beat(NamedTuple):
     host: str
     standing: dict[str, Any]
     """Where its training thread stands."""
+    reported: int
+    """The latest report of late members that it has."""
 
     @classmethod
     def read(cls, message: Envelope, newest: int) -> _Beat:
@@ -104,7 +108,7 @@ class _Beat(NamedTuple):
         host, standing = told.get("host", ""), told.get("standing", {})
         if not isinstance(host, str) or not isinstance(standing, dict):
             raise ValueError("a text and a mapping were expected")
-        return cls(*numbers, *flags, told["terms"], part, parts, host, standing)
+        return cls(*numbers, *flags, told["terms"], part, parts, host, standing, whole(told.get("reported", 0)))
 
 
 class Rendezvous(Service):
@@ -206,7 +210,7 @@ class Rendezvous(Service):
         if member.finished and self.generation.planned and self._formed != self.generation and uid in self._formed.members:
             self._announce(self._standing(), planned=False)  # no step follows at whose end others could join
         self.over |= all(uid in self._members and self._members[uid].finished for uid in self.generation.members or [-1])
-        news = self._waits.news(int(told.get("reported", 0)))
+        news = self._waits.news(told.reported)
         self._answer(peer, Kind.ORDER, message.number, {**self.generation.described(), "known": True, **news})
 
     def _status(self) -> dict[str, Any]:
@@ -273,6 +277,8 @@ class Rendezvous(Service):
         current, members = self.generation, self._members
         if self.over or any(member.finished for member in members.values()):
             return
+        if self._broken or any(self.now - members[uid].heard > _QUIET_S for uid in current.members if uid in members):
+            return  # one of them may be lost: a process that was started in its place would be let in with it, and dropped with it
         staying = [one for one in current.replicas if all(uid in members and not members[uid].leaving for uid in one)]
         waiting = [uid for uid, m in members.items() if uid not in current.members and not m.leaving and not m.dropped]
         complete = list(zip(*([uid for uid in waiting if members[uid].part == part] for part in range(self._parts)), strict=False))
