@@ -122,6 +122,8 @@ def train(
                 return
             elif fault == "leave" and job.step == at:
                 os.kill(os.getpid(), signal.SIGTERM)
+                while job.runtime.member.latest.number == job.cluster.generation:  # the end of the next step is that of this run
+                    time.sleep(0.01)
             elif fault and rank == victim and job.step == at:
                 os.kill(os.getpid(), getattr(signal, fault))
     steps = job.step
