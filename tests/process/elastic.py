@@ -154,6 +154,8 @@ def train(
                 time.sleep(2 * build_s)
             elif fault == "leave" and job.step == at:
                 os.kill(os.getpid(), signal.SIGTERM)
+                while job.runtime.member.latest.number == job.cluster.generation:  # the end of the next step is that of this run
+                    time.sleep(0.01)
             elif fault in SIGNALS and rank == victim and job.step == at:
                 os.kill(os.getpid(), getattr(signal, fault))
     steps = job.step

@@ -177,7 +177,9 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_another_number_of_workers(
 ) -> None:
     """Also where all workers are told to leave; if one has left before the others know that they are to, it has handed over."""
     with rendezvous(before) as (_, environ):
-        group = nursery.start(TRAIN, before, tmp_path / "first", environ, strategy="bulk + topk(0.2)", fault=fault, at=4)
+        slow = str(tmp_path / "never") if fault == "leave" else ""
+        arguments = {"strategy": "bulk + topk(0.2)", "fault": fault, "at": 4, "until": slow}
+        group = nursery.start(TRAIN, before, tmp_path / "first", environ, **arguments)
         assert group.wait(60) == [0] * before, group.said()
     paths = [str(path) for path in sorted((tmp_path / "first").glob("*.saved"))]
     assert len(paths) == before or (paths and fault == "leave")

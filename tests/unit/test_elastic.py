@@ -347,6 +347,7 @@ def test_a_worker_has_a_gpu_of_its_own_or_none(
 
 def test_another_backend_than_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOCKET_RENDEZVOUS", "tcp://127.0.0.1:1")
+    monkeypatch.setenv("HOCKET_JOB", "0" * 32)
     with pytest.raises(hocket.HocketError, match=r"backend='nccl': an elastic run .* leave backend out"):
         hocket.init(backend="nccl")
 
