@@ -38,7 +38,7 @@ browser:
 	else echo 'There is no Chromium: install chromium or google-chrome with your package manager; without it the tests of the report page are skipped.' >&2; exit 1; fi
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check
