@@ -176,7 +176,8 @@ class ElasticExchange(Exchange):
         # All is there: from here on rows are written to.
         results = [part.pending.wait() if isinstance(part, _Launched) else part for part in results]
         end = ledger.clock.stamp() if self._ended is None else self._ended
-        ledger.record(Span(self._first, self._last, blocked, end, self.latest_start_s))
+        span = Span(self._first, self._last, blocked, end, self.latest_start_s) if ledger.timed and self._names else None
+        ledger.record(span)
         return results if self._flagged else results[:-1]
 
     def settle(self, rows: Sequence[Tensor]) -> list[Any]:
