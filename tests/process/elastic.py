@@ -13,14 +13,19 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import hocket
 import hocket.drivers.elastic as drivers
+from hocket.cluster import live_groups
 from hocket.cluster.elastic_exchange import ElasticExchange
+from hocket.cluster.exchange_thread import ExchangeThread
 from hocket.cluster.join import RendezvousInfo
+from hocket.cluster.live_groups import LiveGroups
 from hocket.drivers.sockets import SocketDriver
 from hocket.programs.elastic.rendezvous import Rendezvous
 from hocket.train import handover
@@ -28,6 +33,7 @@ from hocket.train.runtimes import regroup
 from hocket.transport import Listener
 from process.cases import net, sgd
 from process.late import held_up_by_its_data
+from process.launch import eventually
 
 SAMPLES, BATCH, EPOCHS = 120, 4, 3
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1")
@@ -200,3 +206,25 @@ def train_split(
     weights = {name: p.detach().clone() for name, p in job.model.named_parameters()}
     found = {"weights": weights, "part": rank % 2, "whole": None if state is None else state["model"]}
     torch.save({**found, "first": first, "steps": steps, "losses": losses, **job.summary()}, f"{folder}/{rank}.pt")
+
+
+def send_to_one_that_is_stopped(rank: int, folder: str) -> None:
+    """Process 1 stops when it has received a part of a message; process 0 aborts the group, and ends process 1."""
+    live_groups._LOOK_S = 0.02
+    stopped, message, groups = Path(folder, "stopped"), torch.zeros(1 << 26, dtype=torch.uint8), LiveGroups()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    groups.begin(1)
+    groups.add(dist.group.WORLD)
+    if rank == 1:
+        dist.irecv(message, 0)
+        stopped.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    assert eventually(lambda: stopped.exists() and psutil.Process(int(stopped.read_text())).status() == psutil.STATUS_STOPPED)
+    ended = ExchangeThread(groups.result).submit(lambda: handover._end(dist.isend(message, 1)), lambda error: error)
+    time.sleep(0.2)
+    groups.abort()
+    try:
+        ended()
+    except RuntimeError:
+        Path(folder, "failed").touch()
+    os.kill(int(stopped.read_text()), signal.SIGKILL)

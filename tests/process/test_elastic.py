@@ -222,6 +222,13 @@ def test_a_result_that_others_have_used_reaches_one_that_lacks_it(strategy: str,
     assert (group.folder / "broken").exists()
 
 
+def test_a_message_of_which_a_part_is_sent_does_not_outlive_its_group(nursery: Nursery, tmp_path: Path) -> None:
+    """Gloo says nothing to whoever waits for the rest of it."""
+    group = nursery.start("process.elastic:send_to_one_that_is_stopped", 2, tmp_path)
+    assert group.wait(30) == [0, -9], group.said()
+    assert (tmp_path / "failed").exists()
+
+
 SPLIT = "process.elastic:train_split"
 
 

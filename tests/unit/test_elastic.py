@@ -103,6 +103,15 @@ def test_an_exchange_of_which_a_part_failed_is_not_acknowledged() -> None:
     cluster.close()
 
 
+@pytest.mark.parametrize("ending", Ending)
+def test_an_exchange_of_nothing_counts_and_takes_no_time(ending: Ending) -> None:
+    """That of a fragment which has no bucket, say."""
+    cluster = ElasticCluster()
+    assert cluster.complete(cluster.exchange(ending=ending), lambda: cluster.exchange(ending=ending)) == []
+    assert cluster.done == 1
+    assert cluster.ledger.spans == []
+
+
 def test_a_member_repeats_a_request_that_was_lost_while_the_rendezvous_goes_on_to_answer_its_beats() -> None:
     member, sent, now = Member(7), list[Envelope](), 0.0
 

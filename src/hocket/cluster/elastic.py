@@ -43,6 +43,7 @@ class ElasticCluster(ProcessCluster):
         Cluster.__init__(self, 1, range(1), torch.device(device), True)
         self.backend, self.exact, self.keys = "gloo", exact, keys
         self.live = LiveGroups()
+        self._pending = self.live.pending
         self.done, self.held, self.change = 0, False, False
         self.everybody = 1
         """Processes of all replicas."""
@@ -70,8 +71,7 @@ class ElasticCluster(ProcessCluster):
         self._unconfirmed: Pending | None = None
         self.progress = MemberProgress()
         self._track = self.progress.exchanges
-        self._thread: ExchangeThread | None = ExchangeThread()
-        self._store: dist.Store | None = None
+        self._thread: ExchangeThread | None = ExchangeThread(self.live.result)
         self._reductions, self._derived, self._shares_heartbeat = {}, set(), False  # type: ignore[assignment]
 
     # --- generations ---------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class ElasticCluster(ProcessCluster):
         """Be process ``rank`` of the ``size`` ones of generation ``number``, which find each other by ``store`` and connect in
         ``timeout_s``. Where replicas have several processes, each exchanges with those that hold the same part."""
         self.dissolve()
-        self._thread, self._store, timeout = ExchangeThread(), store, timedelta(seconds=timeout_s)
+        self._thread, timeout = ExchangeThread(self.live.result), timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         self.live.begin(number)
         self.change, parts = False, self.parts
@@ -104,7 +104,7 @@ class ElasticCluster(ProcessCluster):
         self.live.clear()
         self.open.clear()
         if self._thread is not None:
-            self._thread.close(self.liveness_timeout_s)
+            self._thread.close(0.0 if self.live.given_up else self.liveness_timeout_s)
             self._thread = None
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -93,7 +93,8 @@ class ElasticExchange(Exchange):
             self._failed = True
             raise
         finally:
-            self._cluster.current = None
+            if self._cluster.current is self:  # this thread may have been left behind
+                self._cluster.current = None
         return _Launched(result) if self.ending is Ending.SHARED and isinstance(result, Pending) else result
 
     def seal(self) -> None:
@@ -112,7 +113,8 @@ class ElasticExchange(Exchange):
         total = torch.empty_like(rows) if place is None else cluster.spare.pop(place)
         self.sums.append(total.copy_(rows))
         workers = cluster.size
-        return Pending(dist.all_reduce(total, group=cluster.group, async_op=True), lambda: torch.div(total, workers, out=rows))
+        work = dist.all_reduce(total, group=cluster.group, async_op=True)
+        return cluster._pending(work, lambda: torch.div(total, workers, out=rows))
 
     def acknowledge(self, flags: Tensor) -> Any:
         """Tell all members that this one has the result, and learn that they have it; ``flags`` ``[1, k]`` of all combined.
@@ -140,7 +142,7 @@ class ElasticExchange(Exchange):
         if everybody == 1:
             return self._heard(heard.view(1, -1), flags.device)
         work = dist.all_to_all_single(heard, told.repeat(everybody), async_op=True)
-        pending = Pending(work, partial(self._heard, heard.view(everybody, -1), flags.device))
+        pending = cluster._pending(work, partial(self._heard, heard.view(everybody, -1), flags.device))
         if self.ending is not Ending.OWN:
             return pending
         self.acknowledgement = pending
@@ -174,7 +176,8 @@ class ElasticExchange(Exchange):
         # All is there: from here on rows are written to.
         results = [part.pending.wait() if isinstance(part, _Launched) else part for part in results]
         end = ledger.clock.stamp() if self._ended is None else self._ended
-        ledger.record(Span(self._first, self._last, blocked, end, self.latest_start_s))
+        span = Span(self._first, self._last, blocked, end, self.latest_start_s) if ledger.timed and self._names else None
+        ledger.record(span)
         return results if self._flagged else results[:-1]
 
     def settle(self, rows: Sequence[Tensor]) -> list[Any]:

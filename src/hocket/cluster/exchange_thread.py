@@ -62,8 +62,10 @@ def explained(work: Callable[[], Any], explain: Explain) -> Any:
 class ExchangeThread:
     """Runs work strictly in the order of submission; the thread starts with the first work."""
 
-    def __init__(self) -> None:
+    def __init__(self, result: Callable[[Future[Any]], Any] = Future.result) -> None:
+        """``result`` waits for what the thread does."""
         self.working = False
+        self._result = result
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
@@ -81,7 +83,7 @@ class ExchangeThread:
             self._thread.start()
         future: Future[Any] = Future()
         self._queue.put((work, future))
-        return lambda: explained(lambda: finished(future.result()), explain)
+        return lambda: explained(lambda: finished(self._result(future)), explain)
 
     def close(self, timeout_s: float) -> None:
         """End the thread, or leave it after ``timeout_s``: work in progress may wait for processes that are lost."""

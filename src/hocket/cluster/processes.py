@@ -63,6 +63,7 @@ class ProcessCluster(Cluster):
     """The workers of an initialised ``torch.distributed`` process group, or of one of its subgroups."""
 
     has_process_group = True
+    _pending: Callable[..., Pending] = Pending
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class ProcessCluster(Cluster):
             for row in rows[1:]:
                 total += row
         work = dist.all_reduce(total, group=group, async_op=True)
-        return Pending(
+        return self._pending(
             work, lambda: rows.copy_(total.div_(subgroups.size).expand_as(rows)) if self.rows > 1 else rows.div_(subgroups.size)
         )
 
@@ -268,7 +269,7 @@ class ProcessCluster(Cluster):
         self._count_broadcast(rows, source)
         row = rows[source - self.workers.start if source in self.workers else 0]
         work = dist.broadcast(row, self._ranks[self._messages.owner[source]], group=self.group, async_op=True)
-        return Pending(work, lambda: rows.copy_(row.clone().expand_as(rows)) if self.rows > 1 else rows)
+        return self._pending(work, lambda: rows.copy_(row.clone().expand_as(rows)) if self.rows > 1 else rows)
 
     def create_groups(self, subgroups: Subgroups) -> None:
         if subgroups.whole or self.rows > 1 or self.size != self.processes:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hocket.cluster.live_groups import STANDS, abort_group
+from hocket.cluster.exchange_thread import ExchangeThread
+from hocket.cluster.live_groups import STANDS, LiveGroups, abort_group
 from hocket.errors import WorkerLost
 
 
@@ -40,6 +41,8 @@ class Replica:
         self.watched: Callable[[str, Sequence[int], Callable[[], object]], None] = _unwatched
         """Calls what waits for others along an axis."""
         self._groups: dict[str, Any] = {}
+        self._live = LiveGroups()
+        self._waiter = ExchangeThread(self._live.result)
         self._waits = self._failed = self._closed = False
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -68,6 +71,10 @@ class Replica:
     def connect(self, number: int, store: dist.Store, timeout_s: float) -> None:
         """Connect the processes of the replica anew, in generation ``number``."""
         self.disconnect()
+        if self._live.given_up:
+            self._waiter.close(0.0)
+            self._waiter = ExchangeThread(self._live.result)
+        self._live.begin(number)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="hocket-replica", daemon=True)
             self._thread.start()
@@ -86,6 +93,7 @@ class Replica:
 
     def abort(self) -> None:
         """Make everything fail that is under way between its processes; from any thread."""
+        self._live.abort()
         for name, group in list(self._groups.items()):
             abort_group(group, self.place(name), self.size(name))
 
@@ -93,6 +101,11 @@ class Replica:
         self._closed = True
         self._wake.set()
         self.disconnect()
+        self._waiter.close(0.0)
+
+    def ended(self, work: Callable[[], object]) -> None:
+        """Call ``work``, which waits for other processes; RuntimeError where it was aborted and does not end."""
+        self._waiter.submit(work, _same)()
 
     def most(self, value: int) -> int:
         """The largest ``value`` of all its processes."""
@@ -100,7 +113,7 @@ class Replica:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         for group in self._groups.values():
-            group.allreduce([told], options).wait()
+            self.ended(group.allreduce([told], options).wait)
         return int(told)
 
     # --- while others are waited for -----------------------------------------------------------------------------------------
@@ -140,6 +153,10 @@ class Replica:
                     except BaseException:  # the thread that waits begins anew
                         self._failed = True
                         self.abort()
+
+
+def _same(error: BaseException) -> BaseException:
+    return error
 
 
 def _unwatched(axis: str, ranks: Sequence[int], work: Callable[[], object]) -> None:

@@ -80,7 +80,7 @@ class ElasticAxis(Axis):
 
     def _wait_for(self, work: Callable[[], object]) -> None:
         with self.replica.waiting():
-            self.replica.watched(self.name, self.ranks, work)
+            self.replica.watched(self.name, self.ranks, lambda: self.replica.ended(work))
 
 
 @dataclass
