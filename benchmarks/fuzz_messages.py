@@ -276,7 +276,19 @@ def rendezvous(parts: int) -> Target:
     members = range(2 * parts)
 
     def beat(uid: int, number: int, **changes: Any) -> tuple[bytes, Envelope]:
-        told = {"attempt": 0, "formed": 0, "failed": 0, "leaving": False, "finished": False, "terms": "same"}
+        told = {
+            "attempt": 0,
+            "formed": 0,
+            "failed": 0,
+            "leaving": False,
+            "finished": False,
+            "terms": "same",
+            "host": "node",
+            "reported": 0,
+        }
+        waits = {"waits": ["elastic", number, "gradients"], "late": 0.1} if uid else {}
+        stack, launched = ["read (data/files.py:7)"], {"elastic": [number, 3]}
+        told["standing"] = {"for_s": 5.0, "launched": launched, "stack": stack, "pid": 7, **waits}
         metadata = {**told, "part": uid % parts, "parts": parts, **changes}
         return b"m%d" % uid, Envelope(Kind.BEAT, uid, number=number, metadata=metadata)
 

@@ -47,7 +47,7 @@ from hocket.data import (
 )
 from hocket.data.base import identity
 from hocket.data.batches import BatchSequence
-from hocket.data.distribute import BatchDispatcher, LoaderPositions
+from hocket.data.distribute import LoaderPositions, SharedBatchCounter
 from hocket.data.partition import proportional
 from hocket.data.shards.order import ShardOrder
 from hocket.errors import HocketError
@@ -267,10 +267,10 @@ def test_by_demand_each_batch_of_one_process_goes_to_whoever_asks_for_it(kind, n
 
 def test_a_dealer_gives_every_number_once_and_goes_on_after_the_last_save():
     store = torch.distributed.HashStore()
-    dispatchers = [BatchDispatcher(store, "one", 0), BatchDispatcher(store, "other", 0), BatchDispatcher(store, "one", 3)]
+    dispatchers = [SharedBatchCounter(store, "one", 0), SharedBatchCounter(store, "other", 0), SharedBatchCounter(store, "one", 3)]
     assert [deal() for deal in (*dispatchers, *dispatchers)] == [3, 0, 4, 5, 1, 6]
     assert [deal.dealt for deal in dispatchers] == [7, 2, 7]
-    assert BatchDispatcher(store, "one", 2)() == 7
+    assert SharedBatchCounter(store, "one", 2)() == 7
 
 
 def test_passes_of_one_epoch_are_told_apart():

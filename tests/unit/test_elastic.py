@@ -312,7 +312,15 @@ def test_a_member_whose_training_thread_hangs_is_named_and_after_long_lost() -> 
     assert "late" not in run.beat(1, standing=COMPUTES)[0].message.metadata
 
 
-JUNK = [{"late": 1}, {"late": "x", "waits": [1]}, {"late": 0.1, "for_s": 5.0, "waits": ["e", 1, "w"], "launched": 3}]
+JUNK: list[Any] = [
+    {"late": 1},
+    {"late": "x", "waits": [1]},
+    {"late": 0.1, "for_s": 5.0, "waits": ["e", 1, "w"], "launched": 3},
+    {"late": 0.1, "for_s": 5.0, "waits": ["elastic", float("inf"), "w"]},
+    {"late": 0.1, "for_s": float("nan"), "waits": ["elastic", 1, "w"]},
+    {"late": 0.1, "for_s": 5.0, "waits": ["elastic", 1, "w" * 1_000_000], "stack": ["f" * 1_000_000] * 1000},
+    [3],
+]
 
 
 @pytest.mark.parametrize("junk", JUNK)

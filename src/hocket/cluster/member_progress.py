@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hocket.cluster.progress import RENDEZVOUS, Progress
+from hocket.cluster.progress import ELASTIC, RENDEZVOUS, Progress
 
 _GENERATION = 1 << 32
 """More than the exchanges of a generation."""
@@ -18,7 +18,7 @@ class MemberProgress(Progress):
 
     def __init__(self) -> None:
         super().__init__()
-        self.exchanges = self.track("elastic", [])
+        self.exchanges = self.track(ELASTIC, [])
         self._rendezvous = self.track(RENDEZVOUS, [])
         self._rendezvous.longest_s = math.inf  # nobody is late there
         self.reports: Callable[[], list[dict[str, Any]]] = list

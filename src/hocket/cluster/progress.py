@@ -19,11 +19,13 @@ FLOOR_S = 3.0
 TIMES = 5.0
 FADES = 0.98
 """An exchange is late when it takes ``TIMES`` as long as the longest one of late; the memory of that fades with each exchange."""
+ELASTIC = "elastic"
+"""The track of all members of an elastic run: their exchanges."""
 RENDEZVOUS = "rendezvous"
 """The track of processes that wait for the rendezvous of an elastic run: nobody waits for these."""
 _STUCK_S = 1.0
 """A process that has waited in one place for these seconds reports its stack."""
-_FRAMES = 6
+FRAMES = 6
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def stack_of(thread: int | None) -> list[str]:
     """The innermost frames of a thread, innermost first, as ``function (folder/file.py:line)``."""
     frame = sys._current_frames().get(thread or 0)
     found: list[str] = []
-    while frame is not None and len(found) < _FRAMES:
+    while frame is not None and len(found) < FRAMES:
         file = "/".join(PurePath(frame.f_code.co_filename).parts[-2:])
         found.append(f"{frame.f_code.co_name} ({file}:{frame.f_lineno})")
         frame = frame.f_back

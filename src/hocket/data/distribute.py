@@ -29,11 +29,11 @@ from hocket.data.shards.stream import ShardStream
 from hocket.errors import HocketError
 
 
-class BatchDispatcher:
+class SharedBatchCounter:
     """Gives each worker that asks the next number of a batch: all workers share a count on ``store``, which begins at ``dealt``.
 
     >>> store = torch.distributed.HashStore()
-    >>> one, other = BatchDispatcher(store, "pass", 0), BatchDispatcher(store, "pass", 2)
+    >>> one, other = SharedBatchCounter(store, "pass", 0), SharedBatchCounter(store, "pass", 2)
     >>> one(), other(), one(), one.dealt
     (2, 3, 4, 5)
     """
@@ -62,7 +62,7 @@ class Iteration:
     batches: int = 0
     again: int = 0
     """How many passes of this kind and epoch came before."""
-    dispatcher: BatchDispatcher | None = None
+    dispatcher: SharedBatchCounter | None = None
     workers: int = 0
     """How many workers it is distributed to."""
     before: tuple[tuple[int, int], ...] = ()
@@ -74,9 +74,9 @@ class Iteration:
             self.before, self.batches = (*self.before, (self.workers, self.batches)), 0
         self.workers = workers
 
-    def by_demand(self, store: Store) -> BatchDispatcher:
+    def by_demand(self, store: Store) -> SharedBatchCounter:
         """Deal the batches by demand from here on."""
-        self.dispatcher = BatchDispatcher(store, f"{self.kind}/{self.epoch}/{self.again}", self.batches)
+        self.dispatcher = SharedBatchCounter(store, f"{self.kind}/{self.epoch}/{self.again}", self.batches)
         return self.dispatcher
 
     def state(self) -> list[Any]:

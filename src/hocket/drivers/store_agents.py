@@ -215,7 +215,9 @@ class StoreProcess(RemoteProcess):
         told = self._store.get(f"ended/{self._name}")
         with contextlib.suppress(ValueError):
             return int(told)
-        raise HocketError(f"What the store says of process {self._name} is no exit code; close the store's port to others.")
+        raise HocketError(
+            f"What the store says of process {self._name} is not an exit code; block the store's port for other users."
+        )
 
 
 def _signature(secret: bytes, key: str, order: str) -> str:

@@ -50,7 +50,7 @@ class HocketAccelerator:
             raise HocketError(
                 "Models were prepared already, and wrapped in DDP; make HocketAccelerator before accelerator.prepare(…)."
             )
-        self.accelerator, self.strategy, self.options = accelerator, together(strategy, "Accelerate"), options
+        self.accelerator, self.strategy, self.options = accelerator, together(strategy, "Accelerate", options), options
         self.replicas = Replicas([])
         self._loaded: Any = None
         session.init(device=accelerator.device, seed=seed)

@@ -33,7 +33,7 @@ class FabricHocketStrategy(DDPStrategy):
     """
 
     def __init__(self, strategy: str | Strategy = "bulk + allreduce", seed: int = 0, **options: Any) -> None:
-        self.hocket, self.seed = together(strategy, "Fabric"), seed
+        self.hocket, self.seed = together(strategy, "Fabric", options), seed
         known = ("accumulate", "buckets", "check", "steps")
         self._options = {name: options.pop(name) for name in known if name in options}
         super().__init__(**options)

@@ -53,7 +53,7 @@ class HocketStrategy(DDPStrategy):
     strategy_name = "hocket"
 
     def __init__(self, strategy: str | Strategy = "bulk + allreduce", seed: int = 0, **options: Any) -> None:
-        self.hocket = together(strategy, "Lightning")
+        self.hocket = together(strategy, "Lightning", options)
         self.seed = seed
         self._options = {name: options.pop(name) for name in ("buckets", "check", "accumulate") if name in options}
         if named := [name for name in _OF_DDP if name in options]:
@@ -165,7 +165,7 @@ def register(name: str, strategy: str | Strategy, **options: Any) -> None:
     >>> str(Trainer(strategy="slow_links", accelerator="cpu", devices=1, logger=False).strategy.hocket)
     'local(16) + gossip + qsgd(4)'
     """
-    parsed = together(strategy, "Lightning")
+    parsed = together(strategy, "Lightning", options)
     StrategyRegistry.register(name, partial(HocketStrategy, parsed, **options), f"Hocket: {parsed}", override=True)
 
 

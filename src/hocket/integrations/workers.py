@@ -109,8 +109,10 @@ def _saved(job: Job) -> dict[str, Any]:
     return {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(), "job": job.state_dict()}
 
 
-def together(strategy: str | Strategy, where: str) -> Strategy:
+def together(strategy: str | Strategy, where: str, options: Mapping[str, Any]) -> Strategy:
     """The strategy; refused where workers do not step together, since ``where`` makes collectives of its own."""
+    if "nonfinite" in options:
+        raise HocketError(f"nonfinite={options['nonfinite']!r} is a part of check=; use check=hocket.Checks(nonfinite=…).")
     parsed = Strategy.parse(strategy)
     if parsed.runtime != "collective":
         raise HocketError(

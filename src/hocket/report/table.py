@@ -109,7 +109,7 @@ _COLUMNS = (
         lambda r: r.data_skipped,
         "samples",
         scale=1,
-        needed=lambda r: r.data_skipped and r.data_skipped.mean > 0,
+        needed=_left_out,
     ),
     Column("step_p50_s", "step", _median_step, "p50, s", needed=_median_step),
     Column("slowest_worker", "slowest", lambda r: str(r.stragglers or ""), "p50 / p99, s", needed=lambda r: r.stragglers),

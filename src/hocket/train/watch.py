@@ -116,5 +116,5 @@ class NonFinite:
         which = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         self.sentence = (
             f"The gradient of {which} holds NaN or Inf at step {step} on worker {self.cluster.workers.start + row}; "
-            "lower the rate, clip gradients, or use nonfinite='skip' to leave such gradients out."
+            "lower the rate, clip gradients, or leave such gradients out (hocket.Checks(nonfinite='skip'), or --nonfinite skip)."
         )

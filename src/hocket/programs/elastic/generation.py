@@ -30,7 +30,7 @@ class Generation:
     """For each member the number of the first generation from which on it has been in all of them."""
     parts: int = 1
     host_size: int = 0
-    """So many replicas in a row are on one host, which may have several such rows; 0: nobody knows."""
+    """Each block of so many consecutive replicas is on one host; 0: unknown."""
 
     @classmethod
     def after(

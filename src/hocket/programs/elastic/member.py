@@ -20,6 +20,8 @@ BEAT_S = 0.25
 RENDEZVOUS = 0
 """Its number among a member's peers."""
 _BEAT = "beat"
+_FINAL = ("terms", "parts", "size")
+"""Reasons of refusals after which another try is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ class Member(Client):
         self._heard = self._link.heard = self.now
         if message.kind == Kind.ORDER:
             self._order(message)
-        elif message.kind == Kind.REFUSAL and message.metadata.get("reason") == "terms":
+        elif message.kind == Kind.REFUSAL and message.metadata.get("reason") in _FINAL:
             raise HocketError(f"The rendezvous: {message.metadata.get('sentence')}")
         elif message.kind == Kind.REPLY and self._link.request is not None and message.number == self._link.request.number:
             self._link.reply = message

@@ -35,14 +35,15 @@ from torch import Tensor
 
 from hocket.programs.base import Address, Rejected, Say, Service, event, whole
 from hocket.programs.elastic.generation import Generation
-from hocket.programs.elastic.waits import HANG_TIMEOUT_S, Waits, standing_of
+from hocket.programs.elastic.waits import HANG_TIMEOUT_S, Waits, read_standing, standing_of
 from hocket.transport.frame import Envelope, Kind
 
 CHECK_EVERY_S = 0.25
 _CHECK = "check"
-_MOST_VALUES, _MOST_BYTES = 4096, 1 << 27
+_MOST_VALUES, _MOST_BYTES = 16_384, 1 << 27
 """In the store of a generation: values, and their bytes with those of their names."""
 _MOST_MEMBERS = 2048
+_MOST_NAME = 255
 """An order names all of them."""
 _MOST_PARTS = 4096
 """Processes of a replica."""
@@ -105,10 +106,10 @@ class _Beat(NamedTuple):
         attempt = whole(told["attempt"], -1)  # -1: it has not joined yet
         numbers = attempt, whole(told["formed"], 0, newest), whole(told["failed"], 0, newest)
         part, parts = whole(told.get("part", 0)), whole(told.get("parts", 1))
-        host, standing = told.get("host", ""), told.get("standing", {})
-        if not isinstance(host, str) or not isinstance(standing, dict):
-            raise ValueError("a text and a mapping were expected")
-        return cls(*numbers, *flags, told["terms"], part, parts, host, standing, whole(told.get("reported", 0)))
+        if not isinstance(host := told.get("host", ""), str):
+            raise ValueError("a text was expected")
+        standing, reported = read_standing(told.get("standing", {})), whole(told.get("reported", 0))
+        return cls(*numbers, *flags, told["terms"], part, parts, host[:_MOST_NAME], standing, reported)
 
 
 class Rendezvous(Service):
@@ -229,7 +230,7 @@ class Rendezvous(Service):
         if told.terms != terms:
             raise Rejected("terms", f"This run has {terms}, but a worker that joins has {told.terms}: start it as the others.")
         if told.parts != parts or not 0 <= told.part < parts <= _MOST_PARTS:
-            raise Rejected("parts", f"A replica of this run has {parts} parts; part {told.part} of {told.parts} is none of them.")
+            raise Rejected("parts", f"Replicas of this run have {parts} parts, this worker's {told.parts}: use the same mesh.")
         if len(self._members) >= _MOST_MEMBERS:
             raise Rejected("size", f"This run has {_MOST_MEMBERS} workers already: start fewer.")
 

@@ -177,7 +177,7 @@ class FsdpRuntime(FixedWorkers):
         if self.binding.nonfinite == "raise":
             raise NonFiniteGradient(
                 f"The gradient of {', '.join(name for name, _ in bad[:3])} holds NaN or Inf at step {self.step + 1}; lower the "
-                "rate, clip gradients, or use nonfinite='skip' to leave such gradients out."
+                "rate, clip gradients, or leave such gradients out (hocket.Checks(nonfinite='skip'), or --nonfinite skip)."
             )
         for _, grad in bad:
             _local(grad).zero_()
