@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import hocket
 from hocket.cluster.elastic import ElasticCluster
 from hocket.cluster.ending import Ending
 from hocket.cluster.join import RendezvousInfo, elastic_device
+from hocket.cluster.member_progress import MemberProgress
 from hocket.cluster.virtual import VirtualCluster
 from hocket.compression.base import Context
 from hocket.data.elastic_stream import SampleStream
@@ -310,6 +312,38 @@ def test_a_member_whose_training_thread_hangs_is_named_and_after_long_lost() -> 
     (answer,) = run.beat(1, standing=COMPUTES)
     assert run.replicas == ((0,), (1,)), "nobody waits for anybody who computes"
     assert "late" not in run.beat(1, standing=COMPUTES)[0].message.metadata
+
+
+def test_along_the_axes_of_a_split_model_a_process_waits_for_its_own_replica_alone() -> None:
+    run = _Replicas(hang_timeout_s=60.0)
+    run.beat(0, 1, 2, 3)
+    assert run.replicas == ((0, 1), (2, 3))
+    computes = {"for_s": 99.0, "launched": {}, "pid": 8}
+    waits = {"for_s": 61.0, "launched": {}, "waits": ["pipeline", 0, "the pipeline axis"], "late": 0.1, "pid": 7}
+    run.beat(2, 3, standing=computes)  # of the other replica, which computes for as long
+    run.beat(1, standing={**waits, "for_s": 5.0, "waits": ["pipeline", 0, "the pipeline axis"]})
+    run.beat(0, standing=waits)
+    assert run.replicas == ((0, 1), (2, 3))
+    late = run.beat(0, standing=waits)[0].message.metadata["late"]
+    assert [one["process"] for one in late["late"] if one["process"] > 1] == []
+    run.beat(1, standing=computes)
+    run.beat(0, standing=waits)
+    assert run.replicas == ((2, 3),), "its own replica is lost"
+
+
+def test_waits_of_a_thread_that_does_not_train_hide_none_of_the_one_that_does() -> None:
+    progress = MemberProgress()
+    axis = progress.track("pipeline", [0, 1])
+    seen: list[Any] = []
+
+    def others() -> None:
+        with progress.aside():
+            progress.wait_for_rendezvous(lambda: seen.append(progress.describe()["waits"][0]))
+
+    thread = Thread(target=others)
+    axis.wait(lambda: (thread.start(), thread.join(), seen.append(progress.describe()["waits"][0])), 0, "the axis")
+    assert seen == ["pipeline", "pipeline"]
+    assert progress.wait is None
 
 
 JUNK: list[Any] = [

@@ -15,8 +15,10 @@ from torch import nn
 import hocket
 from hocket.cluster.virtual import VirtualCluster
 from hocket.data import load
+from hocket.errors import HocketError
 from hocket.files import read_safetensors, safetensors
 from hocket.integrations.loggers import Logger, Loggers, check_loggers, open_loggers, scalars
+from hocket.integrations.workers import together
 from hocket.train.run import run
 from hocket.train.settings import RunSettings
 
@@ -30,6 +32,11 @@ def write(folder: Path, *names: str, mode: str | None = None) -> None:
     with open_loggers(names, {"strategy": "local(4)", "seed": 0}, folder, mode) as log:
         for line in LINES:
             log.epoch(line)
+
+
+def test_an_option_that_is_now_a_part_of_check_is_refused_by_name() -> None:
+    with pytest.raises(HocketError, match=r"nonfinite='skip' is a part of check=; use check=hocket\.Checks"):
+        together("bulk", "Lightning", {"nonfinite": "skip"})
 
 
 def test_lines_and_tensorboard_hold_every_figure(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hocket.cluster.progress import ELASTIC, RENDEZVOUS, Progress
+from hocket.cluster.progress import ELASTIC, RENDEZVOUS, Progress, Wait
 
 _GENERATION = 1 << 32
 """More than the exchanges of a generation."""
@@ -23,6 +24,24 @@ class MemberProgress(Progress):
         self._rendezvous.longest_s = math.inf  # nobody is late there
         self.reports: Callable[[], list[dict[str, Any]]] = list
         """What the rendezvous has said of late members."""
+        self._aside: int | None = None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, waits of this thread, which is not the one that trains, are left out."""
+        self._aside = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._aside = None
+
+    def enter(self, wait: Wait) -> None:
+        if threading.get_ident() != self._aside:
+            super().enter(wait)
+
+    def leave(self, now: float) -> None:
+        if threading.get_ident() != self._aside:
+            super().leave(now)
 
     @contextlib.contextmanager
     def forming(self, generation: int, alike: bool) -> Iterator[None]:

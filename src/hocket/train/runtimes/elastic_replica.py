@@ -101,9 +101,10 @@ class ReplicaRuntime(ElasticRuntime):
         """While this process waits for others of its replica."""
         self._meanwhile = True
         try:
-            self.program.drain()
-            if self.cluster.abandoned():
-                self._interrupted(None)
+            with self.cluster.progress.aside():
+                self.program.drain()
+                if self.cluster.abandoned():
+                    self._interrupted(None)
         finally:
             self._meanwhile = False
 
