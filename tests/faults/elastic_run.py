@@ -92,6 +92,7 @@ class ElasticRun:
         """``least`` counts replicas, each of ``parts`` workers."""
         self.parts, self.passes = parts, dict[tuple[Any, ...], set[int]]()
         self.schedule, self.rng = schedule, random.Random(schedule.seed ^ 0xE1A5)
+        self.breaks = random.Random(schedule.seed ^ 0xB4EA)
         self.outcome = Outcome(schedule.seed, faults=len(schedule.faults) + len(schedule.partitions))
         self.simulation = Simulation(FaultyNetwork(schedule))
         self.simulation.on_call, self.simulation.on_idle, self.simulation.on_effect = self._called, self._idle, self._effect
@@ -99,7 +100,7 @@ class ElasticRun:
         self.lists: dict[int, tuple[int, ...]] = {}
         self.collectives: dict[tuple[Any, ...], Collective] = {}
         self.workers: dict[int, Worker] = {}
-        self.uids, self.goal, self.named = 0, 0, 0
+        self.uids, self.goal, self.named, self.planned = 0, 0, 0, 0
         self.endings = self.rng.choices(list(Ending) if parts == 1 else [Ending.ACKNOWLEDGED], k=_EVERY)
         self.rendezvous = Rendezvous(least, workers // parts, workers // parts)
         self.simulation.add(RENDEZVOUS, self.rendezvous, b"rendezvous", {})
@@ -146,12 +147,37 @@ class ElasticRun:
             self._crash(place, fault.seconds if fault.kind == "crash" else 20.0)
 
     def _crash(self, place: int, seconds: float, seen: bool = True) -> None:
-        uid = self.workers.pop(place).member.uid
+        gone = self.workers.pop(place)
+        uid = gone.member.uid
         self.simulation.remove(("worker", place))
+        seconds = 0.01 if self.breaks.random() < 0.3 else seconds
+        for other in [at for at in self.workers if self.breaks.random() < 0.5]:
+            self._break(other, gone.generation)
         if seen and self.rng.random() < 0.5:  # by whoever started it
             now = self.simulation.time(RENDEZVOUS)
             self.simulation.carry_out(RENDEZVOUS, self.rendezvous.member_lost(uid, now))
         self._later(seconds, lambda: None if place in self.workers else self._start(place))
+
+    def _break_all(self) -> None:
+        for place, worker in list(self.workers.items()):
+            if worker.generation:
+                self._break(place, worker.generation)
+
+    def _break(self, place: int, number: int) -> None:
+        """The connections of a worker break; what it waits for in generation ``number`` fails."""
+        worker = self.workers[place]
+        uid, member = worker.member.uid, worker.member
+        inside = {
+            what
+            for (generation, what, _), collective in self.collectives.items()
+            if generation == number and not collective.over and collective.inside.get(uid, (-1, None))[0] == worker.work
+        }
+        if number != worker.generation or number != member.formed or not inside:
+            return
+        worker.generation, worker.change, worker.work = 0, False, worker.work + 1
+        self._call(place, member.has_failed, number)
+        at_end = "assembled" in inside
+        self._call(place, member.wait_newer if at_end else member.wait_unplanned, number)
 
     def _called(self, call: Call) -> None:
         self.calls.pop(call.name)()
@@ -173,6 +199,10 @@ class ElasticRun:
         for generation in [self.rendezvous.generation, *(w.member.latest for w in self.workers.values())]:
             if self.lists.setdefault(generation.number, generation.members) != generation.members:
                 self.violate(f"generation {generation.number} has the members {generation.members}, too")
+        if (planned := self.rendezvous.generation).planned and planned.number > self.planned:
+            self.planned = planned.number
+            if self.simulation.now < QUIET_S and self.breaks.random() < 0.5:  # before it is formed, connections break
+                self._later(self.breaks.uniform(0.0, 1.0), self._break_all)
         if key[0] == "worker" and key[1] in self.workers:
             self._look(key[1])
 

@@ -40,15 +40,16 @@ ONCE_VIOLATED = {
     "bulk + server(2)": (984, 1317, 1357, 1673, 1856),
     "downpour(2, 3) + server(2)": (847, 4886, 7728, 9227),
     "asyncdiloco(2, 1, 0, 1) + server(2)": (6224,),
-    "elastic, split": (38, 291),
+    "elastic, split": (33, 38, 291),
     "stale(2) + server(2)": (698, 706, 747, 1222, 1577, 1892, 2157, 2325, 2438, 4500),
-    "elastic": (42, 45, 50, 2484),
+    "elastic": (36, 42, 45, 50, 52, 2484),
 }
 """Seeds that found a bug: a restarted shard forgot what dead workers held, which pushes of a step waited for others, and final
 weights that it had not saved; a worker that was away from a meeting counted its steps otherwise than a shard did, and all hung; two
 shards waited for different members of a meeting; a mini-batch that two workers had was counted for the one that did not push it; a
 late answer to a worker's hello passed for the answer to the next one, which told the shard what it had missed; an elastic member
-did not repeat a request that was lost, or took weights that it had been given for old ones."""
+did not repeat a request that was lost, or took weights that it had been given for old ones; connections that broke while a planned
+generation was announced let newcomers in in the middle of a step, or stopped all."""
 
 
 @pytest.mark.parametrize(("strategy", "seed"), [(strategy, seed) for strategy, seeds in ONCE_VIOLATED.items() for seed in seeds])
@@ -69,6 +70,13 @@ def test_members_that_forget_what_others_have_completed_are_found(monkeypatch: p
     """Where members do not take a result that another has gone on with, they have different exchanges behind them."""
     monkeypatch.setattr(elastic_run, "agreed", lambda positions: max(0, min(p.done for p in positions)))
     assert _first_violation(elastic_run.run_schedule, range(100)) is not None
+
+
+def test_members_that_go_over_to_a_planned_generation_in_the_middle_of_a_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Member, "wait_unplanned", Member.wait_newer)
+    found = _first_violation(elastic_run.run_schedule, range(50, 60))
+    assert found is not None
+    assert "a newcomer gets weights in the middle of a step" in found.violations[0]
 
 
 def test_members_that_do_not_repeat_what_was_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ class ElasticCluster(ProcessCluster):
         self.progress = MemberProgress()
         self._track = self.progress.exchanges
         self._thread: ExchangeThread | None = ExchangeThread(self.live.result)
+        self._store: dist.Store | None = None  # torch keeps only what it has in C++, and its methods are Python's
         self._reductions, self._derived, self._shares_heartbeat = {}, set(), False  # type: ignore[assignment]
 
     # --- generations ---------------------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ class ElasticCluster(ProcessCluster):
         """Be process ``rank`` of the ``size`` ones of generation ``number``, which find each other by ``store`` and connect in
         ``timeout_s``. Where replicas have several processes, each exchanges with those that hold the same part."""
         self.dissolve()
-        self._thread, timeout = ExchangeThread(self.live.result), timedelta(seconds=timeout_s)
+        self._thread, self._store, timeout = ExchangeThread(self.live.result), store, timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         self.live.begin(number)
         self.change, parts = False, self.parts
@@ -178,16 +179,13 @@ class ElasticCluster(ProcessCluster):
             self._unconfirmed = None
 
     def assemble(self) -> bool:
-        """Wait until all members have completed the exchanges so far; False: one was lost, and the next generation is formed."""
+        """Wait until all members have completed the exchanges so far; False: it failed."""
         try:
             self._confirm()
             self.wait_here()
             return True
-        except RuntimeError as error:
+        except RuntimeError:
             self.abort()
-            if self.on_change is None:
-                raise
-            self.on_change(error)
             return False
 
     def transact(self, work: Callable[[], Any], *rows: Tensor) -> Any:

@@ -90,6 +90,16 @@ class Member(Client):
         yield Until(lambda: self.latest.number > number or self.excluded or self.over)
 
     @event
+    def wait_unplanned(self, number: int, now: float) -> Task:
+        """The same for a member that was interrupted in the middle of a step: not by a planned one with this member, because
+        members go over to that, and give newcomers their state, at the end of a step."""
+
+        def follows() -> bool:
+            return self.latest.number > number and not (self.latest.planned and self.inside)
+
+        yield Until(lambda: follows() or self.excluded or self.over)
+
+    @event
     def has_formed(self, number: int, now: float) -> None:
         """The group of a generation stands, and all its members have the weights."""
         self.formed = number

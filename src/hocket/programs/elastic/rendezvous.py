@@ -204,8 +204,8 @@ class Rendezvous(Service):
         member.peer, member.heard, member.last = peer, self.now, message.number
         member.formed, member.leaving = max(member.formed, told.formed), member.leaving or told.leaving
         if member.formed in self._announced and member.formed > self._formed.number:
-            self._formed = self._announced[member.formed]
-        if told.failed == self.generation.number and uid in self.generation.members and not self._broken:
+            self._formed, self._broken = self._announced[member.formed], 0.0  # what has failed in it is said again
+        if not self._broken and any(told.failed == one.number and uid in one.members for one in self._under_way):
             self._broken = self.now
         member.finished, member.standing = told.finished, told.standing
         if member.finished and self.generation.planned and self._formed != self.generation and uid in self._formed.members:
@@ -240,10 +240,7 @@ class Rendezvous(Service):
         """``in_order``: it has left at the end of a step, before a generation without it; the others do not wait for it. The
         replicas of those that are lost are lost with them: what lives of them joins again."""
         found = [uid for uid in gone if uid in self._members]
-        # Until a planned generation is formed, its members exchange with those of the one before.
-        exchanging = (self.generation, self._formed) if self.generation.planned else (self.generation,)
-        hit = [one.replica(uid) for uid in found for one in exchanging]
-        missing = list(dict.fromkeys(replica for replica in hit if replica))
+        missing = list(dict.fromkeys(hit for uid in found for one in self._under_way if (hit := one.replica(uid))))
         if not in_order and not self.over:
             found += [uid for replica in missing for uid in replica if uid in self._members and uid not in found]
         for uid in found:
@@ -255,6 +252,11 @@ class Rendezvous(Service):
             self._effects.append(Say(f"{whom} is lost; {len(left)} go on"))
             self._announce(left, planned=False)
 
+    @property
+    def _under_way(self) -> tuple[Generation, ...]:
+        """Until a planned generation is formed, its members exchange with those of the one before."""
+        return (self.generation, self._formed) if self.generation.planned else (self.generation,)
+
     def _look_for_hung(self) -> None:
         """Members that others wait for: all are told of them, and after a long time they are lost."""
         if self.over:
@@ -263,9 +265,8 @@ class Rendezvous(Service):
         found = [(uid, self._members[uid]) for uid in uids if uid in self._members]
         table = [standing_of(k, k // self._parts, m.standing, self.now - m.heard, m.host) for k, (_, m) in enumerate(found)]
         if hung := [found[one.rank][0] for one in self._waits.look(table)]:
-            self._effects.append(
-                Say(f"others have waited {self._waits.hang_timeout_s:g} s for worker {hung[0]}, so it is given up")
-            )
+            waited_s = self._waits.hang_timeout_s
+            self._effects.append(Say(f"others have waited {waited_s:g} s for worker {hung[0]}, so it is given up"))
             self._remove(hung)
 
     def _standing(self) -> list[tuple[int, ...]]:

@@ -38,7 +38,8 @@ class ElasticRuntime(Regrouping):
 
     def hooked(self) -> None:
         self._join()
-        self._form()
+        with contextlib.suppress(Rejoined):  # nothing was under way
+            self._form()
         super().hooked()
 
     def gradient_ready(self, bucket: int, rows: Tensor) -> None:

@@ -66,8 +66,8 @@ class Regrouping(ElasticView):
         while self.cluster.change or (self._hold and self.program.step >= self._hold_from) or alone:
             alone = False
             self.program.drain()
-            if self.cluster.change and not self.cluster.assemble():
-                continue
+            if self.cluster.change and not self.cluster.assemble() and not self.cluster.abandoned():
+                self.driver.begin(self.member.has_failed, self.cluster.generation)
             self._ask(self.member.wait_newer, self.cluster.generation)
             self._form()
 
@@ -80,7 +80,7 @@ class Regrouping(ElasticView):
         number = self.cluster.generation
         if not self.cluster.abandoned():
             self.driver.begin(self.member.has_failed, number)
-        self._ask(self.member.wait_newer, number)
+        self._ask(self.member.wait_unplanned, number)
         return self._form()
 
     def _heard(self) -> int:
