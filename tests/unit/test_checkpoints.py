@@ -313,7 +313,9 @@ def test_a_run_that_is_told_to_leave_goes_on_in_the_middle_of_the_epoch(signalle
     assert [line["accuracy"] for line in resumed.metrics] == [line["accuracy"] for line in whole.metrics]
 
 
-def test_what_workers_that_send_messages_owe_is_added_up_and_what_they_hold_becomes_the_mean(tmp_path: Path) -> None:
+def test_what_workers_that_send_messages_owe_is_added_up_and_what_they_hold_becomes_the_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     layout = layout_for(model, optimizer, Strategy.parse("async + server + topk(0.5)"))
@@ -338,5 +340,7 @@ def test_what_workers_that_send_messages_owe_is_added_up_and_what_they_hold_beco
     flip(files.path(2, 7))
     assert files.merge(7, 4, layout).missing == [2, 3], "a damaged file does not count"
     assert files.merge(6, 2, layout).describe(2) == "what workers 0, 1 had is not there and begins anew"
+    StateFiles(tmp_path / "elsewhere", "this").write(1, 7, layout, [None], {})
+    assert "worker 1: Cannot write" in capsys.readouterr().err
     files.remove_before(8)
     assert [path.name for path in tmp_path.iterdir()] == ["begins.pt"]

@@ -53,9 +53,8 @@ class StateFiles:
         state = {"run": self.run, "layout": layout.digest(), "residuals": residuals, "moments": moments}
         try:
             write_whole(self.path(worker, epoch), sealed(copied(state)))
-        except (CannotWrite, OSError) as error:
-            cause = error.cause if isinstance(error, CannotWrite) else f"Cannot write {self.path(worker, epoch)} ({error.strerror})"
-            say(f"worker {worker}: {cause}; a run that goes on from epoch {epoch} begins without its residuals; training goes on")
+        except CannotWrite as error:
+            say(f"worker {worker}: {error.cause}; a run that goes on from epoch {epoch} begins without its part; training goes on")
 
     def merge(self, epoch: int, workers: int, layout: Layout) -> Merged:
         """What all ``workers`` of the run had after ``epoch``."""
