@@ -8,7 +8,7 @@ momentum, steps of an epoch that had not ended) begins anew, and this is said.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from hocket.errors import HocketError, SettingError
 from hocket.files import read_safetensors
 from hocket.strategy import Strategy
 from hocket.train.checkpoints import LEAST_KEPT, Checkpoints, Generation, process_file
-from hocket.train.record import CHECKPOINTS, MAY_CHANGE, WEIGHTS, Record
-from hocket.train.worker_states import StateFiles, keeps_state
+from hocket.train.record import CHECKPOINTS, ELSEWHERE, MAY_CHANGE, STATES, WEIGHTS, Record
+from hocket.train.worker_states import StateFiles, keeps_state, merge_left
 
-STATE, STATES, BEGINS = process_file(0), "workers", "begins.pt"
+STATE, BEGINS = process_file(0), "begins.pt"
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,9 @@ class Keeping:
 class KeptWeights:
     """The checkpoints in ``out``."""
 
-    def __init__(self, out: Path, keeping: Keeping, strategy: Strategy, layout: Layout) -> None:
-        self.keeping, self._strategy, self._layout = keeping, strategy, layout
+    def __init__(self, out: Path, keeping: Keeping, strategy: Strategy, layout: Layout, names: Sequence[str]) -> None:
+        """``names`` are those of an optimiser's parameters, in the order of its ``state_dict``."""
+        self.keeping, self._strategy, self._layout, self._names = keeping, strategy, layout, names
         self.files = StateFiles(out / STATES, secrets.token_hex(8))
         self.checkpoints = Checkpoints(out / CHECKPOINTS, VirtualCluster(1), keeping.keep, keeping.note)
         self.weights: str | None = None
@@ -70,7 +71,7 @@ class KeptWeights:
         before = record.read_run() or (None if newest is None else newest.facts["run"])
         if before is None:
             raise SettingError(f"There is no run in {record.folder} to go on with; start without <resume>.")
-        record.check_resumed(before, repeated, MAY_CHANGE)
+        record.check_resumed(before, repeated, (*MAY_CHANGE, *(ELSEWHERE if before.get("virtual") else ())))
         lines: list[dict[str, Any]] = []
         told: dict[str, Any] = {}
 
@@ -86,19 +87,20 @@ class KeptWeights:
         self.weights = str(found.folder / WEIGHTS)
         here = found.facts["workers"]
         others = f"{here} workers become {workers}: " if here != workers else ""
-        taken = self._take_over(str(told.get("run", "")), len(lines), here, workers)
+        taken = self._take_over(told, len(lines), here, workers)
         done = f"{others}{taken}epoch {len(lines) + 1} begins at its first sample."
         self.resumed = [*before.get("resumed", []), {"epoch": len(lines), "step": found.facts["step"], "done": done}]
         self.keeping.note(done)
         return lines
 
-    def _take_over(self, run: str, epoch: int, before: int, workers: int) -> str:
+    def _take_over(self, state: dict[str, Any], epoch: int, before: int, workers: int) -> str:
         """Let ``workers`` workers begin with what those ``before`` had after ``epoch``; what was done, in words."""
         parts = []
         if keeps_state(self._strategy):
-            merged = StateFiles(self.files.folder, run).merge(epoch, before, self._layout)
+            merged = merge_left(state, self.files.folder, epoch, before, self._strategy, self._layout, self._names)
             parts.append(merged.describe(workers))
             if merged.owes or merged.moments:
+                self.files.folder.mkdir(exist_ok=True)
                 merged.write_part(self.files.folder / BEGINS, workers)
                 self.begins = str(self.files.folder / BEGINS)
         if self._strategy.runtime == "server":

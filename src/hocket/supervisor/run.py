@@ -30,6 +30,7 @@ from hocket.train.async_worker import WorkerTask, batch_sequence
 from hocket.train.evaluate import Evaluation, Evaluator
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress
+from hocket.train.other_workers import optimizer_names
 from hocket.train.record import Record
 from hocket.train.replicas import swapped_weights
 from hocket.train.run import describe_run, repeated
@@ -153,7 +154,9 @@ class SupervisedRun(ABC):
         with_exchange(self.strategy, optimizer)  # warns of what hurts
         shard_optimizer(self.strategy, optimizer)  # refuses what shards cannot run
         self._record = None if out is None else Record(out, 0, keeping.resume)
-        self._kept = None if out is None else KeptWeights(out, keeping, self.strategy, self.layout)
+        self._kept = (
+            None if out is None else KeptWeights(out, keeping, self.strategy, self.layout, optimizer_names(self.model, optimizer))
+        )
         before: list[dict[str, Any]] = []
         if self._kept is not None and self._record is not None:
             before = self._kept.load(self.model, self._record, repeated(settings), settings.workers.count)

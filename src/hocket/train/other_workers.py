@@ -114,9 +114,12 @@ def _mean(values: list[Any]) -> Any:
     return mean_of(torch.stack(values)) if isinstance(values[0], Tensor) else values[0]
 
 
-def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, dict[str, Any]]) -> None:
-    """Let one worker's optimiser go on from the state of parameters by name."""
-    names = optimizer_names(model, optimizer)
+def load_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, dict[str, Any]], names: Sequence[str] = ()
+) -> None:
+    """Let one worker's optimiser go on from the state of parameters by name; ``names`` are those of its parameters, in the order of
+    its ``state_dict``, where they are not the model's own."""
+    names = names or optimizer_names(model, optimizer)
     groups, at = [], 0
     for group in optimizer.param_groups:
         numbers = list(range(at, at + len(group["params"])))

@@ -1,10 +1,10 @@
-"""What workers that send messages hold and owe beside the global weights, kept in files so that a run can go on with it.
+"""What workers that send messages hold and owe beside the global weights, kept so that a run can go on with it.
 
-A worker writes a file when it has ended its part of an epoch and has pushed all of it: what error feedback holds back (its
-residuals) and, where workers run the optimisers, its optimiser's state. A run that goes on takes the files of the run and the epoch
-of its checkpoint, by the rule of :mod:`hocket.programs.repartition`: residuals are added up and shared out, optimiser states become
-their mean. Pushes count as they do in the global weights of that epoch: one that came too late for them is lost, and mini-batches
-of the next epoch that are in them already are computed again.
+Virtual workers have it in their checkpoint. A real worker writes a file when it has ended its part of an epoch and has pushed all
+of it: what error feedback holds back (its residuals) and, where workers run the optimisers, its optimiser's state. A run that
+goes on takes the files of the run and the epoch of its checkpoint, by the rule of :mod:`hocket.programs.repartition`: residuals
+are added up and shared out, optimiser states become their mean. Pushes count as they do in the global weights of that epoch: one
+that came too late for them is lost, and mini-batches of the next epoch that are in them already are computed again.
 """
 
 from __future__ import annotations
@@ -95,10 +95,13 @@ class Merged:
     def owes(self) -> bool:
         return any(total is not None for total in self.residuals)
 
+    def part(self, workers: int) -> Residuals:
+        """The residuals that each of so many workers begins with."""
+        return [None if total is None else total / workers for total in self.residuals]
+
     def write_part(self, path: Path, workers: int) -> None:
         """Write what each of so many workers begins with."""
-        parts = [None if total is None else total / workers for total in self.residuals]
-        write_whole(path, sealed({"residuals": parts, "moments": self.moments}))
+        write_whole(path, sealed({"residuals": self.part(workers), "moments": self.moments}))
 
     def describe(self, workers: int) -> str:
         """What the new workers take over, in words."""
@@ -108,6 +111,21 @@ class Merged:
         names = ", ".join(map(str, self.missing))
         said += [f"what worker{'s' * (len(self.missing) > 1)} {names} had is not there and begins anew"] * bool(names)
         return "; ".join(said)
+
+
+def merge_left(
+    state: dict[str, Any], folder: Path, epoch: int, workers: int, strategy: Strategy, layout: Layout, names: Sequence[str]
+) -> Merged:
+    """What ``workers`` workers left after ``epoch``: virtual ones in the ``state`` of the checkpoint, real ones in ``folder``.
+
+    ``names`` are those of an optimiser's parameters, in the order of its ``state_dict``.
+    """
+    if "protocol" not in state:
+        return StateFiles(folder, str(state.get("run", ""))).merge(epoch, workers, layout)
+    errors = [worker["encoder"]["errors"] for worker in state["protocol"]["workers"] if "encoder" in worker]
+    own = state["replicas"]["alone"].values() if workers_optimize(strategy) else ()
+    moments = [{names[int(index)]: dict(entries) for index, entries in saved["state"].items()} for saved in own]
+    return Merged([_total(rows) for rows in zip(*errors, strict=True)], mean_moments(moments), [])
 
 
 class StateWriter:
