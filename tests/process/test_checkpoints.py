@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from hocket.data import load
+from hocket.files import read_safetensors, unsealed
+from hocket.train.checks import layout_for
+from hocket.train.settings import RunSettings
+from hocket.train.worker_states import StateFiles
 from process.launch import Hocket, Nursery
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -66,6 +71,50 @@ def test_a_run_of_messages_goes_on_after_its_last_epoch_with_other_workers(hocke
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "3"]
     newest = tmp_path / "run" / "checkpoints" / "3" / "model.safetensors"
     assert newest.read_bytes() == (tmp_path / "run" / "model.safetensors").read_bytes()
+
+
+def test_workers_on_servers_hand_on_what_they_have_not_sent_yet(hocket: Hocket, tmp_path: Path) -> None:
+    """Gradients are clipped to nothing, so residuals alone move the weights: what is sent and what is left are the sum before."""
+    out, lr = tmp_path / "run", 0.1
+    base = ["train", "--strategy", "async + server(2) + topk(0.02)", "--clip", "1e-30", "--lr", str(lr), "--momentum", "0"]
+    base += ["--lr-schedule", "constant", "--batch-size", "200", "--device", "cpu", "--out", str(out)]
+
+    def owed(epoch: int) -> list[list[torch.Tensor | None]]:
+        paths = sorted((out / "workers").glob(f"worker-*-{epoch}.pt"))
+        return [unsealed(path.read_bytes())["residuals"] for path in paths]
+
+    def weights() -> torch.Tensor:
+        named = read_safetensors((out / "model.safetensors").read_bytes())
+        return torch.cat([named[name].flatten().double() for name in names])
+
+    ended = hocket(*base, "--epochs", "1", "--workers", "2")
+    assert ended.returncode == 0, ended.stderr
+    settings = RunSettings.of(strategy="async + server(2) + topk(0.02)")
+    model = settings.build(load("digits"))
+    layout = layout_for(model, settings.optimizer_for(model)(list(model.parameters())), settings.strategy)
+    names = [slot.name for bucket in layout.buckets for slot in bucket.slots]
+    assert len(owed(1)) == 2
+    run = unsealed((out / "workers" / "worker-0-1.pt").read_bytes())["run"]
+    files = StateFiles(out / "workers", run)
+    for worker in range(2):
+        rows: list[torch.Tensor | None] = [torch.randn(b.size, generator=torch.manual_seed(worker)) / 50 for b in layout.buckets]
+        files.write(worker, 1, layout, rows, {})
+    for epoch, before, workers in ((2, 2, 3), (3, 3, 2)):
+        then, sums = weights(), _sum(owed(epoch - 1))
+        ended = hocket(*base, "--epochs", str(epoch), "--workers", str(workers), "--resume")
+        assert ended.returncode == 0, ended.stderr
+        done = f"{before} workers become {workers}: each begins with one part of {workers} of the sum of the residuals; "
+        assert done in ended.stderr
+        assert len(owed(epoch)) == workers
+        left = _sum(owed(epoch))
+        assert 0 < left.norm() < 0.95 * sums.norm()
+        torch.testing.assert_close(weights(), then - lr * (sums - left), rtol=1e-4, atol=1e-5)
+    assert [each["epoch"] for each in json.loads((out / "run.json").read_text())["resumed"]] == [1, 2]
+
+
+def _sum(owed: list[list[torch.Tensor | None]]) -> torch.Tensor:
+    """What workers owe together, flat."""
+    return torch.stack([torch.cat([row.double() for row in rows if row is not None]) for rows in owed]).sum(0)
 
 
 @pytest.fixture(scope="module")

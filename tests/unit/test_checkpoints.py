@@ -23,11 +23,14 @@ from hocket.data import load
 from hocket.errors import HocketError, SettingError
 from hocket.files import safetensors, sealed_json, unsealed_json
 from hocket.models import build
+from hocket.strategy import Strategy
 from hocket.train.checkpoints import MANIFEST, Checkpoints, Generation, process_file
+from hocket.train.checks import layout_for
 from hocket.train.elastic_checkpoints import FolderAgreement
 from hocket.train.loop import Progress
 from hocket.train.run import run
 from hocket.train.settings import RunSettings
+from hocket.train.worker_states import StateFiles, begin_with
 
 FACTS = {"epoch": 1, "workers": 1, "processes": 1, "run": {}}
 
@@ -308,3 +311,36 @@ def test_a_run_that_is_told_to_leave_goes_on_in_the_middle_of_the_epoch(signalle
     pairs = zip(resumed.replicas.weights, whole.replicas.weights, strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert [line["accuracy"] for line in resumed.metrics] == [line["accuracy"] for line in whole.metrics]
+
+
+def test_what_workers_that_send_messages_owe_is_added_up_and_what_they_hold_becomes_the_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    layout = layout_for(model, optimizer, Strategy.parse("async + server + topk(0.5)"))
+    files, others = StateFiles(tmp_path, "this"), StateFiles(tmp_path, "another")
+    for worker in range(4):
+        rows: list[torch.Tensor | None] = [torch.full((8,), 2.0**worker) if worker else None]
+        moments = {"weight": {"momentum_buffer": torch.full((2, 3), float(worker))}}
+        (others if worker == 3 else files).write(worker, 7, layout, rows, moments)
+    merged = files.merge(7, 4, layout)
+    assert [total.tolist() for total in merged.residuals if total is not None] == [[6.0] * 8]
+    assert merged.moments["weight"]["momentum_buffer"].tolist() == [[1.0] * 3] * 2
+    assert merged.missing == [3]
+    assert merged.describe(5) == (
+        "each begins with one part of 5 of the sum of the residuals and with the mean of the optimiser states; "
+        "what worker 3 had is not there and begins anew"
+    )
+    merged.write_part(tmp_path / "begins.pt", 5)
+    (part,) = begin_with(tmp_path / "begins.pt", model, optimizer)
+    assert part is not None
+    torch.testing.assert_close(5 * part, torch.full((8,), 6.0))
+    assert optimizer.state[model.weight]["momentum_buffer"].unique().tolist() == [1.0]
+    flip(files.path(2, 7))
+    assert files.merge(7, 4, layout).missing == [2, 3], "a damaged file does not count"
+    assert files.merge(6, 2, layout).describe(2) == "what workers 0, 1 had is not there and begins anew"
+    StateFiles(tmp_path / "elsewhere", "this").write(1, 7, layout, [None], {})
+    assert "worker 1: Cannot write" in capsys.readouterr().err
+    files.remove_before(8)
+    assert [path.name for path in tmp_path.iterdir()] == ["begins.pt"]

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from hocket.cluster import VirtualCluster
+from hocket.data import load
+from hocket.files import unsealed
 from hocket.programs.repartition import mean_of
-from hocket.train.other_workers import one_for_all
-from hocket.train.run import run
+from hocket.supervisor.kept import Keeping, KeptWeights
+from hocket.train.checks import layout_for
+from hocket.train.other_workers import one_for_all, optimizer_names
+from hocket.train.record import Record
+from hocket.train.run import repeated, run
 from hocket.train.settings import RunSettings
 from virtual.test_resume import TABLE, _saved
 from virtual.world import World, sgd
@@ -135,7 +141,59 @@ def test_workers_that_send_messages_go_on_from_the_global_weights(tmp_path: Path
     assert [m["epoch"] for m in training.metrics] == [1, 2, 3, 4, 5]
     losses = [m["loss"] for m in training.metrics]
     assert max(losses[1:]) < losses[0], "it did not begin anew"
-    assert said[1].startswith("2 workers become 4: they begin with the global weights, residuals and optimiser states begin anew;")
+    assert said[1].startswith("2 workers become 4: all begin with the global weights; ")
+    assert ("one part of 4 of the sum of the residuals" in said[1]) == ("topk" in strategy)
+
+
+@pytest.mark.parametrize("strategy", ["async + server(2) + topk(0.2)", "asyncdiloco(2) + server + topk(0.2)", "async + gossip"])
+def test_workers_that_send_messages_take_over_residuals_and_optimiser_states(tmp_path: Path, strategy: str) -> None:
+    base = RunSettings.of(virtual=True, batch_size=200, strategy=strategy, momentum=0.9, epochs=1)
+    left = []
+    for workers in (3, 2, 4):  # no epoch follows: what they begin with is what they have
+        settings = base.changed(workers=workers)
+        training = run(settings, settings.virtual_cluster("cpu"), out=tmp_path / "run", resume=workers != 3)
+        states = [worker.state_dict() for worker in training.protocol.workers]  # type: ignore[attr-defined]
+        owed = [torch.cat(state["encoder"]["errors"]) for state in states if "encoder" in state]
+        alone = training.replicas.state_dict()["alone"].values()
+        held = [torch.cat([e["momentum_buffer"].flatten() for e in saved["state"].values()]) for saved in alone]
+        left.append([torch.stack(owed).sum(0) if owed else None, torch.stack(held).mean(0) if held else None])
+        assert len(states) == workers
+        assert len(held) == (0 if strategy.startswith("async +") and owed else workers)
+    for found in left[1:]:
+        for before, after in zip(left[0], found, strict=True):
+            assert (before is None) == (after is None)
+            if before is not None:
+                assert before.norm() > 0
+                torch.testing.assert_close(after, before)
+
+
+def test_what_virtual_workers_owe_real_ones_take_over_and_back(tmp_path: Path) -> None:
+    settings = RunSettings.of(virtual=True, workers=3, batch_size=200, strategy="async + server(2) + topk(0.2)", epochs=1)
+    owed = sum_of_residuals(run(settings, settings.virtual_cluster("cpu"), out=tmp_path))
+    real, record = settings.changed(virtual=False, workers=2), Record(tmp_path, 0, True)
+    model = real.build(load("digits"))
+    optimizer = real.optimizer_for(model)(list(model.parameters()))
+    layout = layout_for(model, optimizer, real.strategy)
+    kept = KeptWeights(tmp_path, Keeping(True, True, note=lambda _: None), real.strategy, layout, optimizer_names(model, optimizer))
+    lines = kept.load(model, record, repeated(real), 2)
+    assert kept.begins is not None
+    torch.testing.assert_close(2 * torch.cat(unsealed(Path(kept.begins).read_bytes())["residuals"]), owed)
+    described = {**(record.read_run() or {}), **repeated(real), "resumed": kept.resumed}
+    record.write_run(described)
+    rows: list[Tensor | None] = [torch.rand(bucket.size) for bucket in layout.buckets]
+    kept.prepare()
+    for worker in range(2):
+        kept.files.write(worker, 2, layout, rows, {})
+    kept.save(model.state_dict(), [*lines, {**lines[-1], "epoch": 2}], 2, described)
+    kept.checkpoints.wait()
+    others = settings.changed(workers=4, epochs=2)
+    again = run(others, others.virtual_cluster("cpu"), out=tmp_path, resume=True)
+    torch.testing.assert_close(sum_of_residuals(again), 2 * torch.cat([row for row in rows if row is not None]))
+
+
+def sum_of_residuals(training: Any) -> Tensor:
+    """What virtual workers on servers owe together, flat."""
+    return torch.stack([torch.cat(worker.state_dict()["encoder"]["errors"]) for worker in training.protocol.workers]).sum(0)
 
 
 def test_a_run_goes_on_with_other_workers_says_so_and_sees_every_sample_once(tmp_path: Path) -> None:

@@ -161,6 +161,14 @@ class ServerRuntime(WorkerRuntime):
         self._refuse_late_load()
         self.driver.call(self.program.resume, {k: v for k, v in state.items() if k not in self._identity()})
 
+    def residuals(self) -> list[Tensor | None] | None:
+        with self.driver.lock:
+            return self.program.residuals()
+
+    def begin_with(self, residuals: list[Tensor | None]) -> None:
+        with self.driver.lock:
+            self.program.begin_with(residuals)
+
     def _identity(self) -> dict[str, Any]:
         config = self.config
         workers = [config.worker, config.worker + 1, config.world]

@@ -92,6 +92,13 @@ class WorkerRuntime(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, before the first step of this job."""
 
+    def residuals(self) -> list[Tensor | None] | None:
+        """What error feedback holds back of this worker's pushes, per bucket; None while steps wait to be pushed."""
+        return []
+
+    def begin_with(self, residuals: list[Tensor | None]) -> None:  # noqa: B027 - peers have none
+        """Begin with these residuals, before the first step."""
+
     def _refuse_late_load(self) -> None:
         if self.step:
             raise HocketError(f"load_state_dict after {self.step} steps: load it before the first step of this job.")

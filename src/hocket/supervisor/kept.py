@@ -1,26 +1,31 @@
 """Checkpoints of runs whose workers send messages: the global weights after every epoch, kept by the process that observes the run.
 
-Such a run goes on after the last whole epoch, with as many workers as it is given. What only processes know that are gone (the
-servers' momentum, the workers' residuals, steps of an epoch that had not ended) begins anew, and this is said.
+Such a run goes on after the last whole epoch, with as many workers as it is given. Workers keep what they hold and owe in files of
+their own (:mod:`hocket.train.worker_states`), which the new workers take over. What only processes know that are gone (the servers'
+momentum, steps of an epoch that had not ended) begins anew, and this is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from hocket.cluster.layout import Layout
 from hocket.cluster.virtual import VirtualCluster
 from hocket.drivers.processes import say
 from hocket.errors import HocketError, SettingError
 from hocket.files import read_safetensors
+from hocket.strategy import Strategy
 from hocket.train.checkpoints import LEAST_KEPT, Checkpoints, Generation, process_file
-from hocket.train.record import CHECKPOINTS, MAY_CHANGE, WEIGHTS, Record
+from hocket.train.record import CHECKPOINTS, ELSEWHERE, MAY_CHANGE, STATES, WEIGHTS, Record
+from hocket.train.worker_states import StateFiles, keeps_state, merge_left
 
-STATE = process_file(0)
+STATE, BEGINS = process_file(0), "begins.pt"
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,27 @@ class Keeping:
 class KeptWeights:
     """The checkpoints in ``out``."""
 
-    def __init__(self, out: Path, keeping: Keeping) -> None:
-        self.keeping = keeping
+    def __init__(self, out: Path, keeping: Keeping, strategy: Strategy, layout: Layout, names: Sequence[str]) -> None:
+        """``names`` are those of an optimiser's parameters, in the order of its ``state_dict``."""
+        self.keeping, self._strategy, self._layout, self._names = keeping, strategy, layout, names
+        self.files = StateFiles(out / STATES, secrets.token_hex(8))
         self.checkpoints = Checkpoints(out / CHECKPOINTS, VirtualCluster(1), keeping.keep, keeping.note)
         self.weights: str | None = None
         """The file of the weights that the run goes on with."""
+        self.begins: str | None = None
+        """The file of what its workers begin with beside these."""
+        self.resumed: list[dict[str, Any]] = []
+        """What was done each time that the run went on, for run.json."""
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether workers write what they hold and owe."""
+        return self.keeping.checkpoints and keeps_state(self._strategy)
+
+    def prepare(self) -> None:
+        """Make the folder for the workers' files; they do not, for elsewhere it would be another one."""
+        if self.keeps_states:
+            self.files.folder.mkdir(exist_ok=True)
 
     def load(self, model: nn.Module, record: Record, repeated: dict[str, Any], workers: int) -> list[dict[str, Any]]:
         """Load the newest weights that are whole into ``model``; the lines of metrics so far, one per epoch that has ended."""
@@ -50,8 +71,9 @@ class KeptWeights:
         before = record.read_run() or (None if newest is None else newest.facts["run"])
         if before is None:
             raise SettingError(f"There is no run in {record.folder} to go on with; start without <resume>.")
-        record.check_resumed(before, repeated, MAY_CHANGE)
+        record.check_resumed(before, repeated, (*MAY_CHANGE, *(ELSEWHERE if before.get("virtual") else ())))
         lines: list[dict[str, Any]] = []
+        told: dict[str, Any] = {}
 
         def load(generation: Generation) -> None:
             state = generation.load(STATE)
@@ -59,16 +81,36 @@ class KeptWeights:
                 raise HocketError("its metrics are of another run")
             model.load_state_dict(read_safetensors(generation.content(WEIGHTS)))
             lines[:] = state["metrics"]
+            told.update(state)
 
         found = self.checkpoints.resume(lambda _: [STATE, WEIGHTS], load)
         self.weights = str(found.folder / WEIGHTS)
-        others = f"{found.facts['workers']} workers become {workers}; " if found.facts["workers"] != workers else ""
-        anew = "residuals and the servers' momentum begin anew"
-        self.keeping.note(f"{others}epoch {len(lines) + 1} begins at its first sample; {anew}.")
+        here = found.facts["workers"]
+        others = f"{here} workers become {workers}: " if here != workers else ""
+        taken = self._take_over(told, len(lines), here, workers)
+        done = f"{others}{taken}epoch {len(lines) + 1} begins at its first sample."
+        self.resumed = [*before.get("resumed", []), {"epoch": len(lines), "step": found.facts["step"], "done": done}]
+        self.keeping.note(done)
         return lines
+
+    def _take_over(self, state: dict[str, Any], epoch: int, before: int, workers: int) -> str:
+        """Let ``workers`` workers begin with what those ``before`` had after ``epoch``; what was done, in words."""
+        parts = []
+        if keeps_state(self._strategy):
+            merged = merge_left(state, self.files.folder, epoch, before, self._strategy, self._layout, self._names)
+            parts.append(merged.describe(workers))
+            if merged.owes or merged.moments:
+                self.files.folder.mkdir(exist_ok=True)
+                merged.write_part(self.files.folder / BEGINS, workers)
+                self.begins = str(self.files.folder / BEGINS)
+        if self._strategy.runtime == "server":
+            parts.append("the servers' momentum begins anew")
+        return "".join(f"{part}; " for part in parts if part)
 
     def save(self, weights: dict[str, Tensor], lines: list[dict[str, Any]], steps: int, run: dict[str, Any]) -> None:
         """Begin to write the global weights of the epoch that has ended."""
         if self.keeping.checkpoints:
             where = {"epoch": len(lines), "step": steps, "workers": run["workers"], "processes": 1}
-            self.checkpoints.save({STATE: {"metrics": list(lines)}, WEIGHTS: weights}, {**where, "run": run})
+            state = {"metrics": list(lines), "run": self.files.run}
+            self.checkpoints.save({STATE: state, WEIGHTS: weights}, {**where, "run": run})
+            self.files.remove_before(min((kept.facts["epoch"] for kept in self.checkpoints.readable()), default=0))

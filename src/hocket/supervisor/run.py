@@ -30,6 +30,7 @@ from hocket.train.async_worker import WorkerTask, batch_sequence
 from hocket.train.evaluate import Evaluation, Evaluator
 from hocket.train.job import layout_for
 from hocket.train.loop import Progress
+from hocket.train.other_workers import optimizer_names
 from hocket.train.record import Record
 from hocket.train.replicas import swapped_weights
 from hocket.train.run import describe_run, repeated
@@ -153,7 +154,9 @@ class SupervisedRun(ABC):
         with_exchange(self.strategy, optimizer)  # warns of what hurts
         shard_optimizer(self.strategy, optimizer)  # refuses what shards cannot run
         self._record = None if out is None else Record(out, 0, keeping.resume)
-        self._kept = None if out is None else KeptWeights(out, keeping)
+        self._kept = (
+            None if out is None else KeptWeights(out, keeping, self.strategy, self.layout, optimizer_names(self.model, optimizer))
+        )
         before: list[dict[str, Any]] = []
         if self._kept is not None and self._record is not None:
             before = self._kept.load(self.model, self._record, repeated(settings), settings.workers.count)
@@ -181,7 +184,7 @@ class SupervisedRun(ABC):
             self._write_run()
             if self.epochs > 0:
                 self._train(watch, on_epoch)
-                self._await_recordings()
+                self._await_workers()
         return self.metrics.lines
 
     def close_epoch(
@@ -228,8 +231,12 @@ class SupervisedRun(ABC):
         where = (self.addresses, self.job.hex(), device, data_dir, keys, self.policy.liveness_timeout_s)
         incarnation = self.supervisor.incarnations[WORKER, worker]
         weights = None if self._kept is None or incarnation else self._kept.weights  # a replacement takes them from the others
-        begun = (len(self.metrics.before), weights, self.machines.bind(place))
-        task = WorkerTask(self.settings.by_name(), worker, *where, incarnation, record, *begun)
+        begun: dict[str, Any] = {"epochs_done": len(self.metrics.before), "weights": weights, "bind": self.machines.bind(place)}
+        if self._kept is not None and self._kept.keeps_states:
+            begun |= {"states": str(self._kept.files.folder), "run": self._kept.files.run}
+        if self._kept is not None and not incarnation:
+            begun["begins"] = self._kept.begins
+        task = WorkerTask(self.settings.by_name(), worker, *where, incarnation, record, **begun)
         pipe = self.supervisor.process(WORKER, worker).stdin
         with contextlib.suppress(BrokenPipeError):  # it has died already; the next check says so
             pipe.write(json.dumps(task.describe()) + "\n")
@@ -251,9 +258,10 @@ class SupervisedRun(ABC):
         else:
             raise HocketError(f"Worker {worker} {how}, and it was the last worker; see the workers' own output above.")
 
-    def _await_recordings(self) -> None:
-        """Workers that record write how they ended when they leave."""
-        deadline = time.monotonic() + (0.0 if self.policy.record is None else _LEAVE_S)
+    def _await_workers(self) -> None:
+        """Workers that record write how they ended when they leave, and others their state after the last epoch."""
+        writes = self.policy.record is not None or (self._kept is not None and self._kept.keeps_states)
+        deadline = time.monotonic() + (_LEAVE_S if writes else 0.0)
         while time.monotonic() < deadline and None in self.supervisor.codes(WORKER).values():
             time.sleep(0.05)
 
@@ -271,10 +279,13 @@ class SupervisedRun(ABC):
             describe_recording(self.policy.record, "train", **facts)
         if self._record is not None:
             self._record.write_run(self._described())
+        if self._kept is not None:
+            self._kept.prepare()
 
     def _described(self) -> dict[str, Any]:
         """run.json."""
         processes = sum(role.count for role in self.supervisor.roles.values())
         where = {"kind": "processes", "workers": self.settings.workers.count, "processes": processes}
         where |= {"device": str(self.device), "backend": "zeromq", "step_s": None}
-        return describe_run(self.settings, where, self.sequence.steps, self.layout)
+        resumed = {} if self._kept is None or not self._kept.resumed else {"resumed": self._kept.resumed}
+        return {**describe_run(self.settings, where, self.sequence.steps, self.layout), **resumed}

@@ -31,6 +31,7 @@ from hocket.train.job import Job
 from hocket.train.runtimes.messages import peer_runtime, server_runtime
 from hocket.train.settings import RunSettings
 from hocket.train.throttle import Throttle
+from hocket.train.worker_states import StateFiles, StateWriter, begin_with
 from hocket.transport import Keys
 
 
@@ -53,6 +54,12 @@ class WorkerTask:
     epochs_done: int = 0
     weights: str | None = None
     """A file of weights to begin with, in a run that goes on after so many epochs."""
+    begins: str | None = None
+    """A file of what each worker of a run that goes on takes over beside the weights."""
+    states: str | None = None
+    """A folder for what this worker holds and owes after every epoch."""
+    run: str = ""
+    """Which of the runs in that folder this is."""
     bind: str = ANY_PORT
     """Where a worker that others call listens."""
 
@@ -78,12 +85,17 @@ def work(task: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] |
     base = [float(group["lr"]) for group in optimizer.param_groups]
     plan = settings.plan()
     at = plan.lr_factor(sequence)
+    residuals = None if task.begins is None else begin_with(Path(task.begins), model, optimizer)
     job, link = _enter(task, settings, model, optimizer, sequence, connect)
+    if residuals is not None:
+        link.begin_with(residuals)
+    look = _state_writer(task, job, link)
     throttle, account = Throttle(settings.workers.slowdown_of(task.worker)), link.account
     train = data.samples.on(device)
     random = draws_numbers(model, loss_of)
     model.train()
     while (minibatch := _next(job, link, task.worker, sequence)) is not None:
+        look(minibatch.epoch)
         throttle.begin()
         inputs, targets, key = plan.samples(minibatch, data, train, settings.workers.count)
         account.add_data(**train.figures())
@@ -99,7 +111,15 @@ def work(task: WorkerTask, connect: Callable[[WorkerConfig | PeerConfig], Any] |
         throttle.end()
         optimizer.step()
     link.flush()
+    look(-(-sequence.steps // len(sequence.partition)))
     job.detach()
+
+
+def _state_writer(task: WorkerTask, job: Job, link: WorkerRuntime) -> Callable[[int], None]:
+    """Is told how many epochs this worker has done, and writes its state after each where the run keeps that."""
+    if task.states is None:
+        return lambda done: None
+    return StateWriter(StateFiles(Path(task.states), task.run), job, link, task.epochs_done).look
 
 
 def _enter(

@@ -180,10 +180,13 @@ class Checkpoints:
 
     def newest(self) -> Generation | None:
         """The newest generation with a manifest that this process can read."""
+        return next(self.readable(), None)
+
+    def readable(self) -> Iterator[Generation]:
+        """All generations with a manifest that this process can read, newest first."""
         for number in reversed(self._numbers()):
             with contextlib.suppress(ValueError):
-                return Generation.read(self.folder / str(number))
-        return None
+                yield Generation.read(self.folder / str(number))
 
     def _common(self, needed: Callable[[Generation], list[str]]) -> Iterator[tuple[int, str | None]]:
         """All generations that some process has, newest first, each with what is wrong with it on some process."""

@@ -48,7 +48,7 @@ def one_for_all(
     if strategy.keeps_replicas_equal:
         rows = rows[:1]  # under ZeRO-1 the first has all
     merged = merge(strategy, layout, seed, [state["job"] for state in states], weights, host_size)
-    return OneForAll(merged, _buffers(states, model), _mean_moments(rows))
+    return OneForAll(merged, _buffers(states, model), mean_moments(rows))
 
 
 def of_weights(weights: dict[str, Tensor], layout: Layout) -> OneForAll:
@@ -101,7 +101,7 @@ def optimizer_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def _mean_moments(rows: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def mean_moments(rows: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """The mean over all workers that have a parameter's state."""
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -114,9 +114,12 @@ def _mean(values: list[Any]) -> Any:
     return mean_of(torch.stack(values)) if isinstance(values[0], Tensor) else values[0]
 
 
-def load_moments(model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, dict[str, Any]]) -> None:
-    """Let one worker's optimiser go on from the state of parameters by name."""
-    names = optimizer_names(model, optimizer)
+def load_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, moments: dict[str, dict[str, Any]], names: Sequence[str] = ()
+) -> None:
+    """Let one worker's optimiser go on from the state of parameters by name; ``names`` are those of its parameters, in the order of
+    its ``state_dict``, where they are not the model's own."""
+    names = names or optimizer_names(model, optimizer)
     groups, at = [], 0
     for group in optimizer.param_groups:
         numbers = list(range(at, at + len(group["params"])))

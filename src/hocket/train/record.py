@@ -18,9 +18,11 @@ from hocket.files import safetensors, write_whole
 from hocket.strategy import Strategy
 from hocket.version import __version__
 
-CHECKPOINTS, METRICS, WEIGHTS = "checkpoints", "metrics.jsonl", "model.safetensors"
+CHECKPOINTS, METRICS, WEIGHTS, STATES = "checkpoints", "metrics.jsonl", "model.safetensors", "workers"
 MAY_CHANGE = ("epochs", "max_steps", "workers", "virtual", "mesh", "pipe", "micro", "cut", "virtual_stages", "measure", "plan")
 """How long a run is, how many workers it has, and how its model is split."""
+ELSEWHERE = ("spec", "slowdown", "host_size")
+"""What may change, too, where virtual workers become real ones, or real ones virtual."""
 
 
 class Record:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from hocket.programs.repartition import mean_of
 from hocket.split import Mesh
 from hocket.train.checkpoints import WHOLE, Checkpoints, Generation, process_file
 from hocket.train.loop import EpochLoop, Training
-from hocket.train.other_workers import of_weights, one_for_all, stacked_buffers
-from hocket.train.record import MAY_CHANGE, WEIGHTS, Record
+from hocket.train.other_workers import of_weights, one_for_all, optimizer_names, stacked_buffers
+from hocket.train.record import ELSEWHERE, MAY_CHANGE, STATES, WEIGHTS, Record
 from hocket.train.settings import RunSettings
+from hocket.train.worker_states import Merged, merge_left
 
 
 def states_of(settings: RunSettings, cluster: Cluster, training: EpochLoop) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class Resumption:
                 note(f"{record.folder}/run.json is missing or damaged; its copy in checkpoint {newest.number} is used.")
         if before is None:
             raise SettingError(f"There is no run in {record.folder} to go on with; start without <resume>.")
-        elsewhere = () if before.get("virtual") == self.run["virtual"] else ("spec", "slowdown", "host_size")
+        elsewhere = () if before.get("virtual") == self.run["virtual"] else ELSEWHERE
         record.check_resumed(before, repeated, (*MAY_CHANGE, *elsewhere))
         generation = kept.resume(self._needed, self._load)
         self.run["resumed"] = list(before.get("resumed", []))
@@ -176,9 +177,14 @@ class Resumption:
         """Take what other workers have left."""
         training, settings, facts = self.training, self.settings, generation.facts
         if self._messages:
-            progress = {"epoch": facts["epoch"], "metrics": generation.load(process_file(0))["metrics"]}
+            state = generation.load(process_file(0))
+            progress = {"epoch": facts["epoch"], "metrics": state["metrics"]}
             training.replicas.take_over(of_weights(read_safetensors(generation.content(WEIGHTS)), training.replicas.layout))
             training.go_on_at(progress)
+            model = training.replicas.model
+            names = optimizer_names(model, settings.optimizer_for(model)(list(model.parameters())))
+            folder, left = generation.folder.parents[1] / STATES, (facts["epoch"], facts["workers"], settings.strategy)
+            _take_over(training, merge_left(state, folder, *left, training.replicas.layout, names), names)
             return
         assert isinstance(training, Training)
         states = [generation.load(process_file(process)) for process in range(facts["processes"])]
@@ -201,10 +207,9 @@ class Resumption:
             "goes on behind its last sample" if facts.get("within") else "begins at its first sample"
         )
         if self._messages:
-            return (
-                f"{before} workers become {now}: they begin with the global weights, residuals and optimiser states begin anew; "
-                f"{where}."
-            )
+            taken = f"; {taken}" if (taken := self.training.taken_over) else ""  # type: ignore[attr-defined]
+            anew = "; the servers' momentum begins anew" if self.settings.strategy.runtime == "server" else ""
+            return f"{before} workers become {now}: all begin with the global weights{taken}{anew}; {where}."
         if before == now:
             return ""
         if self.settings.split is not None:
@@ -216,6 +221,17 @@ class Resumption:
             f"{before} workers become {now}: each begins with the mean of their weights, buffers and optimiser states and with one "
             f"part of {now} of the sum of their residuals; {where}."
         )
+
+
+def _take_over(training: Any, merged: Merged, names: Sequence[str]) -> None:
+    """Let each virtual worker that sends messages begin with its part of what others have left; ``names`` are those of an
+    optimiser's parameters."""
+    size = training.cluster.size
+    training.taken_over = merged.describe(size)
+    for worker in training.protocol.workers if merged.owes else ():
+        worker.begin_with(merged.part(size))
+    if merged.moments:
+        training.replicas.load_moments(merged.moments, names)
 
 
 def check_structure(generation: Generation, training: EpochLoop, state: Mapping[str, Any], whole: bool = True) -> None:

@@ -262,6 +262,23 @@ class ShardRequests(Client):
         self._request([Envelope(Kind.FETCH, self.config.worker, link.peer, self.step, 0, metadata) for link in asked])
         self._sent = self.now
 
+    def residuals(self) -> list[Tensor | None] | None:
+        """What error feedback holds back, per bucket; None while steps wait to be pushed."""
+        codec = self._encoder.codec
+        waits = codec is not None and codec.uses_error_feedback and self._last_push < self.step
+        return None if waits else list(self._encoder.errors)
+
+    def begin_with(self, residuals: Sequence[Tensor | None]) -> None:
+        """Owe this, per bucket, from the first push on."""
+        device = self.rows[0].device
+        self._encoder.errors = [None if error is None else error.to(device) for error in residuals]
+
+    @property
+    def _last_push(self) -> int:
+        """The step of the last push; one under way counts."""
+        pushes = [link.request.step for link in self.links if link.request is not None and link.request.kind == Kind.PUSH]
+        return max([self.pushed, *pushes])
+
     def _want(self) -> int:
         """Mini-batches to request now: up to the step at which the next answer is applied."""
         if self.config.total is None:

@@ -246,8 +246,7 @@ class ServerWorker(ShardRequests):
 
     def strategy_state(self) -> dict[str, Any]:
         """What this worker adds to the weights on the shards; a push under way counts as there."""
-        pushes = [link.request.step for link in self.links if link.request is not None and link.request.kind == Kind.PUSH]
-        state: dict[str, Any] = {"step": self.step, "pushed": max([self.pushed, *pushes])}
+        state: dict[str, Any] = {"step": self.step, "pushed": self._last_push}
         state |= {"since": self._steps_since_meeting, "since_s": self.now - self._met}
         sums = self._sums
         if self.sync.outer_optimizer is not None:  # how far this worker has come since

@@ -8,7 +8,7 @@ a time decides nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from hocket.data.batches import MiniBatch
 from hocket.strategy import Strategy
 from hocket.train.checks import optimizer_for
 from hocket.train.engines import Engine, VmapEngine, stack_buffers
-from hocket.train.other_workers import OneForAll
+from hocket.train.other_workers import OneForAll, load_moments
 from hocket.train.replicas import Factory, RowReplicas, swapped_weights
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -182,6 +182,11 @@ class AsyncReplicas(RowReplicas):
             rows.copy_(mean.to(rows.device).expand_as(rows))
         for name, rows in self.buffers.items():
             rows.copy_(common.buffers[name].to(rows.device).expand_as(rows))
+
+    def load_moments(self, moments: dict[str, dict[str, Any]], names: Sequence[str]) -> None:
+        """Let every worker's own optimiser begin with this state of parameters by name."""
+        for worker in range(len(self.losses)):
+            load_moments(self.model, self._local(worker)[0], moments, names)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending.clear()

@@ -47,6 +47,7 @@ class AsyncSimulation(EpochLoop):
     """Workers that do not step together."""
 
     replicas: AsyncReplicas
+    taken_over = ""  # from other workers, in words
 
     def __init__(
         self,
