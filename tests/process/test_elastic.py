@@ -345,7 +345,7 @@ def test_a_worker_whose_link_is_cut_joins_again_when_it_is_mended(lab: Any, nurs
     options = ["--elastic", "1:3", "--workers", "3", "--bind", bind, "--keys", str(keys), "--job", told["HOCKET_JOB"]]
     hosts = [{NAMESPACE: lab.namespace(host)} for host in range(3)]
     service = nursery.command(["rendezvous", *options, "--liveness-timeout", "2"], tmp_path / "service", tmp_path, hosts[0])
-    arguments = {"strategy": "bulk", "epochs": 60, "until": str(back), "keys": str(keys)}
+    arguments = {"strategy": "bulk", "epochs": 40, "until": str(back), "keys": str(keys)}
     group = nursery._start(TRAIN, tmp_path, [{**told, **host} for host in hosts], arguments)
 
     def steps(rank: int) -> int:
