@@ -42,7 +42,7 @@ ONCE_VIOLATED = {
     "asyncdiloco(2, 1, 0, 1) + server(2)": (6224,),
     "elastic, split": (33, 38, 291),
     "stale(2) + server(2)": (698, 706, 747, 1222, 1577, 1892, 2157, 2325, 2438, 4500),
-    "elastic": (36, 42, 45, 50, 52, 2484),
+    "elastic": (42, 45, 50, 64, 96, 2484),
 }
 """Seeds that found a bug: a restarted shard forgot what dead workers held, which pushes of a step waited for others, and final
 weights that it had not saved; a worker that was away from a meeting counted its steps otherwise than a shard did, and all hung; two
@@ -74,9 +74,8 @@ def test_members_that_forget_what_others_have_completed_are_found(monkeypatch: p
 
 def test_members_that_go_over_to_a_planned_generation_in_the_middle_of_a_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Member, "wait_unplanned", Member.wait_newer)
-    found = _first_violation(elastic_run.run_schedule, range(50, 60))
-    assert found is not None
-    assert "a newcomer gets weights in the middle of a step" in found.violations[0]
+    (violation,) = elastic_run.run_schedule(131).violations
+    assert "a newcomer gets weights in the middle of a step" in violation
 
 
 def test_members_that_do_not_repeat_what_was_lost_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,10 +89,13 @@ def test_a_worker_that_was_stopped_joins_again(nursery: Nursery, tmp_path: Path)
 
 
 def test_a_worker_joins_with_the_state_of_the_others(nursery: Nursery, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"strategy": "bulk", "epochs": 20, "until": str(tmp_path / "joined")}
     with rendezvous(2) as (_, environ):
-        group = nursery.start(TRAIN, 2, tmp_path / "two", environ, strategy="bulk", epochs=80)
+        group = nursery.start(TRAIN, 2, tmp_path / "two", environ, **arguments)
         assert eventually((tmp_path / "two" / "1.steps").exists), group.said()
-        third = nursery.start(TRAIN, 1, tmp_path / "third", environ, strategy="bulk", epochs=80)
+        third = nursery.start(TRAIN, 1, tmp_path / "third", environ, **arguments)
+        assert eventually((third.folder / "0.steps").exists), third.said()
+        (tmp_path / "joined").touch()
         assert group.wait(60) == [0, 0], group.said()
         assert third.wait(60) == [0], third.said()
     found = [*_results(group, 0, 1), *_results(third, 0)]
@@ -104,11 +107,14 @@ def test_a_worker_joins_with_the_state_of_the_others(nursery: Nursery, tmp_path:
 
 def test_neither_a_slow_worker_nor_a_slow_handover_breaks_a_group(nursery: Nursery, tmp_path: Path) -> None:
     """Connections are made in a second; a step, and whatever is sent to a worker that joins, take two."""
-    arguments: dict[str, Any] = {"strategy": "bulk", "epochs": 80, "build_s": 1.0}
+    joined = tmp_path / "joined"
+    arguments: dict[str, Any] = {"strategy": "bulk", "epochs": 20, "build_s": 1.0, "until": str(joined)}
     with rendezvous(2) as (_, environ):
         group = nursery.start(TRAIN, 2, tmp_path / "two", environ, fault="slow", at=3, **arguments)
         assert eventually((tmp_path / "two" / "1.steps").exists), group.said()
         third = nursery.start(TRAIN, 1, tmp_path / "third", environ, **arguments)
+        assert eventually((third.folder / "0.steps").exists), third.said()
+        joined.touch()
         assert group.wait(60) == [0, 0], group.said()
         assert third.wait(60) == [0], third.said()
     found = [*_results(group, 0, 1), *_results(third, 0)]
@@ -160,15 +166,18 @@ def test_workers_of_one_machine_are_one_host(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.parametrize("fault", ["SIGTERM", "SIGUSR1"])
 def test_a_worker_that_is_asked_to_hands_over_and_leaves(fault: str, nursery: Nursery, tmp_path: Path) -> None:
-    with rendezvous(3) as (_, environ):
-        group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk", fault=fault, epochs=80)
+    left = tmp_path / "left"
+    with rendezvous(3) as (program, environ):
+        group = nursery.start(TRAIN, 3, tmp_path, environ, strategy="bulk", fault=fault, epochs=20, until=str(left))
+        assert eventually(lambda: len(program.generation.members) == 2), group.said()
+        left.touch()
         assert group.wait(30) == [0, 0, 0], group.said()
     found = _results(group, 0, 2)
     assert not (tmp_path / "1.pt").exists()
     assert _equal(found)
     assert [(one["lost"], one["left"]) for one in found] == [(0, 1), (0, 1)]
     computed = Counter(number for one in found for epoch in one["computed"] for number in epoch)
-    assert max(computed.values()) <= 80
+    assert max(computed.values()) <= 20
 
 
 @pytest.mark.parametrize(("before", "after", "fault"), [(2, 3, "save"), (2, 2, "save"), (2, 3, "leave")])
@@ -336,7 +345,7 @@ def test_a_worker_whose_link_is_cut_joins_again_when_it_is_mended(lab: Any, nurs
     options = ["--elastic", "1:3", "--workers", "3", "--bind", bind, "--keys", str(keys), "--job", told["HOCKET_JOB"]]
     hosts = [{NAMESPACE: lab.namespace(host)} for host in range(3)]
     service = nursery.command(["rendezvous", *options, "--liveness-timeout", "2"], tmp_path / "service", tmp_path, hosts[0])
-    arguments = {"strategy": "bulk", "epochs": 60, "until": str(back), "keys": str(keys)}
+    arguments = {"strategy": "bulk", "epochs": 40, "until": str(back), "keys": str(keys)}
     group = nursery._start(TRAIN, tmp_path, [{**told, **host} for host in hosts], arguments)
 
     def steps(rank: int) -> int:
