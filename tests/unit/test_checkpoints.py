@@ -6,10 +6,13 @@ import contextlib
 import errno
 import json
 import os
+import queue
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +22,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
 from hocket.cluster import VirtualCluster
+from hocket.cluster.agreement import Agreement
 from hocket.data import load
 from hocket.errors import HocketError, SettingError
 from hocket.files import safetensors, sealed_json, unsealed_json
 from hocket.models import build
+from hocket.train import leaving
 from hocket.train.checkpoints import MANIFEST, Checkpoints, Generation, process_file
 from hocket.train.elastic_checkpoints import FolderAgreement
 from hocket.train.loop import Progress
@@ -308,3 +313,55 @@ def test_a_run_that_is_told_to_leave_goes_on_in_the_middle_of_the_epoch(signalle
     pairs = zip(resumed.replicas.weights, whole.replicas.weights, strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert [line["accuracy"] for line in resumed.metrics] == [line["accuracy"] for line in whole.metrics]
+
+
+@pytest.mark.parametrize("at_last_step", [True, False])
+def test_an_evaluation_does_not_count_to_the_time_in_which_a_step_must_end(
+    at_last_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered, killed, gather = threading.Event(), threading.Event(), Agreement.gather
+
+    def gathers(self: Agreement, name: str, *given: Any) -> list[str | None]:
+        if name == "leave after":
+            gathered.set()
+        return gather(self, name, *given)
+
+    def tell() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert gathered.wait(60)
+
+    monkeypatch.setattr(Agreement, "gather", gathers)
+    monkeypatch.setattr(leaving, "_LOOK_S", 0.01)
+    monkeypatch.setattr(leaving.os, "_exit", lambda _: killed.set())
+    given = RunSettings.of(workers=2, virtual=True, epochs=3, batch_size=24)
+
+    def watch(progress: Progress) -> None:
+        if at_last_step and progress.step == 30:
+            tell()
+
+    def on_epoch(line: dict[str, Any]) -> None:
+        if not at_last_step:
+            tell()
+        with monkeypatch.context() as patch:
+            patch.setattr(leaving, "_MOST_S", 0.05)
+            assert not killed.wait(0.5)
+
+    with pytest.raises(SystemExit) as end:
+        run(given, VirtualCluster(2), out=tmp_path, data=load("digits"), watch=watch, on_epoch=on_epoch, leaves=True)
+    assert end.value.code == 0
+    newest = Checkpoints(tmp_path / "checkpoints", VirtualCluster(2)).newest()
+    assert newest is not None
+    assert (newest.facts["epoch"], newest.facts["step"]) == (1, 30 if at_last_step else 31)
+
+
+def test_a_process_whose_others_do_not_tell_their_step_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(leaving.os, "_exit", codes.put)
+    others = SimpleNamespace(announce=lambda _: None, announced=lambda _: True, gather=lambda *_: ["1", None])
+    cluster: Any = SimpleNamespace(agreement=lambda: others)
+    found = leaving.Leaving(cluster)
+    try:
+        found.start(0)
+        assert codes.get(timeout=60) == 143
+    finally:
+        found.close()
