@@ -41,6 +41,7 @@ ABOUT = {
     "synonyms": "the field's names",
     "optim": "optimisers for rows",
     "notation": "strategies as text",
+    "torchrun": "elastic runs under torchrun",
     "notebook": "HTML tables, progress",
     "picture": "charts for notebooks",
 }

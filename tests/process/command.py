@@ -9,7 +9,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from hocket.cli import demo
 from hocket.cli import main as cli
-from hocket.cluster.torchrun import BACKEND, backend
+from hocket.torchrun import BACKEND, backend
 from process import forks
 
 

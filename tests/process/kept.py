@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hocket
 from hocket import files
+from hocket.cluster.agreement import Agreement
 from hocket.cluster.join import join
 from hocket.train import checkpoints, job_state
 from hocket.train.loop import Progress
@@ -66,15 +69,26 @@ def dies(rank: int, folder: str) -> None:
 
 
 def leaves(rank: int, folder: str, cluster: Any) -> dict[str, Any]:
-    """Process 1 is told to leave in the second epoch; all leave, and go on."""
+    """Process 1 is told to leave at the second step of the second epoch, and all know before they go on; they leave, and go on."""
+    gather, known = Agreement.gather, threading.Event()
+
+    def gathered(self: Agreement, name: str, *given: Any) -> list[str | None]:
+        if name == "leave after":
+            known.set()  # the step under way is settled
+        return gather(self, name, *given)
 
     def told(progress: Progress) -> None:
-        if rank == 1 and progress.step == 7:
-            os.kill(os.getpid(), signal.SIGUSR1)
+        if progress.step == 7:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert known.wait(60)
 
+    Agreement.gather, checkpoints.write_whole = gathered, files.write_whole
     with pytest.raises(SystemExit):
         train(rank, folder, "left", cluster, watch=told, leaves=True)
-    return train(rank, folder, "left", cluster, resume=True)
+    Agreement.gather = gather
+    facts = json.loads(Path(folder, "left", f"disk-{rank}", "checkpoints", "2", "manifest.json").read_bytes())["facts"]
+    return {**train(rank, folder, "left", cluster, resume=True), "facts": facts}
 
 
 def main(rank: int, folder: str, before: str) -> None:

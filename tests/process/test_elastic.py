@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hocket.cluster.torchrun import BACKEND, backend
+from hocket.torchrun import BACKEND, backend
 from hocket.transport import Keys
 from process.elastic import EPOCHS, SAMPLES, rendezvous
 from process.late import said
@@ -296,9 +297,9 @@ def test_torchruns_agents_start_their_own_workers_again_and_no_others(nursery: N
         return int((tmp_path / f"{node}.steps").read_text() or 0)
 
     with rendezvous(3) as (program, environ):
-        endpoint, job = environ.pop("HOCKET_RENDEZVOUS").removeprefix("tcp://"), environ.pop("HOCKET_JOB")
-        said = {"10.0.0.1:7000": endpoint, "$HOCKET_JOB": job, "train.py": str(script)}
+        said = {"10.0.0.1:7000": environ.pop("HOCKET_RENDEZVOUS").removeprefix("tcp://"), "train.py": str(script)}
         words = [said.get(word, word) for word in shlex.split(line, comments=True)[1:]]
+        assert not [word for word in words if word in (environ["HOCKET_JOB"], "$HOCKET_JOB")], "others can read arguments"
         agents = [
             nursery.command(words, tmp_path / f"agent{node}", tmp_path, {**environ, "NODE": str(node)}, program="torchrun")
             for node in range(3)
@@ -342,9 +343,11 @@ def test_a_worker_whose_link_is_cut_joins_again_when_it_is_mended(lab: Any, nurs
     keys, back, bind = tmp_path / "job.keys", tmp_path / "back", f"tcp://{lab.addresses[0]}:7000"
     Keys.make().write(keys)
     told = {"HOCKET_RENDEZVOUS": bind, "HOCKET_JOB": "0" * 32, "GLOO_SOCKET_IFNAME": "eth0"}
-    options = ["--elastic", "1:3", "--workers", "3", "--bind", bind, "--keys", str(keys), "--job", told["HOCKET_JOB"]]
+    options = ["--elastic", "1:3", "--workers", "3", "--bind", bind, "--keys", str(keys)]
     hosts = [{NAMESPACE: lab.namespace(host)} for host in range(3)]
-    service = nursery.command(["rendezvous", *options, "--liveness-timeout", "2"], tmp_path / "service", tmp_path, hosts[0])
+    service = nursery.command(
+        ["rendezvous", *options, "--liveness-timeout", "2"], tmp_path / "service", tmp_path, {**told, **hosts[0]}
+    )
     arguments = {"strategy": "bulk", "epochs": 40, "until": str(back), "keys": str(keys)}
     group = nursery._start(TRAIN, tmp_path, [{**told, **host} for host in hosts], arguments)
 
@@ -379,7 +382,7 @@ def test_a_script_of_ones_own_is_started_with_keys(nursery: Nursery, tmp_path: P
     with nursery.command(["launch", *options], tmp_path / "said", tmp_path, {"GLOO_SOCKET_IFNAME": "lo"}) as command:
         done = command.ended(60)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"HOCKET_RENDEZVOUS=tcp://0.0.0.0:\d+ HOCKET_JOB=[0-9a-f]{32}\.", done.stderr)
+    assert re.search(rf"HOCKET_RENDEZVOUS=tcp://{re.escape(socket.gethostname())}:\d+ HOCKET_JOB=[0-9a-f]{{32}}\.", done.stderr)
     assert _equal([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])
 
 

@@ -6,10 +6,13 @@ import contextlib
 import errno
 import json
 import os
+import queue
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +22,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
 from hocket.cluster import VirtualCluster
+from hocket.cluster.agreement import Agreement
 from hocket.data import load
 from hocket.errors import HocketError, SettingError
 from hocket.files import safetensors, sealed_json, unsealed_json
 from hocket.models import build
 from hocket.strategy import Strategy
+from hocket.train import leaving
 from hocket.train.checkpoints import MANIFEST, Checkpoints, Generation, process_file
 from hocket.train.checks import layout_for
 from hocket.train.elastic_checkpoints import FolderAgreement
@@ -344,3 +349,55 @@ def test_what_workers_that_send_messages_owe_is_added_up_and_what_they_hold_beco
     assert "worker 1: Cannot write" in capsys.readouterr().err
     files.remove_before(8)
     assert [path.name for path in tmp_path.iterdir()] == ["begins.pt"]
+
+
+@pytest.mark.parametrize("at_last_step", [True, False])
+def test_an_evaluation_does_not_count_to_the_time_in_which_a_step_must_end(
+    at_last_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered, killed, gather = threading.Event(), threading.Event(), Agreement.gather
+
+    def gathers(self: Agreement, name: str, *given: Any) -> list[str | None]:
+        if name == "leave after":
+            gathered.set()
+        return gather(self, name, *given)
+
+    def tell() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert gathered.wait(60)
+
+    monkeypatch.setattr(Agreement, "gather", gathers)
+    monkeypatch.setattr(leaving, "_LOOK_S", 0.01)
+    monkeypatch.setattr(leaving.os, "_exit", lambda _: killed.set())
+    given = RunSettings.of(workers=2, virtual=True, epochs=3, batch_size=24)
+
+    def watch(progress: Progress) -> None:
+        if at_last_step and progress.step == 30:
+            tell()
+
+    def on_epoch(line: dict[str, Any]) -> None:
+        if not at_last_step:
+            tell()
+        with monkeypatch.context() as patch:
+            patch.setattr(leaving, "_MOST_S", 0.05)
+            assert not killed.wait(0.5)
+
+    with pytest.raises(SystemExit) as end:
+        run(given, VirtualCluster(2), out=tmp_path, data=load("digits"), watch=watch, on_epoch=on_epoch, leaves=True)
+    assert end.value.code == 0
+    newest = Checkpoints(tmp_path / "checkpoints", VirtualCluster(2)).newest()
+    assert newest is not None
+    assert (newest.facts["epoch"], newest.facts["step"]) == (1, 30 if at_last_step else 31)
+
+
+def test_a_process_whose_others_do_not_tell_their_step_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(leaving.os, "_exit", codes.put)
+    others = SimpleNamespace(announce=lambda _: None, announced=lambda _: True, gather=lambda *_: ["1", None])
+    cluster: Any = SimpleNamespace(agreement=lambda: others)
+    found = leaving.Leaving(cluster)
+    try:
+        found.start(0)
+        assert codes.get(timeout=60) == 143
+    finally:
+        found.close()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
+import signal
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +23,7 @@ from hocket.cluster.virtual import VirtualCluster
 from hocket.compression.base import Context
 from hocket.data.elastic_stream import SampleStream
 from hocket.data.partition import Partition
+from hocket.drivers import elastic as elastic_driver
 from hocket.programs.base import Effects, Send
 from hocket.programs.elastic.generation import Generation
 from hocket.programs.elastic.member import BEAT_S, RENDEZVOUS, Member
@@ -426,3 +431,22 @@ def test_a_scheduler_follows_the_number_of_workers_whenever_it_was_made(schedule
     optimizer.step()
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(("saving", "code"), [(False, 0), (True, 143)])
+def test_a_worker_that_is_cut_off_while_it_saves_does_not_end_well(
+    saving: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: queue.Queue[int] = queue.Queue()
+    for name in ("_LEAVE_S", "_SAVE_S", "_LINGER_S"):
+        monkeypatch.setattr(elastic_driver, name, 0.0)
+    monkeypatch.setattr(elastic_driver.os, "_exit", ended.put)
+    program = SimpleNamespace(leaving=False, leave=None, say_goodbye=None)
+    driver: Any = SimpleNamespace(program=program, is_saving=saving, begin=lambda *_: None)
+    with contextlib.ExitStack() as after:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            after.callback(signal.signal, number, signal.getsignal(number))
+        elastic_driver.leave_on_signals(driver)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.get(timeout=60) == code
+    assert ("was not written in" in capsys.readouterr().err) == saving

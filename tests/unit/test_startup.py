@@ -42,6 +42,14 @@ def test_what_notebooks_show_imports_nothing_heavy() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+def test_torchruns_entry_point_imports_nothing_but_itself() -> None:
+    code = (
+        "import sys, hocket.torchrun; print(*(name for name in sys.modules if name.split('.')[0] in ('hocket', 'torch', 'numpy')))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert set(ended.stdout.split()) == {"hocket", "hocket.errors", "hocket.version", "hocket.torchrun"}, ended.stderr
+
+
 def test_the_shell_completes_commands_and_their_options() -> None:
     def completed(line: str) -> str:
         environ = {"_HOCKET_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}

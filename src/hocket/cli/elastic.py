@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hocket.drivers.start import JOB
 from hocket.programs.elastic.waits import HANG_TIMEOUT_S
 from hocket.programs.server.wire import job_id
 from hocket.split.mesh import Mesh
@@ -67,7 +68,9 @@ def rendezvous(
     keys: Annotated[Path | None, typer.Option(help="Keys made by `hocket keys`.")] = None,
     job: Annotated[
         str | None,
-        typer.Option(help="The run's id, 32 hexadecimal digits, HOCKET_JOB of workers (default: a new one, which is printed)."),
+        typer.Option(
+            envvar=JOB, help="The run's id, 32 hexadecimal digits, HOCKET_JOB of workers (default: a new one, which is printed)."
+        ),
     ] = None,
     liveness_timeout: Annotated[float, _LIVENESS] = LIVENESS_TIMEOUT_S,
     hang_timeout: Annotated[float, _HANG] = HANG_TIMEOUT_S,

@@ -134,7 +134,7 @@ def find_rendezvous(environ: Mapping[str, str]) -> RendezvousInfo | None:
     if not re.fullmatch("[0-9a-fA-F]{32}", job):
         raise HocketError(
             f"{RENDEZVOUS_JOB}={job}: a worker of an elastic run needs the run's id, 32 hexadecimal digits; `hocket rendezvous` "
-            "prints it, or takes it by --job."
+            "prints it, or takes it from its own environment."
         )
     return RendezvousInfo(
         environ[RENDEZVOUS], bytes.fromhex(job), None if member is None else int(member), int(environ.get(RENDEZVOUS_HERE) or 0)

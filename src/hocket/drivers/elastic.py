@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hocket.cluster.progress import Progress
+from hocket.drivers.processes import ENDED, say
 from hocket.drivers.threaded import ThreadedDriver
 from hocket.errors import HocketError
 from hocket.programs.base import Effects
@@ -110,6 +111,7 @@ def leave_on_signals(driver: MemberDriver) -> None:
     """SIGTERM and SIGUSR1, as schedulers send them before they take a machine: hand over at the end of the step, and leave.
 
     Where the next exchange is more than four seconds away, leave in the middle of a step: what was done since the last is lost.
+    What is saved before has five seconds; after that the exit code is ``ENDED``.
     """
 
     def late() -> None:
@@ -117,10 +119,13 @@ def leave_on_signals(driver: MemberDriver) -> None:
         end = time.monotonic() + _SAVE_S
         while driver.is_saving and time.monotonic() < end:
             time.sleep(_LOOK_S)
+        code = ENDED * driver.is_saving
+        if code:
+            say(f"what is saved before leaving was not written in {_LEAVE_S + _SAVE_S:g} s: it is not whole, and this process ends")
         with contextlib.suppress(HocketError, RuntimeError, OSError):  # OSError: the driver is closed already
             driver.begin(driver.program.say_goodbye, 0)
             time.sleep(_LINGER_S)
-        os._exit(0)
+        os._exit(code)
 
     def leave(number: int, frame: FrameType | None) -> None:
         if not driver.program.leaving:

@@ -29,6 +29,8 @@ from hocket.errors import HocketError
 MAX_RESTARTS = 10
 """In a row, of processes of a role that were younger than ``YOUNG_S``."""
 YOUNG_S = 60.0
+ENDED = 128 + signal.SIGTERM
+"""The exit code of a process that was told to leave and could not save what it had to."""
 SHARD = "shard"
 """The role of a parameter server's shards."""
 _GRACE_S = 5.0

@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hocket.cluster.join import RendezvousInfo, without_launcher
-from hocket.drivers.processes import Role, Supervisor, how_ended, interruptible, say
+from hocket.drivers.processes import ENDED, Role, Supervisor, how_ended, interruptible, say
 from hocket.drivers.sockets import SocketDriver
 from hocket.errors import HocketError, SettingError
 from hocket.programs.elastic.rendezvous import Rendezvous
 from hocket.programs.elastic.waits import HANG_TIMEOUT_S
 from hocket.train.elastic import Elastic
 from hocket.transport import Keys, Listener
-from hocket.transport.address import is_loopback
+from hocket.transport.address import is_loopback, parts_of
 
 WORKER = "worker"
 MAX_RESTARTS = 1000
@@ -50,6 +51,9 @@ def serve_rendezvous(
 
 
 def _how_found(address: str, job: bytes) -> str:
+    host, port = parts_of(address)
+    if host in ("0.0.0.0", "::"):  # all addresses of this machine: others know it by its name
+        address = f"tcp://{socket.gethostname()}:{port}"
     found = " ".join(f"{name}={value}" for name, value in RendezvousInfo(address, job).environ.items())
     return f"workers find this rendezvous with {found}"
 
@@ -160,7 +164,7 @@ class ElasticRun:
 
     def _restart(self, number: int, code: int) -> bool:
         """Whether another process takes the place of one that ended; not of one that left when it was asked to."""
-        return self.replace and not self.program.over and code not in (0, -signal.SIGTERM)
+        return self.replace and not self.program.over and code not in (0, -signal.SIGTERM, ENDED)
 
     def _restarts(self) -> bool:
         return any(self._restart(number, code) for number, code in self.supervisor.ended(WORKER).items())

@@ -9,21 +9,35 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hocket.cluster.loopback import LoopbackRendezvous
+from hocket.drivers.processes import ENDED, say
 from hocket.drivers.start import ENDS_WITH
 from hocket.errors import HocketError
 
 _BACKEND = "hocket-loopback"
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """Those that the launcher passes on to the workers."""
+_LEAVE_S = 600
+"""Workers that are told to leave have so long to end the step, evaluate and write a checkpoint; of torch's launcher 30 s."""
 
-rendezvous_handler_registry.register(_BACKEND, lambda parameters: LoopbackRendezvous(parameters.run_id, _BACKEND))
+
+class _Agent(LocalElasticAgent):
+    left = False
+    """Whether all workers were told to leave, and did."""
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *more: Any, **named: Any) -> None:
+        context: Any = self._pcontext
+        if context is not None and death_sig != signal.SIGINT:
+            context.close(death_sig, _LEAVE_S)
+            self.left = not any(each.proc.returncode for each in context.subprocess_handlers.values())
+        super()._shutdown(death_sig, *more, **named)
 
 
 def launch(command: Sequence[str], processes: int) -> None:
@@ -37,25 +51,29 @@ def launch(command: Sequence[str], processes: int) -> None:
     os.environ |= {"HOCKET_LAUNCHED": "1", ENDS_WITH: str(os.getpid())}
     with tempfile.TemporaryDirectory(prefix="hocket-") as folder:
         logs = DefaultLogsSpecs(folder)  # else torch leaves a folder of its own behind
-        config = LaunchConfig(
-            1,
-            1,
+        rendezvous = LoopbackRendezvous(uuid.uuid4().hex, _BACKEND)
+        workers = WorkerSpec(
+            "default",
             processes,
-            logs,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend=_BACKEND,
+            rendezvous,
+            entrypoint=sys.executable,
+            args=tuple(command),
             max_restarts=0,
             monitor_interval=0.1,
-            signals_to_handle=_SIGNALS,
         )
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _SIGNALS
+        agent = _Agent(workers, logs)
         try:
-            elastic_launch(config, sys.executable)(*command)
-        except ChildFailedError as error:
-            raise HocketError(_cause(error.failures)) from None
+            result = agent.run()
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise HocketError(f"Signal {error.sigval.name} ended this command; it has ended its workers, too.") from None
+            if not agent.left:
+                raise HocketError(f"Signal {error.sigval.name} ended this command; it has ended its workers, too.") from None
+            say(f"signal {error.sigval.name}: all workers have left, and --resume goes on from the newest checkpoint")
+            return
+    if result.is_failed():
+        raise HocketError(_cause(result.failures))
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> str:
@@ -63,7 +81,7 @@ def _cause(failures: dict[int, ProcessFailure]) -> str:
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int, int]:
         rank, failure = item
-        return failure.exitcode == -signal.SIGTERM, _error(failure).get("kind") == "WorkerLost", failure.timestamp, rank
+        return failure.exitcode in (-signal.SIGTERM, ENDED), _error(failure).get("kind") == "WorkerLost", failure.timestamp, rank
 
     rank, first = min(failures.items(), key=order)
     said = _error(first).get("message")

@@ -21,15 +21,14 @@ from typing import Any
 import torch
 
 from hocket.cluster.base import Cluster
-from hocket.drivers.processes import say
+from hocket.drivers.processes import ENDED, say
 from hocket.train.checkpoints import Checkpoints
 from hocket.train.loop import Progress, Training, Watch
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-ENDED = 128 + signal.SIGTERM
-"""The exit code of a process that could not wait for the end of the step."""
 _LOOK_S, _AGREE_S, _MOST_S = 0.5, 10.0, 30.0
-"""How often a thread looks whether another process leaves; how long it waits for all to tell their step, and for its end."""
+"""How often a thread looks whether another process leaves; how long it waits for all to tell their step, and, while steps are under
+way, for its end."""
 _JOIN_S = 2.0
 """How long the thread is waited for, which may wait for a store that is gone."""
 _NAME = "leave"
@@ -44,6 +43,8 @@ class Leaving:
         self._agreement = cluster.agreement()
         self._lock, self._known, self._over = threading.Lock(), threading.Event(), threading.Event()
         self._step, self._told = 0, False
+        self.stepping = True
+        """Whether a step is under way; else the model is evaluated, or a checkpoint is written."""
         self._wakes, self._woken = socket.socketpair()
         self._wakes.setblocking(False)
         self._before = {number: signal.signal(number, lambda *_: None) or signal.SIG_DFL for number in SIGNALS}
@@ -90,12 +91,21 @@ class Leaving:
         self._agreement.announce(_NAME)
         with self._lock:
             self._told, under_way = True, self._step + 1
-        steps = self._agreement.gather(f"{_NAME} after", str(under_way), _AGREE_S)
-        if None not in steps:
-            self.after = max(int(step) for step in steps if step is not None)
-            self._known.set()
-        if not self._over.wait(_MOST_S):
-            say("the step has not ended in time: this process ends without a checkpoint")
+        told = self._agreement.gather(f"{_NAME} after", str(under_way), _AGREE_S)
+        steps = [int(step) for step in told if step is not None]
+        if len(steps) < len(told):
+            return self._give_up("other processes have not told their step")
+        self.after = max(steps)
+        self._known.set()
+        waited = 0.0
+        while not self._over.wait(_LOOK_S):
+            waited += _LOOK_S * self.stepping
+            if waited >= _MOST_S:
+                return self._give_up("the step has not ended in time")
+
+    def _give_up(self, why: str) -> None:
+        if not self._over.is_set():
+            say(f"{why}: this process ends without a checkpoint")
             os._exit(ENDED)
 
     def _signalled(self) -> bool:
@@ -124,15 +134,16 @@ def leaving(
             nonlocal ends, taken
             watch(progress)
             taken += 1
+            found.stepping = taken < len(training.batches.partition) and training.step < training.steps
             if found.ends_with(training.step):
-                ends = taken == len(training.batches.partition) or training.step == training.steps
+                found.stop()  # evaluating and writing may take their time
+                ends = not found.stepping
                 if not ends:
                     leave()
 
         return watched
 
     def leave() -> None:
-        found.stop()  # writing may take its time
         if taken:
             save(taken)
         kept.wait()
@@ -147,6 +158,7 @@ def leaving(
         taken = 0
         if ends and not training.over:
             leave()
+        found.stepping = not training.over
 
     try:
         yield watching, after_epoch

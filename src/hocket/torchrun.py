@@ -4,8 +4,9 @@ torchrun's own backends make every agent restart its workers whenever an agent c
 that has the weights. With this one an agent starts its own workers again, and those of no other agent; workers find each other by
 the `hocket rendezvous` at the endpoint. How many there may be is said there: ``--nnodes`` is not used.
 
-torchrun finds the backend by an entry point, ``torchrun.handlers``, while it imports its own: nothing of torch is imported here
-before that.
+torchrun finds the backend by an entry point, ``torchrun.handlers``, while it imports its own, also where another one is used: no
+torch is imported here before, and little of Hocket. The run's id comes in the environment, ``HOCKET_JOB``: other users can read
+arguments, ``--rdzv-id`` among them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 BACKEND = "hocket"
-_NO_ID = "none"
-"""torchrun's run id where none was given."""
 
 
 def backend() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -31,10 +30,11 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     from hocket.cluster.join import RENDEZVOUS, RENDEZVOUS_JOB
     from hocket.cluster.loopback import LoopbackRendezvous
 
-    endpoint, run = parameters.endpoint.strip(), parameters.run_id
-    if not endpoint:
-        raise SystemExit(f"hocket: --rdzv-backend {BACKEND} wants a `hocket rendezvous`; add --rdzv-endpoint HOST:PORT.")
+    endpoint = parameters.endpoint.strip()
+    if not endpoint or not os.environ.get(RENDEZVOUS_JOB):
+        raise SystemExit(
+            f"hocket: --rdzv-backend {BACKEND} wants a `hocket rendezvous`; add --rdzv-endpoint HOST:PORT, and set "
+            f"{RENDEZVOUS_JOB} to the run's id, which it prints."
+        )
     os.environ[RENDEZVOUS] = endpoint if "://" in endpoint else f"tcp://{endpoint}"  # workers inherit the agent's environment
-    if run != _NO_ID:
-        os.environ[RENDEZVOUS_JOB] = run
-    return LoopbackRendezvous(run, BACKEND)
+    return LoopbackRendezvous(parameters.run_id, BACKEND)
