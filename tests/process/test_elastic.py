@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -328,6 +329,13 @@ def test_torchrun_finds_the_backend_by_the_projects_entry_point() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     ((name, value),) = project["entry-points"]["torchrun.handlers"].items()
     assert (name, EntryPoint(name, value, "torchrun.handlers").load()) == (BACKEND, backend)
+
+
+def test_an_agent_without_the_runs_id_in_its_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOCKET_JOB", raising=False)
+    given: Any = SimpleNamespace(endpoint="10.0.0.1:7000", run_id="0" * 32)
+    with pytest.raises(SystemExit, match="set HOCKET_JOB to the run's id"):
+        backend()(given)
 
 
 @pytest.fixture

@@ -279,7 +279,8 @@ def test_the_elastic_batch_script_of_slurm_goes_on_without_a_lost_worker(nursery
     assert code == 0, output
     service, words = ((tmp_path / f"{name}.words").read_text().split("\0")[:-1] for name in ("hocket", "srun"))
     found = dict(line.split("=", 1) for line in (tmp_path / "srun.env").read_text().split("\0") if line.startswith("HOCKET_"))
-    rendezvous = nursery.command(service, tmp_path / "rendezvous", tmp_path)
+    rendezvous = nursery.command(service, tmp_path / "rendezvous", tmp_path, {"HOCKET_JOB": found["HOCKET_JOB"]})
+    assert found["HOCKET_JOB"] not in [*service, *words], "others can read arguments"
     environs = [{**found, **slurm(rank, "node1", "4711"), "GLOO_SOCKET_IFNAME": "lo"} for rank in range(4)]
     options = [*options_of(words), "--data", "digits", "--model", "mlp", "--batch-size", "16", "--epochs", "12"]
     group = nursery._start("process.command:main", tmp_path / "task", environs, {"arguments": options, "cwd": str(tmp_path)})

@@ -390,7 +390,9 @@ def test_an_evaluation_does_not_count_to_the_time_in_which_a_step_must_end(
     assert (newest.facts["epoch"], newest.facts["step"]) == (1, 30 if at_last_step else 31)
 
 
-def test_a_process_whose_others_do_not_tell_their_step_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_whose_others_do_not_tell_their_step_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     codes: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(leaving.os, "_exit", codes.put)
     others = SimpleNamespace(announce=lambda _: None, announced=lambda _: True, gather=lambda *_: ["1", None])
@@ -399,5 +401,6 @@ def test_a_process_whose_others_do_not_tell_their_step_ends_at_once(monkeypatch:
     try:
         found.start(0)
         assert codes.get(timeout=60) == 143
+        assert "other processes have not told their step" in capsys.readouterr().err
     finally:
         found.close()
