@@ -34,6 +34,7 @@ from hocket.train.elastic import Elastic
 from hocket.train.handover import Shared
 from hocket.train.runtimes.elastic import ElasticRuntime
 from hocket.train.runtimes.elastic_replica import ReplicaRuntime, StepVoid
+from hocket.train.runtimes.elastic_view import Rejoined
 from hocket.transport.frame import Envelope, Kind
 
 
@@ -180,6 +181,25 @@ def test_a_step_of_an_epoch_that_the_others_have_ended_is_void() -> None:
         runtime._skip()
     assert p.grad is None
     assert not runtime.mixes_gradients, "nothing is exchanged"
+
+
+def test_a_worker_that_was_dropped_before_its_first_group_stood_begins_with_the_next_one() -> None:
+    calls: list[str] = []
+
+    class Dropped(ElasticRuntime):
+        def _join(self) -> None:
+            calls.append("joins")
+
+        def _form(self, lost: bool = False) -> bool:
+            calls.append("forms")
+            raise Rejoined
+
+    runtime = Dropped.__new__(Dropped)
+    runtime.cluster = ElasticCluster()
+    runtime.zero = False
+    runtime.hooked()
+    assert calls == ["joins", "forms"]
+    assert runtime.cluster.ledger.running
 
 
 class _Replicas:
