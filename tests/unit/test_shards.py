@@ -479,14 +479,14 @@ def test_a_cache_that_many_fill_at_once_keeps_to_its_limit(tmp_path: Path) -> No
     most: list[int] = []
 
     def fill(out: Any) -> None:
-        together.wait(20)  # all that found room are here, and the one that did not has been told
+        together.wait(120)  # all that found room are here, and the one that did not has been told
         out.write(b"x" * size)
         most.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
 
     def obtain(name: str) -> bool:
         found = Cache(tmp_path, limit).obtain(name * 64, size, fill)
         if found is None:
-            together.wait(20)
+            together.wait(120)
             return False
         return len(found.read()) == size
 

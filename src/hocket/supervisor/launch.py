@@ -72,8 +72,8 @@ def launch(command: Sequence[str], processes: int) -> None:
                 raise HocketError(f"Signal {error.sigval.name} ended this command; it has ended its workers, too.") from None
             say(f"signal {error.sigval.name}: all workers have left, and --resume goes on from the newest checkpoint")
             return
-    if result.is_failed():
-        raise HocketError(_cause(result.failures))
+        if result.is_failed():  # the workers' own errors are in the folder
+            raise HocketError(_cause(result.failures))
 
 
 def _cause(failures: dict[int, ProcessFailure]) -> str:
