@@ -102,7 +102,7 @@ class _Beat(NamedTuple):
         whole(message.number)
         flags = told["leaving"], told["finished"]
         if not all(isinstance(flag, bool) for flag in flags) or not isinstance(told["terms"], str):
-            raise ValueError("truth values and a text were expected")
+            raise ValueError("booleans and a text were expected")
         attempt = whole(told["attempt"], -1)  # -1: it has not joined yet
         numbers = attempt, whole(told["formed"], 0, newest), whole(told["failed"], 0, newest)
         part, parts = whole(told.get("part", 0)), whole(told.get("parts", 1))
