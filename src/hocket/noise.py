@@ -93,7 +93,7 @@ def _keys_of_steps(
     keys = bits_at(common, torch.tensor(ids, dtype=torch.int32)).to(torch.int64)
     if slices:
         keys = bits(keys.flatten(), slices).to(torch.int64).view(steps, -1)
-    return keys.to(device).unbind()
+    return keys.to(device, non_blocking=True).unbind()
 
 
 def step_keys(seed: int, step: int, workers: int) -> Tensor:

@@ -12,6 +12,10 @@ import torch
 from torch import nn
 
 import hocket
+from hocket import Strategy
+from hocket.cluster.layout import layout_of
+from hocket.cluster.virtual import VirtualCluster
+from hocket.programs.two_stage import program_for
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")]
 
@@ -55,6 +59,34 @@ def test_virtual_workers_on_cuda_equal_those_on_the_cpu(strategy: str) -> None:
     on_cuda = rows_after(strategy, "cuda", "loop")
     # Rounding moves a value over a code's boundary now and then, so a few values may differ by a code's step.
     assert (on_cpu - on_cuda).abs().median() < 1e-4
+
+
+@pytest.mark.parametrize("strategy", ["bulk", "bulk + qsgd(4)", "bulk + sign", "bulk + topk(0.1) | qsgd(4)", "local(1) + qsgd(4)"])
+def test_an_exchange_of_virtual_workers_does_not_wait_for_the_device(strategy: str) -> None:
+    """Python starts the next operations while the device computes; each wait would add the time in which Python starts them."""
+    size, workers = 4096, 4
+    layout = layout_of(nn.Linear(size, 1, bias=False).to("cuda").named_parameters())
+    cluster = VirtualCluster(workers, "cuda")
+    weights, grads = ([b.empty(workers).normal_() for b in layout.buckets] for _ in range(2))
+    program = program_for(Strategy.parse(strategy), layout, cluster, weights)
+    used = torch.ones(workers, 1, dtype=torch.bool)
+
+    def step() -> None:
+        for b, rows in enumerate(grads):
+            program.gradient_ready(b, rows)
+        if program.mixes_gradients:
+            program.flags_ready(used)
+        program.gradients_done()
+        program.before_update(weights)
+        program.after_update(weights)
+
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 WORKER = """

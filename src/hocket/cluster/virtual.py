@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.clock import Clock
+from hocket.cluster.flags import with_flags
 from hocket.cluster.message import LENGTH_BYTES, Message, framed, on_wire, ordered_mean, ring_bytes, summed_bytes
 from hocket.cluster.relay import gather_trips, payloads, scatter_trips, sources
 from hocket.cluster.spec import ClusterSpec
@@ -155,6 +156,15 @@ class VirtualCluster(ClockedCluster):
         if subgroups.whole:
             return message
         return message.select(subgroups.table(("members", self.device), lambda: subgroups.members.flatten().to(self.device)))
+
+    def all_gather_flagged(self, message: Message, subgroups: Subgroups, usual_bytes: int | None = None) -> Message:
+        """Flags count as bytes of the message. All of them are here, so nobody waits for the device to read them."""
+        flags = self.waiting_flags
+        if flags is None or not subgroups.whole:
+            return self.all_gather(message, subgroups, usual_bytes)
+        self.waiting_flags, self.agreed_flags = None, flags.any(0)
+        self.all_gather(with_flags(message, flags), subgroups, usual_bytes)
+        return message
 
     def all_reduce_any(self, flags: Tensor) -> Tensor:
         self._priced_flags(flags)
