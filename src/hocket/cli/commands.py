@@ -38,7 +38,7 @@ class Commands(TyperGroup):
         return list(HELP)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """What a list of commands needs to know of one."""
+        """The name and the help of a command, without loading its module."""
         return TyperCommand(cmd_name, help=HELP[cmd_name], rich_markup_mode=self.rich_markup_mode) if cmd_name in HELP else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -55,7 +55,7 @@ class Commands(TyperGroup):
 
 
 def loaded(name: str) -> Any:
-    """The command itself."""
+    """Load the command from its module."""
     file, function = _FUNCTIONS.get(name, (name, "command"))
     module = importlib.import_module(f"hocket.cli.{file}")
     if name in _GROUPS:

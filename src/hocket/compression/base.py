@@ -1,6 +1,6 @@
 """A compressor: a mean of rows that sends fewer bytes.
 
-A compressor receives rows and the channel (topology and cluster). It returns the mixed rows (``heard``) and each row as the other
+A compressor receives rows and the channel (topology and cluster). It returns the mixed rows (``mixed``) and each row as the other
 workers decode it (``sent``), so that error feedback can wrap any method. Most compressors are codecs: they encode rows as a message
 and decode it, and every channel can mix encoded rows. Low rank needs two means per exchange, so it overrides ``mean``.
 
@@ -55,10 +55,10 @@ class Context:
         return fold(self.seed, self.step, self.bucket, salt, -1)
 
 
-class Heard(NamedTuple):
+class Mixed(NamedTuple):
     """The result of a mean: the mixed rows, each row as other workers decode it, and the new state."""
 
-    heard: Tensor
+    mixed: Tensor
     sent: Tensor
     state: State
 
@@ -73,7 +73,7 @@ class MeanChannel(Protocol):
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         """Plain mixing of rows (in place where possible)."""
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Mixed:
         """Mixing of coded rows; without ``wants_sent`` the rows as others decode them may be left out."""
 
 
@@ -99,12 +99,12 @@ class Compressor:
 
     @property
     def links(self) -> tuple[Compressor, ...]:
-        """The methods it is made of, in the order in which the notation chains them with ``|``."""
+        """The methods of which this one consists, in the order of the notation's ``|``."""
         return (self,)
 
     @property
     def methods(self) -> list[str]:
-        """Its names for a table of costs, from the exact to the general.
+        """The names under which a table of costs may have this method, the most specific first.
 
         >>> from hocket.compression import QSGD, Chain, TopK
         >>> Chain(TopK(0.01), QSGD(4)).methods
@@ -119,7 +119,7 @@ class Compressor:
         return None
 
     def with_precision(self, second: Compressor) -> Compressor | None:
-        """This method with ``second`` as the code of the values it sends, where it has a place for one."""
+        """This method with ``second`` as the codec of the values that it sends; None where it has no such values."""
         return None
 
     @property
@@ -145,7 +145,7 @@ class Compressor:
 
     @property
     def global_selection(self) -> bool:
-        """Whether it compares values of the whole model: then there is one bucket, and slices are interleaved."""
+        """Whether it compares values of the whole model; such methods use one bucket and interleaved slices."""
         return False
 
     def sends_per_value(self, exchanges: int) -> float | None:
@@ -179,11 +179,11 @@ class Compressor:
         return 1.0 if self.lossless else CONSENSUS_STEP
 
     @abstractmethod
-    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
         """The mean of ``rows`` over ``channel``, compressed."""
 
     def decoded(self, rows: Tensor, size: int, context: Context) -> Tensor:
-        """Rows as the channel codes them, as rows ``[rows, size]`` of what is exchanged."""
+        """Rows of the channel's codec as rows ``[rows, size]`` of the exchanged values."""
         return rows[:, :size]
 
 
@@ -208,7 +208,7 @@ class Codec(Compressor):
         """The codec for the second phase of an all-reduce: it encodes a mean of rows that this codec encoded in the first."""
         return self
 
-    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
         return channel.coded(self, rows, state, context)
 
 
@@ -226,7 +226,7 @@ class Precision(Codec):
 
 
 class Selected(NamedTuple):
-    """Some values of each row: their indices, sorted, and themselves, both padded to one width with zeros."""
+    """The selected values of each row and their sorted indices, both padded with zeros to one width."""
 
     indices: Tensor
     """int64 ``[rows, width]``"""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hocket.compression.base import Codec, Compressor, Context, Heard, MeanChannel, Precision, State, flag
+from hocket.compression.base import Codec, Compressor, Context, MeanChannel, Mixed, Precision, State, flag
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
 from hocket.errors import HocketError
@@ -31,7 +31,7 @@ _LEAST = 32
 
 @dataclass(frozen=True)
 class _Fastest(TopK):
-    """The largest values of each chunk and, of the mean of all workers', as many as these have sent."""
+    """The largest values of each chunk; of the mean, which the second phase sends, up to ``of_all`` values."""
 
     of_all: int = CHUNK
 
@@ -76,13 +76,13 @@ class DeMo(Compressor):
     def for_gradients_only(self) -> bool:
         return True
 
-    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
         m = rows if "momentum" not in state else state["momentum"] * self.decay + rows
         top = _Fastest(Ratio(self.k, CHUNK), of_all=min(CHUNK, self.k * context.world))
         codec: Codec = top if self.precision is None else Chain(top, self.precision)
-        heard, sent, inner = channel.coded(codec, transformed(m, context), state.get("inner", {}), context)
-        mixed, own = (restored(values, rows.shape[1], context) for values in (heard, sent))
-        return Heard(mixed.sign() if self.sign else mixed, own, {"momentum": m - own, "inner": inner})
+        mixed, sent, inner = channel.coded(codec, transformed(m, context), state.get("inner", {}), context)
+        mixed, own = (restored(values, rows.shape[1], context) for values in (mixed, sent))
+        return Mixed(mixed.sign() if self.sign else mixed, own, {"momentum": m - own, "inner": inner})
 
     def decoded(self, rows: Tensor, size: int, context: Context) -> Tensor:
         return restored(rows, size, context)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hocket.compression.base import Codec, Compressor, Context, Heard, MeanChannel, Precision, State, check_density, check_indices
+from hocket.compression.base import Codec, Compressor, Context, MeanChannel, Mixed, Precision, State, check_density, check_indices
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
 from hocket.errors import HocketError
@@ -81,14 +81,14 @@ class DGC(Compressor):
         warm = min(self.warmup, exchanges)
         return sum(map(self.density_at, range(warm))) + self.density * (exchanges - warm)
 
-    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Heard:
+    def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
         gradient = rows if self.clip is None else _clipped(rows, self.clip / math.sqrt(max(context.world, 1)))
         u = gradient if "u" not in state else state["u"] * self.momentum + gradient
         v = u.clone() if "v" not in state else state["v"] + u
         top = TopK(self.density_at(context.exchange), indices=self.indices)
         codec: Codec = top if self.precision is None else Chain(top, self.precision)
-        heard, sent, inner = channel.coded(codec, v, state.get("inner", {}), context)
-        return Heard(heard, sent, {"u": u * (sent == 0), "v": v - sent, "inner": inner})
+        mixed, sent, inner = channel.coded(codec, v, state.get("inner", {}), context)
+        return Mixed(mixed, sent, {"u": u * (sent == 0), "v": v - sent, "inner": inner})
 
 
 def _is_number(value: object) -> bool:

@@ -41,7 +41,7 @@ class SandblasterRun:
 
     @property
     def loss(self) -> float:
-        """At the end."""
+        """The loss at the end."""
         return self.metrics[-1]["loss"]
 
     @property
@@ -56,12 +56,12 @@ class SandblasterRun:
 
     @property
     def evaluations(self) -> int:
-        """Of the whole batch, all together."""
+        """Evaluations of the whole batch, over all iterations."""
         return self.total("evaluations")
 
     @property
     def seconds(self) -> float:
-        """All together; virtual seconds on virtual workers."""
+        """Seconds of all iterations; virtual seconds on virtual workers."""
         return self.total("seconds")
 
     def total(self, name: str) -> Any:
@@ -126,7 +126,7 @@ class Sandblaster:
         objective = self.objective()  # refuses models that cannot work
         values = len(objective.point)
         largest = max(part.stop - part.start for part in self.portions)
-        if try_batch(objective.model, self._evaluator(None), largest):  # in the mode that the model has
+        if try_batch(objective.model, self._evaluator(None), largest):  # in the model's present mode
             raise HocketError(
                 "L-BFGS compares losses at several points, and this model or loss draws new random numbers each time: "
                 "remove dropout or put the model into eval mode."
@@ -146,7 +146,7 @@ class Sandblaster:
         return CoordinatorConfig(self.settings, len(self.portions), self.shards, self.backups, self.exact, **more)
 
     def world(self) -> VirtualWorld:
-        """The virtual cluster, before anything has happened."""
+        """The virtual cluster at its start."""
         return VirtualWorld(self.objective(), self.config(), self.cluster, self.workers, self.seed, self.deaths, self.notice_s)
 
     def run(self, watch: Callable[[dict[str, Any]], None] = lambda _: None) -> SandblasterRun:

@@ -122,7 +122,7 @@ class MeshCoordinate:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What happens inside is not training: no axis counts it."""
+        """Inside, exchanges are not counted: they do not belong to the training."""
         comm_stats = {name: replace(axis.comm_stats) for name, axis in self.axes.items()}
         try:
             yield
@@ -148,7 +148,7 @@ def _device_mesh(mesh: Mesh, device_type: str) -> Any:
 
 
 def forget() -> None:
-    """Let go of all groups, before the job they belong to is left."""
+    """Destroy all groups, before the process leaves the job."""
     _device_mesh.cache_clear()
 
 

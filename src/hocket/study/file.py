@@ -46,7 +46,7 @@ _TOKEN = re.compile(
 
 @dataclass
 class Lines:
-    """Line numbers, which ``tomllib`` does not tell: of keys (``("run", 0, "lr")``: of the first ``[[run]]``) and list elements."""
+    """Line numbers, which ``tomllib`` does not give: of keys (``("run", 0, "lr")``: of the first ``[[run]]``) and list elements."""
 
     keys: dict[tuple[str | int, ...], int] = field(default_factory=dict)
     elements: dict[tuple[str | int, ...], list[int]] = field(default_factory=dict)
@@ -228,7 +228,7 @@ def _beside(name: str, *tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _syntax(path: Path, text: str, error: tomllib.TOMLDecodeError) -> str:
-    said = str(error)
-    found = re.search(r" \(at line (\d+), column (\d+)\)$", said)
+    message = str(error)
+    found = re.search(r" \(at line (\d+), column (\d+)\)$", message)
     line = found.group(1) if found else len(text.rstrip("\n").split("\n"))
-    return f"{path}, line {line}: this is not TOML ({re.sub(r' .at .*$', '', said)}); correct the line."
+    return f"{path}, line {line}: this is not TOML ({re.sub(r' .at .*$', '', message)}); correct the line."

@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from hocket.cluster.base import Cluster, Subgroups
-from hocket.compression.base import Codec, Compressor, Context, Heard, State
+from hocket.compression.base import Codec, Compressor, Context, Mixed, State
 from hocket.compression.lowrank import LowRank
 from hocket.errors import HocketError, nearest
 from hocket.topology.base import Channel, Topology
@@ -39,8 +39,8 @@ class SumChannel(Channel):
     def mean(self, rows: Tensor, context: Context) -> Tensor:
         return self.cluster.reduce_on_servers(self.servers, rows)
 
-    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Heard:
-        raise HocketError("Servers with role=sum cannot sum compressed rows.")  # refused when the strategy was built
+    def coded(self, codec: Codec, rows: Tensor, state: State, context: Context, wants_sent: bool = True) -> Mixed:
+        raise HocketError("Servers with role=sum cannot sum compressed rows; leave the compression out.")  # refused by refusal()
 
     def weights(self, compressor: Compressor, rows: Tensor, state: State, context: Context) -> tuple[Tensor, State]:
         return self.mean(rows, context), state
@@ -110,7 +110,7 @@ class Server(Topology):
             raise HocketError("server(…) serves all workers at once; it cannot be part of a hierarchical topology.")
         if self.shards > cluster.size:
             raise HocketError(
-                f"server({self.shards}, role=sum): so many servers would have nothing to sum; "
+                f"server({self.shards}, role=sum): some servers would have nothing to sum; "
                 f"use at most one per worker, {cluster.size}."
             )
         return SumChannel(cluster, subgroups, self.shards)

@@ -74,7 +74,7 @@ class JobReplica(Hosted, ABC):
         return self.job.averaged()
 
     def audit(self) -> None:
-        """Every step has been looked at."""
+        """Nothing to do: every step was checked."""
 
     def _optimizer_state(self) -> dict[str, Any]:
         return self.optimizer.state_dict() if self.job.sharded is None else self.job.sharded.saved()
@@ -136,7 +136,7 @@ class LiveReplica(JobReplica):
         self.optimizer.load_state_dict(state["optimizer"])
 
     def take_over(self, common: OneForAll) -> None:
-        """Go on with what other workers have left."""
+        """Take over the states of other workers."""
         take_over(self._runtime.program, self.job.weights, common.merged)
         for name, buffer in self.model.named_buffers():
             buffer.data.copy_(common.buffers.get(name, buffer))
@@ -174,7 +174,7 @@ class RowReplicas(Hosted):
         self._watch = NonFinite(nonfinite, self.layout, cluster) if not self.vectorised or nonfinite == "skip" else None
 
     def _fill(self) -> None:
-        """All rows start at worker 0's weights."""
+        """Set all rows to worker 0's weights."""
         named = dict(self.model.named_parameters())
         for bucket, rows in zip(self.layout.buckets, self.weights, strict=True):
             for stacked, slot in zip(bucket.stacked(rows), bucket.slots, strict=True):
@@ -274,7 +274,7 @@ class StackedReplicas(RowReplicas):
                 yield self.model
 
     def audit(self) -> None:
-        """After an epoch, where steps are not looked at: NaN or Inf gradients have left NaN or Inf weights."""
+        """After an epoch whose steps were not checked: NaN or Inf gradients have left NaN or Inf weights."""
         if self._audits and (found := first_nonfinite(self.layout, self.weights)) is not None:
             row, name = found
             raise NonFiniteGradient(
@@ -299,7 +299,7 @@ class StackedReplicas(RowReplicas):
         self.program.load_state_dict(state["job"])
 
     def take_over(self, common: OneForAll) -> None:
-        """Go on with what other workers have left."""
+        """Take over the states of other workers."""
         take_over(self.program, self.weights, common.merged)
         for name, rows in self.buffers.items():
             rows.copy_(common.buffers[name].to(rows.device).expand_as(rows))

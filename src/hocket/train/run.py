@@ -103,7 +103,7 @@ def _split(settings: RunSettings, split: SplitSettings, data: DataSet, world: Cl
 def _elastic(
     settings: RunSettings, cluster: Cluster, data: DataSet, model: nn.Module, loss: Loss, options: dict[str, Any]
 ) -> EpochLoop:
-    """A worker whose number of colleagues changes."""
+    """The training of an elastic run's worker."""
     from hocket.train.elastic_loop import ElasticReplica, ElasticTraining  # sockets are loaded only where they are needed
     from hocket.train.runtimes.elastic import elastic_runtime
     from hocket.transport import Keys
@@ -162,7 +162,7 @@ def _engine(settings: RunSettings, model: nn.Module, loss: Loss, layout: Layout,
     if key in engines and trained == {name for name, _ in model.named_parameters()}:
         return engines[key]
     engine = choose(model, loss, layout, cluster.rows, cluster.device, numerics.engine, autocast=numerics.dtype)
-    if isinstance(engine, VmapEngine):  # the loop has nothing to keep but memory
+    if isinstance(engine, VmapEngine):  # a loop engine saves no time when it is kept
         engines[key] = engine
     return engine
 
@@ -186,7 +186,7 @@ def run(
     """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given.
 
     ``checkpoints``: one after every epoch, the last ``keep`` of which are kept; a full disk then does not end the training.
-    ``briefly``: nothing is evaluated but the mean model at the end. ``note`` is told, on the first process, what people should
+    ``briefly``: nothing is evaluated but the mean model at the end. ``note`` is called, on the first process, with remarks for
     know: who holds what of a split model, which checkpoint the run goes on from, which one could not be written. ``leaves``:
     SIGTERM and SIGUSR1 to any process make all write a checkpoint at the end of a step, and leave.
     """
@@ -240,7 +240,7 @@ def _go_on(
     place: int,
     workers: int,
 ) -> int:
-    """Go on from the newest checkpoint, as number ``place`` of ``workers``; its number."""
+    """Resume from the newest checkpoint, as number ``place`` of ``workers``; returns its number."""
     resumption = Resumption(settings, cluster, training, described, place, workers)
     return resumption.load(kept, record, repeated(settings), note)
 

@@ -64,7 +64,7 @@ class MeshReplica(JobReplica):
             return loss
 
     def drain(self) -> list[Tensor]:
-        """The losses of mini-batches that were still in an asynchronous pipe."""
+        """Finish the mini-batches in an asynchronous pipe; returns their losses."""
         return [loss.detach().view(1) for loss in self.job.drain()]
 
     def each(self) -> Iterator[nn.Module]:
@@ -73,7 +73,7 @@ class MeshReplica(JobReplica):
             yield self.model
 
     def state_dict(self) -> dict[str, Any]:
-        """What this process has: it goes on from there on the same mesh."""
+        """The state of this process, to resume on the same mesh."""
         return {
             **self.job.own_state(),
             "model": {name: t.detach().clone() for name, t in self.split.state.held().items()},
@@ -155,7 +155,7 @@ class FullReplica(JobReplica):
         return loss
 
     def each(self) -> Iterator[nn.Module]:
-        """In one piece, with this worker's own buffers."""
+        """The whole model, with this worker's own buffers."""
         model, own = self.runtime.whole(), dict(self.model.named_buffers())
         for name, buffer in model.named_buffers():
             buffer.data.copy_(own[name])

@@ -224,7 +224,7 @@ def draws_numbers(model: nn.Module, loss: Loss) -> bool:
 
 
 def _is_known(code: Any) -> bool:
-    """Whether it is torch's or Hocket's own, in which :func:`random_modules` finds all that is random."""
+    """Whether code is torch's or Hocket's own, where :func:`random_modules` finds everything random."""
     return (getattr(code, "__module__", None) or "").startswith(("torch.nn.", "torch._C._nn", "hocket.models."))
 
 
