@@ -13,7 +13,7 @@ SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
 HELP = {
     "train": "Train a model with one strategy, on real processes or on virtual workers.",
     "study": "Run many strategies side by side: a table, curves and one HTML page. The same command goes on where it was stopped.",
-    "report": "Build the page, the tables and the charts of finished runs, and say what they show.",
+    "report": "Build the page, the tables and the charts of finished runs, and print the conclusions.",
     "watch": "Follow a training or a study on a local page: curves, table, who is slow. Ctrl-C ends the page, not the training.",
     "probe": "Measure compute, codes and links into a cluster file; under torchrun, mpirun or srun those of a cluster.",
     "predict": "Predict step time, efficiency, traffic, memory and cost, without training.",

@@ -30,7 +30,7 @@ from hocket.train.hosted import Hosted
 from hocket.train.job import Job
 from hocket.train.momentum import give_state, taking_momentum
 from hocket.train.other_workers import OneForAll, load_moments
-from hocket.train.runtimes.collective import CollectiveRuntime
+from hocket.train.runtimes.base import Runtime
 from hocket.train.stacked import StackedOptimizer, clip_rows_
 from hocket.train.throttle import Throttle
 from hocket.train.watch import NonFinite, first_nonfinite
@@ -43,14 +43,22 @@ class JobReplica(Hosted, ABC):
 
     job: Job
 
-    def __init__(self, model: nn.Module, loss: Loss, optimizer: Factory, clip: float | None, autocast: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Factory,
+        make: Callable[[torch.optim.Optimizer], Job],
+        clip: float | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        """``make``: makes the job of ``model`` and this optimiser."""
         self.model, self.loss, self.clip, self.autocast = model, loss, clip, autocast
         self.optimizer = optimizer(list(model.parameters()))
         self._random = draws_numbers(model, loss)
-
-    def _attach(self, job: Job) -> None:
-        refuse_clip(job.strategy, self.clip)
-        self.job, self.layout, self.ledger = job, job.layout, job.runtime.ledger
+        self.job = make(self.optimizer)
+        refuse_clip(self.job.strategy, clip)
+        self.layout, self.ledger, self.cluster = self.job.layout, self.job.runtime.ledger, self.job.cluster
 
     def step(
         self, inputs: Sequence[Tensor], targets: Sequence[Tensor], keys: Tensor, weights: Sequence[float], always: bool = False
@@ -84,7 +92,7 @@ class JobReplica(Hosted, ABC):
 
 
 class LiveReplica(JobReplica):
-    """One worker with the whole model."""
+    """One worker with the whole model; under ZeRO-1 worker 0's checkpoint has the whole state of the optimiser."""
 
     def __init__(
         self,
@@ -92,19 +100,15 @@ class LiveReplica(JobReplica):
         loss: Loss,
         optimizer: Factory,
         strategy: Strategy,
-        cluster: Cluster,
+        runtime: Runtime,
         *,
         clip: float | None = None,
         autocast: torch.dtype | None = None,
         slowdown: float = 1.0,
-        zero: int = 0,
         **options: Any,
     ) -> None:
-        """``zero=1``: it keeps a part of the optimiser's state; worker 0's checkpoint has all of it."""
-        super().__init__(model, loss, optimizer, clip, autocast)
-        self._runtime: CollectiveRuntime = CollectiveRuntime(cluster, zero)
-        self._attach(Job(model, self.optimizer, strategy, self._runtime, **options))
-        self.cluster, self._throttle = cluster, Throttle(slowdown)
+        super().__init__(model, loss, optimizer, lambda made: Job(model, made, strategy, runtime, **options), clip, autocast)
+        self._throttle = Throttle(slowdown)
 
     def _step(self, x: Tensor, y: Tensor, key: Tensor, factor: float) -> Tensor:
         self._throttle.begin()
@@ -137,7 +141,9 @@ class LiveReplica(JobReplica):
 
     def take_over(self, common: OneForAll) -> None:
         """Take over the states of other workers."""
-        take_over(self._runtime.program, self.job.weights, common.merged)
+        program = self.job.runtime.program
+        assert program is not None
+        take_over(program, self.job.weights, common.merged)
         for name, buffer in self.model.named_buffers():
             buffer.data.copy_(common.buffers.get(name, buffer))
         load_moments(self.model, self.optimizer, common.moments)
