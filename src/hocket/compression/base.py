@@ -20,7 +20,7 @@ from torch import Tensor
 from hocket.cluster.layout import Bucket
 from hocket.cluster.message import Message
 from hocket.compression.indices import put_sent, with_indices
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number
 from hocket.noise import fold, worker_keys
 from hocket.notation import write
 
@@ -282,7 +282,7 @@ def peaks(rows: Tensor) -> Tensor:
 
 def check_density(value: float, name: str) -> None:
     """Refuse a density outside (0, 1]."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+    if not is_number(value) or not 0 < value <= 1:
         raise HocketError(f"{name}({value!r}): the share of values to send must lie in (0, 1], such as 0.01 for one percent.")
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from hocket.compression.base import Codec, Compressor, Context, MeanChannel, Mixed, Precision, State, flag
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number, is_whole
 from hocket.notation import Ratio
 
 SIDE = 64
@@ -56,9 +56,9 @@ class DeMo(Compressor):
 
     def __post_init__(self) -> None:
         flag(self.sign, "demo", "sign")
-        if not isinstance(self.k, int) or isinstance(self.k, bool) or not 1 <= self.k <= CHUNK:
+        if not is_whole(self.k, 1, CHUNK):
             raise HocketError(f"demo(k={self.k!r}): k is how many values of a chunk of 4,096 are sent, from 1 to 4,096.")
-        if not isinstance(self.decay, (int, float)) or isinstance(self.decay, bool) or not 0 <= self.decay < 1:
+        if not is_number(self.decay) or not 0 <= self.decay < 1:
             raise HocketError(f"demo(decay={self.decay!r}): the momentum's decay must lie in [0, 1), such as 0.999.")
 
     @property

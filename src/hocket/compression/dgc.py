@@ -18,7 +18,7 @@ from torch import Tensor
 from hocket.compression.base import Codec, Compressor, Context, MeanChannel, Mixed, Precision, State, check_density, check_indices
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number, is_whole
 
 _STAGES = 4
 
@@ -43,13 +43,11 @@ class DGC(Compressor):
     def __post_init__(self) -> None:
         check_density(self.density, "dgc")
         check_indices(self.indices, "dgc")
-        if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 0:
+        if not is_whole(self.warmup, 0):
             raise HocketError(f"dgc(warmup={self.warmup!r}): the warm-up is a whole number of exchanges, 0 for none.")
-        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise HocketError(f"dgc(momentum={self.momentum!r}): the momentum must lie in [0, 1), such as 0.9.")
-        if self.clip is not None and (
-            not isinstance(self.clip, (int, float)) or isinstance(self.clip, bool) or not 0 < self.clip < math.inf
-        ):
+        if self.clip is not None and (not is_number(self.clip) or not 0 < self.clip < math.inf):
             raise HocketError(f"dgc(clip={self.clip!r}): the clipping norm must be above 0 and finite, or None for no clipping.")
 
     @property
@@ -89,10 +87,6 @@ class DGC(Compressor):
         codec: Codec = top if self.precision is None else Chain(top, self.precision)
         mixed, sent, inner = channel.coded(codec, v, state.get("inner", {}), context)
         return Mixed(mixed, sent, {"u": u * (sent == 0), "v": v - sent, "inner": inner})
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _clipped(rows: Tensor, norm: float) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hocket.cluster.message import Message, there
 from hocket.compression.base import CONSENSUS_STEP, Codec, Context, MeanChannel, Mixed, State, check_feedback
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_whole
 from hocket.noise import fold, uniform
 
 
@@ -42,7 +42,7 @@ class LowRank(Codec):
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.matrix_rank, int) or isinstance(self.matrix_rank, bool) or self.matrix_rank < 1:
+        if not is_whole(self.matrix_rank):
             raise HocketError(f"lowrank({self.matrix_rank!r}): the matrix rank must be a whole number of at least 1, such as 2.")
         check_feedback(self.feedback, "lowrank")
 

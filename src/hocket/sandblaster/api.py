@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hocket.cluster.spec import ClusterSpec
 from hocket.data.base import DataSet, Pair, identity
 from hocket.data.tensors import as_tensors
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_whole
 from hocket.sandblaster.coordinator import CoordinatorConfig
 from hocket.sandblaster.lbfgs import Settings
 from hocket.sandblaster.objective import Objective
@@ -114,7 +114,7 @@ class Sandblaster:
         notice_s: float = 1.0,
     ) -> None:
         for name, value in (("workers", workers), ("shards", shards), ("portions_per_worker", portions_per_worker)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value):
                 raise HocketError(f"{name}={value!r} must be a whole number of at least 1.")
         self.settings = Settings(history, max_iter, max_eval, lr, tolerance_grad, tolerance_change, l2)
         self.loss, self.workers, self.shards = loss, workers, shards

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hocket.cluster.base import Cluster
 from hocket.cluster.plain import all_gather_plain
 from hocket.cluster.virtual import VirtualCluster
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError, is_whole, nearest
 from hocket.split.axis import Axis
 
 AXES = ("data", "pipeline", "tensor")
@@ -45,7 +45,7 @@ class Mesh:
     def __post_init__(self) -> None:
         for name in AXES:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_whole(value):
                 raise HocketError(f"Mesh({name}={value!r}): an axis has a whole number of processes, at least 1.")
         if self.plan is not None and self.tensor == 1:
             raise HocketError(

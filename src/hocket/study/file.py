@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError, is_number, nearest
 from hocket.strategy import Strategy
 from hocket.study.plan import AUTO, EACH, Entry, Outline
 from hocket.train.settings import FIELDS, RunSettings, defaults, types
@@ -143,7 +143,7 @@ class _Reader:
         title, within = content.get("title", self.path.stem), content.get("within")
         if not isinstance(title, str):
             self.wrong(f"title is text, got {title!r}", "title")
-        if within is not None and (not isinstance(within, (int, float)) or isinstance(within, bool) or not within >= 0):
+        if within is not None and (not is_number(within) or not within >= 0):
             self.wrong(f"within is a number of points of accuracy, got {within!r}", "within")
         outer = content.get("outer")
         if outer not in (None, AUTO):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hocket.compression.base import Compressor
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError, is_number, is_whole, nearest
 from hocket.topology.base import Topology
 
 
@@ -317,11 +317,11 @@ def compensation(kind: object, strength: object, name: str) -> None:
 
 def whole(value: object, name: str, argument: str, least: int = 1) -> None:
     """Refuse anything but a whole number of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole(value, least):
         raise HocketError(f"{name}({argument}={value!r}): {argument} must be a whole number of at least {least}.")
 
 
 def number(value: object, name: str, argument: str, low: float, high: float) -> None:
     """Refuse anything but a number in [low, high)."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value < high:
+    if not is_number(value) or not low <= value < high:
         raise HocketError(f"{name}({argument}={value!r}): {argument} must be a number in [{low:g}, {high:g}).")

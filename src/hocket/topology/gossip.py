@@ -26,7 +26,7 @@ from hocket.cluster.message import Message
 from hocket.compression.base import Codec, Compressor, Context, Mixed, State
 from hocket.compression.damped import Damped
 from hocket.compression.sign import Sign
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError, is_number, nearest
 from hocket.noise import bits, fold
 from hocket.topology.base import Channel, Topology, narrowed
 
@@ -61,9 +61,7 @@ class Gossip(Topology):
             raise HocketError(
                 f"gossip({self.kind}): unknown kind{nearest(str(self.kind), _ALL) or '.'} Use one of {', '.join(_ALL)}."
             )
-        if self.step is not None and (
-            not isinstance(self.step, (int, float)) or isinstance(self.step, bool) or not 0 < self.step <= 1
-        ):
+        if self.step is not None and (not is_number(self.step) or not 0 < self.step <= 1):
             raise HocketError(f"gossip(step={self.step!r}): the step must lie in (0, 1], such as 0.4.")
         if self.matrix is not None:
             object.__setattr__(self, "matrix", _frozen(self.matrix))

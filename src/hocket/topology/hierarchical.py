@@ -20,7 +20,7 @@ from hocket.cluster.base import Cluster, Subgroups
 from hocket.cluster.message import Message, there
 from hocket.compression.base import Codec, Compressor, Context, Mixed, State
 from hocket.compression.none import NoCompression
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_whole
 from hocket.topology.allreduce import AllReduce
 from hocket.topology.base import Channel, Topology, without_shapes
 from hocket.topology.gossip import Gossip
@@ -45,7 +45,7 @@ class Hierarchical(Topology):
                     "hierarchical(allreduce, gossip)."
                 )
         for value, which in ((self.size, "size"), (self.every, "every")):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and not is_whole(value):
                 raise HocketError(f"hierarchical({which}={value!r}): {which} must be a whole number of at least 1.")
 
     @property

@@ -19,7 +19,7 @@ from torch import Tensor
 from hocket.cluster.base import Cluster, Subgroups
 from hocket.compression.base import Codec, Compressor, Context, Mixed, State
 from hocket.compression.lowrank import LowRank
-from hocket.errors import HocketError, nearest
+from hocket.errors import HocketError, is_number, is_whole, nearest
 from hocket.topology.base import Channel, Topology
 
 ROLES = ("optimize", "sum")
@@ -60,7 +60,7 @@ class Server(Topology):
     paper: ClassVar[str] = "Li et al., Scaling Distributed Machine Learning with the Parameter Server, OSDI 2014"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shards, int) or isinstance(self.shards, bool) or self.shards < 1:
+        if not is_whole(self.shards):
             raise HocketError(f"server(shards={self.shards!r}): shards must be a whole number, at least one shard.")
         for value, known, what in ((self.role, ROLES, "role"), (self.fetch, FETCHES, "fetch")):
             if value not in known:
@@ -69,7 +69,7 @@ class Server(Topology):
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             hint = nearest(str(self.optimizer), OPTIMIZERS) or "."
             raise HocketError(f"server(optimizer={self.optimizer!r}): unknown{hint} Use one of {', '.join(OPTIMIZERS)}.")
-        if not isinstance(self.lr, (int, float)) or isinstance(self.lr, bool) or not 0 < self.lr < float("inf"):
+        if not is_number(self.lr) or not 0 < self.lr < float("inf"):
             raise HocketError(f"server(lr={self.lr!r}): the factor on the worker's learning rate must be a number above 0.")
         if self.role == "sum" and (self.optimizer is not None or self.lr != 1 or self.fetch != "fp32"):
             raise HocketError("server(role=sum): such servers have no optimiser and no weights; leave optimizer=, lr=, fetch= out.")

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hocket.cluster.base import Cluster
 from hocket.cluster.layout import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, Layout, layout_of
-from hocket.errors import HocketError, bytes_text
+from hocket.errors import HocketError, bytes_text, is_whole
 from hocket.notation import write
 from hocket.optim import moment_name
 from hocket.split.offload import refuse_offloaded
@@ -75,7 +75,7 @@ def check_job(
         raise HocketError(
             "LBFGS calls its closure a different number of times on each worker, which would hang; use a first-order optimiser."
         )
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+    if not is_whole(accumulate):
         raise HocketError(
             f"accumulate={accumulate!r}: the number of backward passes per step must be a whole number of at least 1."
         )

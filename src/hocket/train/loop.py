@@ -25,7 +25,7 @@ from hocket.data import label_skew
 from hocket.data.base import DataSet, Pair, Samples
 from hocket.data.batches import BatchSequence, MiniBatch
 from hocket.data.partition import Last, Partition, Round
-from hocket.errors import SettingError, nearest
+from hocket.errors import SettingError, is_whole, nearest
 from hocket.noise import step_keys
 from hocket.train.balance import by_speed, check_balance, check_speeds
 from hocket.train.evaluate import LEAST_SAMPLE, Evaluation, Evaluator, Metric, Tally, spread
@@ -120,7 +120,7 @@ def check_count(name: str, value: Any) -> None:
     Traceback (most recent call last):
     hocket.errors.SettingError: epochs=0: it must be a whole number of at least 1.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value):
         raise SettingError(f"<{name}>: it must be a whole number of at least 1.", **{name: value})
 
 

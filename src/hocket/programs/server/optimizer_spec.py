@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number
 from hocket.optim.delayed_nesterov import DelayedNesterov
 from hocket.strategy import Strategy
 from hocket.topology.server import OPTIMIZERS
@@ -193,7 +193,7 @@ def load_rows(optimizer: Optimizer, parameters: Sequence[nn.Parameter], state: S
 
 def _numeric(value: Any) -> bool:
     values = value if isinstance(value, (list, tuple)) else [value]
-    return all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values)
+    return all(is_number(v) and math.isfinite(v) for v in values)
 
 
 def _plain(value: Any) -> Any:

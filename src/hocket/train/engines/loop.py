@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.cluster.layout import Layout
-from hocket.errors import HocketError
+from hocket.errors import HocketError, is_number
 from hocket.train.checks import SPARSE
 from hocket.train.engines.base import Batches, Buffers, Loss, Rows
 
@@ -206,7 +206,7 @@ def random_modules(model: nn.Module) -> list[nn.Module]:
 
     def draws(m: nn.Module) -> bool:
         rate = getattr(m, "dropout", 0)
-        numeric = isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0
+        numeric = is_number(rate) and rate > 0
         return numeric or (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or isinstance(m, _DRAWING)
 
     return [m for m in model.modules() if draws(m)]
