@@ -11,7 +11,7 @@ rows) is an argument and a result.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -185,6 +185,25 @@ class Compressor:
     def decoded(self, rows: Tensor, size: int, context: Context) -> Tensor:
         """Rows of the channel's codec as rows ``[rows, size]`` of the exchanged values."""
         return rows[:, :size]
+
+
+@dataclass(frozen=True)
+class MomentumCompressor(Compressor):
+    """A compressor of gradients that accumulates their momentum itself."""
+
+    carries_momentum: ClassVar[bool] = True
+    precision: Precision | None = field(default=None, kw_only=True)
+
+    @property
+    def links(self) -> tuple[Compressor, ...]:
+        return (self,) if self.precision is None else (replace(self, precision=None), self.precision)
+
+    def with_precision(self, second: Compressor) -> Compressor | None:
+        return replace(self, precision=second) if isinstance(second, Precision) else None
+
+    @property
+    def for_gradients_only(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

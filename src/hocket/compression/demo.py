@@ -9,7 +9,7 @@ zero.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hocket.compression.base import Codec, Compressor, Context, MeanChannel, Mixed, Precision, State, flag
+from hocket.compression.base import Codec, Context, MeanChannel, Mixed, MomentumCompressor, State, flag
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
 from hocket.errors import HocketError, is_number, is_whole
@@ -41,16 +41,14 @@ class _Fastest(TopK):
 
 
 @dataclass(frozen=True)
-class DeMo(Compressor):
+class DeMo(MomentumCompressor):
     """``demo(k=32, decay=0.999, sign=True)``: the ``k`` largest frequencies of each chunk of the momentum."""
 
     k: int = 32
     decay: float = 0.999
     sign: bool = True
     """Whether workers receive signs of the mean; otherwise the mean itself."""
-    precision: Precision | None = None
     name: ClassVar[str] = "demo"
-    carries_momentum: ClassVar[bool] = True
     sums: ClassVar[tuple[str, ...]] = ("momentum",)
     paper: ClassVar[str] = "Peng et al., DeMo: Decoupled Momentum Optimization, 2024"
 
@@ -64,17 +62,6 @@ class DeMo(Compressor):
     @property
     def gives_signs(self) -> bool:
         return self.sign
-
-    @property
-    def links(self) -> tuple[Compressor, ...]:
-        return (self,) if self.precision is None else (replace(self, precision=None), self.precision)
-
-    def with_precision(self, second: Compressor) -> Compressor | None:
-        return replace(self, precision=second) if isinstance(second, Precision) else None
-
-    @property
-    def for_gradients_only(self) -> bool:
-        return True
 
     def mean(self, rows: Tensor, channel: MeanChannel, state: State, context: Context) -> Mixed:
         m = rows if "momentum" not in state else state["momentum"] * self.decay + rows

@@ -9,13 +9,13 @@ and 0.39 % to its final value. This method applies the momentum, so the optimise
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hocket.compression.base import Codec, Compressor, Context, MeanChannel, Mixed, Precision, State, check_density, check_indices
+from hocket.compression.base import Codec, Context, MeanChannel, Mixed, MomentumCompressor, State, check_density, check_indices
 from hocket.compression.chain import Chain
 from hocket.compression.topk import TopK
 from hocket.errors import HocketError, is_number, is_whole
@@ -24,17 +24,15 @@ _STAGES = 4
 
 
 @dataclass(frozen=True)
-class DGC(Compressor):
+class DGC(MomentumCompressor):
     """``dgc(density, warmup=0, momentum=0.9, clip=None)``; ``indices=rice`` sends the indices in Rice's code."""
 
     density: float = 0.001
     warmup: int = 0
     momentum: float = 0.9
     clip: float | None = None
-    precision: Precision | None = None
     indices: str | None = None
     name: ClassVar[str] = "dgc"
-    carries_momentum: ClassVar[bool] = True
     sums: ClassVar[tuple[str, ...]] = ("v", "u")
     paper: ClassVar[str] = (
         "Lin et al., Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training, ICLR 2018"
@@ -51,18 +49,7 @@ class DGC(Compressor):
             raise HocketError(f"dgc(clip={self.clip!r}): the clipping norm must be above 0 and finite, or None for no clipping.")
 
     @property
-    def links(self) -> tuple[Compressor, ...]:
-        return (self,) if self.precision is None else (replace(self, precision=None), self.precision)
-
-    def with_precision(self, second: Compressor) -> Compressor | None:
-        return replace(self, precision=second) if isinstance(second, Precision) else None
-
-    @property
     def global_selection(self) -> bool:
-        return True
-
-    @property
-    def for_gradients_only(self) -> bool:
         return True
 
     def density_at(self, exchange: int) -> float:

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +192,9 @@ def run(
     """Train as ``settings`` say, leaving records in ``out``; ``data`` is loaded by its name unless given.
 
     ``checkpoints``: one after every epoch, the last ``keep`` of which are kept; a full disk then does not end the training.
-    ``briefly``: nothing is evaluated but the mean model at the end. ``note`` is called, on the first process, with remarks for
-    know: who holds what of a split model, which checkpoint the run goes on from, which one could not be written. ``leaves``:
-    SIGTERM and SIGUSR1 to any process make all write a checkpoint at the end of a step, and leave.
-    """
+    ``briefly``: nothing is evaluated but the mean model at the end. ``note`` is called, on the first process, with remarks: who
+    holds what of a split model, which checkpoint the run goes on from, which one could not be written. ``leaves``: SIGTERM and
+    SIGUSR1 to any process make all write a checkpoint at the end of a step, and leave."""
     process = cluster.process
     record = None if out is None else Record(out, int(cluster.elastic) or process, resume)
     data = load(settings.data.name, data_dir) if data is None else data
@@ -216,8 +214,9 @@ def run(
         return training
     with Checkpoints(record.folder / CHECKPOINTS, cluster, keep, note) as kept:
         record.process, described = cluster.rank, describe(settings, cluster, training)
-        go_on = partial(_go_on, settings, cluster, training, described, kept, record, note)
-        save = _saver(settings, cluster, training, described, kept, go_on, resume, checkpoints)
+        here = settings, cluster, training, described
+        go_on = lambda *who: Resumption(*here, *who).load(kept, record, repeated(settings), note)  # noqa: E731
+        save = _saver(*here, kept, go_on, resume, checkpoints)
         record.write_run(described)
         with leaving(training, cluster, kept, save, leaves and checkpoints) as (watching, after_epoch):
             for metrics in training.run(watching(watch)):
@@ -234,22 +233,6 @@ def run(
         timeline = training.replicas.job.timeline()
         record.write_timeline(None if timeline is None else timeline.to_dict())
     return training
-
-
-def _go_on(
-    settings: RunSettings,
-    cluster: Cluster,
-    training: EpochLoop,
-    described: dict[str, Any],
-    kept: Checkpoints,
-    record: Record,
-    note: Callable[[str], None],
-    place: int,
-    workers: int,
-) -> int:
-    """Resume from the newest checkpoint, as number ``place`` of ``workers``; returns its number."""
-    resumption = Resumption(settings, cluster, training, described, place, workers)
-    return resumption.load(kept, record, repeated(settings), note)
 
 
 def _saver(
